@@ -1,0 +1,115 @@
+# `make demo` and `make test` set up all that they need, in .venv, on a machine
+# with Python 3.11, pip, make and gcc; `make check` is what CI runs.
+
+.PHONY: demo test check lint types contract breaking wheel-test \
+        format proto lock clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/dev.lock
+INSTALLED := $(VENV)/.installed
+CONTRACT := proto/storesvc_proto
+# What a test may read besides the installed package.
+TESTED := tests README.md pyproject.toml requirements
+
+# The first that answers: a version manager's shim may stand there with nothing
+# behind it.
+PYTHON = $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
+  'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+PIP = $(PYTHON) -m pip --python $(BIN)/python
+
+# A caller's settings must not lead the virtual environments astray.
+unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+demo: $(INSTALLED)
+	$(BIN)/storectl demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: lint types contract breaking wheel-test
+
+# --- Setting up ---------------------------------------------------------------
+
+# Made anew when the lock changes, so that nothing stays that it no longer names.
+# pip works from outside, because Debian's Python makes no environment that has it.
+$(VENV)/.locked: $(LOCK)
+	@test -n "$(PYTHON)" || { echo "storesvc needs Python 3.11 or newer: no" \
+	  "python3.11 and no such python3 is on the PATH." >&2; exit 1; }
+	@echo "Installing the pinned dependencies into $(VENV): once, a minute or two."
+	@$(PYTHON) -m venv --clear --without-pip $(VENV)
+	@$(PIP) install --quiet --no-deps --require-hashes -r $(LOCK)
+	@touch $@
+
+$(INSTALLED): $(VENV)/.locked pyproject.toml
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# --- Checking -----------------------------------------------------------------
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/lint-imports --no-logo
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+contract: $(INSTALLED)
+	$(BIN)/buf lint proto
+	@rm -rf build/contract && mkdir -p build/contract
+	@proto/generate.sh build/contract $(CURDIR)/$(BIN)/python 2>build/contract.log \
+	  || { cat build/contract.log >&2; exit 1; }
+	@diff -r -x __init__.py -x py.typed -x __pycache__ \
+	  build/contract/storesvc_proto $(CONTRACT) \
+	  || { echo "$(CONTRACT) is not what proto/storesvc says: run 'make proto'." >&2; \
+	       exit 1; }
+
+# Against the last release, since what was never released may still change.
+breaking: $(INSTALLED)
+	@tag=$$(git describe --tags --abbrev=0 2>/dev/null) || { \
+	  echo "No release is tagged yet: nothing for the contract to break."; exit 0; }; \
+	rm -rf build/released && mkdir -p build/released \
+	&& git archive "$$tag" proto | tar -x -C build/released \
+	&& $(BIN)/buf breaking proto --against build/released/proto
+
+# The tests against the wheel, as users get it: in an environment that borrows the
+# dependencies of .venv but not its editable install, and from a folder without the
+# sources, so that no path leads back to the checkout.
+wheel-test: WHEEL_VENV := $(CURDIR)/build/wheel/venv
+wheel-test: $(INSTALLED)
+	@rm -rf build/wheel && mkdir -p build/wheel/run
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@$(BIN)/python -m venv --without-pip $(WHEEL_VENV)
+	@$(PYTHON) -m pip --python $(WHEEL_VENV)/bin/python install --quiet --no-deps \
+	  --no-index build/wheel/storesvc-*.whl
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >$$(echo $(WHEEL_VENV)/lib/python3.*/site-packages)/borrowed.pth
+	@cp -r $(TESTED) build/wheel/run
+	@cd build/wheel/run && $(WHEEL_VENV)/bin/python -c 'import sys, storesvc_client; \
+	  where = storesvc_client.__file__; print("Testing", where); \
+	  sys.exit(not where.startswith(sys.prefix))'
+	cd build/wheel/run && $(WHEEL_VENV)/bin/python -m pytest
+
+# --- Changing -----------------------------------------------------------------
+
+format: $(INSTALLED)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+proto: $(INSTALLED)
+	@rm -f $(CONTRACT)/v1/*_pb2*
+	proto/generate.sh proto $(CURDIR)/$(BIN)/python
+
+# Keeps every pin that still fits; `rm requirements/dev.lock` first for the newest.
+lock:
+	@test -x $(BIN)/uv || { echo "Run 'make test' first: it installs uv." >&2; exit 1; }
+	@$(BIN)/uv pip compile pyproject.toml --all-extras --group dev \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	  --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
+	  --custom-compile-command "make lock" --quiet --output-file $(LOCK)
+
+clean:
+	rm -rf build $(VENV) .*_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

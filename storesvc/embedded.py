@@ -1,0 +1,71 @@
+"""A server inside the process of its client.
+
+Same services, same contract; only the address differs: a Unix socket in a
+directory that no other user may enter. All embedded servers of a process share
+one event loop, because gRPC's asyncio polls for one loop a process.
+"""
+
+import asyncio
+import shutil
+import tempfile
+import threading
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from storesvc import server
+from storesvc.errors import StoreError
+from storesvc.statuses import WIRE, reason_name
+
+
+class StartError(Exception):
+    """The store cannot be opened; ``reason`` is that of the contract."""
+
+    def __init__(self, error: StoreError) -> None:
+        super().__init__(str(error))
+        self.reason = reason_name(WIRE[type(error)].reason)
+        self.metadata = error.metadata
+
+
+class EmbeddedServer:
+    """Serves the store at a root to this process alone."""
+
+    def __init__(self, root: str) -> None:
+        """Starts serving.
+
+        Raises:
+            StartError: The root is not a URI of a storage we know, the store is
+                in an unknown format, or the storage does not answer.
+        """
+        self._directory = Path(tempfile.mkdtemp(prefix="storesvc-"))
+        self._stack = AsyncExitStack()
+        self.address = f"unix:{self._directory / 'socket'}"
+        try:
+            _run(self._start(root))
+        except StoreError as e:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise StartError(e) from e
+
+    def close(self) -> None:
+        """Drains and stops."""
+        _run(self._stack.aclose())
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _start(self, root: str) -> None:
+        store = await server.open_store(root)
+        await self._stack.enter_async_context(server.running(store, self.address))
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(
+        target=loop.run_forever, name="storesvc-embedded", daemon=True
+    ).start()
+    return loop
+
+
+def _run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()

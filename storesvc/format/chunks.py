@@ -1,0 +1,171 @@
+"""Chunk tables as columns: checksums, digests and places of stored chunks.
+
+Columns are NumPy arrays, because a tree may have a million chunks.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storesvc.format.checksums import DIGEST_BYTES
+from storesvc_proto.v1 import tree_pb2 as pb
+
+MAX_PART_ROWS: Final = 32768
+"""Rows of one part of a chunk table: below 2 MiB with all columns."""
+
+MAX_VALUE: Final = 2**62
+"""Of an ordinal, an offset or a length."""
+
+I64: TypeAlias = NDArray[np.int64]
+U8: TypeAlias = NDArray[np.uint8]
+
+
+class InvalidChunksError(ValueError):
+    """A chunk table that contradicts itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Sums:
+    """What the data of chunks must be."""
+
+    ordinal: I64
+    """Ascending."""
+    crc32c: NDArray[np.uint32]
+    digests: U8
+    """Shape (rows, 16)."""
+
+    def __len__(self) -> int:
+        return len(self.ordinal)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Places:
+    """Where chunks lie. Row by row beside a ``Sums``."""
+
+    files: tuple[str, ...]
+    """Data files, relative to the pool."""
+    file: I64
+    """Index into ``files``."""
+    offset: I64
+    """Bytes."""
+    length: I64
+    """Bytes, checksum included."""
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[str, int, int]]) -> Self:
+        """Returns the places of ``(file, offset, length)`` rows."""
+        numbers: dict[str, int] = {}
+        file = [numbers.setdefault(name, len(numbers)) for name, _, _ in rows]
+        return cls(
+            files=tuple(numbers),
+            file=np.array(file, np.int64),
+            offset=np.array([offset for _, offset, _ in rows], np.int64),
+            length=np.array([length for _, _, length in rows], np.int64),
+        )
+
+
+def pack_sums(sums: Sums) -> Iterator[pb.ChunkTable]:
+    """Yields a receipt's table, in parts; one at least."""
+    for rows in _parts(len(sums)):
+        yield pb.ChunkTable(
+            ordinal=sums.ordinal[rows].tolist(),
+            crc32c=sums.crc32c[rows].tolist(),
+            digests=[sums.digests[rows].tobytes()],
+        )
+
+
+def pack_placed(
+    sums: Sums, places: Places, *, with_ordinals: bool
+) -> Iterator[pb.ChunkTable]:
+    """Yields the table of stored chunks, in parts; one at least."""
+    for rows in _parts(len(sums)):
+        yield pb.ChunkTable(
+            ordinal=sums.ordinal[rows].tolist() if with_ordinals else (),
+            crc32c=sums.crc32c[rows].tolist(),
+            digests=[sums.digests[rows].tobytes()],
+            file=places.file[rows].tolist(),
+            offset=places.offset[rows].tolist(),
+            length=places.length[rows].tolist(),
+            files=places.files if rows.start == 0 else (),
+        )
+
+
+def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
+    """Returns the checksums of a table.
+
+    Args:
+        table: The table.
+        count: Of a manifest, whose rows have no ordinals: the number of chunks.
+
+    Raises:
+        InvalidChunksError: A column has another length, or the ordinals are not
+            strictly ascending.
+    """
+    ordinal = _column(table.ordinal, "ordinal") if count is None else np.arange(count)
+    crc32c = np.array(table.crc32c, np.uint32)
+    raw = np.frombuffer(b"".join(table.digests), np.uint8)
+    if len(crc32c) != len(ordinal) or len(raw) != DIGEST_BYTES * len(ordinal):
+        raise InvalidChunksError(
+            f"expected {len(ordinal)} rows, got {len(crc32c)} checksums "
+            f"and {len(raw)} bytes of digests"
+        )
+    if np.any(np.diff(ordinal) <= 0):
+        raise InvalidChunksError("expected strictly ascending ordinals")
+    return Sums(ordinal=ordinal, crc32c=crc32c, digests=raw.reshape(-1, DIGEST_BYTES))
+
+
+def unpack_places(table: pb.ChunkTable) -> Places:
+    """Returns the places of a table.
+
+    Raises:
+        InvalidChunksError: A column has another length, or names no file.
+    """
+    file = _column(table.file, "file")
+    offset = _column(table.offset, "offset")
+    length = _column(table.length, "length")
+    if not len(file) == len(offset) == len(length) == len(table.crc32c):
+        raise InvalidChunksError("the columns of places differ in length")
+    if len(file) and file.max() >= len(table.files):
+        raise InvalidChunksError("a place names a file that is not listed")
+    return Places(files=tuple(table.files), file=file, offset=offset, length=length)
+
+
+def merge(
+    parts: Sequence[tuple[Sums, Places]],
+) -> tuple[Sums, Places]:
+    """Returns the chunks of all parts in the order of their ordinals."""
+    files: dict[str, int] = {}
+    renumbered = []
+    for _, places in parts:
+        new = [files.setdefault(name, len(files)) for name in places.files]
+        renumbered.append(np.array(new, np.int64)[places.file])
+    ordinal = np.concatenate([s.ordinal for s, _ in parts])
+    order = np.argsort(ordinal, kind="stable")
+    sums = Sums(
+        ordinal=ordinal[order],
+        crc32c=np.concatenate([s.crc32c for s, _ in parts])[order],
+        digests=np.concatenate([s.digests for s, _ in parts])[order],
+    )
+    places = Places(
+        files=tuple(files),
+        file=np.concatenate(renumbered)[order],
+        offset=np.concatenate([p.offset for _, p in parts])[order],
+        length=np.concatenate([p.length for _, p in parts])[order],
+    )
+    return sums, places
+
+
+def _column(values: Iterable[int], name: str) -> I64:
+    """A column of unsigned numbers, none of them so large that sums overflow."""
+    column = np.array(values, np.uint64)
+    if len(column) and column.max() > MAX_VALUE:
+        raise InvalidChunksError(f"column {name}: {column.max()} is too large")
+    return column.astype(np.int64)
+
+
+def _parts(rows: int) -> Iterator[slice]:
+    for at in range(0, max(1, rows), MAX_PART_ROWS):
+        yield slice(at, at + MAX_PART_ROWS)

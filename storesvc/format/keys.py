@@ -1,0 +1,108 @@
+"""Keys of leaves: paths of a tree as text, one path one key.
+
+A path is a sequence of parts; a part is a text and a letter for what it was
+(``LeafTable.path_kinds``). The key joins the escaped texts by "/". The escape is
+injective, so two paths share a key only where their parts have the same texts
+(``0`` and ``"0"``); such trees are refused, naming both.
+
+>>> escape_part("a/b%")
+'a%2Fb%25'
+>>> join_key(["layers", "0", ".."])
+'layers/0/%2E%2E'
+>>> split_key('layers/0/%2E%2E')
+('layers', '0', '..')
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Final
+
+MAX_KEY_BYTES: Final = 4096
+"""UTF-8 bytes of a key."""
+
+PATH_KINDS: Final = frozenset("kntiaf")
+"""The letters of ``LeafTable.path_kinds``."""
+
+_UNSAFE: Final = re.compile(r"[%/\x00-\x1f\x7f]")
+_ESCAPED: Final = re.compile(r"%([0-9A-F]{2})")
+_WHOLE: Final = {"": "%", ".": "%2E", "..": "%2E%2E"}
+
+
+class InvalidKeyError(ValueError):
+    """A path or a key that the format does not admit."""
+
+
+def escape_part(text: str) -> str:
+    """Returns a part as it stands in a key: never empty, "." or "..", and
+    without "/" and control characters."""
+    if text in _WHOLE:
+        return _WHOLE[text]
+    return _UNSAFE.sub(lambda m: f"%{ord(m[0]):02X}", text)
+
+
+def unescape_part(text: str) -> str:
+    """Returns the part that ``escape_part`` escaped.
+
+    Raises:
+        InvalidKeyError: No part has that escape.
+    """
+    part = "" if text == "%" else _ESCAPED.sub(lambda m: chr(int(m[1], base=16)), text)
+    if escape_part(part) != text:
+        raise InvalidKeyError(f"key part {text!r}: not an escape of this format")
+    return part
+
+
+def join_key(parts: Iterable[str]) -> str:
+    """Returns the key of a path.
+
+    Raises:
+        InvalidKeyError: The key is longer than 4096 bytes, or is not Unicode (it
+            holds a lone surrogate).
+    """
+    key = "/".join(map(escape_part, parts))
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError as e:
+        raise InvalidKeyError(
+            f"leaf {key!r}: expected Unicode, got a lone surrogate; rename it"
+        ) from e
+    if size > MAX_KEY_BYTES:
+        raise InvalidKeyError(
+            f"leaf {key[:80]!r}...: expected a key of at most {MAX_KEY_BYTES} bytes, "
+            f"got {size}; shorten its path"
+        )
+    return key
+
+
+def split_key(key: str) -> tuple[str, ...]:
+    """Returns the parts of a key.
+
+    Raises:
+        InvalidKeyError: The text is not a key.
+    """
+    return tuple(map(unescape_part, key.split("/"))) if key else ()
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Refuses a list of keys that is not the list of leaves of one tree.
+
+    Raises:
+        InvalidKeyError: The keys are not strictly ascending, or one is an
+            ancestor of another.
+    """
+    for before, after in pairwise(keys):
+        if before >= after:
+            raise InvalidKeyError(
+                f"leaf {after!r}: expected keys in strictly ascending order, "
+                f"got it after {before!r}"
+            )
+    known = set(keys)
+    for key in keys:
+        if key and "" in known:
+            raise InvalidKeyError(f"leaf {key!r} lies below the leaf ''")
+        at = key.find("/")
+        while at >= 0:
+            if key[:at] in known:
+                raise InvalidKeyError(f"leaf {key!r} lies below the leaf {key[:at]!r}")
+            at = key.find("/", at + 1)

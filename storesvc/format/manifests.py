@@ -1,0 +1,71 @@
+"""Manifests: what a checkpoint holds, and where every chunk of it lies.
+
+A manifest is bound to its record by size and digest, so a reader needs to trust
+nothing but the record. Its parts concatenate (``tree.proto``).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from storesvc.format.checksums import digest
+from storesvc.format.chunks import (
+    InvalidChunksError,
+    Places,
+    Sums,
+    pack_placed,
+    unpack_places,
+    unpack_sums,
+)
+from storesvc.format.trees import InvalidTreeError, Tree, pack_leaves, unpack_leaves
+from storesvc_proto.v1 import tree_pb2 as pb
+
+
+class CorruptManifestError(ValueError):
+    """Bytes that are not the manifest that was committed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Manifest:
+    """A checkpoint's tree and its chunks, in the order of their ordinals."""
+
+    tree: Tree
+    sums: Sums
+    places: Places
+
+
+def pack_manifest(manifest: Manifest) -> Iterator[bytes]:
+    """Yields a serialised manifest, in parts."""
+    for leaves in pack_leaves(manifest.tree):
+        yield pb.Manifest(leaves=pb.LeafTable.FromString(leaves)).SerializeToString(
+            deterministic=True
+        )
+    for chunks in pack_placed(manifest.sums, manifest.places, with_ordinals=False):
+        yield pb.Manifest(chunks=chunks).SerializeToString(deterministic=True)
+
+
+def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifest:
+    """Returns the manifest that a record names.
+
+    Args:
+        data: All parts, joined.
+        size_bytes: The size in the record.
+        expected: The digest in the record.
+
+    Raises:
+        CorruptManifestError: The bytes are other ones.
+    """
+    if len(data) != size_bytes or digest(data) != expected:
+        raise CorruptManifestError(
+            f"manifest: expected {size_bytes} bytes with digest {expected.hex()}, "
+            f"got {len(data)} bytes with digest {digest(data).hex()}"
+        )
+    try:
+        message = pb.Manifest.FromString(data)
+        tree = unpack_leaves(message.leaves)
+        sums = unpack_sums(message.chunks, count=tree.chunk_count)
+        places = unpack_places(message.chunks)
+    except (DecodeError, InvalidTreeError, InvalidChunksError) as e:
+        raise CorruptManifestError(f"manifest: {e}") from e
+    return Manifest(tree, sums, places)

@@ -1,0 +1,165 @@
+"""Names of namespaces, runs, checkpoints and uploads.
+
+Ids are opaque and are never decoded: what does not match is refused, so no id
+can step out of its place in the bucket.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal, Self, TypeAlias
+
+Which: TypeAlias = int | Literal["latest"]
+"""A step, or the newest one."""
+
+MAX_STEP: Final = 2**63 - 1
+"""Steps are int64."""
+
+_ID: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_UPLOAD: Final = re.compile(r"[0-9a-f]{32}")
+_STEP: Final = re.compile(r"0|[1-9][0-9]{0,18}")
+
+_ID_RULE: Final = (
+    "1 to 63 lower-case letters, digits and hyphens, "
+    "with a letter or a digit at both ends"
+)
+
+
+class InvalidNameError(ValueError):
+    """A name that breaks the rules; the message says which rule."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RunName:
+    """A run: ``prod/llama-8b`` to people, ``namespaces/prod/runs/llama-8b`` on
+    the wire."""
+
+    namespace: str
+    run: str
+
+    def __post_init__(self) -> None:
+        check_id(self.namespace, "namespace")
+        check_id(self.run, "run")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Returns the run of ``namespace/run``.
+
+        Raises:
+            InvalidNameError: The text is something else.
+        """
+        namespace, slash, run = text.partition("/")
+        if not slash or "/" in run:
+            raise InvalidNameError(
+                f"run {text!r}: expected namespace/run, such as prod/llama-8b"
+            )
+        return cls(namespace, run)
+
+    @classmethod
+    def from_resource(cls, resource: str) -> Self:
+        """Returns the run of ``namespaces/{namespace}/runs/{run}``.
+
+        Raises:
+            InvalidNameError: The text is something else.
+        """
+        match resource.split("/"):
+            case ["namespaces", namespace, "runs", run]:
+                return cls(namespace, run)
+        raise InvalidNameError(
+            f"name {resource!r}: expected namespaces/NAMESPACE/runs/RUN"
+        )
+
+    @property
+    def resource(self) -> str:
+        """The name on the wire."""
+        return f"namespaces/{self.namespace}/runs/{self.run}"
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.run}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointName:
+    """A checkpoint of a run."""
+
+    run: RunName
+    which: Which
+
+    def __post_init__(self) -> None:
+        if self.which != "latest" and not 0 <= self.which <= MAX_STEP:
+            raise InvalidNameError(
+                f"step {self.which} of {self.run}: expected 0 to 2^63 - 1"
+            )
+
+    @classmethod
+    def from_resource(cls, resource: str) -> Self:
+        """Returns the checkpoint of ``.../runs/{run}/checkpoints/{step}``.
+
+        Raises:
+            InvalidNameError: The text is something else.
+        """
+        parent, _, which = resource.rpartition("/checkpoints/")
+        run = RunName.from_resource(parent)
+        if which == "latest":
+            return cls(run, "latest")
+        return cls(run, parse_step(which))
+
+    @property
+    def resource(self) -> str:
+        """The name on the wire."""
+        return f"{self.run.resource}/checkpoints/{self.which}"
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.which}"
+
+
+@dataclass(frozen=True, slots=True)
+class UploadName:
+    """An upload to a run."""
+
+    run: RunName
+    upload: str
+
+    def __post_init__(self) -> None:
+        if not _UPLOAD.fullmatch(self.upload):
+            raise InvalidNameError(
+                f"upload {self.upload!r}: expected 32 lower-case hexadecimal digits"
+            )
+
+    @classmethod
+    def from_resource(cls, resource: str) -> Self:
+        """Returns the upload of ``.../runs/{run}/uploads/{upload}``.
+
+        Raises:
+            InvalidNameError: The text is something else.
+        """
+        parent, _, upload = resource.rpartition("/uploads/")
+        return cls(RunName.from_resource(parent), upload)
+
+    @property
+    def resource(self) -> str:
+        """The name on the wire."""
+        return f"{self.run.resource}/uploads/{self.upload}"
+
+    def __str__(self) -> str:
+        return f"{self.run} upload {self.upload}"
+
+
+def check_id(text: str, noun: str) -> None:
+    """Refuses an id that breaks the rules.
+
+    Raises:
+        InvalidNameError: Naming the noun, the text and the rule.
+    """
+    if not _ID.fullmatch(text):
+        raise InvalidNameError(f"{noun} {text!r}: expected {_ID_RULE}")
+
+
+def parse_step(text: str) -> int:
+    """Returns the step of decimal digits without leading zeros.
+
+    Raises:
+        InvalidNameError: The text is something else, or exceeds int64.
+    """
+    if not _STEP.fullmatch(text) or int(text) > MAX_STEP:
+        raise InvalidNameError(f"step {text!r}: expected 0 to 2^63 - 1, or latest")
+    return int(text)

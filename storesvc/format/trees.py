@@ -1,0 +1,255 @@
+"""Leaf tables as values: the leaves of a tree, and where their chunks count.
+
+``pack_leaves`` makes the columns of ``LeafTable``; ``unpack_leaves`` checks every
+rule of ``tree.proto`` and makes leaves of them, so that nothing behind it needs
+to distrust a table.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storesvc.format import zarr
+from storesvc.format.dtypes import DTYPES
+from storesvc.format.grids import MAX_RANK, Grid
+from storesvc.format.keys import PATH_KINDS, InvalidKeyError, check_keys, split_key
+from storesvc_proto.v1 import tree_pb2 as pb
+
+MAX_PART_ROWS: Final = 4096
+"""Rows of one part of a leaf table: below 2 MiB with keys of usual length."""
+
+MAX_PART_BYTES: Final = 2 << 20
+"""Bytes of one part of a table on the wire."""
+
+MAX_CHUNK_BYTES: Final = 64 << 20
+"""Bytes of a chunk's elements that any server takes."""
+
+MAX_LEAF_BYTES: Final = 2**62
+"""Bytes of a leaf; keeps all sums in int64."""
+
+T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
+
+
+class InvalidTreeError(ValueError):
+    """A leaf table that contradicts itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSharding:
+    """How a leaf lay on its devices when it was saved."""
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    spec: tuple[tuple[str, ...], ...]
+    """For each leading dimension, the mesh axes that split it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One row of a leaf table."""
+
+    key: str
+    path_kinds: str
+    kind: "pb.LeafKind.ValueType"
+    dtype: str
+    shape: tuple[int, ...]
+    """Of what is stored: for PRNG keys, of their key data."""
+    chunk_shape: tuple[int, ...]
+    sharding: SavedSharding | None = None
+    prng_impl: str | None = None
+
+    @property
+    def grid(self) -> Grid:
+        """The chunk grid."""
+        return Grid(self.shape, self.chunk_shape, DTYPES[self.dtype].itemsize)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The leaves of a tree, in the order of their keys."""
+
+    leaves: tuple[Leaf, ...]
+    grids: tuple[Grid, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grids", tuple(leaf.grid for leaf in self.leaves))
+
+    @cached_property
+    def first_chunk(self) -> NDArray[np.int64]:
+        """The ordinal of each leaf's first chunk, and one past the last of all."""
+        counts = accumulate((g.count for g in self.grids), initial=0)
+        return np.fromiter(counts, np.int64, len(self.leaves) + 1)
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks of all leaves."""
+        return int(self.first_chunk[-1])
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of all elements."""
+        return sum(g.leaf_bytes for g in self.grids)
+
+    @cached_property
+    def by_key(self) -> dict[str, int]:
+        """The row of each key."""
+        return {leaf.key: row for row, leaf in enumerate(self.leaves)}
+
+    @cached_property
+    def stored_lengths(self) -> NDArray[np.int64]:
+        """Bytes of each chunk as stored, checksum included."""
+        length = [g.chunk_bytes + zarr.CHECKSUM_BYTES for g in self.grids]
+        return np.repeat(np.array(length, np.int64), np.diff(self.first_chunk))
+
+    def locate(self, chunk: int) -> tuple[int, int]:
+        """Returns the row of a chunk's leaf, and the chunk's number within it."""
+        row = int(np.searchsorted(self.first_chunk, chunk, side="right")) - 1
+        return row, chunk - int(self.first_chunk[row])
+
+    def chunk_key(self, chunk: int) -> str:
+        """Returns the key of a chunk in the key space."""
+        row, within = self.locate(chunk)
+        return zarr.chunk_key(self.leaves[row].key, self.grids[row].index(within))
+
+    def describe_chunk(self, chunk: int) -> str:
+        """Returns how messages call a chunk."""
+        row, within = self.locate(chunk)
+        return f"leaf {self.leaves[row].key!r} chunk {within}"
+
+
+def pack_leaves(tree: Tree) -> Iterator[bytes]:
+    """Yields the serialised leaf table of a tree, in parts."""
+    dtypes = {n: i for i, n in enumerate(sorted({x.dtype for x in tree.leaves}))}
+    shardings = _numbered(x.sharding for x in tree.leaves)
+    impls = _numbered(x.prng_impl for x in tree.leaves)
+    for at in range(0, max(1, len(tree.leaves)), MAX_PART_ROWS):
+        rows = tree.leaves[at : at + MAX_PART_ROWS]
+        part = pb.LeafTable(
+            key=[x.key for x in rows],
+            path_kinds=[x.path_kinds for x in rows],
+            kind=[x.kind for x in rows],
+            dtype=[dtypes[x.dtype] for x in rows],
+            rank=[len(x.shape) for x in rows],
+            shape=[n for x in rows for n in x.shape],
+            chunk_shape=[n for x in rows for n in x.chunk_shape],
+            sharding=[shardings[x.sharding] for x in rows],
+            prng_impl=[impls[x.prng_impl] for x in rows],
+        )
+        if at == 0:
+            part.dtypes.extend(dtypes)
+            part.shardings.extend(_pack_sharding(s) for s in shardings if s)
+            part.prng_impls.extend(s for s in impls if s)
+        yield part.SerializeToString(deterministic=True)
+
+
+def unpack_leaves(table: pb.LeafTable) -> Tree:
+    """Returns the tree that a leaf table describes.
+
+    Raises:
+        InvalidTreeError: The table breaks a rule of ``tree.proto``.
+    """
+    rows = len(table.key)
+    for name in ("path_kinds", "kind", "dtype", "rank", "sharding", "prng_impl"):
+        if len(getattr(table, name)) != rows:
+            raise InvalidTreeError(
+                f"column {name}: expected {rows} rows, got {len(getattr(table, name))}"
+            )
+    try:
+        check_keys(table.key)
+    except InvalidKeyError as e:
+        raise InvalidTreeError(str(e)) from e
+    if sum(table.rank) != len(table.shape) or len(table.shape) != len(
+        table.chunk_shape
+    ):
+        raise InvalidTreeError(
+            f"columns shape and chunk_shape: expected {sum(table.rank)} entries each, "
+            f"got {len(table.shape)} and {len(table.chunk_shape)}"
+        )
+    shardings = [None, *map(_unpack_sharding, table.shardings)]
+    impls = [None, *table.prng_impls]
+    leaves = []
+    at = 0
+    for row in range(rows):
+        to = at + table.rank[row]
+        leaf = Leaf(
+            key=table.key[row],
+            path_kinds=table.path_kinds[row],
+            kind=table.kind[row],
+            dtype=_entry(table.dtypes, table.dtype[row], "dtype"),
+            shape=tuple(table.shape[at:to]),
+            chunk_shape=tuple(table.chunk_shape[at:to]),
+            sharding=_entry(shardings, table.sharding[row], "sharding"),
+            prng_impl=_entry(impls, table.prng_impl[row], "prng_impl"),
+        )
+        _check_leaf(leaf)
+        leaves.append(leaf)
+        at = to
+    return Tree(tuple(leaves))
+
+
+def _check_leaf(leaf: Leaf) -> None:
+    """Refuses a row that breaks a rule, naming the leaf."""
+    problem = _problem(leaf)
+    if problem:
+        raise InvalidTreeError(f"leaf {leaf.key!r}: {problem}")
+
+
+def _problem(leaf: Leaf) -> str | None:
+    if len(split_key(leaf.key)) != len(leaf.path_kinds) or not PATH_KINDS.issuperset(
+        leaf.path_kinds
+    ):
+        return f"path_kinds {leaf.path_kinds!r} do not fit its key"
+    if leaf.kind not in pb.LeafKind.values() or not leaf.kind:
+        return f"expected a known kind, got {leaf.kind}"
+    if leaf.dtype not in DTYPES:
+        return f"expected a dtype of the format, got {leaf.dtype!r}"
+    if len(leaf.shape) > MAX_RANK:
+        return f"expected at most {MAX_RANK} dimensions, got {len(leaf.shape)}"
+    if any(n < 0 for n in leaf.shape) or any(n < 1 for n in leaf.chunk_shape):
+        return f"shape {leaf.shape} or chunk shape {leaf.chunk_shape} is negative or 0"
+    if leaf.grid.leaf_bytes > MAX_LEAF_BYTES:
+        return f"shape {leaf.shape} exceeds 2^62 bytes"
+    if leaf.grid.chunk_bytes > MAX_CHUNK_BYTES:
+        return (
+            f"expected chunks of at most {MAX_CHUNK_BYTES} bytes, "
+            f"got {leaf.grid.chunk_bytes}"
+        )
+    if (leaf.kind == pb.LEAF_KIND_PRNG_KEY) != (leaf.prng_impl is not None):
+        return "expected a PRNG implementation for PRNG keys, and for nothing else"
+    return None
+
+
+def _entry(values: Sequence[T], index: int, column: str) -> T:
+    if index >= len(values):
+        raise InvalidTreeError(f"column {column}: index {index} has no entry")
+    return values[index]
+
+
+def _numbered(values: Iterable[H | None]) -> dict[H | None, int]:
+    """Numbers distinct values from 1 in order of appearance; None is 0."""
+    numbers: dict[H | None, int] = {None: 0}
+    for value in values:
+        numbers.setdefault(value, len(numbers))
+    return numbers
+
+
+def _pack_sharding(sharding: SavedSharding) -> pb.Sharding:
+    return pb.Sharding(
+        axis_names=sharding.axis_names,
+        axis_sizes=sharding.axis_sizes,
+        spec=[pb.DimensionAxes(axes=axes) for axes in sharding.spec],
+    )
+
+
+def _unpack_sharding(sharding: pb.Sharding) -> SavedSharding:
+    return SavedSharding(
+        axis_names=tuple(sharding.axis_names),
+        axis_sizes=tuple(sharding.axis_sizes),
+        spec=tuple(tuple(d.axes) for d in sharding.spec),
+    )

@@ -1,0 +1,239 @@
+"""The server: the services of one store behind one address.
+
+Limits are those that gRPC hardening guides ask for; what a message may weigh is
+gRPC's default, which is also the fastest size to ship bytes in.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from storesvc import services
+from storesvc.bucket import IF_ABSENT, PreconditionError
+from storesvc.catalogue import Catalogue, read_record
+from storesvc.commits import Commits
+from storesvc.errors import InvalidFieldError, StorageUnavailableError
+from storesvc.format import layout
+from storesvc.format.seal import seal
+from storesvc.kvbucket import KvBucket
+from storesvc.receiving import Receiver
+from storesvc.sending import Sender
+from storesvc.uploads import Uploads, timestamp
+from storesvc_proto.v1 import (
+    bucket_pb2,
+    checkpoint_service_pb2,
+    checkpoint_service_pb2_grpc,
+    chunk_service_pb2,
+    chunk_service_pb2_grpc,
+    maintenance_service_pb2,
+    maintenance_service_pb2_grpc,
+    upload_service_pb2,
+    upload_service_pb2_grpc,
+)
+
+DRAIN_SECONDS: Final = 30.0
+"""How long calls under way may go on after SIGTERM."""
+
+OPTIONS: Final = (
+    ("grpc.max_receive_message_length", services.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", services.MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", 100),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 20_000),
+    ("grpc.http2.max_ping_strikes", 2),
+    ("grpc.max_connection_idle_ms", 15 * 60_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # a message that unpacks to more than it weighs is an attack here
+    ("grpc.per_message_decompression", 0),
+    # two servers on one port would share its calls at random
+    ("grpc.so_reuseport", 0),
+)
+
+SERVICES: Final = tuple(
+    file.DESCRIPTOR.services_by_name[name].full_name
+    for file, name in (
+        (checkpoint_service_pb2, "CheckpointService"),
+        (upload_service_pb2, "UploadService"),
+        (chunk_service_pb2, "ChunkService"),
+        (maintenance_service_pb2, "MaintenanceService"),
+    )
+)
+"""Full names, for the health service."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """A server's certificate, in PEM."""
+
+    certificate: Path
+    key: Path
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Returns what gRPC wants.
+
+        Raises:
+            InvalidFieldError: A file cannot be read.
+        """
+        try:
+            pair = (self.key.read_bytes(), self.certificate.read_bytes())
+        except OSError as e:
+            raise InvalidFieldError(
+                f"TLS: cannot read {e.filename}: {e.strerror}"
+            ) from e
+        return grpc.ssl_server_credentials([pair])
+
+
+async def open_store(root: str) -> services.Store:
+    """Returns the store at a root; makes one where there is none.
+
+    Raises:
+        InvalidFieldError: The root is not a URI of a storage we know.
+        FormatUnsupportedError: It is in a format that this code does not know.
+        StorageUnavailableError: The storage does not answer.
+    """
+
+    def now() -> datetime:
+        return datetime.now(UTC)
+
+    bucket = await KvBucket.open(root)
+    created = bucket_pb2.StoreRecord(
+        uid=str(uuid.uuid4()), create_time=timestamp(now())
+    )
+    with suppress(PreconditionError):  # it exists
+        await bucket.write(layout.STORE, seal(created), condition=IF_ABSENT)
+    found = await read_record(bucket, layout.STORE, bucket_pb2.StoreRecord)
+    if found is None:
+        raise StorageUnavailableError(f"{root}: its record vanished; retry")
+    catalogue = Catalogue(bucket)
+    uploads = Uploads(bucket, catalogue, now=now)
+    return services.Store(
+        uid=found[0].uid,
+        catalogue=catalogue,
+        uploads=uploads,
+        receiver=Receiver(bucket, uploads),
+        commits=Commits(bucket, catalogue, uploads, now=now),
+        sender=Sender(bucket),
+    )
+
+
+@asynccontextmanager
+async def running(
+    store: services.Store, address: str, *, tls: Tls | None = None
+) -> AsyncIterator[int]:
+    """Serves a store at an address while the context lasts; yields the port.
+
+    Raises:
+        InvalidFieldError: The address cannot be bound.
+    """
+    server = grpc.aio.server(options=OPTIONS)
+    checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(
+        services.CheckpointService(store), server
+    )
+    upload_service_pb2_grpc.add_UploadServiceServicer_to_server(
+        services.UploadService(store), server
+    )
+    chunk_service_pb2_grpc.add_ChunkServiceServicer_to_server(
+        services.ChunkService(store), server
+    )
+    maintenance_service_pb2_grpc.add_MaintenanceServiceServicer_to_server(
+        services.MaintenanceService(store), server
+    )
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    try:
+        if tls:
+            port = server.add_secure_port(address, tls.credentials())
+        else:
+            port = server.add_insecure_port(address)
+    except RuntimeError as e:
+        raise InvalidFieldError(
+            f"address {address}: it is in use or not of this machine; take another"
+        ) from e
+    await server.start()
+    for name in ("", *SERVICES):
+        await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield port
+    finally:
+        await healthy.enter_graceful_shutdown()
+        await server.stop(DRAIN_SECONDS)
+
+
+def serve(
+    root: str,
+    *,
+    host: str,
+    port: int,
+    tls: Tls | None,
+    insecure: bool,
+    ready_file: Path | None,
+) -> None:
+    """Serves the store at a root until SIGTERM or SIGINT, then drains.
+
+    Args:
+        root: ``file:///PATH``, ``memory://`` or ``gs://BUCKET/PREFIX``.
+        host: The address to bind.
+        port: The port to bind; 0 takes a free one.
+        tls: The server's certificate; None serves plaintext.
+        insecure: Whether plaintext may be served to other machines.
+        ready_file: Where to write ``HOST:PORT`` once calls are taken.
+
+    Raises:
+        InvalidFieldError: A plaintext server would be open to other machines,
+            or the address or the root is not usable.
+    """
+    if not (tls or insecure or is_loopback(host)):
+        raise InvalidFieldError(
+            f"host {host}: expected a loopback address or TLS, because anyone who "
+            "reaches a plaintext server can read and write its store; give a "
+            "certificate and its key, or --insecure"
+        )
+    asyncio.run(_serve(root, host, port, tls, ready_file))
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach a host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+async def _serve(
+    root: str, host: str, port: int, tls: Tls | None, ready_file: Path | None
+) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    store = await open_store(root)
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    async with running(store, f"{host}:{port}", tls=tls) as bound:
+        _log.info("serving %s at %s:%d", root, host, bound)
+        if ready_file:
+            # whole or not at all: who waits for the file reads it at once
+            partial = ready_file.with_name(ready_file.name + ".partial")
+            partial.write_text(f"{host}:{bound}\n")
+            partial.rename(ready_file)
+        await stop.wait()
+        _log.info("draining")
+    _log.info("stopped")

@@ -1,0 +1,156 @@
+"""What may happen to the slot of a step: decisions, apart from the bucket.
+
+The slot (``CheckpointRecord``) is the only arbiter of a step. These functions
+take what was read and return what is to be written, or raise; the caller writes
+it on the condition that the slot has not changed since. So the rules hold
+whatever the clocks, and however many processes, do:
+
+1. A committed slot never changes again.
+2. An upload owns the slot from its reservation until a later one takes it over
+   or the upload is aborted.
+3. Only the owner commits, and only with all chunks of all leaves.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from storesvc.errors import (
+    CheckpointExistsError,
+    ChunksIncompleteError,
+    UploadNotFoundError,
+    UploadSupersededError,
+    WriterUnfinishedError,
+)
+from storesvc.format.chunks import Places, Sums
+from storesvc.format.names import RunName, UploadName
+from storesvc.format.trees import Tree
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+_SHOWN = 5
+"""Chunks or writers that a message names."""
+
+COMMITTED = pb.CheckpointRecord.STATE_COMMITTED
+UPLOADING = pb.CheckpointRecord.STATE_UPLOADING
+
+
+def next_epoch(run: RunName, step: int, slot: pb.CheckpointRecord | None) -> int:
+    """Returns the epoch of an upload that takes the slot over.
+
+    Raises:
+        CheckpointExistsError: The step is committed.
+    """
+    if slot is None:
+        return 1
+    if slot.state == COMMITTED:
+        raise exists(run, step)
+    return slot.epoch + 1
+
+
+def reservation(upload: str, record: pb.UploadRecord) -> pb.CheckpointRecord:
+    """Returns the slot that an upload reserves."""
+    return pb.CheckpointRecord(
+        state=UPLOADING,
+        step=record.step,
+        upload=upload,
+        epoch=record.epoch,
+        create_time=record.create_time,
+    )
+
+
+def check_owner(
+    name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord | None
+) -> pb.CheckpointRecord:
+    """Returns the slot, and refuses an upload that does not own it.
+
+    Raises:
+        UploadNotFoundError: It was aborted.
+        UploadSupersededError: Another upload owns the slot.
+        CheckpointExistsError: Another upload committed the step.
+    """
+    if slot is None:
+        raise aborted(name)
+    if slot.upload == name.upload and slot.epoch == record.epoch:
+        return slot
+    if slot.state == COMMITTED:
+        raise exists(name.run, record.step)
+    raise UploadSupersededError(
+        f"{name}: step {record.step} was taken over by upload {slot.upload} (epoch "
+        f"{slot.epoch}, this one has {record.epoch}); begin a new upload",
+        upload=name.upload,
+        owner=slot.upload,
+        epoch=str(slot.epoch),
+    )
+
+
+def check_epoch(name: UploadName, record: pb.UploadRecord, epoch: int) -> None:
+    """Refuses a caller that holds another epoch than its upload.
+
+    Raises:
+        UploadSupersededError: It does.
+    """
+    if epoch != record.epoch:
+        raise UploadSupersededError(
+            f"{name}: expected epoch {record.epoch}, got {epoch}; begin a new upload",
+            upload=name.upload,
+            epoch=str(record.epoch),
+        )
+
+
+def check_complete(
+    name: UploadName,
+    tree: Tree,
+    receipts: Mapping[int, tuple[Sums, Places] | None],
+) -> list[tuple[Sums, Places]]:
+    """Returns what the writers stored, and refuses a commit unless every chunk is
+    held by exactly one of them.
+
+    Args:
+        name: The upload.
+        tree: Its tree.
+        receipts: For each writer what it stored, or None where it is unfinished.
+
+    Raises:
+        WriterUnfinishedError: Naming the writers.
+        ChunksIncompleteError: Naming the chunks.
+    """
+    unfinished = [str(w) for w, receipt in receipts.items() if receipt is None]
+    if unfinished:
+        raise WriterUnfinishedError(
+            f"{name}: expected {len(receipts)} finished writers, but "
+            f"{len(unfinished)} have not finished (writer "
+            f"{', '.join(unfinished[:_SHOWN])}); finish them, then commit again",
+            writers=",".join(unfinished[:_SHOWN]),
+        )
+    held = np.zeros(tree.chunk_count, np.int64)
+    stored = [receipt for receipt in receipts.values() if receipt is not None]
+    for sums, _ in stored:
+        held[sums.ordinal] += 1
+    wrong = np.flatnonzero(held != 1)
+    if len(wrong):
+        first = ", ".join(tree.describe_chunk(int(c)) for c in wrong[:_SHOWN])
+        raise ChunksIncompleteError(
+            f"{name}: expected each of {tree.chunk_count} chunks from one writer, but "
+            f"{int((held == 0).sum())} are missing and {int((held > 1).sum())} came "
+            f"from several ({first}); send what is missing, then commit again",
+            missing=str(int((held == 0).sum())),
+        )
+    return stored
+
+
+def exists(run: RunName, step: int) -> CheckpointExistsError:
+    """Returns the refusal of a second commit."""
+    return CheckpointExistsError(
+        f"{run}@{step} exists already, and checkpoints are write-once; save another "
+        "step",
+        run=str(run),
+        step=str(step),
+    )
+
+
+def aborted(name: UploadName) -> UploadNotFoundError:
+    """Returns the refusal of an upload that is not there."""
+    return UploadNotFoundError(
+        f"{name}: no such upload, or it was aborted; begin a new one",
+        upload=name.upload,
+    )

@@ -1,0 +1,100 @@
+"""Turns the service's errors into gRPC statuses: the only place that does."""
+
+from typing import Final, NamedTuple, NoReturn
+
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from storesvc import errors
+from storesvc_proto.v1 import errors_pb2 as pb
+
+DOMAIN: Final = "storesvc"
+"""``google.rpc.ErrorInfo.domain``."""
+
+_PREFIX: Final = "ERROR_REASON_"
+
+
+class Wire(NamedTuple):
+    """How an error goes over the wire."""
+
+    code: int
+    reason: "pb.ErrorReason.ValueType"
+
+
+WIRE: Final[dict[type[errors.StoreError], Wire]] = {
+    errors.InvalidFieldError: Wire(
+        code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_FIELD
+    ),
+    errors.InvalidTreeError: Wire(
+        code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_TREE
+    ),
+    errors.InvalidChunkError: Wire(
+        code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_CHUNK
+    ),
+    errors.InvalidPageTokenError: Wire(
+        code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_PAGE_TOKEN
+    ),
+    errors.RequestIdReusedError: Wire(
+        code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_REQUEST_ID_REUSED
+    ),
+    errors.RunNotFoundError: Wire(code_pb2.NOT_FOUND, pb.ERROR_REASON_RUN_NOT_FOUND),
+    errors.CheckpointNotFoundError: Wire(
+        code_pb2.NOT_FOUND, pb.ERROR_REASON_CHECKPOINT_NOT_FOUND
+    ),
+    errors.UploadNotFoundError: Wire(
+        code_pb2.NOT_FOUND, pb.ERROR_REASON_UPLOAD_NOT_FOUND
+    ),
+    errors.CheckpointExistsError: Wire(
+        code_pb2.ALREADY_EXISTS, pb.ERROR_REASON_CHECKPOINT_EXISTS
+    ),
+    errors.UploadSupersededError: Wire(
+        code_pb2.ABORTED, pb.ERROR_REASON_UPLOAD_SUPERSEDED
+    ),
+    errors.ConflictError: Wire(code_pb2.ABORTED, pb.ERROR_REASON_CONFLICT),
+    errors.WriterUnfinishedError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_WRITER_UNFINISHED
+    ),
+    errors.ChunksIncompleteError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_CHUNKS_INCOMPLETE
+    ),
+    errors.FormatUnsupportedError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_FORMAT_UNSUPPORTED
+    ),
+    errors.CorruptDataError: Wire(code_pb2.DATA_LOSS, pb.ERROR_REASON_CORRUPT_DATA),
+    errors.LimitExceededError: Wire(
+        code_pb2.RESOURCE_EXHAUSTED, pb.ERROR_REASON_LIMIT_EXCEEDED
+    ),
+    errors.StorageFullError: Wire(
+        code_pb2.RESOURCE_EXHAUSTED, pb.ERROR_REASON_STORAGE_FULL
+    ),
+    errors.StorageUnavailableError: Wire(
+        code_pb2.UNAVAILABLE, pb.ERROR_REASON_STORAGE_UNAVAILABLE
+    ),
+    errors.StalledError: Wire(code_pb2.DEADLINE_EXCEEDED, pb.ERROR_REASON_STALLED),
+}
+
+
+def reason_name(reason: "pb.ErrorReason.ValueType") -> str:
+    """Returns a reason as it stands in ``ErrorInfo.reason``."""
+    return pb.ErrorReason.Name(reason).removeprefix(_PREFIX)
+
+
+def status_of(error: errors.StoreError) -> status_pb2.Status:
+    """Returns the status that an error goes over the wire as."""
+    wire = WIRE[type(error)]
+    info = error_details_pb2.ErrorInfo(
+        reason=reason_name(wire.reason), domain=DOMAIN, metadata=error.metadata
+    )
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    return status_pb2.Status(code=wire.code, message=str(error), details=[detail])
+
+
+async def refuse(
+    context: "grpc.aio.ServicerContext[object, object]", error: errors.StoreError
+) -> NoReturn:
+    """Ends a call with an error."""
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))
+    raise AssertionError("abort_with_status returned")

@@ -1,0 +1,274 @@
+"""Uploads: begin, open, abort.
+
+Keeps no state: whatever a call needs it reads from the bucket, so any process
+can serve any call of any upload. ``slots`` decides; this module reads, asks it,
+and writes on the condition that nothing changed meanwhile. What an upload stores
+is in ``receiving``, how it becomes a checkpoint in ``commits``.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from storesvc import slots
+from storesvc.bucket import IF_ABSENT, PreconditionError
+from storesvc.catalogue import Catalogue, read_record
+from storesvc.errors import (
+    ConflictError,
+    CorruptDataError,
+    InvalidTreeError,
+    LimitExceededError,
+    RequestIdReusedError,
+    UploadSupersededError,
+)
+from storesvc.format.checksums import digest
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import UploadName
+from storesvc.format.seal import seal
+from storesvc.format.trees import InvalidTreeError as InvalidTableError
+from storesvc.format.trees import Tree, unpack_leaves
+from storesvc.kvbucket import KeySpace, KvBucket
+from storesvc_proto.v1 import bucket_pb2 as pb
+from storesvc_proto.v1 import tree_pb2
+
+MAX_LEAVES: Final = 1_000_000
+"""Leaves of a tree."""
+
+MAX_CHUNKS: Final = 4_000_000
+"""Chunks of a tree."""
+
+DEFAULT_LEASE: Final = timedelta(minutes=10)
+"""How long an upload is safe after its last sign of life."""
+
+_KEPT_TREES: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewUpload:
+    """What BeginUpload is asked for, its fields checked."""
+
+    step: int
+    writer_count: int
+    labels: dict[str, str]
+    metrics: dict[str, float]
+    lease: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpload:
+    """An upload that owns its slot."""
+
+    name: UploadName
+    record: pb.UploadRecord
+    tree: Tree
+
+    @property
+    def places(self) -> RunPlaces:
+        """Where its run lies."""
+        return RunPlaces(self.name.run)
+
+
+class Uploads:
+    """The uploads of a bucket."""
+
+    def __init__(
+        self, bucket: KvBucket, catalogue: Catalogue, *, now: Callable[[], datetime]
+    ) -> None:
+        self._bucket = bucket
+        self._catalogue = catalogue
+        self._now = now
+        # A cache of pure values by digest: any process fills it for itself.
+        self._trees: dict[bytes, Tree] = {}
+
+    async def begin(
+        self, name: UploadName, new: NewUpload, table: bytes
+    ) -> pb.UploadRecord:
+        """Reserves a step for an upload of the tree that a leaf table describes.
+
+        Raises:
+            InvalidTreeError: The table contradicts itself.
+            LimitExceededError: It has too many leaves or chunks.
+            RequestIdReusedError: The upload exists with another body.
+            CheckpointExistsError: The step is committed.
+            UploadSupersededError: The upload exists, and lost its slot.
+            ConflictError: Another upload of the step began at the same moment.
+        """
+        places = RunPlaces(name.run)
+        tree_digest = digest(table)
+        request_digest = digest(repr((new, tree_digest)).encode())
+        await asyncio.to_thread(self._parse_tree, name, table, tree_digest)
+        # 1. A retry finds its own record and goes on from there.
+        earlier = await read_record(
+            self._bucket, places.upload(name.upload), pb.UploadRecord
+        )
+        if earlier and earlier[0].request_digest != request_digest:
+            raise RequestIdReusedError(
+                f"{name}: its request id was used with another body; take a new one",
+                upload=name.upload,
+            )
+        slot = await self._catalogue.slot(name.run, new.step)
+        if earlier and slot and slot[0].upload == name.upload:
+            return earlier[0]
+        epoch = slots.next_epoch(name.run, new.step, slot[0] if slot else None)
+        record = earlier[0] if earlier else self._record(new, epoch)
+        record.tree_digest = tree_digest
+        record.request_digest = request_digest
+        if record.epoch != epoch:  # a retry that was overtaken
+            raise UploadSupersededError(
+                f"{name}: a later upload took step {new.step} over; begin a new one",
+                upload=name.upload,
+            )
+        # 2. Tree before record before slot: whoever sees one finds the others.
+        await self._bucket.write(places.tree(name.upload), table)
+        await self._bucket.write(places.upload(name.upload), seal(record))
+        # 3. The slot is free, or still holds what was read.
+        reserved = seal(slots.reservation(name.upload, record))
+        condition = slot[1] if slot else IF_ABSENT
+        place = places.checkpoint(new.step)
+        try:
+            await self._bucket.write(place, reserved, condition=condition)
+        except PreconditionError as e:
+            if not await self._owns(name, new.step):
+                raise ConflictError(
+                    f"{name}: another upload of step {new.step} began at the same "
+                    "moment; begin a new one",
+                    upload=name.upload,
+                ) from e
+        return record
+
+    async def open(self, name: UploadName, epoch: int) -> OpenUpload:
+        """Returns an upload that owns its slot.
+
+        Raises:
+            UploadNotFoundError: There is none.
+            UploadSupersededError: Its epoch is another, or it lost its slot.
+            CheckpointExistsError: Another upload committed the step.
+        """
+        record = await self.record(name)
+        slots.check_epoch(name, record, epoch)
+        slot = await self._catalogue.slot(name.run, record.step)
+        slots.check_owner(name, record, slot[0] if slot else None)
+        return OpenUpload(name, record, await self.tree(name, record))
+
+    def key_space(self, upload: OpenUpload, writer: int) -> KeySpace:
+        """Returns where a writer's chunks go."""
+        return self._bucket.key_space(
+            place=upload.places.staging(upload.name.upload, writer),
+            pool=upload.places.pool,
+        )
+
+    async def abort(self, name: UploadName) -> None:
+        """Gives an upload up and frees its step.
+
+        Raises:
+            CheckpointExistsError: It is committed.
+            ConflictError: It changed at the same moment.
+        """
+        places = RunPlaces(name.run)
+        found = await read_record(
+            self._bucket, places.upload(name.upload), pb.UploadRecord
+        )
+        if found is None:
+            return
+        step = found[0].step
+        slot = await self._catalogue.slot(name.run, step)
+        if slot and slot[0].upload == name.upload:
+            if slot[0].state == slots.COMMITTED:
+                raise slots.exists(name.run, step)
+            try:
+                await self._bucket.delete(places.checkpoint(step), generation=slot[1])
+            except PreconditionError as e:
+                raise ConflictError(
+                    f"{name}: it changed while it was aborted; abort it again",
+                    upload=name.upload,
+                ) from e
+        await self._bucket.delete_below(places.staging_of(name.upload))
+        await self._bucket.delete_below(places.upload_parts(name.upload))
+        await self._bucket.delete(places.upload(name.upload))
+
+    def _record(self, new: NewUpload, epoch: int) -> pb.UploadRecord:
+        return pb.UploadRecord(
+            step=new.step,
+            epoch=epoch,
+            writer_count=new.writer_count,
+            labels=new.labels,
+            metrics=new.metrics,
+            create_time=timestamp(self._now()),
+            lease_duration=_duration(new.lease),
+        )
+
+    async def record(self, name: UploadName) -> pb.UploadRecord:
+        """Returns the record of an upload, whether or not it owns its slot.
+
+        Raises:
+            UploadNotFoundError: There is none.
+        """
+        place = RunPlaces(name.run).upload(name.upload)
+        found = await read_record(self._bucket, place, pb.UploadRecord)
+        if found is None:
+            raise slots.aborted(name)
+        return found[0]
+
+    async def _owns(self, name: UploadName, step: int) -> bool:
+        """Whether a conditional write that reported a conflict was our own."""
+        slot = await self._catalogue.slot(name.run, step)
+        return slot is not None and slot[0].upload == name.upload
+
+    async def tree(self, name: UploadName, record: pb.UploadRecord) -> Tree:
+        """Returns the tree of an upload.
+
+        Raises:
+            UploadNotFoundError: It was aborted.
+            CorruptDataError: Its leaf table is damaged.
+        """
+        if record.tree_digest in self._trees:
+            return self._trees[record.tree_digest]
+        stored = await self._bucket.read(RunPlaces(name.run).tree(name.upload))
+        if stored is None:
+            raise slots.aborted(name)
+        if digest(stored.data) != record.tree_digest:
+            raise CorruptDataError(f"{name}: its leaf table is damaged")
+        return await asyncio.to_thread(
+            self._parse_tree, name, stored.data, record.tree_digest
+        )
+
+    def _parse_tree(self, name: UploadName, table: bytes, key: bytes) -> Tree:
+        if key in self._trees:
+            return self._trees[key]
+        try:
+            columns = tree_pb2.LeafTable.FromString(table)
+            if len(columns.key) > MAX_LEAVES:
+                raise LimitExceededError(
+                    f"{name}: expected at most {MAX_LEAVES} leaves, got "
+                    f"{len(columns.key)}"
+                )
+            tree = unpack_leaves(columns)
+        except (InvalidTableError, DecodeError) as e:
+            raise InvalidTreeError(f"{name}: {e}") from e
+        if tree.chunk_count > MAX_CHUNKS:
+            raise LimitExceededError(
+                f"{name}: expected at most {MAX_CHUNKS} chunks, got {tree.chunk_count}"
+            )
+        while len(self._trees) >= _KEPT_TREES:
+            del self._trees[next(iter(self._trees))]
+        self._trees[key] = tree
+        return tree
+
+
+def timestamp(moment: datetime) -> Timestamp:
+    """Returns a moment as records hold it."""
+    stamp = Timestamp()
+    stamp.FromDatetime(moment)
+    return stamp
+
+
+def _duration(length: timedelta) -> Duration:
+    duration = Duration()
+    duration.FromTimedelta(length)
+    return duration

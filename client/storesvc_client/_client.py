@@ -1,0 +1,145 @@
+"""A connection to a store."""
+
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from storesvc.format.names import InvalidNameError, RunName, check_id
+from storesvc_client._channel import Connection, open_connection
+from storesvc_client._run import Run
+from storesvc_client._values import RunInfo, ServerInfo
+from storesvc_client.errors import InvalidRequestError, StoreError, translated
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
+
+DEFAULT_TIMEOUT = 60.0
+"""Seconds that a call may take."""
+
+
+def connect(
+    target: str,
+    *,
+    ca: "str | PathLike[str] | None" = None,
+    insecure: bool = False,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> "Client":
+    """Returns a client of the store at a target, once the store has answered.
+
+    Args:
+        target: ``HOST:PORT`` of a server, or the root of a store, which a server
+            inside this process then serves: ``file:///PATH``, ``memory://`` or
+            ``gs://BUCKET/PREFIX``.
+        ca: A PEM file with the authorities to trust; None trusts the system's.
+        insecure: Whether to speak plaintext to another machine. To this machine
+            it is spoken anyway, unless ``ca`` is given.
+        timeout: Seconds that a call may take. Saves and restores may take longer,
+            but not stall for longer than the server's limit.
+
+    Raises:
+        InvalidRequestError: The target or the authority file is not usable.
+        UnavailableError: The store does not answer.
+    """
+    connection = open_connection(
+        target,
+        ca=Path(ca) if ca is not None else None,
+        insecure=insecure,
+        timeout=timeout,
+    )
+    client = Client(connection)
+    try:
+        client.info()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+class Client:
+    """A connection to one store; made by ``connect``. Threads may share it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._stub = CheckpointServiceStub(connection.channel)
+        self._runs: dict[RunName, Run] = {}
+
+    def info(self) -> ServerInfo:
+        """Returns what the server is.
+
+        Raises:
+            UnavailableError: It does not answer.
+        """
+        stub = MaintenanceServiceStub(self._connection.channel)
+        with translated(self._connection.address):
+            answer = stub.GetServerInfo(
+                maintenance_api.GetServerInfoRequest(),
+                timeout=self._connection.timeout,
+            )
+        return ServerInfo(version=answer.version, store_uid=answer.store_uid)
+
+    def run(self, name: str) -> Run:
+        """Returns the run called ``namespace/run``; asks the server nothing.
+
+        Raises:
+            InvalidRequestError: The name breaks the rules.
+        """
+        try:
+            parsed = RunName.parse(name)
+        except InvalidNameError as e:
+            raise InvalidRequestError(str(e)) from e
+        # one object a run, so that its saves wait for each other
+        return self._runs.setdefault(parsed, Run(self._connection, parsed))
+
+    def runs(self, namespace: str | None = None) -> Iterator[RunInfo]:
+        """Yields the runs of a namespace, or of all, by name.
+
+        Raises:
+            InvalidRequestError: The namespace breaks the rules.
+            UnavailableError: The server does not answer.
+        """
+        try:
+            if namespace is not None:
+                check_id(namespace, "namespace")
+        except InvalidNameError as e:
+            raise InvalidRequestError(str(e)) from e
+        request = api.ListRunsRequest(parent=f"namespaces/{namespace or '-'}")
+        while True:
+            with translated(self._connection.address):
+                page = self._stub.ListRuns(request, timeout=self._connection.timeout)
+            yield from map(RunInfo.from_message, page.runs)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def close(self) -> None:
+        """Waits for saves in the background, then ends the connection.
+
+        Raises:
+            StoreError: What a save failed with, if nobody has seen it.
+        """
+        try:
+            for run in self._runs.values():
+                run.wait()
+        finally:
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # the error that ends the block is the one to see
+        try:
+            self.close()
+        except StoreError as unseen:
+            error.add_note(f"a save in the background failed too: {unseen}")

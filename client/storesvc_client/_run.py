@@ -1,0 +1,290 @@
+"""A training run: its checkpoints, and how state goes in and out."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from storesvc.format.manifests import (
+    CorruptManifestError,
+    Manifest,
+    unpack_manifest,
+)
+from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
+from storesvc_client._channel import Connection
+from storesvc_client._receiving import Assembly, StreamedSource
+from storesvc_client._save import Save
+from storesvc_client._sending import Description, Snapshot, Upload
+from storesvc_client._values import Checkpoint, LeafInfo
+from storesvc_client.errors import (
+    DataLossError,
+    InvalidRequestError,
+    NotFoundError,
+    translated,
+)
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, PartitionSpec
+    from numpy.typing import NDArray
+
+    Rules = Sequence[tuple[str, PartitionSpec]]
+
+
+class Run:
+    """One training run of a store; made by ``Client.run``. Threads may share it."""
+
+    def __init__(self, connection: Connection, name: RunName) -> None:
+        self.name = str(name)
+        """``namespace/run``."""
+        self._name = name
+        self._connection = connection
+        self._stub = CheckpointServiceStub(connection.channel)
+        self._lock = Lock()
+        self._saver: ThreadPoolExecutor | None = None
+        self._last: Save | None = None
+
+    def __repr__(self) -> str:
+        return f"<Run {self.name} of {self._connection.address}>"
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Save:
+        """Begins to save a tree, and returns once the tree may change again.
+
+        The bytes are copied to the host before this returns, so the caller may
+        donate or overwrite every array. A save first waits for the one before.
+
+        Args:
+            step: The training step, >= 0; written once.
+            tree: Any pytree of ``jax.Array``, typed PRNG keys, ``numpy.ndarray``,
+                NumPy scalars, and Python ``bool``, ``int``, ``float``, ``complex``.
+            metrics: Numbers to find the checkpoint by.
+            labels: Texts to find the checkpoint by.
+
+        Returns:
+            A handle; ``result()`` waits for the commit.
+
+        Raises:
+            UnsupportedLeafError: The tree holds something else, or two paths that
+                would share a key; names them all.
+            InvalidRequestError: The step breaks the rules.
+            StoreError: What the save before failed with, if nobody has seen it.
+        """
+        from storesvc_client.trees.snapshot import take_snapshot
+
+        self._checkpoint_name(step)
+        description = Description(
+            run=self._name,
+            step=step,
+            labels=dict(labels or {}),
+            metrics={key: float(value) for key, value in (metrics or {}).items()},
+        )
+        with self._lock:
+            self._wait()
+            snapshot = take_snapshot(tree)
+            self._last = Save(step, self._submit(description, snapshot))
+            return self._last
+
+    def restore(
+        self,
+        which: Which = "latest",
+        *,
+        like: Any = None,
+        mesh: "Mesh | None" = None,
+        rules: "Rules | None" = None,
+    ) -> Any:
+        """Returns the state of a checkpoint, every bit as it was saved.
+
+        Shards stream straight into one buffer each, and from there onto their
+        devices; nothing that no local device needs is read.
+
+        Args:
+            which: A step, or "latest".
+            like: A pytree of the structure to return. ``jax.Array`` and
+                ``jax.ShapeDtypeStruct`` become device arrays on their sharding,
+                NumPy arrays host arrays. None returns nested dicts and lists.
+            mesh: Where to put device arrays, instead of where ``like`` or, without
+                it, the saved sharding would put them.
+            rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first
+                whose regular expression is found in a leaf's key applies.
+
+        Raises:
+            NotFoundError: There is no such run or checkpoint.
+            MismatchError: The checkpoint does not fit; lists every leaf.
+            DataLossError: Stored bytes are damaged; names leaf and chunk.
+        """
+        from storesvc_client.trees.restoring import Target
+
+        checkpoint, manifest = self._manifest(which)
+        name = f"{self.name}@{checkpoint.step}"
+        target = Target.choose(manifest.tree, name, like=like, mesh=mesh, rules=rules)
+        self._read(checkpoint, manifest, target.wanted, target.place)
+        return target.result()
+
+    def checkpoints(self) -> Iterator[Checkpoint]:
+        """Yields the checkpoints, newest first.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        request = api.ListCheckpointsRequest(parent=self._name.resource)
+        while True:
+            with translated(self._connection.address):
+                page = self._stub.ListCheckpoints(
+                    request, timeout=self._connection.timeout
+                )
+            yield from map(Checkpoint.from_message, page.checkpoints)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def latest(self) -> Checkpoint:
+        """Returns the newest checkpoint.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        return self.checkpoint("latest")
+
+    def checkpoint(self, which: Which) -> Checkpoint:
+        """Returns a checkpoint.
+
+        Args:
+            which: A step, or "latest".
+
+        Raises:
+            NotFoundError: There is none; the message names the nearest.
+        """
+        name = self._checkpoint_name(which)
+        with translated(self._connection.address):
+            response = self._stub.GetCheckpoint(
+                api.GetCheckpointRequest(name=name.resource),
+                timeout=self._connection.timeout,
+            )
+        return Checkpoint.from_message(response.checkpoint)
+
+    def leaves(self, which: Which = "latest") -> Mapping[str, LeafInfo]:
+        """Returns the leaves of a checkpoint by key, in the order of keys.
+
+        Args:
+            which: A step, or "latest".
+
+        Raises:
+            NotFoundError: There is no such run or checkpoint.
+        """
+        _, manifest = self._manifest(which)
+        rows = zip(manifest.tree.leaves, manifest.tree.grids, strict=True)
+        return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
+
+    def read(
+        self, which: Which, keys: Iterable[str]
+    ) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
+        """Yields leaves as host arrays, one after another; needs no jax.
+
+        Args:
+            which: A step, or "latest"; resolved once, for all keys.
+            keys: Of the leaves.
+
+        Raises:
+            NotFoundError: There is no such run, checkpoint or leaf.
+            DataLossError: Stored bytes are damaged; names leaf and chunk.
+        """
+        checkpoint, manifest = self._manifest(which)
+        tree = manifest.tree
+        for key in keys:
+            if key not in tree.by_key:
+                raise NotFoundError(
+                    f"{self.name}@{checkpoint.step} has no leaf {key!r}; list its "
+                    "leaves to see all"
+                )
+            row = tree.by_key[key]
+            found: list[np.ndarray[Any, np.dtype[Any]]] = []
+            region = tuple((0, n) for n in tree.leaves[row].shape)
+            self._read(
+                checkpoint,
+                manifest,
+                [(row, region)],
+                lambda buffer, found=found: found.append(buffer.array),
+            )
+            yield LeafInfo.from_row(tree.leaves[row], tree.grids[row]), found[0]
+
+    def wait(self) -> None:
+        """Waits for a save in the background.
+
+        Raises:
+            StoreError: What it failed with, if nobody has seen it.
+        """
+        with self._lock:
+            self._wait()
+
+    def _wait(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.raise_unseen()
+
+    def _submit(
+        self, description: Description, snapshot: Snapshot
+    ) -> "Future[Checkpoint]":
+        if self._saver is None:
+            self._saver = ThreadPoolExecutor(1, f"storesvc-save-{self._name.run}")
+        return self._saver.submit(Upload(self._connection, description).send, snapshot)
+
+    def _checkpoint_name(self, which: Which) -> CheckpointName:
+        if which != "latest" and (
+            isinstance(which, bool) or not isinstance(which, int)
+        ):
+            raise InvalidRequestError(
+                f"{self.name}: expected a step (int) or 'latest', got {which!r}"
+            )
+        try:
+            return CheckpointName(self._name, which)
+        except InvalidNameError as e:
+            raise InvalidRequestError(str(e)) from e
+
+    def _manifest(self, which: Which) -> tuple[Checkpoint, Manifest]:
+        name = self._checkpoint_name(which)
+        request = api.ReadManifestRequest(name=name.resource)
+        message, parts = api.Checkpoint(), []
+        with translated(self._connection.address):
+            for response in self._stub.ReadManifest(
+                request, timeout=self._connection.timeout
+            ):
+                if response.HasField("checkpoint"):
+                    message = response.checkpoint
+                parts.append(response.part)
+        try:
+            manifest = unpack_manifest(
+                b"".join(parts),
+                size_bytes=message.manifest_bytes,
+                expected=message.manifest_digest,
+            )
+        except CorruptManifestError as e:
+            raise DataLossError(
+                f"{self.name}@{message.step}: {e}; use another checkpoint",
+                reason="CORRUPT_DATA",
+            ) from e
+        return Checkpoint.from_message(message), manifest
+
+    def _read(
+        self,
+        checkpoint: Checkpoint,
+        manifest: Manifest,
+        wanted: "Iterable[tuple[int, Any]]",
+        whole: Any,
+    ) -> None:
+        name = CheckpointName(self._name, checkpoint.step)
+        assembly = Assembly(manifest, wanted, name=str(name), whole=whole)
+        # The one seam of restores: other sources of stored chunks go here.
+        source = StreamedSource(
+            self._connection, name=name.resource, uid=checkpoint.uid
+        )
+        source.read(assembly.missing, assembly)

@@ -1,0 +1,46 @@
+"""A save in the background."""
+
+from concurrent.futures import Future
+
+from storesvc_client._values import Checkpoint
+
+
+class Save:
+    """A handle on a save that ``Run.save`` began."""
+
+    def __init__(self, step: int, future: "Future[Checkpoint]") -> None:
+        self.step = step
+        self._future = future
+        self._observed = False
+
+    def __repr__(self) -> str:
+        return f"<Save of step {self.step}, {'done' if self.done() else 'under way'}>"
+
+    def done(self) -> bool:
+        """Returns whether it has ended, well or not."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """Waits for the end, and returns the committed checkpoint.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            StoreError: What the save failed with.
+            TimeoutError: It has not ended yet; it goes on.
+        """
+        try:
+            checkpoint = self._future.result(timeout)
+        except TimeoutError:
+            self._observed = self._future.done()
+            raise
+        except BaseException:
+            self._observed = True
+            raise
+        return checkpoint
+
+    def raise_unseen(self) -> None:
+        """Waits for the end, and raises its error if nobody has seen it yet."""
+        if not self._observed:
+            self.result()

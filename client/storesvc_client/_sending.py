@@ -1,0 +1,234 @@
+"""Sending chunks: from the data of a snapshot to frames on the wire.
+
+A stored chunk is its elements and their CRC-32C; it is cut into frames, and small
+chunks share one. A broken stream goes on in a new one with what was not
+acknowledged.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, Self
+
+import numpy as np
+
+from storesvc.format.checksums import Buffer, crc32c, digest
+from storesvc.format.chunks import Sums, pack_sums
+from storesvc.format.names import RunName
+from storesvc.format.trees import Tree, pack_leaves
+from storesvc.format.zarr import CHECKSUM_BYTES
+from storesvc_client._channel import MAX_FRAME_BYTES, Connection
+from storesvc_client._values import Checkpoint
+from storesvc_client.errors import UnavailableError, translated
+from storesvc_proto.v1 import tree_pb2
+from storesvc_proto.v1 import upload_service_pb2 as api
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+
+ATTEMPTS: Final = 4
+"""Tries of a stream that makes no progress."""
+
+PAUSE_SECONDS: Final = 0.2
+"""Before the second try; doubles with each."""
+
+
+class Snapshot(Protocol):
+    """A tree whose bytes stay as they are while it is sent."""
+
+    @property
+    def tree(self) -> Tree:
+        """Its leaves."""
+
+    def chunk(self, ordinal: int) -> Buffer:
+        """Returns the elements of a chunk, in C order, little-endian."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What goes with a tree into its checkpoint."""
+
+    run: RunName
+    step: int
+    labels: Mapping[str, str]
+    metrics: Mapping[str, float]
+
+
+class Upload:
+    """One save, from begin to commit."""
+
+    def __init__(self, connection: Connection, description: Description) -> None:
+        self._connection = connection
+        self._stub = UploadServiceStub(connection.channel)
+        self._description = description
+
+    def send(self, snapshot: Snapshot) -> Checkpoint:
+        """Sends a snapshot and commits it.
+
+        Raises:
+            StoreError: As the contract says of each call.
+        """
+        upload = self._begin(snapshot.tree)
+        ref = api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=0)
+        count = snapshot.tree.chunk_count
+        sums = _SumsInProgress(count)
+        self._write(ref, snapshot, sums)
+        with translated(self._connection.address):
+            self._stub.FinishWriter(
+                _finish_requests(ref, sums.result()),
+                timeout=self._connection.timeout,
+            )
+            committed = self._stub.CommitUpload(
+                api.CommitUploadRequest(name=upload.name, epoch=upload.epoch),
+                timeout=self._connection.timeout,
+            )
+        return Checkpoint.from_message(committed.checkpoint)
+
+    def _begin(self, tree: Tree) -> api.Upload:
+        described = self._description
+        first = api.BeginUploadRequest(
+            parent=described.run.resource,
+            request_id=str(uuid.uuid4()),
+            upload=api.Upload(
+                step=described.step,
+                writer_count=1,
+                labels=described.labels,
+                metrics=described.metrics,
+            ),
+        )
+
+        def requests() -> Iterator[api.BeginUploadRequest]:
+            yield first
+            for part in pack_leaves(tree):
+                leaves = tree_pb2.LeafTable.FromString(part)
+                yield api.BeginUploadRequest(leaves=leaves)
+
+        with translated(self._connection.address):
+            response = self._stub.BeginUpload(
+                requests(), timeout=self._connection.timeout
+            )
+        return response.upload
+
+    def _write(
+        self, ref: api.WriterRef, snapshot: Snapshot, sums: "_SumsInProgress"
+    ) -> None:
+        durable, tries = 0, 0
+        while durable < snapshot.tree.chunk_count:
+            ordinals = range(durable, snapshot.tree.chunk_count)
+            failing = _Failing(_write_requests(ref, snapshot, ordinals, sums))
+            before = durable
+            try:
+                with translated(self._connection.address):
+                    for response in self._stub.WriteChunks(failing):
+                        durable = before + response.durable_count
+            except UnavailableError:
+                tries = 0 if durable > before else tries + 1
+                if tries >= ATTEMPTS:
+                    raise
+                time.sleep(PAUSE_SECONDS * 2**tries)
+            finally:
+                failing.raise_again()
+
+
+class _Failing:
+    """An iterator whose own error is not lost: gRPC only cancels the call."""
+
+    def __init__(self, requests: Iterator[api.WriteChunksRequest]) -> None:
+        self._requests = requests
+        self._error: BaseException | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> api.WriteChunksRequest:
+        try:
+            return next(self._requests)
+        except StopIteration:
+            raise
+        except BaseException as e:
+            self._error = e
+            raise
+
+    def raise_again(self) -> None:
+        """Raises what the iterator raised, if anything."""
+        if self._error is not None:
+            raise self._error
+
+
+class _SumsInProgress:
+    """The checksums of the chunks sent so far."""
+
+    def __init__(self, count: int) -> None:
+        self._crc32c = np.zeros(count, np.uint32)
+        self._digests = np.zeros((count, 16), np.uint8)
+
+    def add(self, ordinal: int, data: Buffer) -> int:
+        """Keeps the sums of a chunk, and returns its CRC-32C."""
+        checksum = crc32c(data)
+        self._crc32c[ordinal] = checksum
+        self._digests[ordinal] = np.frombuffer(digest(data), np.uint8)
+        return checksum
+
+    def result(self) -> Sums:
+        """Returns the sums of all chunks."""
+        return Sums(
+            ordinal=np.arange(len(self._crc32c)),
+            crc32c=self._crc32c,
+            digests=self._digests,
+        )
+
+
+def _write_requests(
+    ref: api.WriterRef,
+    snapshot: Snapshot,
+    ordinals: Sequence[int],
+    sums: _SumsInProgress,
+) -> Iterator[api.WriteChunksRequest]:
+    yield api.WriteChunksRequest(open=ref)
+    for frame in frames(snapshot, ordinals, sums):
+        yield api.WriteChunksRequest(frame=frame)
+
+
+def frames(
+    snapshot: Snapshot, ordinals: Sequence[int], sums: _SumsInProgress
+) -> Iterator[api.ChunkFrame]:
+    """Yields the frames that carry chunks, and keeps the chunks' sums."""
+    frame, held = api.ChunkFrame(), bytearray()
+    for ordinal in ordinals:
+        data = memoryview(snapshot.chunk(ordinal)).cast("B")
+        tail = sums.add(ordinal, data).to_bytes(CHECKSUM_BYTES, "little")
+        length = len(data) + len(tail)
+        if held and len(held) + length > MAX_FRAME_BYTES:
+            frame.data = bytes(held)
+            yield frame
+            frame, held = api.ChunkFrame(), bytearray()
+        if length > MAX_FRAME_BYTES:
+            yield from _large(ordinal, data, tail)
+            continue
+        frame.chunk.append(ordinal)
+        frame.offset.append(0)
+        frame.length.append(length)
+        held += data
+        held += tail
+    if held:
+        frame.data = bytes(held)
+        yield frame
+
+
+def _large(ordinal: int, data: memoryview, tail: bytes) -> Iterator[api.ChunkFrame]:
+    """Yields the frames of a chunk that fills several."""
+    for offset in range(0, len(data) + len(tail), MAX_FRAME_BYTES):
+        piece = bytes(data[offset : offset + MAX_FRAME_BYTES])
+        room = MAX_FRAME_BYTES - len(piece)
+        past = max(0, offset - len(data))  # of the tail, in a frame before
+        piece += tail[past : past + room]
+        yield api.ChunkFrame(
+            chunk=[ordinal], offset=[offset], length=[len(piece)], data=piece
+        )
+
+
+def _finish_requests(
+    ref: api.WriterRef, sums: Sums
+) -> Iterator[api.FinishWriterRequest]:
+    yield api.FinishWriterRequest(open=ref)
+    for part in pack_sums(sums):
+        yield api.FinishWriterRequest(chunks=part)

@@ -1,0 +1,164 @@
+"""Every error this library raises.
+
+The tree, by what a caller would do::
+
+    StoreError
+    ├── InvalidRequestError     (ValueError)       mend the call
+    ├── UnsupportedLeafError    (TypeError)        mend the tree
+    ├── MismatchError           (ValueError)       mend the restore target
+    ├── NotFoundError           (LookupError)      ask for what exists
+    ├── AlreadyExistsError                         save another step
+    ├── ConflictError                              begin the save again
+    ├── PreconditionError                          do first what is missing
+    ├── DataLossError                              use another checkpoint
+    ├── LimitError                                 free space, or send less
+    └── UnavailableError        (ConnectionError)  try again later
+
+``StoreError.reason`` holds the precise cause: the name of an ``ErrorReason`` of
+the contract (``proto/storesvc/v1/errors.proto``), or "" for causes on this side.
+Messages are for people; no program needs to read them.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Final
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+
+class StoreError(Exception):
+    """Base of every error of this library."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        metadata: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """The name of an ``ErrorReason`` without its prefix, or ""."""
+        self.metadata = metadata
+        """What the message mentions, for programs."""
+
+
+class InvalidRequestError(StoreError, ValueError):
+    """An argument, or what it says to the server, breaks a rule."""
+
+
+class UnsupportedLeafError(StoreError, TypeError):
+    """A tree holds something that a checkpoint cannot."""
+
+
+class MismatchError(StoreError, ValueError):
+    """A checkpoint does not fit the target of a restore; lists every leaf."""
+
+
+class NotFoundError(StoreError, LookupError):
+    """There is no such run, checkpoint, leaf or upload."""
+
+
+class AlreadyExistsError(StoreError):
+    """The step is committed, and checkpoints are write-once."""
+
+
+class ConflictError(StoreError):
+    """A later save took the step over."""
+
+
+class PreconditionError(StoreError):
+    """Something has to be done before this call."""
+
+
+class DataLossError(StoreError):
+    """Stored bytes are missing, or are not those that were saved."""
+
+
+class LimitError(StoreError):
+    """A limit of the server or of its storage."""
+
+
+class UnavailableError(StoreError, ConnectionError):
+    """The server could not be reached, or did not answer in time."""
+
+
+BY_REASON: Final[Mapping[str, type[StoreError]]] = {
+    "INVALID_FIELD": InvalidRequestError,
+    "INVALID_TREE": InvalidRequestError,
+    "INVALID_CHUNK": InvalidRequestError,
+    "REQUEST_ID_REUSED": InvalidRequestError,
+    "INVALID_PAGE_TOKEN": InvalidRequestError,
+    "RUN_NOT_FOUND": NotFoundError,
+    "CHECKPOINT_NOT_FOUND": NotFoundError,
+    "UPLOAD_NOT_FOUND": ConflictError,
+    "CHECKPOINT_EXISTS": AlreadyExistsError,
+    "UPLOAD_SUPERSEDED": ConflictError,
+    "CONFLICT": ConflictError,
+    "WRITER_UNFINISHED": PreconditionError,
+    "CHUNKS_INCOMPLETE": PreconditionError,
+    "FORMAT_UNSUPPORTED": PreconditionError,
+    "CORRUPT_DATA": DataLossError,
+    "LIMIT_EXCEEDED": LimitError,
+    "STORAGE_FULL": LimitError,
+    "STORAGE_UNAVAILABLE": UnavailableError,
+    "STALLED": UnavailableError,
+}
+"""The error of each reason of the contract."""
+
+_BY_CODE: Final[Mapping[grpc.StatusCode, type[StoreError]]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.ABORTED: ConflictError,
+    grpc.StatusCode.FAILED_PRECONDITION: PreconditionError,
+    grpc.StatusCode.DATA_LOSS: DataLossError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitError,
+}
+"""For reasons that this release does not know, and answers that have none."""
+
+
+@contextmanager
+def translated(address: str) -> Generator[None]:
+    """Raises this library's error for any ``grpc.RpcError`` raised inside.
+
+    Use it around the iteration of a stream too: a stream fails late.
+    """
+    try:
+        yield
+    except grpc.RpcError as e:
+        raise _error(e, address) from e
+
+
+def _error(e: grpc.RpcError, address: str) -> StoreError:
+    assert isinstance(e, grpc.Call)  # gRPC raises them as one object
+    info = _info(e)
+    if info is not None:
+        kind = BY_REASON.get(info.reason) or _BY_CODE.get(e.code(), StoreError)
+        return kind(e.details(), reason=info.reason, metadata=dict(info.metadata))
+    if e.code() is grpc.StatusCode.UNAVAILABLE:
+        return UnavailableError(
+            f"store {address} cannot be reached ({e.details()}); is its server running?"
+        )
+    if e.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UnavailableError(
+            f"store {address} did not answer in time; try again, or allow more time"
+        )
+    kind = _BY_CODE.get(e.code(), StoreError)
+    return kind(f"store {address} failed: {e.code().name}: {e.details()}")
+
+
+def _info(e: grpc.Call) -> error_details_pb2.ErrorInfo | None:
+    """The ``ErrorInfo`` of an answer of a storesvc server."""
+    try:
+        status = rpc_status.from_call(e)
+    except ValueError:  # details that contradict the status: not from our server
+        return None
+    for detail in status.details if status else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == "storesvc":
+            return info
+    return None

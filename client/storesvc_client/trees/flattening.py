@@ -1,0 +1,232 @@
+"""From a pytree to named leaves.
+
+A leaf's key is ``tree_path_to_string(path, sep="/")`` with each part escaped, so
+that one path has one key. What cannot be stored is refused here, before anything
+is sent, with all leaves that it concerns.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    SequenceKey,
+    keystr,
+    tree_flatten_with_path,
+)
+
+from storesvc.format.dtypes import DTYPES
+from storesvc.format.grids import MAX_RANK
+from storesvc.format.keys import InvalidKeyError, check_keys, join_key
+from storesvc.format.trees import SavedSharding
+from storesvc_client.errors import UnsupportedLeafError
+from storesvc_client.trees.traversals import tree_path_to_string
+from storesvc_proto.v1 import tree_pb2 as pb
+
+SHOWN: Final = 20
+"""Leaves that one message lists."""
+
+_PYTHON_DTYPES: Final = {
+    bool: "bool",
+    int: "int64",
+    float: "float64",
+    complex: "complex128",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLeaf:
+    """A leaf of a pytree, with its key."""
+
+    key: str
+    path_kinds: str
+    """A letter for each part of its path; see ``LeafTable.path_kinds``."""
+    path: str
+    """As jax writes it, for messages."""
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a leaf is, apart from its values."""
+
+    kind: "pb.LeafKind.ValueType"
+    dtype: str
+    """Of what is stored: for PRNG keys, of their key data."""
+    shape: tuple[int, ...]
+    """Of what is stored."""
+    prng_impl: str | None = None
+
+    def __str__(self) -> str:
+        if self.prng_impl is not None:
+            return f"PRNG keys {self.shape[:-1]} {self.prng_impl}"
+        if self.kind == pb.LEAF_KIND_PYTHON_SCALAR:
+            return f"a Python scalar ({self.dtype})"
+        return f"{self.shape} {self.dtype}"
+
+
+def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
+    """Returns the leaves of a pytree in the order of the pytree, and its treedef.
+
+    Raises:
+        UnsupportedLeafError: Two paths would share a key, or one leaf lies below
+            another's key, or a key is too long or not Unicode.
+    """
+    try:
+        flat, treedef = tree_flatten_with_path(tree)
+    except (ValueError, TypeError) as e:  # such as dict keys 0 and "0" side by side
+        raise UnsupportedLeafError(
+            f"the tree cannot be flattened by jax: {e}; give each dict keys of one type"
+        ) from e
+    leaves = [_named(path, value) for path, value in flat]
+    _check_unique(leaves)
+    return leaves, treedef
+
+
+def signature(value: Any) -> Signature | None:
+    """Returns what a leaf is; None where a checkpoint cannot hold it."""
+    if _is_prng_key(value):
+        spec = jax.eval_shape(jax.random.key_data, value)
+        impl = str(jax.random.key_impl(value))
+        return Signature(pb.LEAF_KIND_PRNG_KEY, "uint32", spec.shape, impl)
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        kind = pb.LEAF_KIND_ARRAY
+    elif isinstance(value, np.ndarray):
+        kind = pb.LEAF_KIND_HOST_ARRAY
+    elif isinstance(value, np.generic):
+        kind = pb.LEAF_KIND_HOST_SCALAR
+    elif type(value) in _PYTHON_DTYPES:
+        return Signature(pb.LEAF_KIND_PYTHON_SCALAR, _PYTHON_DTYPES[type(value)], ())
+    else:
+        return None
+    dtype = np.dtype(value.dtype)
+    if DTYPES.get(dtype.name) != dtype.newbyteorder("="):
+        return None
+    return Signature(kind, dtype.name, tuple(value.shape))
+
+
+def problem(value: Any) -> str | None:
+    """Returns why a checkpoint cannot hold a leaf; None where it can."""
+    found = signature(value)
+    if found is None:
+        dtype = getattr(value, "dtype", None)
+        what = type(value).__name__ if dtype is None else f"an array of {dtype}"
+        return (
+            "expected an array of a numeric dtype, a PRNG key or a Python number, "
+            f"got {what}; store it elsewhere, or convert it"
+        )
+    if len(found.shape) > MAX_RANK:
+        return f"expected at most {MAX_RANK} dimensions, got {len(found.shape)}"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"expected an int of 64 bits, got {value}"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "expected values, got a ShapeDtypeStruct"
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            return "its array was deleted or donated; save before that"
+        if not value.is_fully_addressable:
+            return (
+                "its array spans other processes; this release saves from one process"
+            )
+    return None
+
+
+def saved_sharding(value: Any) -> SavedSharding | None:
+    """Returns how a leaf lies on its devices, if that has a portable name."""
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    spec: list[tuple[str, ...]] = []
+    for axes in sharding.spec:
+        if axes is None:
+            spec.append(())
+        elif isinstance(axes, str):
+            spec.append((axes,))
+        elif isinstance(axes, tuple):
+            spec.append(axes)
+        else:
+            return None  # PartitionSpec.UNCONSTRAINED
+    mesh = sharding.mesh
+    return SavedSharding(
+        axis_names=tuple(map(str, mesh.axis_names)),
+        axis_sizes=tuple(mesh.axis_sizes),
+        spec=tuple(spec),
+    )
+
+
+def list_problems(problems: Sequence[str]) -> str:
+    """Returns problems as one text, the first ones of many."""
+    more = len(problems) - SHOWN
+    lines = [*problems[:SHOWN], *([f"and {more} more"] if more > 0 else ())]
+    return "; ".join(lines)
+
+
+def _named(path: tuple[Any, ...], value: Any) -> NamedLeaf:
+    try:
+        key = join_key(tree_path_to_string(path))
+    except InvalidKeyError as e:
+        raise UnsupportedLeafError(str(e)) from e
+    return NamedLeaf(key, "".join(map(_kind, path)), keystr(path), value)
+
+
+def _kind(part: Any) -> str:
+    match part:
+        case DictKey(key=bool()):
+            return "t"
+        case DictKey(key=str()):
+            return "k"
+        case DictKey(key=int()):
+            return "n"
+        case SequenceKey():
+            return "i"
+        case GetAttrKey():
+            return "a"
+        case FlattenedIndexKey(key=int()):
+            return "f"
+    return "t"
+
+
+def _check_unique(leaves: Sequence[NamedLeaf]) -> None:
+    paths: dict[str, str] = {}
+    twice = [
+        f"{paths[leaf.key]} and {leaf.path} are both called {leaf.key!r}"
+        for leaf in leaves
+        if paths.setdefault(leaf.key, leaf.path) != leaf.path
+    ]
+    if twice:
+        raise UnsupportedLeafError(
+            f"each leaf needs a key of its own, but {list_problems(twice)}; rename one"
+        )
+    try:
+        check_keys(sorted(paths))
+    except InvalidKeyError as e:
+        raise UnsupportedLeafError(f"{e}; rename one") from e
+
+
+def _is_prng_key(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def storable(leaves: Sequence[NamedLeaf]) -> Iterator[tuple[NamedLeaf, Signature]]:
+    """Yields the leaves with what they are, by key.
+
+    Raises:
+        UnsupportedLeafError: A checkpoint cannot hold some; names them all.
+    """
+    problems = [
+        f"leaf {leaf.key!r}: {why}" for leaf in leaves if (why := problem(leaf.value))
+    ]
+    if problems:
+        raise UnsupportedLeafError(list_problems(problems))
+    for leaf in sorted(leaves, key=lambda leaf: leaf.key):
+        found = signature(leaf.value)
+        assert found is not None  # problem() names such leaves
+        yield leaf, found

@@ -1,0 +1,146 @@
+"""A snapshot: a tree whose bytes stay as they are while it is sent.
+
+Every shard is copied to the host once, replicas not; then the caller may donate
+or overwrite its arrays.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from storesvc.format.checksums import Buffer
+from storesvc.format.dtypes import DTYPES
+from storesvc.format.grids import Region, choose_chunk_shape
+from storesvc.format.trees import Leaf, Tree
+from storesvc_client.trees.flattening import (
+    NamedLeaf,
+    Signature,
+    named_leaves,
+    saved_sharding,
+    storable,
+)
+from storesvc_proto.v1 import tree_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A part of a leaf on the host, in C order, little-endian."""
+
+    region: Region
+    array: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeSnapshot:
+    """See ``storesvc_client._sending.Snapshot``."""
+
+    tree: Tree
+    blocks: tuple[tuple[Block, ...], ...]
+    """Of each leaf: blocks that cover it, none overlapping."""
+
+    def chunk(self, ordinal: int) -> Buffer:
+        """Returns the elements of a chunk, padded with zeros past the shape."""
+        row, within = self.tree.locate(ordinal)
+        grid = self.tree.grids[row]
+        region = grid.region(within)
+        for block in self.blocks[row]:
+            part = _part(block, region)
+            if part.nbytes == grid.chunk_bytes:
+                return _bytes(np.ascontiguousarray(part))
+        chunk = np.zeros(grid.chunk_shape, DTYPES[self.tree.leaves[row].dtype])
+        for block in self.blocks[row]:
+            shared = tuple(
+                (max(p, r), min(q, s))
+                for (p, q), (r, s) in zip(block.region, region, strict=True)
+            )
+            if all(start < stop for start, stop in shared):
+                into = Block(
+                    tuple(
+                        (p, p + n)
+                        for (p, _), n in zip(region, grid.chunk_shape, strict=True)
+                    ),
+                    chunk,
+                )
+                _part(into, shared)[...] = _part(block, shared)
+        return _bytes(chunk)
+
+
+def take_snapshot(tree: Any) -> TreeSnapshot:
+    """Returns a snapshot of a pytree.
+
+    Raises:
+        UnsupportedLeafError: A checkpoint cannot hold it; names every leaf.
+    """
+    named, _ = named_leaves(tree)
+    leaves = list(storable(named))
+    for leaf, _ in leaves:
+        if isinstance(leaf.value, jax.Array) and _on_accelerator(leaf.value):
+            leaf.value.copy_to_host_async()
+    rows, blocks = [], []
+    for leaf, found in leaves:
+        rows.append(_row(leaf, found))
+        blocks.append(tuple(_blocks(leaf.value, found)))
+    return TreeSnapshot(Tree(tuple(rows)), tuple(blocks))
+
+
+def _row(leaf: NamedLeaf, found: Signature) -> Leaf:
+    shard_shape = found.shape
+    if isinstance(leaf.value, jax.Array):
+        own = leaf.value.sharding.shard_shape(leaf.value.shape)
+        shard_shape = own + found.shape[len(own) :]
+    return Leaf(
+        key=leaf.key,
+        path_kinds=leaf.path_kinds,
+        kind=found.kind,
+        dtype=found.dtype,
+        shape=found.shape,
+        chunk_shape=choose_chunk_shape(
+            found.shape, DTYPES[found.dtype].itemsize, shard_shape
+        ),
+        sharding=saved_sharding(leaf.value),
+        prng_impl=found.prng_impl,
+    )
+
+
+def _blocks(value: Any, found: Signature) -> list[Block]:
+    if not isinstance(value, jax.Array):
+        array = np.array(value, DTYPES[found.dtype], order="C")  # a copy, always
+        return [Block(tuple((0, n) for n in found.shape), array)]
+    if found.kind == pb.LEAF_KIND_PRNG_KEY:
+        value = jax.random.key_data(value)
+    accelerated = _on_accelerator(value)
+    blocks: dict[Region, Block] = {}
+    for shard in value.addressable_shards:
+        region = region_of(shard.index, found.shape)
+        if region not in blocks:  # the others are replicas
+            host = np.asarray(shard.data)
+            # on CPU that was a view of the array's own memory
+            array = np.ascontiguousarray(host) if accelerated else host.copy()
+            blocks[region] = Block(region, array)
+    return list(blocks.values())
+
+
+def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
+    """Returns the region that a shard's index means."""
+    bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in bounds)
+
+
+def _part(block: Block, region: Region) -> NDArray[Any]:
+    """The part of a block that lies in a region, as a view."""
+    index: tuple[Any, ...] = tuple(
+        slice(max(p, r) - r, max(min(q, s) - r, 0))
+        for (p, q), (r, s) in zip(region, block.region, strict=True)
+    )
+    return block.array[(*index, ...)]
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _on_accelerator(value: jax.Array) -> bool:
+    return all(device.platform != "cpu" for device in value.devices())

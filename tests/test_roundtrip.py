@@ -1,0 +1,306 @@
+"""What is saved comes back, bit by bit: every dtype, shape, kind and sharding."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import storesvc_client as store
+from storesvc.format.dtypes import DTYPES
+
+SHAPES = [(), (0,), (3, 0, 2), (1,) * 8, (7, 11, 13), (10_007,)]
+
+# jax has no arrays of the others
+JAX_DTYPES = {
+    name: dtype
+    for name, dtype in DTYPES.items()
+    if not name.startswith("float6_") and name not in ("int1", "uint1")
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _wide_types() -> Iterator[None]:
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[store.Client]:
+    with store.connect("memory://") as connected:
+        yield connected
+
+
+def mesh(*sizes: int) -> Mesh:
+    names = tuple("abc"[: len(sizes)])
+    return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names)
+
+
+def some_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Any bit pattern that the dtype admits, NaN payloads and -0.0 among them."""
+    rng = np.random.default_rng(7)
+    size = math.prod(shape)
+    if dtype.name == "bool":
+        return rng.integers(0, 2, size).astype(bool).reshape(shape)
+    if dtype.itemsize == 1 and dtype.name not in ("int8", "uint8"):
+        bits = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
+        bits |= {"int1": 1, "uint1": 1, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
+        top = 2 ** bits.get(dtype.name, 8)
+        raw = rng.integers(0, top, size, dtype=np.uint16).astype(np.uint8)
+        return raw.view(dtype).reshape(shape)
+    raw = rng.integers(0, 256, size * dtype.itemsize, dtype=np.uint16)
+    return raw.astype(np.uint8).view(dtype).reshape(shape)
+
+
+def raw(value: Any) -> bytes:
+    if jnp.issubdtype(getattr(value, "dtype", np.int32), jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value).tobytes()
+
+
+def assert_same(expected: Any, actual: Any) -> None:
+    """Same structure, types, dtypes, shapes and bytes."""
+    assert str(jax.tree.structure(expected)) == str(jax.tree.structure(actual))
+    for one, other in zip(
+        jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True
+    ):
+        assert type(one) is type(other)
+        assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
+        assert getattr(one, "shape", None) == getattr(other, "shape", None)
+        assert raw(one) == raw(other)
+
+
+def there_and_back(run: store.Run, tree: Any, **target: Any) -> Any:
+    run.save(0, tree).result()
+    return run.restore(0, **target)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_every_dtype_and_shape_comes_back_on_the_host(
+    run: store.Run, dtype: np.dtype[Any]
+) -> None:
+    tree = {str(shape): some_bytes(shape, dtype) for shape in SHAPES}
+
+    assert_same(tree, there_and_back(run, tree))
+
+
+@pytest.mark.parametrize("dtype", JAX_DTYPES.values(), ids=list(JAX_DTYPES))
+def test_every_dtype_of_jax_comes_back_on_devices(
+    run: store.Run, dtype: np.dtype[Any]
+) -> None:
+    tree = {str(shape): jax.device_put(some_bytes(shape, dtype)) for shape in SHAPES}
+
+    assert_same(tree, there_and_back(run, tree, like=jax.eval_shape(lambda: tree)))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_typed_prng_keys_come_back_typed(run: store.Run, impl: str) -> None:
+    key = jax.random.key(5, impl=impl)
+    tree = {"one": key, "many": jax.random.split(key, (4, 2))}
+
+    back = there_and_back(run, tree)
+
+    assert_same(tree, back)
+    assert raw(jax.random.split(key)) == raw(jax.random.split(back["one"]))
+
+
+def test_python_and_numpy_scalars_come_back_as_what_they_were(run: store.Run) -> None:
+    tree = {
+        "bool": True,
+        "int": -(2**63),
+        "float": float("-0.0"),
+        "nan": float("nan"),
+        "complex": 1 - 2j,
+        "generic": np.float16(1.5),
+        "zero-d": np.array(3, np.int8),
+    }
+
+    back = there_and_back(run, tree)
+
+    assert {k: type(v) for k, v in tree.items()} == {
+        k: type(v) for k, v in back.items()
+    }
+    assert math.copysign(1, back["float"]) == -1
+    assert_same(tree, back)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Record:
+    weights: Any
+    bias: Any
+
+
+def test_containers_of_every_kind_come_back_through_a_template(run: store.Run) -> None:
+    model = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    tree = {
+        "list": [np.ones(2), (np.zeros(1), None)],
+        "tuple": Pair(np.arange(3), {"empty": {}, "x": 1}),
+        "dataclass": Record(np.ones(1), np.zeros(1)),
+        "nnx": model,
+        7: np.int64(7),
+    }
+    tree = {"top": {str(k): v for k, v in tree.items()}, "ints": {7: 1, 30: 2}}
+
+    assert_same(tree, there_and_back(run, tree, like=tree))
+
+
+def test_without_a_template_containers_are_dicts_and_lists(run: store.Run) -> None:
+    tree = {"t": Pair(1, (2, [3, None, 4])), "ints": {7: 1, 30: 2}}
+
+    back = there_and_back(run, tree)
+
+    assert {
+        "t": {"first": 1, "second": [2, [3, None, 4]]},
+        "ints": {7: 1, 30: 2},
+    } == back
+
+
+@pytest.mark.parametrize("tree", [5, np.arange(3), {}, [], {"a": {}}])
+def test_degenerate_trees_come_back(run: store.Run, tree: Any) -> None:
+    back = there_and_back(run, tree, like=tree)
+
+    assert_same(tree, back)
+
+
+SPECS = [P(), P("a"), P("b"), P("a", "b"), P(None, "b"), P(("a", "b")), P(None, "a")]
+
+
+@pytest.mark.parametrize("saved", SPECS, ids=str)
+def test_any_sharding_is_restored_on_any_other(run: store.Run, saved: P) -> None:
+    values = some_bytes((16, 24, 3), np.dtype(np.float32))
+    run.save(1, {"x": jax.device_put(values, NamedSharding(mesh(4, 2), saved))})
+    run.wait()
+
+    targets: list[Sharding] = [NamedSharding(mesh(2, 4), spec) for spec in SPECS]
+    targets += [NamedSharding(mesh(2, 2, 2), P("c", ("a", "b")))]
+    targets += [SingleDeviceSharding(jax.devices()[3])]
+    for target in targets:
+        like = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=target)
+        back = run.restore(1, like={"x": like})["x"]
+        assert target == back.sharding
+        assert values.tobytes() == raw(back)
+    host = run.restore(1, like={"x": values})["x"]
+    assert isinstance(host, np.ndarray)
+    assert values.tobytes() == raw(host)
+
+
+def test_the_saved_sharding_is_the_default_where_it_fits(run: store.Run) -> None:
+    sharding = NamedSharding(mesh(4, 2), P("b", "a"))
+    run.save(0, {"x": jax.device_put(jnp.zeros((4, 8)), sharding)})
+    few = NamedSharding(mesh(2, 2), P("a"))
+    run.save(1, {"x": jax.device_put(jnp.zeros((4, 8)), few)})
+    run.wait()
+
+    assert sharding == run.restore(0)["x"].sharding
+    assert isinstance(run.restore(1)["x"], np.ndarray)
+
+
+def test_a_leaf_of_many_chunks_comes_back_on_other_shards(run: store.Run) -> None:
+    values = np.random.default_rng(0).integers(0, 2**31, (4_099, 4_096), np.int32)
+    run.save(0, {"x": values}).result()
+    assert run.leaves(0)["x"].chunk_count > 3
+
+    for sizes, spec in ((1, P()), (8, P(None, "a"))):
+        target = NamedSharding(mesh(sizes), spec)
+        like = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=target)
+        assert values.tobytes() == raw(run.restore(0, like={"x": like})["x"])
+
+
+def test_one_leaf_of_256_mib_comes_back(run: store.Run) -> None:
+    values = np.arange(2**26, dtype=np.float32).reshape(2**13, 2**13)
+    sharded = jax.device_put(values, NamedSharding(mesh(4, 2), P("a", "b")))
+    run.save(0, {"x": sharded}).result()
+
+    back = run.restore(0)["x"]
+
+    assert sharded.sharding == back.sharding
+    assert np.array_equal(values, back)
+
+
+def test_ten_thousand_small_leaves_come_back(run: store.Run) -> None:
+    tree = {f"leaf-{i}": np.full(i % 5, i, np.float32) for i in range(10_000)}
+
+    assert_same(tree, there_and_back(run, tree))
+
+
+def test_a_save_survives_the_donation_of_its_arrays(run: store.Run) -> None:
+    array = jax.device_put(jnp.arange(2**20), NamedSharding(mesh(8), P("a")))
+    bump = jax.jit(lambda x: x + 1, donate_argnums=0)
+    save = run.save(0, {"x": array})
+    for _ in range(5):
+        array = bump(array)
+
+    save.result()
+
+    assert np.array_equal(np.arange(2**20), run.restore(0)["x"])
+
+
+def test_a_restored_array_may_be_donated_without_harm_to_its_replicas(
+    run: store.Run,
+) -> None:
+    values = np.ones((1024, 1024), np.float32)
+    run.save(0, {"x": values}).result()
+    like = jax.ShapeDtypeStruct(
+        values.shape, values.dtype, sharding=NamedSharding(mesh(8), P())
+    )
+    first = run.restore(0, like={"x": like})["x"]
+    held = [shard.data for shard in first.addressable_shards[1:]]
+    jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(first))
+
+    again = run.restore(0, like={"x": like})["x"]
+
+    assert np.array_equal(values, again)
+    del held
+
+
+KEYS = st.one_of(
+    st.text(max_size=8).filter(lambda s: not any("\ud800" <= c < "\ue000" for c in s)),
+    st.sampled_from(
+        ["a/b", "a.b", "%2F", " ", "..", ".", "", "\n", "é", "\u202e", "c"]
+    ),
+)
+LEAVES = st.one_of(
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(),
+    st.booleans(),
+    st.builds(np.zeros, st.lists(st.integers(0, 3), max_size=3)),
+)
+TREES: st.SearchStrategy[Any] = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(st.integers(-3, 30), inner, max_size=3),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+    ),
+    max_leaves=8,
+)
+_numbers: Callable[[], int] = iter(range(10**9)).__next__
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(tree=TREES)
+def test_any_tree_comes_back(client: store.Client, tree: Any) -> None:
+    run = client.run(f"tests/tree-{_numbers()}")
+
+    assert_same(tree, there_and_back(run, tree, like=tree))

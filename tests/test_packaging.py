@@ -1,0 +1,104 @@
+"""What is installed keeps what pyproject.toml and the lock promise."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import requires
+from inspect import ismodule
+from pathlib import Path
+
+import pytest
+
+import storesvc_client
+import storesvc_proto.v1
+from storesvc_proto.v1 import errors_pb2_grpc
+
+ROOT = Path(__file__).parents[1]
+LOCK = ROOT / "requirements" / "dev.lock"
+
+
+def pinned(lock: str) -> set[str]:
+    return set(re.findall(r"^([\w.-]+)==", lock, flags=re.MULTILINE))
+
+
+def normalized(requirement: str) -> str:
+    """The bare name of a requirement, spelt as in a lock."""
+    (name,) = re.findall(r"^[\w.-]+", requirement)
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_floor_of_grpcio_is_the_generators_version() -> None:
+    floor = errors_pb2_grpc.GRPC_GENERATED_VERSION.removesuffix(".0")
+
+    assert f"grpcio>={floor}" in (requires("storesvc") or ())
+
+
+def test_the_floor_of_protobuf_is_the_generated_codes_version() -> None:
+    (folder,) = storesvc_proto.v1.__path__
+    floors = {
+        floor
+        for file in Path(folder).glob("*_pb2.py")
+        for floor in re.findall(
+            r"# Protobuf Python Version: ([\d.]+)", file.read_text()
+        )
+    }
+
+    (floor,) = floors
+    assert f"protobuf>={floor}" in (requires("storesvc") or ())
+
+
+def test_the_lock_names_no_registry_and_no_folder() -> None:
+    # Neither an address nor a path can be written without one.
+    assert "/" not in LOCK.read_text()
+
+
+def test_the_lock_pins_every_dependency_by_hash() -> None:
+    lock = LOCK.read_text()
+    entries = re.split(r"\n(?=[\w.-]+==)", lock)[1:]
+
+    assert {normalized(r) for r in requires("storesvc") or ()} <= pinned(lock)
+    assert [] == [e for e in entries if "--hash=sha256:" not in e]
+
+
+@pytest.mark.parametrize("command", [[], ["--help"], ["ls", "--help"]])
+def test_the_client_starts_on_a_base_install_and_without_jax(
+    command: list[str],
+) -> None:
+    program = (
+        "import sys, storesvc_client\n"
+        f"command = {command}\n"
+        "if command:\n"
+        "    from storesvc_client.cli import main\n"
+        "    main(command, standalone_mode=False)\n"
+        "print(*sys.modules)"
+    )
+
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    modules = set(run.stdout.splitlines()[-1].split())
+    assert "storesvc_client" in modules
+    assert set() == modules & {"grpc_health", "tensorstore"}  # [server]
+    assert set() == modules & {"flax", "jax", "jaxlib", "optax", "orbax"}  # [jax]
+
+
+def test_storectl_is_installed() -> None:
+    storectl = Path(sys.executable).with_name("storectl")
+
+    run = subprocess.run(
+        [storectl, "--help"], capture_output=True, text=True, check=True
+    )
+
+    assert "Usage: storectl" in run.stdout
+
+
+def test_the_clients_public_names_are_those_it_shows() -> None:
+    shown = [
+        name
+        for name, value in vars(storesvc_client).items()
+        if not name.startswith("_") and not ismodule(value)
+    ]
+
+    assert sorted(storesvc_client.__all__) == storesvc_client.__all__
+    assert sorted(shown) == storesvc_client.__all__

@@ -1,5 +1,10 @@
 """The checkpoint store's service. It never imports jax or flax."""
 
-from importlib.metadata import version
 
-__version__ = version("storesvc")
+def __getattr__(name: str) -> str:
+    # looked up when it is asked for: it takes longer than storectl may
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("storesvc")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,23 +7,27 @@
 2
 """
 
-from storesvc_client._client import Client, connect
-from storesvc_client._run import Run
-from storesvc_client._save import Save
-from storesvc_client._values import Checkpoint, LeafInfo, RunInfo, ServerInfo
-from storesvc_client.errors import (
-    AlreadyExistsError,
-    ConflictError,
-    DataLossError,
-    InvalidRequestError,
-    LimitError,
-    MismatchError,
-    NotFoundError,
-    PreconditionError,
-    StoreError,
-    UnavailableError,
-    UnsupportedLeafError,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from storesvc_client._client import Client, connect
+    from storesvc_client._run import Run
+    from storesvc_client._save import Save
+    from storesvc_client._values import Checkpoint, LeafInfo, RunInfo, ServerInfo
+    from storesvc_client.errors import (
+        AlreadyExistsError,
+        ConflictError,
+        DataLossError,
+        InvalidRequestError,
+        LimitError,
+        MismatchError,
+        NotFoundError,
+        PreconditionError,
+        StoreError,
+        UnavailableError,
+        UnsupportedLeafError,
+    )
 
 __all__ = [
     "AlreadyExistsError",
@@ -46,3 +50,24 @@ __all__ = [
     "UnsupportedLeafError",
     "connect",
 ]
+
+_HOMES: Final = {
+    "Client": "_client",
+    "connect": "_client",
+    "Run": "_run",
+    "Save": "_save",
+    **dict.fromkeys(("Checkpoint", "LeafInfo", "RunInfo", "ServerInfo"), "_values"),
+}
+"""Modules of the public names; those that are not here are errors."""
+
+
+def __getattr__(name: str) -> object:
+    """Imports what is asked for: gRPC and NumPy take longer than storectl may."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_HOMES.get(name, 'errors')}")
+    return globals().setdefault(name, getattr(module, name))
+
+
+def __dir__() -> list[str]:
+    return __all__

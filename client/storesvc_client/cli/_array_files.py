@@ -1,0 +1,206 @@
+"""Files of arrays: ``.npy``, ``.npz`` and ``.safetensors``.
+
+A file appears under its name when it is whole: it is written beside, under a
+name that starts with a dot, and then renamed. Leaves are written as they arrive,
+in any order, so no more than one is in memory.
+
+The formats differ in what they can name. NumPy's hold the dtypes of NumPy itself;
+safetensors has also bfloat16 and the common float8, but not complex128. A leaf
+that a format cannot name is refused before a byte is read, never converted.
+Arrays of PRNG keys are written as their key data.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, TYPE_CHECKING, Final, TypeAlias
+
+from storesvc_client.cli._output import count_text, printable
+from storesvc_client.cli._refusal import Refusal
+
+if TYPE_CHECKING:
+    from storesvc_client import LeafInfo
+    from storesvc_client.cli._summary import Array
+
+Arrays: TypeAlias = "Iterable[tuple[LeafInfo, Array]]"
+
+_SAFETENSORS: Final = MappingProxyType(
+    {
+        "bool": "BOOL",
+        "int8": "I8",
+        "int16": "I16",
+        "int32": "I32",
+        "int64": "I64",
+        "uint8": "U8",
+        "uint16": "U16",
+        "uint32": "U32",
+        "uint64": "U64",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float8_e8m0fnu": "F8_E8M0",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float32": "F32",
+        "float64": "F64",
+        "complex64": "C64",
+    }
+)
+"""Names of dtypes in safetensors 0.8. It packs F4 and F6, which would make other
+bytes of a leaf than those that were saved; so they are left out."""
+
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""Readers of safetensors refuse a longer header."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayFormat:
+    """A kind of file."""
+
+    check: "Callable[[Sequence[LeafInfo]], None]"
+    """Refuses leaves that the format cannot hold."""
+    write: "Callable[[IO[bytes], Sequence[LeafInfo], Arrays], None]"
+    """Writes the arrays of these leaves."""
+
+
+@contextmanager
+def replacing(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
+    """Yields a file that takes the name ``path`` when all went well.
+
+    Raises:
+        Refusal: The name is taken and ``force`` is not given, or the file cannot
+            be written.
+    """
+    from storesvc_client import StoreError
+
+    if path.exists() and not (force and path.is_file()):
+        hint = "; --force replaces it" if path.is_file() else ", and is no file"
+        raise Refusal(f"{path} exists{hint}")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except StoreError:  # Some are OSErrors too, and none is about this file.
+        raise
+    except OSError as e:
+        raise Refusal(f"{path}: {e.strerror or e}") from e
+    finally:
+        with suppress(FileNotFoundError):
+            part.unlink()
+
+
+def _check_npz(leaves: "Sequence[LeafInfo]") -> None:
+    from storesvc.format.dtypes import DTYPES
+
+    for leaf in leaves:
+        if DTYPES[leaf.dtype].isbuiltin != 1:
+            hint = (
+                "; a .safetensors file holds it" if leaf.dtype in _SAFETENSORS else ""
+            )
+            raise Refusal(
+                f"leaf {printable(leaf.key)}: NumPy's file format has no name for "
+                f"{leaf.dtype}{hint}"
+            )
+
+
+def _check_npy(leaves: "Sequence[LeafInfo]") -> None:
+    if len(leaves) != 1:
+        raise Refusal(
+            f"a .npy file holds one array, and {count_text(len(leaves), 'leaf')} "
+            "match; .npz and .safetensors files hold several"
+        )
+    _check_npz(leaves)
+
+
+def _check_safetensors(leaves: "Sequence[LeafInfo]") -> None:
+    for leaf in leaves:
+        if leaf.dtype not in _SAFETENSORS:
+            raise Refusal(
+                f"leaf {printable(leaf.key)}: safetensors has no name for {leaf.dtype}"
+            )
+        if leaf.key == "__metadata__":
+            raise Refusal(f"leaf {leaf.key}: safetensors keeps this name for itself")
+
+
+def _write_npy(file: IO[bytes], _leaves: "Sequence[LeafInfo]", arrays: Arrays) -> None:
+    from numpy.lib import format as npy
+
+    for _, array in arrays:
+        npy.write_array(file, array, allow_pickle=False)
+
+
+def _write_npz(file: IO[bytes], _leaves: "Sequence[LeafInfo]", arrays: Arrays) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
+        for leaf, array in arrays:
+            with archive.open(f"{leaf.key}.npy", "w", force_zip64=True) as member:
+                _write_npy(member, (leaf,), [(leaf, array)])
+
+
+def _write_safetensors(
+    file: IO[bytes], leaves: "Sequence[LeafInfo]", arrays: Arrays
+) -> None:
+    import numpy as np
+
+    # Widest elements first: then each array lies at a multiple of its itemsize.
+    ordered = sorted(leaves, key=lambda leaf: (-_itemsize(leaf), leaf.key))
+    header: dict[str, object] = {}
+    offsets, end = {}, 0
+    for leaf in ordered:
+        offsets[leaf.key], start = end, end
+        end += leaf.size_bytes
+        header[leaf.key] = {
+            "dtype": _SAFETENSORS[leaf.dtype],
+            "shape": leaf.shape,
+            "data_offsets": (start, end),
+        }
+    prefix = _safetensors_prefix(header, leaves)
+    file.write(prefix)
+    for leaf, array in arrays:
+        file.seek(len(prefix) + offsets[leaf.key])
+        # ml_dtypes export no buffer: their bytes do.
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    file.truncate(len(prefix) + end)
+
+
+def _safetensors_prefix(
+    header: Mapping[str, object], leaves: "Sequence[LeafInfo]"
+) -> bytes:
+    impls = {leaf.key: leaf.prng_impl for leaf in leaves if leaf.prng_impl}
+    metadata = {"__metadata__": {"prng_impls": json.dumps(impls)}} if impls else {}
+    text = json.dumps({**metadata, **header}, separators=(",", ":")).encode()
+    if len(text) > _MAX_HEADER_BYTES:
+        raise Refusal(
+            f"{count_text(len(leaves), 'leaf')} make a safetensors header of "
+            f"{len(text):,} bytes, expected at most {_MAX_HEADER_BYTES:,}; "
+            "write them in several files"
+        )
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _itemsize(leaf: "LeafInfo") -> int:
+    from storesvc.format.dtypes import DTYPES
+
+    itemsize: int = DTYPES[leaf.dtype].itemsize
+    return itemsize
+
+
+FORMATS: Final = MappingProxyType(
+    {
+        ".npy": ArrayFormat(check=_check_npy, write=_write_npy),
+        ".npz": ArrayFormat(check=_check_npz, write=_write_npz),
+        ".safetensors": ArrayFormat(check=_check_safetensors, write=_write_safetensors),
+    }
+)
+"""What files can be written, by the end of their names."""

@@ -1,0 +1,167 @@
+"""``storectl ls``: runs, checkpoints, leaves."""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+import click
+
+from storesvc_client.cli._arguments import any_path, json_option
+from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._output import (
+    ABSENT,
+    Column,
+    pairs_text,
+    plural,
+    print_json,
+    print_note,
+    print_table,
+    size_text,
+    time_text,
+)
+from storesvc_client.cli._paths import (
+    CheckpointPath,
+    LeafPath,
+    NamespacePath,
+    RunPath,
+    StorePath,
+)
+from storesvc_client.cli._selection import (
+    dtype_text,
+    key_text,
+    select_leaves,
+    shape_text,
+)
+
+if TYPE_CHECKING:
+    from storesvc_client import Checkpoint, LeafInfo, RunInfo
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listing(Generic[_Item]):
+    """How items of one kind are listed."""
+
+    noun: str
+    columns: tuple[Column, ...]
+    row: Callable[[_Item], tuple[str, ...]]
+
+    def show(self, items: Iterable[_Item], *, limit: int | None, as_json: bool) -> None:
+        """Prints the items, and says beside the output what it left out."""
+        rest: Iterator[_Item] = iter(items)
+        shown = list(islice(rest, limit))
+        if as_json:
+            print_json(shown)
+        elif shown:
+            print_table(self.columns, map(self.row, shown))
+        else:
+            print_note(f"no {plural(self.noun)}")
+        if limit is not None and next(rest, None) is not None:
+            known = f"of {len(items):,} " if isinstance(items, Sized) else ""
+            print_note(f"{limit:,} {known}{plural(self.noun)} shown, there are more")
+
+
+def _run_row(run: "RunInfo") -> tuple[str, ...]:
+    latest = ABSENT if run.latest_step is None else str(run.latest_step)
+    return run.name, latest, time_text(run.create_time)
+
+
+def _checkpoint_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
+    return (
+        str(checkpoint.step),
+        time_text(checkpoint.commit_time),
+        size_text(checkpoint.size_bytes),
+        str(checkpoint.leaf_count),
+        pairs_text(checkpoint.metrics),
+        pairs_text(checkpoint.labels),
+    )
+
+
+def _leaf_row(leaf: "LeafInfo") -> tuple[str, ...]:
+    return (
+        key_text(leaf),
+        dtype_text(leaf),
+        shape_text(leaf),
+        size_text(leaf.size_bytes),
+        str(leaf.chunk_count),
+    )
+
+
+_RUNS: Final = _Listing(
+    noun="run",
+    row=_run_row,
+    columns=(
+        Column("RUN", folds=True),
+        Column("LATEST", right=True),
+        Column("CREATED"),
+    ),
+)
+_CHECKPOINTS: Final = _Listing(
+    noun="checkpoint",
+    row=_checkpoint_row,
+    columns=(
+        Column("STEP", right=True),
+        Column("COMMITTED"),
+        Column("SIZE", right=True),
+        Column("LEAVES", right=True),
+        Column("METRICS", folds=True),
+        Column("LABELS", folds=True),
+    ),
+)
+_LEAVES: Final = _Listing(
+    noun="leaf",
+    row=_leaf_row,
+    columns=(
+        Column("KEY", folds=True),
+        Column("DTYPE"),
+        Column("SHAPE"),
+        Column("SIZE", right=True),
+        Column("CHUNKS", right=True),
+    ),
+)
+
+
+@click.command()
+@click.argument("path", type=any_path, metavar="[PATH]", required=False)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Print the first N only, and say on stderr that there are more.",
+)
+@json_option
+@pass_connection
+def ls(
+    connection: Connection,
+    *,
+    path: StorePath | None,
+    limit: int | None,
+    as_json: bool,
+) -> None:
+    """List runs, checkpoints or leaves.
+
+    Without PATH: all runs. Checkpoints come newest first, leaves by key.
+
+    \b
+    Examples:
+      storectl ls                                  all runs
+      storectl ls prod                             the runs of a namespace
+      storectl ls prod/llama-8b                    the checkpoints of a run
+      storectl ls prod/llama-8b --limit 1 --json   its newest one, for a program
+      storectl ls prod/llama-8b@latest             the leaves of a checkpoint
+      storectl ls 'prod/llama-8b@500:**/kernel'    those whose key matches
+    """
+    with connection.open() as client:
+        match path:
+            case None:
+                _RUNS.show(client.runs(), limit=limit, as_json=as_json)
+            case NamespacePath(namespace):
+                _RUNS.show(client.runs(namespace), limit=limit, as_json=as_json)
+            case RunPath(run):
+                checkpoints = client.run(run).checkpoints()
+                _CHECKPOINTS.show(checkpoints, limit=limit, as_json=as_json)
+            case CheckpointPath() | LeafPath():
+                leaves = select_leaves(client, path).leaves
+                _LEAVES.show(leaves, limit=limit, as_json=as_json)

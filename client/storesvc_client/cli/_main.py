@@ -1,0 +1,115 @@
+"""The command group, the options before every command, and its refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from storesvc_client.cli._arguments import store_target
+from storesvc_client.cli._connection import DEFAULT_TARGET, Connection
+from storesvc_client.cli._demo import demo
+from storesvc_client.cli._get import get
+from storesvc_client.cli._ls import ls
+from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli._serve import serve
+from storesvc_client.cli._stat import stat
+from storesvc_client.cli._tree import tree
+
+
+class _Group(click.Group):
+    """Commands that end in a sentence where the store refuses."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        verbose = ctx.params["verbose"]
+        try:
+            return super().invoke(ctx)
+        except Refusal as e:
+            if verbose and e.__cause__:
+                raise e.__cause__ from None
+            raise
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except Exception as e:
+            # Imported this late, because a command that worked need not have it.
+            from storesvc_client import StoreError
+
+            if isinstance(e, StoreError) and not verbose:
+                raise Refusal(str(e)) from e
+            raise
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Returns the commands in the order in which one meets them."""
+        return list(self.commands)
+
+
+@click.group(
+    "storectl",
+    cls=_Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option(
+    "--store",
+    "-s",
+    type=store_target,
+    metavar="TARGET",
+    envvar="STORECTL_STORE",
+    show_envvar=True,
+    default=DEFAULT_TARGET,
+    show_default=True,
+    help="host:port of a server, or the URI of a store to open here: "
+    "file:///path, gs://bucket/prefix.",
+)
+@click.option(
+    "--ca",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Certificates (PEM) to trust, in place of the system's.",
+)
+@click.option(
+    "--insecure", is_flag=True, help="Talk plaintext to a server on another machine."
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest wait for one answer.",
+)
+@click.option("--verbose", is_flag=True, help="Show where in the code an error arose.")
+@click.version_option(package_name="storesvc", message="storectl %(version)s")
+@click.pass_context
+def main(
+    context: click.Context,
+    *,
+    store: str,
+    ca: Path | None,
+    insecure: bool,
+    timeout: float,
+    verbose: bool,  # noqa: ARG001 - _Group.invoke asks for it
+) -> None:
+    """Look into a checkpoint store, take arrays out of it, or serve one.
+
+    \b
+    Paths narrow from left to right:
+      prod                              a namespace
+      prod/llama-8b                     a run
+      prod/llama-8b@latest              a checkpoint, by step or "latest"
+      prod/llama-8b@500:params/**       leaves of it, by key or glob
+
+    \b
+    Examples:
+      storectl serve --root file:///ckpts
+      storectl ls
+      storectl tree prod/llama-8b@latest
+      storectl get 'prod/llama-8b@latest:params/**/kernel' -o kernels.npz
+
+    Exit code 0: done; 1: refused, for the reason on stderr; 2: wrong usage.
+    Completion in bash: eval "$(_STORECTL_COMPLETE=bash_source storectl)"; zsh and
+    fish alike.
+    """
+    context.obj = Connection(target=store, ca=ca, insecure=insecure, timeout=timeout)
+
+
+for _command in (ls, tree, stat, get, serve, demo):
+    main.add_command(_command)

@@ -1,0 +1,99 @@
+"""The leaves of a checkpoint that a command works on."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from storesvc_client.cli._globs import keys_below, matching_keys, nearest_keys
+from storesvc_client.cli._output import count_text, printable
+from storesvc_client.cli._paths import CheckpointPath, LeafPath
+from storesvc_client.cli._refusal import Refusal
+
+if TYPE_CHECKING:
+    from storesvc_client import Client, LeafInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Leaves of one checkpoint."""
+
+    checkpoint: CheckpointPath
+    """By its step: "latest" may be another one by the next call."""
+    leaves: "tuple[LeafInfo, ...]"
+    """In the order of their keys."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of their elements."""
+        return sum(leaf.size_bytes for leaf in self.leaves)
+
+
+def select_leaves(client: "Client", path: CheckpointPath | LeafPath) -> Selection:
+    """Returns the leaves that the path names: without a glob, all.
+
+    Raises:
+        Refusal: The path has a glob, and no leaf matches it.
+    """
+    where = path.checkpoint if isinstance(path, LeafPath) else path
+    checkpoint = _pin(client, where)
+    leaves = client.run(checkpoint.run).leaves(checkpoint.which)
+    if isinstance(path, CheckpointPath):
+        return Selection(checkpoint, tuple(leaves.values()))
+    found = matching_keys(path.glob, leaves)
+    if not found:
+        raise Refusal(_absence(path.glob, leaves, checkpoint=checkpoint))
+    return Selection(checkpoint, tuple(leaves[key] for key in found))
+
+
+def select_leaf(client: "Client", path: LeafPath) -> Selection:
+    """Returns the one leaf whose key the path spells out.
+
+    Raises:
+        Refusal: There is no such leaf.
+    """
+    checkpoint = _pin(client, path.checkpoint)
+    leaves = client.run(checkpoint.run).leaves(checkpoint.which)
+    if path.glob not in leaves:
+        raise Refusal(_absence(path.glob, leaves, checkpoint=checkpoint))
+    return Selection(checkpoint, (leaves[path.glob],))
+
+
+def key_text(leaf: "LeafInfo") -> str:
+    """Returns the key, which is '' for a tree that is a single leaf."""
+    return leaf.key or "''"
+
+
+def dtype_text(leaf: "LeafInfo") -> str:
+    """Returns the element type, for PRNG keys with their implementation."""
+    return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
+
+
+def shape_text(leaf: "LeafInfo") -> str:
+    """Returns the shape, for PRNG keys that of the array of keys."""
+    return sizes_text(leaf.shape[:-1] if leaf.prng_impl else leaf.shape)
+
+
+def sizes_text(sizes: Iterable[int]) -> str:
+    """Returns the sizes of dimensions such as "[256,128]"; of none, "[]"."""
+    return f"[{','.join(map(str, sizes))}]"
+
+
+def _pin(client: "Client", path: CheckpointPath) -> CheckpointPath:
+    if path.which != "latest":
+        return path
+    return CheckpointPath(path.run, client.run(path.run).latest().step)
+
+
+def _absence(
+    glob: str, leaves: "Mapping[str, LeafInfo]", *, checkpoint: CheckpointPath
+) -> str:
+    wanted = f"no leaf of {checkpoint} matches {glob!r}"
+    if below := keys_below(glob, leaves):
+        subtree = glob.rstrip("/")
+        return (
+            f"{wanted}, which is a subtree of {count_text(len(below), 'leaf')}; "
+            f"ask for '{subtree}/**'"
+        )
+    if nearest := nearest_keys(glob, leaves):
+        return f"{wanted}; nearest: {', '.join(map(printable, nearest))}"
+    return f"{wanted}; 'storectl ls {checkpoint}' lists its leaves"

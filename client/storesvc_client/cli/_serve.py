@@ -1,0 +1,108 @@
+"""``storectl serve``: a server of one store."""
+
+from pathlib import Path
+from typing import Final
+
+import click
+
+from storesvc_client.cli._refusal import Refusal
+
+_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+@click.command()
+@click.option(
+    "--root", required=True, metavar="URI", help="The store: file:///path, gs://..."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=7070,
+    show_default=True,
+    help="0 takes a free one; --ready-file tells which.",
+)
+@click.option(
+    "--tls-cert",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Certificate chain (PEM).",
+)
+@click.option(
+    "--tls-key",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Private key (PEM).",
+)
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Serve other machines without TLS: anyone may read and write.",
+)
+@click.option(
+    "--ready-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Written when the server answers; holds its address.",
+)
+@click.option(
+    "--log-level", type=click.Choice(_LEVELS), default="info", show_default=True
+)
+def serve(
+    *,
+    root: str,
+    host: str,
+    port: int,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    insecure: bool,
+    ready_file: Path | None,
+    log_level: str,
+) -> None:
+    """Serve a store until SIGTERM or Ctrl-C.
+
+    Calls under way are finished first. Only this machine can connect, unless
+    --host says otherwise; that needs TLS, or --insecure.
+
+    \b
+    Examples:
+      storectl serve --root file:///ckpts
+      storectl serve --root gs://bucket/prefix --host 0.0.0.0 \\
+          --tls-cert chain.pem --tls-key key.pem
+    """
+    if (tls_cert is None) != (tls_key is None):
+        raise click.UsageError("--tls-cert and --tls-key go together")
+    _require_server()
+    import logging
+
+    from storesvc import server
+    from storesvc.errors import StoreError
+
+    logging.basicConfig(
+        level=log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    tls = None
+    if tls_cert and tls_key:
+        tls = server.Tls(certificate=tls_cert, key=tls_key)
+    try:
+        server.serve(
+            root,
+            host=host,
+            port=port,
+            tls=tls,
+            insecure=insecure,
+            ready_file=ready_file,
+        )
+    except StoreError as e:
+        raise Refusal(str(e)) from e
+
+
+def _require_server() -> None:
+    try:
+        import storesvc.server  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise Refusal(
+            f"serving needs {e.name}, which is not installed: "
+            "pip install 'storesvc[server]'"
+        ) from e

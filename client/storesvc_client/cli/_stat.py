@@ -1,0 +1,142 @@
+"""``storectl stat``: everything about a checkpoint, or about one leaf."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import click
+
+from storesvc_client.cli._arguments import checkpoint_path, json_option
+from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._output import (
+    ABSENT,
+    count_text,
+    json_value,
+    pairs_text,
+    print_fields,
+    print_json,
+    size_text,
+    time_text,
+)
+from storesvc_client.cli._paths import CheckpointPath, LeafPath
+from storesvc_client.cli._selection import (
+    Selection,
+    dtype_text,
+    select_leaf,
+    shape_text,
+    sizes_text,
+)
+
+if TYPE_CHECKING:
+    from storesvc.format.trees import SavedSharding
+    from storesvc_client import Checkpoint, LeafInfo
+
+
+@click.command()
+@click.argument("path", type=checkpoint_path, metavar="PATH")
+@json_option
+@pass_connection
+def stat(
+    connection: Connection, *, path: CheckpointPath | LeafPath, as_json: bool
+) -> None:
+    """Tell everything about a checkpoint, or about one leaf.
+
+    \b
+    Examples:
+      storectl stat prod/llama-8b@latest
+      storectl stat prod/llama-8b@500:params/embed/embedding
+    """
+    with connection.open() as client:
+        match path:
+            case CheckpointPath(run, which):
+                # By its step from here on: another may be the latest by then.
+                checkpoint = client.run(run).checkpoint(which)
+                leaves = client.run(run).leaves(checkpoint.step)
+                _print_checkpoint(checkpoint, leaves, as_json=as_json)
+            case LeafPath():
+                _print_leaf(select_leaf(client, path), as_json=as_json)
+
+
+def _print_checkpoint(
+    checkpoint: "Checkpoint", leaves: "Mapping[str, LeafInfo]", *, as_json: bool
+) -> None:
+    kinds = Counter(leaf.kind for leaf in leaves.values())
+    dtypes = Counter(dtype_text(leaf) for leaf in leaves.values())
+    meshes = sorted({_mesh_text(leaf.sharding) for leaf in leaves.values()} - {ABSENT})
+    if as_json:
+        counts = {"kinds": kinds, "dtypes": dtypes, "meshes": meshes}
+        print_json(json_value(checkpoint) | counts)
+        return
+    fields = {
+        "uid": checkpoint.uid,
+        "begun": time_text(checkpoint.create_time),
+        "committed": time_text(checkpoint.commit_time),
+        "size": _exact_size(checkpoint.size_bytes),
+        "stored": _exact_size(checkpoint.stored_bytes),
+        "leaves": f"{checkpoint.leaf_count:,}",
+        "chunks": f"{checkpoint.chunk_count:,}",
+        "kinds": _counts_text(kinds),
+        "dtypes": _counts_text(dtypes),
+        "saved on": "; ".join(meshes) or ABSENT,
+        "metrics": pairs_text(checkpoint.metrics),
+        "labels": pairs_text(checkpoint.labels),
+    }
+    print_fields(f"{checkpoint.run}@{checkpoint.step}", fields.items())
+
+
+def _print_leaf(selection: Selection, *, as_json: bool) -> None:
+    (leaf,) = selection.leaves
+    grid = _grid(leaf)
+    if as_json:
+        print_json(json_value(leaf) | {"chunk_grid": grid})
+        return
+    stored = {"stored as": leaf.dtype + sizes_text(leaf.shape)}
+    fields = {
+        "kind": leaf.kind.replace("_", " "),
+        "dtype": dtype_text(leaf),
+        "shape": shape_text(leaf),
+        **(stored if leaf.prng_impl else {}),
+        "size": _exact_size(leaf.size_bytes),
+        "chunk shape": sizes_text(leaf.chunk_shape),
+        "chunk grid": f"{sizes_text(grid)}, {count_text(leaf.chunk_count, 'chunk')}",
+        "saved on": _mesh_text(leaf.sharding),
+        "sharding": _spec_text(leaf.sharding),
+    }
+    print_fields(f"{selection.checkpoint}:{leaf.key}", fields.items())
+
+
+def _grid(leaf: "LeafInfo") -> list[int]:
+    """Returns the number of chunks along each dimension."""
+    return [
+        -(-size // chunk)
+        for size, chunk in zip(leaf.shape, leaf.chunk_shape, strict=True)
+    ]
+
+
+def _exact_size(size_bytes: int) -> str:
+    if size_bytes < 1024:
+        return size_text(size_bytes)
+    return f"{size_text(size_bytes)} ({size_bytes:,} bytes)"
+
+
+def _counts_text(counts: Mapping[str, int]) -> str:
+    ordered = Counter(counts).most_common()
+    return ", ".join(f"{count:,} {name}" for name, count in ordered) or ABSENT
+
+
+def _mesh_text(sharding: "SavedSharding | None") -> str:
+    if sharding is None:
+        return ABSENT
+    axes = zip(sharding.axis_names, sharding.axis_sizes, strict=True)
+    return " ".join(f"{name}={size}" for name, size in axes) or ABSENT
+
+
+def _spec_text(sharding: "SavedSharding | None") -> str:
+    """Returns the partition spec as jax prints it, such as P('fsdp', None)."""
+    if sharding is None:
+        return ABSENT
+    axes = (
+        repr(names[0] if len(names) == 1 else names) if names else "None"
+        for names in sharding.spec
+    )
+    return f"P({', '.join(axes)})"

@@ -1,0 +1,90 @@
+"""``storectl tree``: the leaves of a checkpoint as a tree."""
+
+from typing import Any, Final
+
+import click
+
+from storesvc_client.cli._arguments import checkpoint_path, json_option
+from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._outline import Node, draw, grow
+from storesvc_client.cli._output import (
+    Column,
+    count_text,
+    print_json,
+    print_table,
+    size_text,
+)
+from storesvc_client.cli._paths import CheckpointPath, LeafPath
+from storesvc_client.cli._selection import Selection, select_leaves
+
+_COLUMNS: Final = (Column(""), Column(""), Column("", right=True))
+
+
+@click.command()
+@click.argument("path", type=checkpoint_path, metavar="PATH")
+@click.option(
+    "--depth",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Draw N levels; what lies deeper is counted in the last of them.",
+)
+@json_option
+@pass_connection
+def tree(
+    connection: Connection,
+    *,
+    path: CheckpointPath | LeafPath,
+    depth: int | None,
+    as_json: bool,
+) -> None:
+    """Draw the leaves of a checkpoint as a tree.
+
+    A node with a single child shares a line with it. Numbered neighbours that
+    hold the same are drawn once: "{0..11}  12 x 8 leaves" are twelve subtrees of
+    eight leaves, and the lines below it are those of one of them.
+
+    \b
+    Examples:
+      storectl tree prod/llama-8b@latest
+      storectl tree prod/llama-8b@500 --depth 2
+      storectl tree 'prod/llama-8b@500:opt_state/**'
+    """
+    with connection.open() as client:
+        selection = select_leaves(client, path)
+    if as_json:
+        print_json(_document(selection, depth=depth))
+        return
+    count = count_text(len(selection.leaves), "leaf")
+    top = (str(selection.checkpoint), count, size_text(selection.size_bytes))
+    print_table(_COLUMNS, [top, *draw(grow(selection.leaves), depth=depth)])
+
+
+def _document(selection: Selection, *, depth: int | None) -> dict[str, Any]:
+    nodes = grow(selection.leaves)
+    return {
+        "name": str(selection.checkpoint),
+        "leaf_count": len(selection.leaves),
+        "size_bytes": selection.size_bytes,
+        "children": [_node_document(node, depth=depth) for node in nodes],
+    }
+
+
+def _node_document(node: Node, *, depth: int | None) -> dict[str, Any]:
+    """Returns a node as JSON, where each of several that are alike is written."""
+    document = {
+        "name": node.name,
+        "leaf_count": node.leaf_count,
+        "size_bytes": node.size_bytes,
+    }
+    if node.leaf:
+        return document | {
+            "key": node.leaf.key,
+            "dtype": node.leaf.dtype,
+            "shape": node.leaf.shape,
+            "prng_impl": node.leaf.prng_impl,
+        }
+    if depth == 1:
+        return document
+    below = depth and depth - 1
+    children = [_node_document(child, depth=below) for child in node.children]
+    return document | {"children": children}

@@ -1,0 +1,414 @@
+"""What storectl prints, writes and refuses, against a real server."""
+
+import errno
+import json
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import storesvc_client as store
+from storesvc_client.cli import main
+
+COMMAND = [sys.executable, "-m", "storesvc_client.cli"]
+
+FLOATS = np.array([[1.5, np.nan], [-2.5, 4.0]], np.float32)
+
+
+def tiny_state() -> dict[str, Any]:
+    block = {"kernel": np.ones((4, 8), np.float32), "bias": np.zeros(8, np.float32)}
+    return {
+        "params": {
+            "blocks": [block, block, block],
+            "embed": {"embedding": FLOATS},
+            "half": jnp.arange(4, dtype=jnp.bfloat16),
+        },
+        "odd": {
+            "empty": np.zeros((0, 3), np.float32),
+            "flags": np.array([True, False, True, True]),
+            "small": jnp.arange(4, dtype=jnp.int4),
+            "waves": np.array([1 + 2j, 3 - 2j]),
+        },
+        "rngs": {"dropout": jax.random.key(0, impl="threefry2x32")},
+        "step": 20,
+    }
+
+
+@pytest.fixture(scope="module")
+def address(server_address: str) -> str:
+    """The address of a server that holds runs of three namespaces."""
+    mesh = jax.make_mesh((2, 4), ("dp", "fsdp"))
+    over_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    rows = jax.device_put(np.ones((8, 6), np.float32), over_rows)
+    labels = {"note": "\x1b[2J \u202egone"}
+    with store.connect(server_address) as client:
+        tiny = client.run("prod/tiny")
+        tiny.save(10, {"w": FLOATS}, metrics={"loss": 2.75})
+        tiny.save(20, tiny_state(), metrics={"loss": 2.5}, labels={"commit": "4f2a"})
+        client.run("test/other").save(0, {"w": FLOATS})
+        client.run("edge/hostile").save(1, {"w": FLOATS}, labels=labels)
+        client.run("edge/one-leaf").save(1, FLOATS)
+        client.run("edge/sharded").save(1, {"rows": rows})
+    return server_address
+
+
+def storectl(address: str, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["--store", address, *arguments])
+
+
+def printed(address: str, *arguments: str) -> str:
+    result = storectl(address, *arguments)
+
+    assert 0 == result.exit_code, result.output
+    return result.stdout
+
+
+def document(address: str, *arguments: str) -> Any:
+    return json.loads(printed(address, *arguments, "--json"))
+
+
+def refusal(address: str, *arguments: str) -> str:
+    """The sentence with which a command ends."""
+    result = storectl(address, *arguments)
+
+    assert (1, "") == (result.exit_code, result.stdout)
+    assert result.stderr.startswith("storectl: ")
+    assert 1 == result.stderr.count("\n")
+    return result.stderr.removeprefix("storectl: ").rstrip()
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells of a plain table: two spaces or more lie between columns."""
+    return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
+
+
+# --- ls ---------------------------------------------------------------------------
+
+
+def test_ls_lists_the_runs_with_their_latest_steps(address: str) -> None:
+    header, *rows = table(printed(address, "ls"))
+
+    assert ["RUN", "LATEST", "CREATED"] == header
+    assert [["prod/tiny", "20"], ["test/other", "0"]] == [row[:2] for row in rows[3:]]
+
+
+def test_ls_of_a_namespace_lists_its_runs_only(address: str) -> None:
+    assert ["test/other"] == [run["name"] for run in document(address, "ls", "test")]
+
+
+def test_ls_of_an_empty_namespace_says_so_beside_the_output(address: str) -> None:
+    result = storectl(address, "ls", "nobody")
+
+    assert (0, "", "storectl: no runs\n") == (
+        result.exit_code,
+        result.stdout,
+        result.stderr,
+    )
+
+
+def test_ls_of_a_run_lists_its_checkpoints_newest_first(address: str) -> None:
+    header, newest, oldest = table(printed(address, "ls", "prod/tiny"))
+
+    assert ["STEP", "COMMITTED", "SIZE", "LEAVES", "METRICS", "LABELS"] == header
+    assert ["20", "loss=2.5", "commit=4f2a"] == [newest[0], *newest[-2:]]
+    assert ["10", "16 B", "1", "loss=2.75", "-"] == [oldest[0], *oldest[2:]]
+
+
+def test_ls_of_a_checkpoint_lists_its_leaves(address: str) -> None:
+    header, *rows = table(printed(address, "ls", "prod/tiny@latest"))
+
+    assert ["KEY", "DTYPE", "SHAPE", "SIZE", "CHUNKS"] == header
+    assert ["params/embed/embedding", "float32", "[2,2]", "16 B", "1"] in rows
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+
+
+def test_ls_takes_a_glob_of_leaves(address: str) -> None:
+    leaves = document(address, "ls", "prod/tiny@20:params/**/bias")
+
+    assert [f"params/blocks/{at}/bias" for at in range(3)] == [
+        leaf["key"] for leaf in leaves
+    ]
+
+
+def test_what_a_limit_cuts_off_is_said_beside_the_output(address: str) -> None:
+    result = storectl(address, "ls", "prod/tiny", "--limit", "1", "--json")
+
+    assert [20] == [checkpoint["step"] for checkpoint in json.loads(result.stdout)]
+    assert "storectl: 1 checkpoints shown, there are more\n" == result.stderr
+
+
+def test_a_limit_that_cuts_nothing_off_is_silent(address: str) -> None:
+    assert "" == storectl(address, "ls", "prod/tiny", "--limit", "2").stderr
+
+
+def test_json_has_sizes_in_bytes_and_times_in_utc(address: str) -> None:
+    (checkpoint,) = document(address, "ls", "prod/tiny", "--limit", "1")
+
+    assert {"loss": 2.5} == checkpoint["metrics"]
+    assert {"commit": "4f2a"} == checkpoint["labels"]
+    assert isinstance(checkpoint["size_bytes"], int)
+    assert checkpoint["commit_time"].endswith("Z")
+    assert datetime.fromisoformat(checkpoint["commit_time"]).year >= 2024
+
+
+def test_a_label_cannot_steer_a_terminal(address: str) -> None:
+    assert r"note='\x1b[2J \u202egone'" in printed(address, "ls", "edge/hostile")
+
+
+def test_a_tree_that_is_one_leaf_has_an_empty_key(address: str) -> None:
+    _, row = table(printed(address, "ls", "edge/one-leaf@1:"))
+
+    assert ["''", "float32", "[2,2]"] == row[:3]
+
+
+# --- tree and stat ----------------------------------------------------------------
+
+
+def test_tree_draws_the_leaves_and_neighbours_that_are_alike_once(address: str) -> None:
+    text = printed(address, "tree", "prod/tiny@latest:params/**")
+
+    assert [
+        "prod/tiny@20             8 leaves          504 B",
+        "└── params               8 leaves          504 B",
+        "    ├── blocks           6 leaves          480 B",
+        "    │   └── {0..2}       3 x 2 leaves  3 x 160 B",
+        "    │       ├── bias     float32[8]         32 B",
+        "    │       └── kernel   float32[4,8]      128 B",
+        "    ├── embed/embedding  float32[2,2]       16 B",
+        "    └── half             bfloat16[4]         8 B",
+    ] == text.splitlines()
+
+
+def test_tree_goes_no_deeper_than_it_is_told(address: str) -> None:
+    _, *rows = table(printed(address, "tree", "prod/tiny@20", "--depth", "1"))
+
+    assert ["├── odd", "├── params", "├── rngs/dropout", "└── step"] == [
+        row[0] for row in rows
+    ]
+
+
+def test_tree_as_json_holds_every_leaf(address: str) -> None:
+    top = document(address, "tree", "prod/tiny@20:params/blocks/**")
+
+    (params,) = top["children"]
+    assert (6, ["0", "1", "2"]) == (
+        top["leaf_count"],
+        [child["name"] for child in params["children"]],
+    )
+    assert "params/blocks/0/bias" == params["children"][0]["children"][0]["key"]
+
+
+def test_stat_of_a_checkpoint_tells_all_about_it(
+    address: str, client: store.Client
+) -> None:
+    stat = document(address, "stat", "prod/tiny@latest")
+    text = printed(address, "stat", "prod/tiny@latest")
+
+    checkpoint = client.run("prod/tiny").latest()
+    assert (20, checkpoint.uid) == (stat["step"], stat["uid"])
+    assert 1 == stat["kinds"]["prng_key"]
+    assert 1 == stat["dtypes"]["bfloat16"]
+    assert text.startswith("prod/tiny@20\n")
+    assert f"leaves     {checkpoint.leaf_count}\n" in text
+    assert "loss=2.5" in text
+
+
+def test_stat_of_a_leaf_tells_its_grid_and_how_it_was_sharded(address: str) -> None:
+    text = printed(address, "stat", "edge/sharded@latest:rows")
+    leaf = document(address, "stat", "edge/sharded@latest:rows")
+
+    assert text.startswith("edge/sharded@1:rows\n")
+    assert ["saved on", "dp=2 fsdp=4"] in table(text)
+    assert ["sharding", "P('fsdp')"] in table(text)
+    assert ["dp", "fsdp"] == leaf["sharding"]["axis_names"]
+    chunks = math.prod(leaf["chunk_grid"])
+    assert leaf["chunk_count"] == chunks
+
+
+def test_stat_of_prng_keys_names_their_implementation(address: str) -> None:
+    text = printed(address, "stat", "prod/tiny@20:rngs/dropout")
+
+    assert ["kind", "prng key"] in table(text)
+    assert ["dtype", "key<threefry2x32>"] in table(text)
+    assert ["stored as", "uint32[2]"] in table(text)
+
+
+# --- refusals ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["ls", "tree", "stat"])
+def test_a_step_that_is_not_there_is_one_sentence(address: str, command: str) -> None:
+    assert "prod/tiny" in refusal(address, command, "prod/tiny@15")
+
+
+def test_verbose_shows_where_an_error_arose(address: str) -> None:
+    result = CliRunner().invoke(
+        main, ["-s", address, "--verbose", "stat", "prod/tiny@15"]
+    )
+
+    assert isinstance(result.exception, store.StoreError)
+
+
+def test_a_server_that_is_not_there_is_one_sentence_with_its_address() -> None:
+    result = CliRunner().invoke(main, ["-s", "127.0.0.1:1", "--timeout", "2", "ls"])
+
+    assert 1 == result.exit_code
+    assert re.fullmatch(r"storectl: .*127\.0\.0\.1:1\b.*\n", result.stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-s", "memory://", "ls"],
+        ["ls", "Prod/llama"],
+        ["tree", "prod/llama"],
+        ["stat", "prod"],
+        ["get", "prod/llama@latest"],
+        ["get", "prod/llama@latest:x", "--force"],
+        ["serve", "--root", "file:///x", "--tls-key", __file__],
+        ["nonsense"],
+    ],
+)
+def test_what_makes_no_sense_is_wrong_usage(arguments: list[str]) -> None:
+    result = CliRunner().invoke(main, arguments)
+
+    assert (2, "") == (result.exit_code, result.stdout)
+
+
+# --- processes --------------------------------------------------------------------
+
+
+def test_help_imports_nothing_that_is_slow() -> None:
+    program = (
+        "import sys\n"
+        "from storesvc_client.cli import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "print(*sys.modules)"
+    )
+
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    modules = set(run.stdout.splitlines()[-1].split())
+    assert set() == modules & {"google.protobuf", "grpc", "jax", "numpy", "rich"}
+
+
+def test_looking_at_a_store_imports_no_jax(address: str) -> None:
+    program = (
+        "import sys\n"
+        "from storesvc_client.cli import main\n"
+        f"main(['-s', {address!r}, 'get', 'prod/tiny@20:**'], standalone_mode=False)\n"
+        "print(*sys.modules)"
+    )
+
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    modules = set(run.stdout.splitlines()[-1].split())
+    assert set() == modules & {"flax", "jax", "jaxlib", "optax", "tensorstore"}
+
+
+def test_every_command_shows_examples() -> None:
+    for name in main.commands:
+        result = CliRunner().invoke(main, [name, "--help"])
+
+        assert f"Examples:\n    storectl {name}" in result.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error(address: str) -> None:
+    arguments = ["-s", address, "get", "prod/tiny@20:**", "--json"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout
+    assert process.stderr
+
+    process.stdout.close()
+
+    assert b"" == process.stderr.read()
+    process.stderr.close()
+    process.wait()
+
+
+def on_a_terminal(*arguments: str, columns: int) -> str:
+    """What a command writes to a terminal of so many columns."""
+    inside, outside = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdin=outside,
+        stdout=outside,
+        stderr=outside,
+        env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"},
+    )
+    os.close(outside)
+    written = b""
+    # A terminal whose last writer has gone answers with an error.
+    try:
+        while part := os.read(inside, 4096):
+            written += part
+    except OSError as e:
+        assert errno.EIO == e.errno
+    os.close(inside)
+    assert 0 == process.wait()
+    return written.decode()
+
+
+def test_a_narrow_terminal_folds_keys_and_cuts_nothing(address: str) -> None:
+    text = on_a_terminal("-s", address, "ls", "prod/tiny@20:params/b*/**", columns=50)
+
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = [line.rstrip() for line in plain.splitlines()]
+    assert max(map(len, lines)) <= 50
+    assert ["params/blocks/0/bia", "s"] == [line.split()[0] for line in lines[1:3]]
+
+
+def test_a_terminal_shows_bold_headers_and_no_progress_of_quick_work(
+    address: str,
+) -> None:
+    text = on_a_terminal("-s", address, "get", "prod/tiny@20:step", columns=80)
+
+    assert ["\x1b[1mKEY   DTYPE  SHAPE  MIN  MAX  MEAN  NAN\x1b[0m", 2] == [
+        text.splitlines()[0],
+        len(text.splitlines()),
+    ]
+
+
+def test_serve_serves_until_it_is_asked_to_stop(
+    start_server: Callable[[], Any],
+) -> None:
+    server = start_server()
+
+    assert [] == document(server.address, "ls")
+    assert 0 == server.stop()
+
+
+def test_serve_refuses_other_machines_without_tls(tmp_path: Path) -> None:
+    root = f"file://{tmp_path / 'store'}"
+
+    result = CliRunner().invoke(main, ["serve", "--root", root, "--host", "0.0.0.0"])
+
+    assert 1 == result.exit_code
+    assert "expected a loopback address or TLS" in result.stderr
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_a_store_of_files_needs_no_server(tmp_path: Path) -> None:
+    target = f"file://{tmp_path}"
+    with store.connect(target) as client:
+        client.run("prod/tiny").save(3, {"w": FLOATS}).result()
+
+    assert ["prod/tiny"] == [run["name"] for run in document(target, "ls")]

@@ -109,10 +109,20 @@ async def open_store(root: str) -> services.Store:
         StorageUnavailableError: The storage does not answer.
     """
 
+    return await store_over(await KvBucket.open(root))
+
+
+async def store_over(bucket: KvBucket) -> services.Store:
+    """Returns the store in a bucket; makes one where there is none.
+
+    Raises:
+        FormatUnsupportedError: It is in a format that this code does not know.
+        StorageUnavailableError: The storage does not answer.
+    """
+
     def now() -> datetime:
         return datetime.now(UTC)
 
-    bucket = await KvBucket.open(root)
     created = bucket_pb2.StoreRecord(
         uid=str(uuid.uuid4()), create_time=timestamp(now())
     )
@@ -120,7 +130,7 @@ async def open_store(root: str) -> services.Store:
         await bucket.write(layout.STORE, seal(created), condition=IF_ABSENT)
     found = await read_record(bucket, layout.STORE, bucket_pb2.StoreRecord)
     if found is None:
-        raise StorageUnavailableError(f"{root}: its record vanished; retry")
+        raise StorageUnavailableError(f"{layout.STORE} vanished; retry")
     catalogue = Catalogue(bucket)
     uploads = Uploads(bucket, catalogue, now=now)
     return services.Store(

@@ -8,7 +8,6 @@ checked against the manifest.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._channel import Connection
-from storesvc_client._sending import ATTEMPTS, PAUSE_SECONDS
+from storesvc_client._retrying import patiently
 from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
@@ -85,7 +84,7 @@ class Assembly:
         wanted: Iterable[tuple[int, Region]],
         *,
         name: str,
-        whole: Callable[[Buffer], None],
+        place: Callable[[Buffer], None],
     ) -> None:
         """Plans a restore.
 
@@ -93,12 +92,12 @@ class Assembly:
             manifest: Of the checkpoint.
             wanted: Rows of leaves, and the regions of them to read.
             name: What messages call the checkpoint.
-            whole: Called with each buffer once it is filled and checked, from
+            place: Called with each buffer once it is filled and checked, from
                 the thread that brought its last piece.
         """
         self._manifest = manifest
         self._name = name
-        self._whole = whole
+        self._place = place
         self._lock = threading.Lock()
         self._chunks: dict[int, _Chunk] = {}
         for row, region in wanted:
@@ -155,7 +154,7 @@ class Assembly:
             self._chunks.setdefault(first + within, _Chunk([])).buffers.append(buffer)
             buffer.chunks_left += 1
         if not buffer.chunks_left:
-            self._whole(buffer)
+            self._place(buffer)
 
     def _destination(
         self, ordinal: int, chunk: _Chunk
@@ -196,7 +195,7 @@ class Assembly:
                 buffer.chunks_left -= 1
             whole = [buffer for buffer in chunk.buffers if not buffer.chunks_left]
         for buffer in whole:
-            self._whole(buffer)
+            self._place(buffer)
 
 
 class StreamedSource:
@@ -222,23 +221,31 @@ class StreamedSource:
                     future.cancel()
 
     def _read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        left, tries = list(ordinals), 0
+        left = list(ordinals)
         while left:
-            try:
-                self._stream(left, assembly)
-                left = assembly.restart(left)
-                if left:
-                    raise UnavailableError(
-                        f"store {self._connection.address} ended a stream early: "
-                        f"{len(left)} chunks are missing"
-                    )
-            except UnavailableError:
-                again = assembly.restart(left)
-                tries = 0 if len(again) < len(left) else tries + 1
-                left = again
-                if tries >= ATTEMPTS:
-                    raise
-                time.sleep(PAUSE_SECONDS * 2**tries)
+            for attempt in patiently():
+                with attempt:
+                    left = self._read_some(left, assembly)
+
+    def _read_some(self, ordinals: Sequence[int], assembly: Assembly) -> list[int]:
+        """Reads chunks, and returns those that a broken stream left.
+
+        Raises:
+            UnavailableError: It left all of them.
+        """
+        try:
+            self._stream(ordinals, assembly)
+            left = assembly.restart(ordinals)
+            if left:
+                raise UnavailableError(
+                    f"store {self._connection.address} ended a stream early: "
+                    f"{len(left)} chunks are missing"
+                )
+        except UnavailableError:
+            left = assembly.restart(ordinals)
+            if len(left) == len(ordinals):
+                raise
+        return left
 
     def _stream(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         request = api.ReadChunksRequest(name=self._name, uid=self._uid, chunk=ordinals)

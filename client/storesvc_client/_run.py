@@ -1,12 +1,12 @@
 """A training run: its checkpoints, and how state goes in and out."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
+from storesvc.format.grids import Region, whole
 from storesvc.format.manifests import (
     CorruptManifestError,
     Manifest,
@@ -14,7 +14,7 @@ from storesvc.format.manifests import (
 )
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
 from storesvc_client._channel import Connection
-from storesvc_client._receiving import Assembly, StreamedSource
+from storesvc_client._receiving import Assembly, Buffer, StreamedSource
 from storesvc_client._save import Save
 from storesvc_client._sending import Description, Snapshot, Upload
 from storesvc_client._values import Checkpoint, LeafInfo
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Rules = Sequence[tuple[str, PartitionSpec]]
+
+READ_AT_ONCE_BYTES: Final = 64 << 20
+"""Leaves that ``Run.read`` has in memory."""
 
 
 class Run:
@@ -188,11 +191,13 @@ class Run:
     def read(
         self, which: Which, keys: Iterable[str]
     ) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
-        """Yields leaves as host arrays, one after another; needs no jax.
+        """Yields leaves as host arrays, in the order of the keys; needs no jax.
+
+        Holds one leaf at a time in memory, or as many small ones as 64 MiB take.
 
         Args:
             which: A step, or "latest"; resolved once, for all keys.
-            keys: Of the leaves.
+            keys: Of the leaves; each is read once.
 
         Raises:
             NotFoundError: There is no such run, checkpoint or leaf.
@@ -200,22 +205,25 @@ class Run:
         """
         checkpoint, manifest = self._manifest(which)
         tree = manifest.tree
-        for key in keys:
+        rows = []
+        for key in dict.fromkeys(keys):
             if key not in tree.by_key:
                 raise NotFoundError(
                     f"{self.name}@{checkpoint.step} has no leaf {key!r}; list its "
                     "leaves to see all"
                 )
-            row = tree.by_key[key]
-            found: list[np.ndarray[Any, np.dtype[Any]]] = []
-            region = tuple((0, n) for n in tree.leaves[row].shape)
+            rows.append(tree.by_key[key])
+        for batch in _batched(rows, [grid.leaf_bytes for grid in tree.grids]):
+            arrays: dict[int, NDArray[Any]] = {}
             self._read(
                 checkpoint,
                 manifest,
-                [(row, region)],
-                lambda buffer, found=found: found.append(buffer.array),
+                [(row, whole(tree.leaves[row].shape)) for row in batch],
+                partial(_keep, arrays),
             )
-            yield LeafInfo.from_row(tree.leaves[row], tree.grids[row]), found[0]
+            for row in batch:
+                leaf = LeafInfo.from_row(tree.leaves[row], tree.grids[row])
+                yield leaf, arrays.pop(row)
 
     def wait(self) -> None:
         """Waits for a save in the background.
@@ -278,13 +286,31 @@ class Run:
         self,
         checkpoint: Checkpoint,
         manifest: Manifest,
-        wanted: "Iterable[tuple[int, Any]]",
-        whole: Any,
+        wanted: Iterable[tuple[int, Region]],
+        place: Callable[[Buffer], None],
     ) -> None:
         name = CheckpointName(self._name, checkpoint.step)
-        assembly = Assembly(manifest, wanted, name=str(name), whole=whole)
+        assembly = Assembly(manifest, wanted, name=str(name), place=place)
         # The one seam of restores: other sources of stored chunks go here.
         source = StreamedSource(
             self._connection, name=name.resource, uid=checkpoint.uid
         )
         source.read(assembly.missing, assembly)
+
+
+def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:
+    arrays[buffer.row] = buffer.array
+
+
+def _batched(rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Cuts rows into batches of ``READ_AT_ONCE_BYTES``, or of one larger row."""
+    batch: list[int] = []
+    held = 0
+    for row in rows:
+        if batch and held + sizes[row] > READ_AT_ONCE_BYTES:
+            yield batch
+            batch, held = [], 0
+        batch.append(row)
+        held += sizes[row]
+    if batch:
+        yield batch

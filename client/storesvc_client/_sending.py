@@ -5,11 +5,10 @@ chunks share one. A broken stream goes on in a new one with what was not
 acknowledged.
 """
 
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -19,17 +18,12 @@ from storesvc.format.names import RunName
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._channel import MAX_FRAME_BYTES, Connection
+from storesvc_client._retrying import patiently
 from storesvc_client._values import Checkpoint
 from storesvc_client.errors import UnavailableError, translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
-
-ATTEMPTS: Final = 4
-"""Tries of a stream that makes no progress."""
-
-PAUSE_SECONDS: Final = 0.2
-"""Before the second try; doubles with each."""
 
 
 class Snapshot(Protocol):
@@ -62,32 +56,32 @@ class Upload:
         self._description = description
 
     def send(self, snapshot: Snapshot) -> Checkpoint:
-        """Sends a snapshot and commits it.
+        """Sends a snapshot and commits it; goes on through a server's restart.
 
         Raises:
             StoreError: As the contract says of each call.
         """
-        upload = self._begin(snapshot.tree)
+        request_id = str(uuid.uuid4())
+        for attempt in patiently():
+            with attempt:
+                upload = self._begin(request_id, snapshot.tree)
         ref = api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=0)
-        count = snapshot.tree.chunk_count
-        sums = _SumsInProgress(count)
-        self._write(ref, snapshot, sums)
-        with translated(self._connection.address):
-            self._stub.FinishWriter(
-                _finish_requests(ref, sums.result()),
-                timeout=self._connection.timeout,
-            )
-            committed = self._stub.CommitUpload(
-                api.CommitUploadRequest(name=upload.name, epoch=upload.epoch),
-                timeout=self._connection.timeout,
-            )
-        return Checkpoint.from_message(committed.checkpoint)
+        sums = _SumsInProgress(snapshot.tree.chunk_count)
+        durable = 0
+        while durable < snapshot.tree.chunk_count:
+            for attempt in patiently():
+                with attempt:
+                    durable += self._write(ref, snapshot, durable, sums)
+        for attempt in patiently():
+            with attempt:
+                return self._commit(ref, sums.result())
+        raise AssertionError
 
-    def _begin(self, tree: Tree) -> api.Upload:
+    def _begin(self, request_id: str, tree: Tree) -> api.Upload:
         described = self._description
         first = api.BeginUploadRequest(
             parent=described.run.resource,
-            request_id=str(uuid.uuid4()),
+            request_id=request_id,
             upload=api.Upload(
                 step=described.step,
                 writer_count=1,
@@ -109,24 +103,40 @@ class Upload:
         return response.upload
 
     def _write(
-        self, ref: api.WriterRef, snapshot: Snapshot, sums: "_SumsInProgress"
-    ) -> None:
-        durable, tries = 0, 0
-        while durable < snapshot.tree.chunk_count:
-            ordinals = range(durable, snapshot.tree.chunk_count)
-            failing = _Failing(_write_requests(ref, snapshot, ordinals, sums))
-            before = durable
-            try:
-                with translated(self._connection.address):
-                    for response in self._stub.WriteChunks(failing):
-                        durable = before + response.durable_count
-            except UnavailableError:
-                tries = 0 if durable > before else tries + 1
-                if tries >= ATTEMPTS:
-                    raise
-                time.sleep(PAUSE_SECONDS * 2**tries)
-            finally:
-                failing.raise_again()
+        self,
+        ref: api.WriterRef,
+        snapshot: Snapshot,
+        first: int,
+        sums: "_SumsInProgress",
+    ) -> int:
+        """Sends chunks from the first on; returns how many became durable.
+
+        Raises:
+            UnavailableError: None did.
+        """
+        ordinals = range(first, snapshot.tree.chunk_count)
+        requests = _Failing(_write_requests(ref, snapshot, ordinals, sums))
+        durable = 0
+        try:
+            with translated(self._connection.address):
+                for response in self._stub.WriteChunks(requests):
+                    durable = response.durable_count
+        except UnavailableError:
+            if not durable:
+                raise
+        finally:
+            requests.raise_again()
+        return durable
+
+    def _commit(self, ref: api.WriterRef, sums: Sums) -> Checkpoint:
+        timeout = self._connection.timeout
+        with translated(self._connection.address):
+            self._stub.FinishWriter(_finish_requests(ref, sums), timeout=timeout)
+            committed = self._stub.CommitUpload(
+                api.CommitUploadRequest(name=ref.upload, epoch=ref.epoch),
+                timeout=timeout,
+            )
+        return Checkpoint.from_message(committed.checkpoint)
 
 
 class _Failing:

@@ -25,6 +25,11 @@ Region: TypeAlias = tuple[tuple[int, int], ...]
 """``(start, stop)`` for each dimension."""
 
 
+def whole(shape: Sequence[int]) -> Region:
+    """Returns the region that is all of a leaf."""
+    return tuple((0, n) for n in shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The regular chunk grid of one leaf. Chunks are numbered in C order."""

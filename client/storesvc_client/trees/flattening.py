@@ -7,6 +7,7 @@ is sent, with all leaves that it concerns.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import jax
@@ -94,7 +95,9 @@ def signature(value: Any) -> Signature | None:
     """Returns what a leaf is; None where a checkpoint cannot hold it."""
     if _is_prng_key(value):
         spec = jax.eval_shape(jax.random.key_data, value)
-        impl = str(jax.random.key_impl(value))
+        impl = _impls().get(value.dtype)
+        if impl is None:
+            return None
         return Signature(pb.LEAF_KIND_PRNG_KEY, "uint32", spec.shape, impl)
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         kind = pb.LEAF_KIND_ARRAY
@@ -191,6 +194,17 @@ def _kind(part: Any) -> str:
         case FlattenedIndexKey(key=int()):
             return "f"
     return "t"
+
+
+@cache
+def _impls() -> dict[Any, str]:
+    """The PRNG implementations of jax, by the dtype of their keys.
+
+    ``jax.random.key_impl`` would say it too, but of arrays only, not of their
+    abstract stand-ins.
+    """
+    names = ("threefry2x32", "rbg", "unsafe_rbg")
+    return {jax.random.key(0, impl=name).dtype: name for name in names}
 
 
 def _check_unique(leaves: Sequence[NamedLeaf]) -> None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from storesvc.format.grids import Region
+from storesvc.format.grids import Region, whole
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._receiving import Buffer
 from storesvc_client._values import path_of
@@ -113,7 +113,7 @@ class Target:
         ):
             self._arrived[row] = {}
             if placement is None:
-                yield row, tuple((0, n) for n in leaf.shape)
+                yield row, whole(leaf.shape)
                 continue
             regions: dict[Region, list[jax.Device]] = {}
             indices = placement.addressable_devices_indices_map(leaf.shape)

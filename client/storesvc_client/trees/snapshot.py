@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.checksums import Buffer
 from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import Region, choose_chunk_shape
+from storesvc.format.grids import Region, choose_chunk_shape, whole
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client.trees.flattening import (
     NamedLeaf,
@@ -108,7 +108,7 @@ def _row(leaf: NamedLeaf, found: Signature) -> Leaf:
 def _blocks(value: Any, found: Signature) -> list[Block]:
     if not isinstance(value, jax.Array):
         array = np.array(value, DTYPES[found.dtype], order="C")  # a copy, always
-        return [Block(tuple((0, n) for n in found.shape), array)]
+        return [Block(whole(found.shape), array)]
     if found.kind == pb.LEAF_KIND_PRNG_KEY:
         value = jax.random.key_data(value)
     accelerated = _on_accelerator(value)

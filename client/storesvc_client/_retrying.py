@@ -1,0 +1,32 @@
+"""Patience with a server that does not answer: how often, and how long between."""
+
+from typing import Final
+
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+from storesvc_client.errors import UnavailableError
+
+PATIENCE_SECONDS: Final = 30.0
+"""How long a call is repeated that makes no progress: a server's restart."""
+
+
+def patiently() -> Retrying:
+    """Returns attempts at a call that may be repeated.
+
+    Only ``UnavailableError`` is worth another; the last one is raised.
+
+    >>> for attempt in patiently():
+    ...     with attempt:
+    ...         answer = 42
+    """
+    return Retrying(
+        retry=retry_if_exception_type(UnavailableError),
+        stop=stop_after_delay(PATIENCE_SECONDS),
+        wait=wait_random_exponential(multiplier=0.1, max=5),
+        reraise=True,
+    )

@@ -109,8 +109,10 @@ def test_typed_prng_keys_come_back_typed(run: store.Run, impl: str) -> None:
     tree = {"one": key, "many": jax.random.split(key, (4, 2))}
 
     back = there_and_back(run, tree)
+    again = run.restore(0, like=jax.eval_shape(lambda: tree))
 
     assert_same(tree, back)
+    assert_same(tree, again)
     assert raw(jax.random.split(key)) == raw(jax.random.split(back["one"]))
 
 

@@ -1,0 +1,136 @@
+"""Damage on storage is told, by name; it never comes back as data."""
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+
+TREE = {
+    "embed": {"kernel": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1)},
+    "bias": np.arange(7, dtype=np.int16),
+    "scale": 2.5,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    with store.connect(root.as_uri()) as client:
+        client.run("tests/damage").save(3, TREE)
+    return root
+
+
+@pytest.fixture
+def root(saved: Path, tmp_path: Path) -> Iterator[Path]:
+    copy = tmp_path / "store"
+    shutil.copytree(saved, copy)
+    yield copy
+    shutil.rmtree(copy)
+
+
+def restore(root: Path) -> Any:
+    with store.connect(root.as_uri()) as client:
+        return client.run("tests/damage").restore("latest")
+
+
+def data_files(root: Path) -> list[Path]:
+    """Those that hold chunks, the largest first."""
+    files = (root / "data/tests/damage/pool/d").iterdir()
+    return sorted(files, key=lambda f: f.stat().st_size, reverse=True)
+
+
+def flip(file: Path, position: int, bit: int = 0) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1 << bit
+    file.write_bytes(data)
+
+
+def is_whole(tree: Any) -> bool:
+    return bool(
+        np.array_equal(tree["embed"]["kernel"], TREE["embed"]["kernel"])  # type: ignore[index]  # TREE is of several shapes
+        and np.array_equal(tree["bias"], TREE["bias"])  # type: ignore[arg-type]  # as above
+        and tree["scale"] == TREE["scale"]
+    )
+
+
+def test_a_flipped_bit_of_a_leaf_is_data_loss_naming_leaf_and_chunk(
+    root: Path,
+) -> None:
+    flip(data_files(root)[0], 5_000_000)
+
+    with pytest.raises(
+        store.DataLossError, match=r"tests/damage@3 leaf 'embed/kernel' chunk 0"
+    ) as caught:
+        restore(root)
+    assert caught.value.reason == "CORRUPT_DATA"
+
+
+def test_any_flipped_bit_is_either_told_or_harmless(saved: Path, root: Path) -> None:
+    rng = random.Random(1)
+    told = 0
+    files = [f for f in saved.rglob("*") if f.is_file()]
+    for _ in range(60):
+        file = rng.choice(files)
+        size = file.stat().st_size
+        if not size:
+            continue
+        copy = root / file.relative_to(saved)
+        flip(copy, rng.randrange(size), rng.randrange(8))
+        try:
+            assert is_whole(restore(root)), file
+        except store.DataLossError:
+            told += 1
+        shutil.copy(file, copy)
+    assert told > 10
+
+
+@pytest.mark.parametrize("what", ["checkpoints", "manifests"])
+def test_every_byte_of_a_record_and_a_manifest_is_guarded(
+    root: Path, what: str
+) -> None:
+    (file,) = (root / "data/tests/damage" / what).iterdir()
+    original = file.read_bytes()
+    for position in range(0, len(original), max(1, len(original) // 40)):
+        flip(file, position, position % 8)
+        with suppress(store.DataLossError):
+            assert is_whole(restore(root)), position
+        file.write_bytes(original)
+
+
+@pytest.mark.parametrize("damage", ["delete", "empty", "halve"])
+def test_a_missing_or_short_data_file_is_data_loss(root: Path, damage: str) -> None:
+    file = data_files(root)[0]
+    if damage == "delete":
+        file.unlink()
+    else:
+        size = file.stat().st_size
+        os.truncate(file, {"empty": 0, "halve": size // 2}[damage])
+
+    with pytest.raises(store.DataLossError):
+        restore(root)
+
+
+def test_swapped_chunks_are_data_loss(tmp_path: Path) -> None:
+    with store.connect(tmp_path.as_uri()) as client:
+        run = client.run("tests/damage")
+        run.save(3, {"a": np.full(999, 1.0), "b": np.full(999, 2.0)}).result()
+        file = data_files(tmp_path)[0]
+        data = file.read_bytes()
+        size = 999 * 8 + 4
+        one = data.index(np.full(999, 1.0).tobytes())
+        two = data.index(np.full(999, 2.0).tobytes())
+        swapped = bytearray(data)
+        swapped[one : one + size] = data[two : two + size]
+        swapped[two : two + size] = data[one : one + size]
+        file.write_bytes(swapped)
+
+        with pytest.raises(store.DataLossError, match=r"leaf '[ab]' chunk 0"):
+            run.restore(3)

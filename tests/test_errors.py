@@ -1,0 +1,57 @@
+"""The tables of errors are total: contract, service, client."""
+
+from typing import TypeVar
+
+from google.rpc import error_details_pb2
+
+import storesvc.errors
+import storesvc.statuses
+import storesvc_client.errors
+from storesvc_proto.v1.errors_pb2 import ErrorReason
+
+T = TypeVar("T")
+
+REASONS = {
+    name.removeprefix("ERROR_REASON_") for name, number in ErrorReason.items() if number
+}
+
+
+def subclasses(base: type[T]) -> set[type[T]]:
+    found = set(base.__subclasses__())
+    return found.union(*(subclasses(below) for below in found))
+
+
+def test_every_refusal_of_the_service_has_its_own_reason() -> None:
+    wire = storesvc.statuses.WIRE
+
+    assert subclasses(storesvc.errors.StoreError) == set(wire)
+    assert [storesvc.statuses.reason_name(w.reason) for w in wire.values()] == list(
+        dict.fromkeys(storesvc.statuses.reason_name(w.reason) for w in wire.values())
+    )
+    assert {storesvc.statuses.reason_name(w.reason) for w in wire.values()} == REASONS
+
+
+def test_every_reason_of_the_contract_has_an_error_of_the_client() -> None:
+    assert set(storesvc_client.errors.BY_REASON) == REASONS
+
+
+def test_every_error_of_the_client_is_public() -> None:
+    errors = subclasses(storesvc_client.errors.StoreError)
+
+    assert {e.__name__ for e in errors} <= set(storesvc_client.__all__)
+
+
+def test_a_status_carries_one_error_info_with_what_the_message_mentions() -> None:
+    error = storesvc.errors.RunNotFoundError("run a/b is absent", run="a/b")
+
+    status = storesvc.statuses.status_of(error)
+
+    assert status.message == "run a/b is absent"
+    (detail,) = status.details
+    info = error_details_pb2.ErrorInfo()
+    detail.Unpack(info)
+    assert (info.reason, info.domain, dict(info.metadata)) == (
+        "RUN_NOT_FOUND",
+        "storesvc",
+        {"run": "a/b"},
+    )

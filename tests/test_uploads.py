@@ -1,0 +1,350 @@
+"""Uploads, call by call: what the contract promises and refuses."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc_client.errors import translated
+from storesvc_proto.v1 import upload_service_pb2 as api
+from tests.contract import CHUNK, Writer, elements, frame, stored, sums
+from tests.server_process import ServerProcess
+
+_names = itertools.count()
+
+
+@pytest.fixture
+def name() -> str:
+    return f"tests/upload-{next(_names)}"
+
+
+@pytest.fixture
+def begin(server_address: str, name: str) -> Callable[..., Writer]:
+    """Begins uploads to one run of this test."""
+
+    def begin(step: int = 1, *, writers: int = 1) -> Writer:
+        writer = Writer(server_address, name, step, writers=writers)
+        writer.begin()
+        return writer
+
+    return begin
+
+
+@contextmanager
+def refused(reason: str, match: str | None = None) -> Iterator[None]:
+    with pytest.raises(store.StoreError, match=match) as caught, translated("here"):
+        yield
+    assert reason == caught.value.reason
+
+
+def content(client: store.Client, name: str, step: int = 1) -> bytes:
+    ((_, array),) = client.run(name).read(step, ["x"])
+    return array.tobytes()
+
+
+WHOLE = elements(0) + elements(1) + elements(2)
+
+
+def test_chunks_may_come_in_pieces_and_in_any_order(
+    begin: Callable[..., Writer], client: store.Client, name: str
+) -> None:
+    writer = begin()
+    data = stored(2)
+    pieces = [(0, 1), (1, 500), (501, len(data) - 501)]
+    frames = [
+        api.ChunkFrame(chunk=[2], offset=[at], length=[n], data=data[at : at + n])
+        for at, n in pieces
+    ]
+
+    assert 3 == writer.write(*frames, frame(1, 0))[-1]
+    writer.finish(sums(0, 1, 2))
+    writer.commit()
+
+    assert WHOLE == content(client, name)
+
+
+def test_several_writers_make_one_checkpoint(
+    begin: Callable[..., Writer], client: store.Client, name: str
+) -> None:
+    writer = begin(writers=3)
+    writer.write(frame(0), writer=0)
+    writer.write(frame(2, 1), writer=2)
+    writer.finish(sums(1, 2), writer=2)
+    writer.finish(sums(), writer=1)
+    with refused("WRITER_UNFINISHED", "writer 0"):
+        writer.commit()
+    writer.finish(sums(0), writer=0)
+    writer.commit()
+
+    assert WHOLE == content(client, name)
+
+
+def test_a_commit_without_all_chunks_names_those_that_are_missing(
+    begin: Callable[..., Writer], client: store.Client, name: str
+) -> None:
+    writer = begin()
+    writer.write(frame(0, 2))
+    writer.finish(sums(0, 2))
+
+    with refused("CHUNKS_INCOMPLETE", "leaf 'x' chunk 1"):
+        writer.commit()
+    with pytest.raises(store.NotFoundError):
+        client.run(name).latest()
+
+
+def test_a_chunk_of_two_writers_is_refused(begin: Callable[..., Writer]) -> None:
+    writer = begin(writers=2)
+    for number in (0, 1):
+        writer.write(frame(0, 1, 2), writer=number)
+        writer.finish(sums(0, 1, 2), writer=number)
+
+    with refused("CHUNKS_INCOMPLETE", "3 came from several"):
+        writer.commit()
+
+
+def test_a_receipt_for_what_was_not_sent_is_refused(
+    begin: Callable[..., Writer],
+) -> None:
+    writer = begin()
+    writer.write(frame(0))
+
+    with refused("CHUNKS_INCOMPLETE", "2 chunks of the receipt.*chunk 1, .*chunk 2"):
+        writer.finish(sums(0, 1, 2))
+    with refused("INVALID_CHUNK", "3 chunks"):
+        writer.finish(sums(0, 3))
+
+
+def piece(chunk: int, offset: int, length: int, data: bytes) -> api.ChunkFrame:
+    return api.ChunkFrame(chunk=[chunk], offset=[offset], length=[length], data=data)
+
+
+def two_pieces(data: bytes, *lengths: int) -> api.ChunkFrame:
+    return api.ChunkFrame(chunk=[0, 1], offset=[0] * 2, length=lengths, data=data)
+
+
+MISFITS = {
+    "past the last chunk": (piece(3, 0, 1, b"x"), "3 chunks"),
+    "past all integers": (piece(2**64 - 1, 0, 1, b"x"), "3 chunks"),
+    "not from the beginning": (piece(0, 5, 1, b"x"), "bytes 0 to"),
+    "length too large": (piece(0, 0, 2, b"x"), "2 bytes, got"),
+    "no bytes": (piece(0, 0, 0, b""), "got 0 to 0"),
+    "columns differ": (two_pieces(b"x", 1), "columns"),
+    "too long": (piece(0, 0, CHUNK + 5, stored(0) + b"x"), "bytes 0 to 1004"),
+    "two open": (two_pieces(b"xy", 1, 1), "the rest of leaf 'x' chunk 0"),
+    "ends within": (piece(0, 0, 9, b"x" * 9), "within a"),
+    "wrong sum": (piece(0, 0, CHUNK + 4, b"?" + stored(0)[1:]), "damaged on its way"),
+}
+
+
+@pytest.mark.parametrize(("bad", "match"), MISFITS.values(), ids=list(MISFITS))
+def test_a_frame_that_does_not_fit_the_tree_is_refused(
+    begin: Callable[..., Writer], bad: api.ChunkFrame, match: str
+) -> None:
+    writer = begin()
+
+    with refused("INVALID_CHUNK", match):
+        writer.write(bad)
+
+    # and leaves the upload as it was
+    writer.write(frame(0, 1, 2))
+    writer.finish(sums(0, 1, 2))
+    writer.commit()
+
+
+def test_a_damaged_frame_after_good_ones_loses_only_itself(
+    begin: Callable[..., Writer],
+) -> None:
+    writer = begin()
+    writer.write(frame(0, 1))
+    with refused("INVALID_CHUNK"):
+        writer.write(
+            api.ChunkFrame(chunk=[2], offset=[0], length=[4], data=b"????"),
+        )
+    writer.write(frame(2))
+
+    assert 3 == writer.finish(sums(0, 1, 2)).chunk_count
+
+
+def test_a_repeated_begin_is_the_same_upload(begin: Callable[..., Writer]) -> None:
+    writer = begin()
+
+    assert (writer.name, writer.epoch) == (
+        (again := writer.begin()).name,
+        again.epoch,
+    )
+
+
+def test_a_request_id_with_another_body_is_refused(
+    begin: Callable[..., Writer],
+) -> None:
+    writer = begin()
+
+    with refused("REQUEST_ID_REUSED"):
+        writer.begin(labels={"other": "body"})
+
+
+def test_a_later_upload_takes_the_step_over_for_good(
+    begin: Callable[..., Writer], client: store.Client, name: str
+) -> None:
+    first = begin()
+    first.write(frame(0, 1, 2))
+    first.finish(sums(0, 1, 2))
+    second = begin()
+    assert first.epoch + 1 == second.epoch
+
+    for call in (
+        first.commit,
+        lambda: first.write(frame(0)),
+        lambda: first.finish(sums(0)),
+        first.begin,
+    ):
+        with refused("UPLOAD_SUPERSEDED"):
+            call()
+    second.write(frame(0, 1, 2))
+    second.finish(sums(0, 1, 2))
+    second.commit()
+
+    assert WHOLE == content(client, name)
+    with refused("CHECKPOINT_EXISTS"):
+        first.commit()
+
+
+def test_an_epoch_that_is_not_the_uploads_is_refused(
+    begin: Callable[..., Writer],
+) -> None:
+    writer = begin()
+    writer.epoch += 1
+
+    with refused("UPLOAD_SUPERSEDED", "expected epoch 1, got 2"):
+        writer.commit()
+
+
+def test_a_second_commit_of_a_step_already_exists(
+    begin: Callable[..., Writer], name: str
+) -> None:
+    begin().save()
+
+    with refused("CHECKPOINT_EXISTS", f"{name}@1 exists already"):
+        begin()
+
+
+def test_a_repeated_commit_gives_the_same_answer(begin: Callable[..., Writer]) -> None:
+    writer = begin()
+    writer.write(frame(0, 1, 2))
+    writer.finish(sums(0, 1, 2))
+
+    assert writer.commit() == writer.commit()
+
+
+def test_an_aborted_upload_is_gone_and_frees_its_step(
+    begin: Callable[..., Writer], client: store.Client, name: str
+) -> None:
+    writer = begin()
+    writer.write(frame(0, 1, 2))
+    writer.abort()
+    writer.abort()
+
+    for call in (writer.commit, lambda: writer.write(frame(0))):
+        with refused("UPLOAD_NOT_FOUND"):
+            call()
+    begin().save()
+    assert WHOLE == content(client, name)
+
+
+def test_a_committed_upload_is_not_aborted(
+    begin: Callable[..., Writer], client: store.Client, name: str
+) -> None:
+    writer = begin()
+    writer.write(frame(0, 1, 2))
+    writer.finish(sums(0, 1, 2))
+    writer.commit()
+
+    with refused("CHECKPOINT_EXISTS"):
+        writer.abort()
+    assert WHOLE == content(client, name)
+
+
+def test_an_upload_goes_on_at_a_restarted_server(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    writer = Writer(server.address, "tests/restart", 1)
+    writer.begin()
+    for call in (
+        lambda: writer.write(frame(0, 1)),
+        lambda: writer.write(frame(2)),
+        lambda: writer.finish(sums(0, 1, 2)),
+        writer.commit,
+    ):
+        server.kill()
+        server.start()
+        call()
+    with store.connect(server.address) as client:
+        assert WHOLE == content(client, "tests/restart")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"step": -1}, "step"),
+        ({"writer_count": 65537}, "writer_count"),
+        ({"labels": {"": "x"}}, "labels"),
+        ({"labels": {"k": "v" * 257}}, "labels"),
+        ({"metrics": {f"m{i}": 1.0 for i in range(65)}}, "metrics.*64"),
+    ],
+)
+def test_a_field_that_breaks_a_rule_is_named(
+    server_address: str, name: str, changes: dict[str, object], match: str
+) -> None:
+    writer = Writer(server_address, name, 0, writers=1)
+
+    with refused("INVALID_FIELD", match):
+        writer.begin(**changes)
+
+
+@pytest.mark.parametrize("request_id", ["", "x", "0" * 32, "../../etc/passwd"])
+def test_a_request_id_that_is_no_uuid_is_refused(
+    server_address: str, name: str, request_id: str
+) -> None:
+    writer = Writer(server_address, name, 0)
+    writer.request_id = request_id
+
+    with refused("INVALID_FIELD", "request_id"):
+        writer.begin()
+
+
+def test_a_stream_that_begins_with_the_wrong_message_is_refused(
+    begin: Callable[..., Writer],
+) -> None:
+    writer = begin()
+    requests = [api.WriteChunksRequest(frame=frame(0))]
+
+    with refused("INVALID_FIELD", "expected a message with open, got frame"):
+        list(writer.stub.WriteChunks(iter(requests), timeout=30))
+    with refused("INVALID_FIELD", "first message with open"):
+        list(writer.stub.WriteChunks(iter([]), timeout=30))
+
+
+def test_a_message_above_the_limit_is_refused_and_the_connection_lives(
+    begin: Callable[..., Writer],
+) -> None:
+    writer = begin()
+    with pytest.raises(grpc.RpcError) as caught:
+        writer.write(api.ChunkFrame(data=bytes(4 * 2**20)))
+    assert grpc.StatusCode.RESOURCE_EXHAUSTED == caught.value.code()
+
+    assert [3] == writer.write(frame(0, 1, 2))
+
+
+def test_receipts_out_of_order_are_refused(begin: Callable[..., Writer]) -> None:
+    writer = begin()
+    writer.write(frame(0, 1, 2))
+    receipt = sums(1, 0)
+    assert np.any(np.diff(receipt.ordinal) < 0)
+
+    with refused("INVALID_FIELD", "strictly ascending"):
+        writer.finish(receipt)

@@ -82,7 +82,11 @@ def restore_state(
 
     # "latest" may move between two calls; a step does not.
     step = run.checkpoint(which).step
+    held = run.leaves(step)
     target = abstract_state(model, tx)
-    like, absent = without_absent_rng(target, run.leaves(step))
+    if "step" in held and held["step"].kind == "python_scalar":
+        # So `EasyDeLState.create` counts; an array it becomes in the first jit.
+        target = target.replace(step=0)
+    like, absent = without_absent_rng(target, held)
     restored = run.restore(step, like=like, mesh=mesh, rules=rules)
     return rebuild_state(target, restored, absent, mesh)

@@ -17,10 +17,10 @@ same fields, names and errors, for any NNX module. Two things it keeps true:
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx, struct
 
@@ -149,8 +149,7 @@ class EasyDeLState(struct.PyTreeNode):
     @property
     def size(self) -> int:
         """Bytes of the parameters and of the optimizer's state."""
-        arrays = jax.tree.map(jnp.asarray, (self.graphstate, self.opt_state))
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+        return sum(map(_size, jax.tree.leaves((self.graphstate, self.opt_state))))
 
     @property
     def shardings(self) -> Any:
@@ -158,7 +157,12 @@ class EasyDeLState(struct.PyTreeNode):
         return jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), self)
 
 
-_Parts = tuple["nnx.GraphDef[nnx.Module]", GraphState, GraphState]
+def _size(leaf: Any) -> int:
+    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    return int(array.size * array.dtype.itemsize)
+
+
+_Parts: TypeAlias = tuple["nnx.GraphDef[nnx.Module]", GraphState, GraphState]
 
 
 def _parts(

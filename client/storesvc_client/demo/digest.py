@@ -1,0 +1,28 @@
+"""One digest of a whole state: equal digests mean bitwise equal states.
+
+It goes into a checkpoint's labels, past everything that the store does to leaves,
+and is made anew of what a restore returns.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+
+from storesvc_client.trees.traversals import tree_path_to_string
+
+__all__ = ["digest_of"]
+
+
+def digest_of(tree: Any) -> str:
+    """Returns a digest, in hexadecimal, of every leaf's name, type, shape, bytes."""
+    digest = xxhash.xxh3_128()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = repr(tree_path_to_string(path))
+        digest.update(f"{name} {leaf.dtype} {leaf.shape}\n".encode())
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = jax.random.key_data(leaf) if is_key else leaf
+        digest.update(np.asarray(array).tobytes())
+    return digest.hexdigest()

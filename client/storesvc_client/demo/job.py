@@ -1,0 +1,252 @@
+"""The demo as one function: runs everything, shows it, and says whether it held."""
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from storesvc_client.demo.claims import HOW_JUDGED, Claim, History, claims_of
+from storesvc_client.demo.curves import loss_table, sparkline
+from storesvc_client.demo.events import Committed, Event, Restored, SaveBegun, Step
+from storesvc_client.demo.processes import DemoError, Server, Trainer, storectl
+
+__all__ = ["run_demo"]
+
+_RUN = "demo/pydoc-lm"
+_HERE = "dp=2,fsdp=2,tp=2"
+_ELSEWHERE = "dp=1,fsdp=4,tp=2"
+_STEPS = 60
+_SAVE_EVERY = 10
+_KILL_AFTER = 30
+"""The checkpoint after which the job is killed, or a later one."""
+
+_SHOWN_LINES = 14
+"""Lines shown of what one storectl command printed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    reference: History
+    killed: History
+    moved: History
+    stayed: History
+
+
+def run_demo(directory: Path) -> int:
+    """Runs the demo and returns its exit code: 0 if everything that it claims held.
+
+    Args:
+        directory: Where everything goes: the store, what the processes said on
+            stderr, compiled programs. Absent or empty so far.
+    """
+    console = Console()
+    began = time.monotonic()
+    try:
+        _make_empty(directory)
+        with _stopped_by_sigterm():
+            held = _demo(directory, console)
+    except DemoError as e:
+        console.print("[bold red]The demo failed.[/]", escape(str(e)), soft_wrap=True)
+        held = False
+    seconds = time.monotonic() - began
+    verdict = "[green]Every claim held[/]" if held else "[red]Not every claim held[/]"
+    console.print(f"\n[bold]{verdict}[/] ({seconds:.0f} s)")
+    return 0 if held else 1
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Makes SIGTERM leave the blocks that own processes, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _make_empty(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise DemoError(f"{directory}: expected an empty directory, got files in it")
+
+
+def _demo(directory: Path, console: Console) -> bool:
+    root = directory / "store"
+    root.mkdir()
+    with Server(root, directory) as server:
+        address = server.address()
+        _say(console, f"A store server serves {escape(str(root))} at {address}.")
+        runs = _trained(address, directory, console)
+        _show_curves(runs, console)
+        claims = claims_of(runs.reference, runs.killed, runs.moved, runs.stayed)
+        _show_claims(claims, console)
+        storectl_worked = _show_storectl(address, console)
+    return storectl_worked and all(claim.held for claim in claims)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+# --- The four runs ------------------------------------------------------------
+
+
+def _trained(address: str, directory: Path, console: Console) -> _Runs:
+    steps = ("--steps", str(_STEPS))
+    here, elsewhere = ("--mesh", _HERE, *steps), ("--mesh", _ELSEWHERE, *steps)
+    stored = ("--store", address, "--run", _RUN)
+    saves = (*stored, "--save-every", str(_SAVE_EVERY))
+    with _progress(console) as bars:
+
+        def run(name: str, *arguments: str) -> Trainer:
+            return Trainer(name, list(arguments), directory)
+
+        with run("uninterrupted", *here) as trainer:
+            reference = _watched(trainer, bars)
+        with run("killed", *here, *saves) as trainer:
+            killed = _watched_until_killed(trainer, bars)
+        # The run elsewhere moves `latest`, so the control names the checkpoint.
+        last = str(killed.committed[-1])
+        # The processes end before the pool waits for the threads that watch them.
+        with (
+            ThreadPoolExecutor(2) as pool,
+            run("gone on elsewhere", *elsewhere, *saves, "--resume", "latest") as away,
+            run("gone on here", *here, *stored, "--resume", last) as control,
+        ):
+            watching = [pool.submit(_watched, t, bars) for t in (away, control)]
+            moved, stayed = (future.result() for future in watching)
+    return _Runs(reference=reference, killed=killed, moved=moved, stayed=stayed)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<17}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]} {task.fields[saved]}"),
+        console=console,
+    )
+
+
+def _watched(trainer: Trainer, bars: Progress) -> History:
+    """The history of a process that is to end by itself."""
+    told = list(_shown(trainer, bars))
+    trainer.check()
+    return History(told, exit_code=0)
+
+
+def _watched_until_killed(trainer: Trainer, bars: Progress) -> History:
+    """The history of a process that is killed on the way."""
+    told: list[Event] = []
+    for event in _shown(trainer, bars):
+        told.append(event)
+        if trainer.running() and _between_saves(told):
+            trainer.kill()
+    killed = History(told, exit_code=trainer.exit_code())
+    if killed.exit_code > 0:
+        trainer.check()
+    if not killed.committed:
+        raise DemoError(f"{trainer.name} ended before a checkpoint was acknowledged")
+    _say(
+        bars.console,
+        f"{trainer.name}: SIGKILL after step {killed.last}; the last checkpoint "
+        f"acknowledged is that of step {killed.committed[-1]}",
+    )
+    return killed
+
+
+def _between_saves(told: list[Event]) -> bool:
+    """Whether the last save was acknowledged, two steps followed, and the next save
+    is far enough away for a signal to arrive before it."""
+    others = [i for i, event in enumerate(told) if not isinstance(event, Step)]
+    if not others:
+        return False
+    last, after = told[others[-1]], told[others[-1] + 1 :]
+    return (
+        isinstance(last, Committed)
+        and last.step >= _KILL_AFTER
+        and len(after) >= 2
+        and after[-1].step % _SAVE_EVERY < _SAVE_EVERY - 2
+    )
+
+
+def _shown(trainer: Trainer, bars: Progress) -> Iterator[Event]:
+    """Yields the events of a process while its bar moves."""
+    bar = bars.add_task(trainer.name, total=_STEPS, said="starts", saved="")
+    for event in trainer.events():
+        match event:
+            case Step(step=step, loss=loss):
+                bars.update(bar, completed=step, said=f"loss {loss:.3f}")
+            case SaveBegun(step=step):
+                bars.update(bar, saved=f"saves {step}")
+            case Committed(step=step):
+                bars.update(bar, saved=f"saved {step}")
+            case Restored(step=step):
+                bars.update(bar, completed=step, said="compiles")
+                _say(bars.console, f"{trainer.name}: {_restored_text(event)}")
+        yield event
+
+
+def _restored_text(event: Restored) -> str:
+    return (
+        f"restored step {event.step} onto {event.mesh}: {event.leaf_count} leaves, "
+        f"{event.size_bytes / 2**20:.1f} MiB, in {event.seconds:.2f} s; "
+        "bitwise what was saved"
+    )
+
+
+# --- What is shown of them ----------------------------------------------------
+
+
+def _show_curves(runs: _Runs, console: Console) -> None:
+    console.print(
+        f"\n[bold]Loss[/], nats a byte. Uninterrupted and killed on {_HERE}, "
+        f"gone on elsewhere on {_ELSEWHERE}:"
+    )
+    reference, killed, moved = runs.reference, runs.killed, runs.moved
+    console.print(loss_table(reference, killed, moved, every=_SAVE_EVERY))
+    for name, run in (
+        ("uninterrupted", reference),
+        ("killed", killed),
+        ("gone on elsewhere", moved),
+    ):
+        curve = sparkline(run.losses, range(1, _STEPS + 1))
+        console.print(f"{name:>17} {curve}", highlight=False)
+
+
+def _show_claims(claims: list[Claim], console: Console) -> None:
+    console.print(f"\n[bold]Claims[/] ({HOW_JUDGED})\n", highlight=False)
+    for claim in claims:
+        mark = "[green]holds[/]" if claim.held else "[bold red]FAILS[/]"
+        _say(console, f"  {mark}  {claim.text}")
+        _say(console, f"         [dim]{escape(claim.seen)}[/]")
+
+
+def _show_storectl(address: str, console: Console) -> bool:
+    """Shows what storectl says about the run; returns whether it always worked."""
+    newest = f"{_RUN}@latest"
+    worked = True
+    for arguments in (
+        ("ls",),
+        ("ls", _RUN),
+        ("tree", newest),
+        ("stat", newest),
+        ("get", f"{newest}:graphstate/**/embedding/value"),
+    ):
+        console.print(f"\n[bold]$ storectl {escape(' '.join(arguments))}[/]")
+        done = storectl(address, *arguments, width=console.width)
+        lines = (done.stdout + done.stderr).splitlines()
+        for text in lines[:_SHOWN_LINES]:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if len(lines) > _SHOWN_LINES:
+            console.print(f"[dim]... and {len(lines) - _SHOWN_LINES} lines more[/]")
+        worked = worked and done.returncode == 0
+    return worked

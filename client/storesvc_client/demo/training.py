@@ -1,0 +1,142 @@
+"""A training run on a mesh of CPU devices, from its start or from a checkpoint.
+
+A step is one jitted function from state to state. The count of each dropout's RNG
+stream is part of the state and advances in it, so that a run that goes on draws the
+masks that an uninterrupted one draws. The shardings of the result are those of the
+argument: left to the compiler they drift, and the next save would record them.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from storesvc.format.keys import join_key
+from storesvc.format.names import Which
+from storesvc_client import Run
+from storesvc_client.demo.corpus import Corpus
+from storesvc_client.demo.digest import digest_of
+from storesvc_client.demo.events import Restored, Step
+from storesvc_client.demo.model import (
+    RULES,
+    WINDOW,
+    loss_of,
+    make_model,
+    make_optimizer,
+)
+from storesvc_client.easydel import restore_state
+from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.traversals import tree_path_to_string
+
+__all__ = ["Training"]
+
+_BATCH_SIZE = 32
+_P = PartitionSpec
+
+StateAndLoss: TypeAlias = tuple[EasyDeLState, jax.Array]
+
+
+class Training:
+    """A state on a mesh, and what moves it forward."""
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        self._mesh = jax.make_mesh(
+            tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+        )
+        self._mesh_text = ",".join(f"{name}={size}" for name, size in axes.items())
+        self._tx = make_optimizer()
+        self._corpus = Corpus(batch_size=_BATCH_SIZE, window=WINDOW)
+
+    def start(self) -> EasyDeLState:
+        """Returns the state before the first step."""
+
+        def made() -> EasyDeLState:
+            return EasyDeLState.create(
+                step=jnp.zeros((), jnp.int32),
+                model=make_model(),
+                tx=self._tx,
+                init_opt_state=True,
+            )
+
+        # As lists: two traces of `made` have equal leaves but, for the closures
+        # in their graphdefs, not equal tree structures.
+        abstract = jax.eval_shape(made)
+        shardings = jax.tree.leaves(_shardings(abstract, self._mesh))
+        make_leaves = jax.jit(lambda: jax.tree.leaves(made()), out_shardings=shardings)
+        state: EasyDeLState = jax.tree.unflatten(
+            jax.tree.structure(abstract), make_leaves()
+        )
+        return state
+
+    def resume(self, run: Run, which: Which) -> tuple[EasyDeLState, Restored]:
+        """Returns the state of a checkpoint, bitwise as it was saved.
+
+        Raises:
+            ValueError: It is not.
+        """
+        began = time.monotonic()
+        state = restore_state(
+            run, which, model=make_model, tx=self._tx, mesh=self._mesh, rules=RULES
+        )
+        jax.block_until_ready(state)
+        seconds = time.monotonic() - began
+        checkpoint = run.checkpoint(int(state.step))
+        digest = digest_of(state)
+        if digest != checkpoint.labels["digest"]:
+            raise ValueError(
+                f"checkpoint {checkpoint.step}: expected a state of digest "
+                f"{checkpoint.labels['digest']}, as saved, got {digest}"
+            )
+        return state, Restored(
+            step=checkpoint.step,
+            mesh=self._mesh_text,
+            leaf_count=checkpoint.leaf_count,
+            size_bytes=checkpoint.size_bytes,
+            seconds=seconds,
+            digest=digest,
+        )
+
+    def steps(
+        self, state: EasyDeLState, *, until: int
+    ) -> Iterator[tuple[EasyDeLState, Step]]:
+        """Yields the state after each step; the one before it is donated."""
+        advance = _advance_with(state.shardings, self._mesh)
+        rows = NamedSharding(self._mesh, _P(("dp", "fsdp")))
+        for step in range(int(state.step) + 1, until + 1):
+            batch = jax.device_put(self._corpus.batch(step), rows)
+            state, loss = advance(state, batch)
+            yield state, Step(step=step, loss=float(loss), mesh=self._mesh_text)
+
+
+def _shardings(tree: Any, mesh: Mesh) -> Any:
+    def sharding(path: tuple[Any, ...], _: Any) -> NamedSharding:
+        key = join_key(tree_path_to_string(path))
+        return NamedSharding(
+            mesh, next(s for regex, s in RULES if re.search(regex, key))
+        )
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def _advance_with(
+    shardings: Any, mesh: Mesh
+) -> Callable[[EasyDeLState, jax.Array], StateAndLoss]:
+    def advance(state: EasyDeLState, batch: jax.Array) -> StateAndLoss:
+        def loss(graphstate: Any) -> tuple[jax.Array, Any]:
+            model = state.merge(graphstate)
+            # Evaluated first: dropout advances the counts in `model`.
+            value = loss_of(model, batch)
+            return value, nnx.state(model, nnx.Not(nnx.Param))
+
+        grad = jax.value_and_grad(loss, has_aux=True)
+        (value, graphother), grads = grad(state.graphstate)
+        advanced = state.apply_gradients(grads=grads)
+        return advanced.replace(graphother=graphother), value
+
+    replicated = NamedSharding(mesh, _P())
+    return jax.jit(advance, donate_argnums=0, out_shardings=(shardings, replicated))

@@ -1,0 +1,195 @@
+"""The catalogue: lists, pages, latest, and what is said of what is not there."""
+
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc_client.errors import translated
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
+from tests.contract import Writer
+
+STEPS = [0, 1, 5, 10, 2**63 - 1]
+
+
+@pytest.fixture(scope="module")
+def address(server_address: str) -> str:
+    """A server with three runs, one of them of several steps."""
+    with store.connect(server_address) as client:
+        for name in ("eval/one", "eval/two", "prod/llama-8b"):
+            run = client.run(name)
+            for step in STEPS if name == "prod/llama-8b" else [3]:
+                run.save(
+                    step,
+                    {"x": np.arange(step % 7), "y": 1.0},
+                    metrics={"loss": step / 2, "nan": float("nan")},
+                    labels={"note": f"é {step}"},
+                )
+    return server_address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[store.Client]:
+    with store.connect(address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def stub(address: str) -> CheckpointServiceStub:
+    return CheckpointServiceStub(grpc.insecure_channel(address))
+
+
+def test_runs_are_listed_by_name(client: store.Client) -> None:
+    assert ["eval/one", "eval/two", "prod/llama-8b"] == [r.name for r in client.runs()]
+    assert ["eval/one", "eval/two"] == [r.name for r in client.runs("eval")]
+    assert [] == list(client.runs("nobody"))
+    assert [3, 3, 2**63 - 1] == [r.latest_step for r in client.runs()]
+
+
+def test_checkpoints_are_listed_newest_first(client: store.Client) -> None:
+    checkpoints = list(client.run("prod/llama-8b").checkpoints())
+
+    assert STEPS[::-1] == [c.step for c in checkpoints]
+    assert {"note": "é 5"} == checkpoints[2].labels
+    assert 2.5 == checkpoints[2].metrics["loss"]
+    assert np.isnan(checkpoints[2].metrics["nan"])
+    assert 2 == checkpoints[2].leaf_count
+    assert 5 * 8 + 8 == checkpoints[2].size_bytes
+    assert checkpoints[2].create_time <= checkpoints[2].commit_time
+
+
+def test_pages_join_to_the_whole_list(stub: CheckpointServiceStub) -> None:
+    parent = "namespaces/prod/runs/llama-8b"
+    steps, token = [], ""
+    for _ in range(3):
+        page = stub.ListCheckpoints(
+            api.ListCheckpointsRequest(parent=parent, page_size=2, page_token=token)
+        )
+        steps += [c.step for c in page.checkpoints]
+        token = page.next_page_token
+    assert STEPS[::-1] == steps
+    assert "" == token
+
+    first = stub.ListRuns(api.ListRunsRequest(parent="namespaces/-", page_size=1))
+    request = api.ListRunsRequest(
+        parent="namespaces/-", page_size=100, page_token=first.next_page_token
+    )
+    names = [r.name.rpartition("/")[2] for r in stub.ListRuns(request).runs]
+    assert ["two", "llama-8b"] == names
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"page_size": -1}, "INVALID_FIELD"),
+        ({"page_token": "!"}, "INVALID_PAGE_TOKEN"),
+        ({"page_token": "AAAA"}, "INVALID_PAGE_TOKEN"),
+        ({"parent": "namespaces/prod"}, "INVALID_FIELD"),
+        ({"parent": "namespaces/../runs/x"}, "INVALID_FIELD"),
+        ({"parent": "namespaces/prod/runs/nobody"}, "RUN_NOT_FOUND"),
+    ],
+)
+def test_a_list_that_cannot_be_is_refused(
+    stub: CheckpointServiceStub, fields: dict[str, str | int], reason: str
+) -> None:
+    request = {"parent": "namespaces/prod/runs/llama-8b"} | fields
+
+    with pytest.raises(store.StoreError) as caught, translated("here"):
+        stub.ListCheckpoints(api.ListCheckpointsRequest(**request))  # type: ignore[arg-type]  # fields of several types
+    assert reason == caught.value.reason
+
+
+def test_a_token_of_another_list_is_refused(stub: CheckpointServiceStub) -> None:
+    page = stub.ListRuns(api.ListRunsRequest(parent="namespaces/-", page_size=1))
+    request = api.ListRunsRequest(
+        parent="namespaces/eval", page_token=page.next_page_token
+    )
+
+    with pytest.raises(store.InvalidRequestError, match="begin without one"):
+        with translated("here"):
+            stub.ListRuns(request)
+
+
+def test_an_unknown_run_is_named_with_those_most_like_it(client: store.Client) -> None:
+    with pytest.raises(LookupError, match=r"run prod/llama-8 .*nearest: prod/llama-8b"):
+        client.run("prod/llama-8").latest()
+
+
+def test_an_unknown_step_is_named_with_those_nearest(client: store.Client) -> None:
+    with pytest.raises(store.NotFoundError, match=r"@7 does not exist.* 1, 5, 10") as e:
+        client.run("prod/llama-8b").restore(7)
+    assert "CHECKPOINT_NOT_FOUND" == e.value.reason
+    assert "1,5,10" == e.value.metadata["nearest"]
+
+
+@pytest.mark.parametrize("which", [-1, 2**63, True, "newest", 1.5, None])
+def test_what_is_no_step_is_refused_before_anything_is_asked(
+    client: store.Client, which: object
+) -> None:
+    with pytest.raises(store.InvalidRequestError):
+        client.run("prod/llama-8b").checkpoint(which)  # type: ignore[arg-type]  # that is the point
+
+
+def test_latest_and_lists_do_not_see_a_save_that_is_under_way(
+    client: store.Client, address: str
+) -> None:
+    run = client.run("eval/one")
+    before = [c.uid for c in run.checkpoints()]
+    writer = Writer(address, "eval/one", 4)
+    writer.begin()
+
+    assert 3 == run.latest().step
+    assert before == [c.uid for c in run.checkpoints()]
+    with pytest.raises(store.NotFoundError):
+        run.checkpoint(4)
+
+
+def test_a_run_that_never_committed_is_not_found(
+    client: store.Client, address: str
+) -> None:
+    writer = Writer(address, "eval/three", 4)
+    writer.begin()
+
+    assert "eval/three" not in [r.name for r in client.runs()]
+    with pytest.raises(store.NotFoundError, match="eval/three"):
+        client.run("eval/three").latest()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "match"),
+    [
+        ([1, 0], "ascending"),
+        ([0, 0], "ascending"),
+        ([2], "2 chunks, got 2"),
+        ([2**64 - 1], "2 chunks"),
+        (range(65537), "65536"),
+    ],
+)
+def test_chunks_that_a_checkpoint_does_not_have_are_refused(
+    client: store.Client, address: str, chunks: list[int], match: str
+) -> None:
+    stub = ChunkServiceStub(grpc.insecure_channel(address))
+    found = client.run("eval/one").latest()
+    name = f"namespaces/eval/runs/one/checkpoints/{found.step}"
+
+    with pytest.raises(store.InvalidRequestError, match=match), translated("here"):
+        list(
+            stub.ReadChunks(
+                chunk_api.ReadChunksRequest(name=name, uid=found.uid, chunk=chunks)
+            )
+        )
+
+
+def test_chunks_of_another_checkpoint_at_the_step_are_refused(address: str) -> None:
+    stub = ChunkServiceStub(grpc.insecure_channel(address))
+    request = chunk_api.ReadChunksRequest(
+        name="namespaces/eval/runs/one/checkpoints/3", uid="0" * 32, chunk=[0]
+    )
+
+    with pytest.raises(store.NotFoundError, match="replaced"), translated("here"):
+        list(stub.ReadChunks(request))

@@ -1,0 +1,217 @@
+"""The server as a process: who may reach it, what it bears, how it stops."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+import storesvc_client as store
+from storesvc.server import OPTIONS, SERVICES, is_loopback
+from storesvc_proto.v1 import (
+    checkpoint_service_pb2,
+    chunk_service_pb2,
+    maintenance_service_pb2,
+    upload_service_pb2,
+)
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.server_process import ServerProcess
+
+
+def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "storesvc_client.cli", "serve", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.com"])
+def test_another_address_without_tls_is_refused(tmp_path: Path, host: str) -> None:
+    ended = serve("--root", tmp_path.as_uri(), "--host", host, "--port", "0")
+
+    assert 1 == ended.returncode
+    assert f"host {host}: expected a loopback address or TLS" in ended.stderr
+    assert "--insecure" in ended.stderr
+    assert 1 == ended.stderr.count("\n")
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_loopback_is_what_only_this_machine_reaches() -> None:
+    assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.9.9.9", "::1"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "example.com", ""]))
+
+
+@pytest.mark.parametrize(
+    ("root", "match"),
+    [
+        ("/ckpts", "expected file:///PATH"),
+        ("file://host/x", "expected file:///PATH"),
+        ("ftp://x", "expected file:///PATH"),
+        ("file:///proc/nowhere", "storage failed"),
+    ],
+)
+def test_a_root_that_cannot_be_is_refused_in_one_sentence(
+    root: str, match: str
+) -> None:
+    ended = serve("--root", root, "--port", "0")
+
+    assert 1 == ended.returncode
+    assert match in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_port_in_use_is_refused_in_one_sentence(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    port = server.address.rpartition(":")[2]
+
+    ended = serve("--root", tmp_path.as_uri(), "--port", port)
+
+    assert 1 == ended.returncode
+    assert f"address 127.0.0.1:{port}: it is in use" in ended.stderr
+
+
+def test_two_servers_of_one_root_serve_one_store(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    first = start_server(root=tmp_path / "store")
+    second = start_server(root=tmp_path / "store")
+    with store.connect(first.address) as one, store.connect(second.address) as other:
+        one.run("tests/two").save(1, {"x": np.arange(5)}).result()
+
+        assert one.info().store_uid == other.info().store_uid
+        assert 1 == other.run("tests/two").latest().step
+        assert np.array_equal(np.arange(5), other.run("tests/two").restore(1)["x"])
+
+
+def test_tls_serves_whom_the_certificate_convinces(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "2"),
+            *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    arguments = ("--tls-cert", str(certificate), "--tls-key", str(key))
+    server = start_server(*arguments)
+
+    with store.connect(server.address, ca=certificate) as client:
+        client.run("tests/tls").save(0, {"x": 1}).result()
+        assert {"x": 1} == client.run("tests/tls").restore()
+    with pytest.raises(store.UnavailableError):
+        store.connect(server.address, timeout=5)  # plaintext
+    with pytest.raises(store.InvalidRequestError, match="cannot read"):
+        store.connect(server.address, ca=tmp_path / "absent.pem")
+
+
+def test_health_is_told_for_the_process_and_each_service(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    files = (
+        checkpoint_service_pb2,
+        chunk_service_pb2,
+        maintenance_service_pb2,
+        upload_service_pb2,
+    )
+    declared = {
+        service.full_name
+        for file in files
+        for service in file.DESCRIPTOR.services_by_name.values()
+    }
+    stub = HealthStub(grpc.insecure_channel(start_server().address))
+
+    assert declared == set(SERVICES)
+    for name in ("", *SERVICES):
+        request = health_pb2.HealthCheckRequest(service=name)
+        answer = stub.Check(request, timeout=10)
+        assert health_pb2.HealthCheckResponse.SERVING == answer.status
+
+
+def test_sigterm_ends_it_well(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server()
+
+    assert 0 == server.stop()
+    assert "stopped" in server.log
+
+
+def test_a_restore_goes_on_through_an_orderly_restart(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    tree = {str(i): np.full(2**22, i, np.float32) for i in range(8)}
+    with store.connect(server.address) as client:
+        run = client.run("tests/drain")
+        run.save(0, tree).result()
+        leaves = run.read(0, tree)
+        assert (next(leaves)[1] == 0).all()
+        server.stop()
+        server.start()
+        for i, (_, array) in enumerate(leaves, start=1):
+            assert (array == i).all()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "code"),
+    [
+        ([("x-large", "v" * 20_000)], grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ([(f"x-{i}", "v" * 50) for i in range(400)], grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+)
+def test_large_metadata_is_refused_and_the_connection_lives(
+    server_address: str, metadata: list[tuple[str, str]], code: grpc.StatusCode
+) -> None:
+    stub = CheckpointServiceStub(grpc.insecure_channel(server_address))
+    request = api.ListRunsRequest(parent="namespaces/-")
+
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ListRuns(request, metadata=metadata, timeout=10)
+    assert code == caught.value.code()
+    stub.ListRuns(request, timeout=10)
+
+
+def test_the_limits_are_those_that_were_decided() -> None:
+    options = dict(OPTIONS)
+
+    assert 4 << 20 == options["grpc.max_receive_message_length"]
+    assert 4 << 20 == options["grpc.max_send_message_length"]
+    assert 64 <= options["grpc.max_concurrent_streams"] <= 100
+    assert (30_000, 10_000) == (
+        options["grpc.keepalive_time_ms"],
+        options["grpc.keepalive_timeout_ms"],
+    )
+    assert 0 == options["grpc.per_message_decompression"]
+
+
+def test_many_clients_save_and_restore_at_once(server_address: str) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            with store.connect(server_address) as client:
+                run = client.run(f"tests/crowd-{number}")
+                for step in range(2):
+                    tree = {"x": np.full(2**21, number * 10 + step, np.float32)}
+                    run.save(step, tree).result()
+                    assert (run.restore(step)["x"] == tree["x"]).all()
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [] == failures

@@ -1,0 +1,78 @@
+"""The server's memory while a tree is saved and restored.
+
+    python -m tests.bench.memory [--gib 1]
+
+Prints resident memory at rest and at the peak, beside the bound that the code
+states: batches on their way in and reads on their way out, each twice (ours, and
+TensorStore's or gRPC's copy).
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from storesvc.receiving import BATCH_BYTES, MAX_BATCHES
+from storesvc.sending import MAX_READS, READ_BYTES
+from tests.server_process import ServerProcess
+
+MIB = 1 << 20
+
+CLIENT = """
+import sys, time, jax, numpy as np, storesvc_client as store
+address, what, gib = sys.argv[1], sys.argv[2], float(sys.argv[3])
+leaves = int(gib * 32)
+with store.connect(address) as client:
+    run = client.run("bench/memory")
+    began = time.monotonic()
+    if what == "save":
+        tree = {f"leaf-{i}": np.full(2**23, i, np.float32) for i in range(leaves)}
+        began = time.monotonic()
+        run.save(0, tree).result()
+    else:
+        for i, leaf in run.restore(0).items():
+            assert leaf[0] == int(i.removeprefix("leaf-"))
+    print(time.monotonic() - began)
+"""
+
+
+def resident(pid: int, field: str) -> int:
+    """Returns a field of /proc/PID/status, in MiB."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) // 1024
+    raise LookupError(field)
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=1.0)
+    gib = parser.parse_args().gib
+    with tempfile.TemporaryDirectory(prefix="storesvc-bench-") as directory:
+        server = ServerProcess(Path(directory) / "store", Path(directory))
+        server.start()
+        time.sleep(0.5)
+        print(f"{'':10} {'seconds':>8} {'GiB/s':>7} {'RSS MiB':>8} {'peak MiB':>9}")
+        rest = resident(server.pid, "VmRSS")
+        print(f"{'at rest':10} {'':8} {'':7} {rest:8} {resident(server.pid, 'VmHWM'):9}")
+        for what in ("save", "restore"):
+            Path(f"/proc/{server.pid}/clear_refs").write_text("5")  # resets the peak
+            client = subprocess.run(
+                [sys.executable, "-c", CLIENT, server.address, what, str(gib)],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            seconds = float(client.stdout)
+            now, peak = (resident(server.pid, f) for f in ("VmRSS", "VmHWM"))
+            print(f"{what:10} {seconds:8.2f} {gib / seconds:7.2f} {now:8} {peak:9}")
+        server.stop()
+    bound = 2 * (MAX_BATCHES * BATCH_BYTES + MAX_READS * READ_BYTES) // MIB
+    print(f"bound over the server at rest: {bound} MiB, whatever the number of clients")
+
+
+if __name__ == "__main__":
+    main()

@@ -110,9 +110,11 @@ def test_a_token_of_another_list_is_refused(stub: CheckpointServiceStub) -> None
         parent="namespaces/eval", page_token=page.next_page_token
     )
 
-    with pytest.raises(store.InvalidRequestError, match="begin without one"):
-        with translated("here"):
-            stub.ListRuns(request)
+    with (
+        pytest.raises(store.InvalidRequestError, match="begin without one"),
+        translated("here"),
+    ):
+        stub.ListRuns(request)
 
 
 def test_an_unknown_run_is_named_with_those_most_like_it(client: store.Client) -> None:

@@ -206,7 +206,7 @@ def test_what_jax_would_narrow_is_refused(run: store.Run) -> None:
     run.save(0, {"x": np.zeros(3, np.int64)}).result()
     like = {"x": jax.ShapeDtypeStruct((3,), np.int64)}
 
-    with pytest.raises(store.MismatchError, match="'x': .*jax_enable_x64"):
+    with pytest.raises(store.MismatchError, match=r"'x': .*jax_enable_x64"):
         run.restore(0, like=like)
 
 
@@ -256,7 +256,15 @@ def test_a_save_whose_server_is_gone_says_so(
 
 @pytest.mark.parametrize(
     "target",
-    ["", "localhost", "localhost:x", "host:1/path", "ftp://x", "file://host/x", "a:b:1"],
+    [
+        "",
+        "localhost",
+        "localhost:x",
+        "host:1/path",
+        "ftp://x",
+        "file://host/x",
+        "a:b:1",
+    ],
 )
 def test_a_target_that_cannot_be_is_refused(target: str) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected"):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat
 
 from storesvc.format.grids import Region, whole
 from storesvc.format.manifests import (
@@ -58,7 +58,7 @@ class Run:
         step: int,
         tree: Any,
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> Save:
         """Begins to save a tree, and returns once the tree may change again.

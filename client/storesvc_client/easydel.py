@@ -12,7 +12,7 @@ Example:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsFloat
 
 from storesvc.format.names import Which
 from storesvc_client._run import Run
@@ -32,7 +32,7 @@ def save_state(
     run: Run,
     state: "EasyDeLState",
     *,
-    metrics: Mapping[str, float] | None = None,
+    metrics: Mapping[str, SupportsFloat] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Save:
     """Starts a save of the state at its own step; see ``Run.save``.

@@ -57,7 +57,9 @@ def main() -> None:
         time.sleep(0.5)
         print(f"{'':10} {'seconds':>8} {'GiB/s':>7} {'RSS MiB':>8} {'peak MiB':>9}")
         rest = resident(server.pid, "VmRSS")
-        print(f"{'at rest':10} {'':8} {'':7} {rest:8} {resident(server.pid, 'VmHWM'):9}")
+        print(
+            f"{'at rest':10} {'':8} {'':7} {rest:8} {resident(server.pid, 'VmHWM'):9}"
+        )
         for what in ("save", "restore"):
             Path(f"/proc/{server.pid}/clear_refs").write_text("5")  # resets the peak
             client = subprocess.run(

@@ -148,6 +148,10 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
         return UnavailableError(
             f"store {address} did not answer in time; try again, or allow more time"
         )
+    if e.code() is grpc.StatusCode.CANCELLED:  # by the server: it ends its calls
+        return UnavailableError(
+            f"store {address} ended the call, as a server does that stops; try again"
+        )
     kind = _BY_CODE.get(e.code(), StoreError)
     return kind(f"store {address} failed: {e.code().name}: {e.details()}")
 

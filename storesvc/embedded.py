@@ -6,13 +6,11 @@ one event loop, because gRPC's asyncio polls for one loop a process.
 """
 
 import asyncio
-import shutil
 import tempfile
 import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from storesvc import server
@@ -39,19 +37,20 @@ class EmbeddedServer:
             StartError: The root is not a URI of a storage we know, the store is
                 in an unknown format, or the storage does not answer.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="storesvc-"))
+        # goes with the object at the latest, should nobody close it
+        self._directory = tempfile.TemporaryDirectory(prefix="storesvc-")
         self._stack = AsyncExitStack()
-        self.address = f"unix:{self._directory / 'socket'}"
+        self.address = f"unix:{self._directory.name}/socket"
         try:
             _run(self._start(root))
         except StoreError as e:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.cleanup()
             raise StartError(e) from e
 
     def close(self) -> None:
         """Drains and stops."""
         _run(self._stack.aclose())
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.cleanup()
 
     async def _start(self, root: str) -> None:
         store = await server.open_store(root)

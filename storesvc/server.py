@@ -58,6 +58,9 @@ OPTIONS: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", 20_000),
     ("grpc.http2.max_ping_strikes", 2),
     ("grpc.max_connection_idle_ms", 15 * 60_000),
+    # so that connections spread anew over servers; clients go on in a new one
+    ("grpc.max_connection_age_ms", 30 * 60_000),
+    ("grpc.max_connection_age_grace_ms", 10 * 60_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
     # a message that unpacks to more than it weighs is an attack here
     ("grpc.per_message_decompression", 0),

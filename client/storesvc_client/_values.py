@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Final, TypeAlias
 
 from storesvc.format.grids import Grid
-from storesvc.format.keys import split_key
+from storesvc.format.keys import INTEGER_KINDS, split_key
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.trees import Leaf, SavedSharding
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -136,4 +136,4 @@ class LeafInfo:
 def path_of(leaf: Leaf) -> tuple[PathPart, ...]:
     """Returns a leaf's path, its numbers as numbers."""
     parts = zip(split_key(leaf.key), leaf.path_kinds, strict=True)
-    return tuple(int(text) if kind in "nif" else text for text, kind in parts)
+    return tuple(int(text) if kind in INTEGER_KINDS else text for text, kind in parts)

@@ -104,7 +104,10 @@ def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
         InvalidChunksError: A column has another length, or the ordinals are not
             strictly ascending.
     """
-    ordinal = _column(table.ordinal, "ordinal") if count is None else np.arange(count)
+    rows = len(table.crc32c)
+    if count is not None and count != rows:
+        raise InvalidChunksError(f"expected {count} rows, got {rows} checksums")
+    ordinal = _column(table.ordinal, "ordinal") if count is None else np.arange(rows)
     crc32c = np.array(table.crc32c, np.uint32)
     raw = np.frombuffer(b"".join(table.digests), np.uint8)
     if len(crc32c) != len(ordinal) or len(raw) != DIGEST_BYTES * len(ordinal):

@@ -24,6 +24,10 @@ MAX_KEY_BYTES: Final = 4096
 PATH_KINDS: Final = frozenset("kntiaf")
 """The letters of ``LeafTable.path_kinds``."""
 
+INTEGER_KINDS: Final = frozenset("nif")
+"""Those of them whose parts are integers."""
+
+_INTEGER: Final = re.compile(r"0|-?[1-9][0-9]*")
 _UNSAFE: Final = re.compile(r"[%/\x00-\x1f\x7f]")
 _ESCAPED: Final = re.compile(r"%([0-9A-F]{2})")
 _WHOLE: Final = {"": "%", ".": "%2E", "..": "%2E%2E"}
@@ -82,6 +86,23 @@ def split_key(key: str) -> tuple[str, ...]:
         InvalidKeyError: The text is not a key.
     """
     return tuple(map(unescape_part, key.split("/"))) if key else ()
+
+
+def fits_key(path_kinds: str, key: str) -> bool:
+    """Returns whether letters tell what the parts of a key were.
+
+    Raises:
+        InvalidKeyError: The text is not a key.
+    """
+    parts = split_key(key)
+    return (
+        len(parts) == len(path_kinds)
+        and PATH_KINDS.issuperset(path_kinds)
+        and all(
+            kind not in INTEGER_KINDS or _INTEGER.fullmatch(part)
+            for part, kind in zip(parts, path_kinds, strict=True)
+        )
+    )
 
 
 def check_keys(keys: Sequence[str]) -> None:

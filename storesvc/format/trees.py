@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from storesvc.format import zarr
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import MAX_RANK, Grid
-from storesvc.format.keys import PATH_KINDS, InvalidKeyError, check_keys, split_key
+from storesvc.format.keys import InvalidKeyError, check_keys, fits_key
 from storesvc_proto.v1 import tree_pb2 as pb
 
 MAX_PART_ROWS: Final = 4096
@@ -31,6 +32,14 @@ MAX_CHUNK_BYTES: Final = 64 << 20
 
 MAX_LEAF_BYTES: Final = 2**62
 """Bytes of a leaf; keeps all sums in int64."""
+
+PRNG_IMPLS: Final = MappingProxyType({"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4})
+"""PRNG implementations of jax, and the words (uint32) of their keys."""
+
+PYTHON_DTYPES: Final = frozenset({"bool", "int64", "float64", "complex128"})
+"""What Python numbers are stored as."""
+
+_SCALARS: Final = frozenset({pb.LEAF_KIND_HOST_SCALAR, pb.LEAF_KIND_PYTHON_SCALAR})
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
@@ -88,8 +97,8 @@ class Tree:
 
     @property
     def chunk_count(self) -> int:
-        """Chunks of all leaves."""
-        return int(self.first_chunk[-1])
+        """Chunks of all leaves; exact, also where no array could hold them."""
+        return sum(g.count for g in self.grids)
 
     @cached_property
     def size_bytes(self) -> int:
@@ -195,15 +204,16 @@ def unpack_leaves(table: pb.LeafTable) -> Tree:
 
 def _check_leaf(leaf: Leaf) -> None:
     """Refuses a row that breaks a rule, naming the leaf."""
-    problem = _problem(leaf)
+    try:
+        problem = _problem(leaf)
+    except InvalidKeyError as e:
+        raise InvalidTreeError(f"leaf {leaf.key!r}: {e}") from e
     if problem:
         raise InvalidTreeError(f"leaf {leaf.key!r}: {problem}")
 
 
 def _problem(leaf: Leaf) -> str | None:
-    if len(split_key(leaf.key)) != len(leaf.path_kinds) or not PATH_KINDS.issuperset(
-        leaf.path_kinds
-    ):
+    if not fits_key(leaf.path_kinds, leaf.key):
         return f"path_kinds {leaf.path_kinds!r} do not fit its key"
     if leaf.kind not in pb.LeafKind.values() or not leaf.kind:
         return f"expected a known kind, got {leaf.kind}"
@@ -220,8 +230,25 @@ def _problem(leaf: Leaf) -> str | None:
             f"expected chunks of at most {MAX_CHUNK_BYTES} bytes, "
             f"got {leaf.grid.chunk_bytes}"
         )
+    return _kind_problem(leaf)
+
+
+def _kind_problem(leaf: Leaf) -> str | None:
     if (leaf.kind == pb.LEAF_KIND_PRNG_KEY) != (leaf.prng_impl is not None):
         return "expected a PRNG implementation for PRNG keys, and for nothing else"
+    if leaf.prng_impl is not None:
+        words = PRNG_IMPLS.get(leaf.prng_impl)
+        if words is None:
+            return f"expected one of {', '.join(PRNG_IMPLS)}, got {leaf.prng_impl!r}"
+        if leaf.dtype != "uint32" or leaf.shape[-1:] != (words,):
+            return (
+                f"expected key data of {leaf.prng_impl}, (..., {words}) uint32, got "
+                f"{leaf.shape} {leaf.dtype}"
+            )
+    if leaf.kind in _SCALARS and leaf.shape:
+        return f"expected a scalar, got the shape {leaf.shape}"
+    if leaf.kind == pb.LEAF_KIND_PYTHON_SCALAR and leaf.dtype not in PYTHON_DTYPES:
+        return f"expected the dtype of a Python number, got {leaf.dtype}"
     return None
 
 

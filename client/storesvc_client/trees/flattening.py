@@ -26,7 +26,7 @@ from jax.tree_util import (
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import MAX_RANK
 from storesvc.format.keys import InvalidKeyError, check_keys, join_key
-from storesvc.format.trees import SavedSharding
+from storesvc.format.trees import PRNG_IMPLS, SavedSharding
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_client.trees.traversals import tree_path_to_string
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -203,8 +203,7 @@ def _impls() -> dict[Any, str]:
     ``jax.random.key_impl`` would say it too, but of arrays only, not of their
     abstract stand-ins.
     """
-    names = ("threefry2x32", "rbg", "unsafe_rbg")
-    return {jax.random.key(0, impl=name).dtype: name for name in names}
+    return {jax.random.key(0, impl=name).dtype: name for name in PRNG_IMPLS}
 
 
 def _check_unique(leaves: Sequence[NamedLeaf]) -> None:

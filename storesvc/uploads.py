@@ -115,7 +115,7 @@ class Uploads:
         slot = await self._catalogue.slot(name.run, new.step)
         if earlier and slot and slot[0].upload == name.upload:
             return earlier[0]
-        epoch = slots.next_epoch(name.run, new.step, slot[0] if slot else None)
+        epoch = slots.next_epoch(name.run, new.step, slot and slot[0])
         record = earlier[0] if earlier else self._record(new, epoch)
         record.tree_digest = tree_digest
         record.request_digest = request_digest
@@ -143,17 +143,19 @@ class Uploads:
         return record
 
     async def open(self, name: UploadName, epoch: int) -> OpenUpload:
-        """Returns an upload that owns its slot.
+        """Returns an upload that owns its slot and may still be written.
 
         Raises:
             UploadNotFoundError: There is none.
             UploadSupersededError: Its epoch is another, or it lost its slot.
-            CheckpointExistsError: Another upload committed the step.
+            CheckpointExistsError: The step is committed.
         """
         record = await self.record(name)
         slots.check_epoch(name, record, epoch)
-        slot = await self._catalogue.slot(name.run, record.step)
-        slots.check_owner(name, record, slot[0] if slot else None)
+        found = await self._catalogue.slot(name.run, record.step)
+        slot = slots.check_owner(name, record, found and found[0])
+        if slot.state == slots.COMMITTED:
+            raise slots.exists(name.run, record.step)
         return OpenUpload(name, record, await self.tree(name, record))
 
     def key_space(self, upload: OpenUpload, writer: int) -> KeySpace:

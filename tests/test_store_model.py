@@ -142,9 +142,10 @@ class StoreMachine(RuleBasedStateMachine):
             async for _ in self._store.receiver.write(opened, 0, frames()):
                 pass
 
-        if upload.state == "committed":
-            return
         refusal = self._refusal(call())
+        if upload.state == "committed":
+            assert CheckpointExistsError is refusal
+            return
         assert self._expected(upload) == refusal
         if refusal is None:
             upload.stored |= chunks
@@ -156,6 +157,7 @@ class StoreMachine(RuleBasedStateMachine):
             await self._store.receiver.finish(opened, 0, sums(*sorted(chunks)))
 
         if upload.state == "committed":
+            assert CheckpointExistsError is self._refusal(call())
             return
         expected = self._expected(upload)
         if expected is None and not chunks <= upload.stored:

@@ -102,6 +102,7 @@ class UploadServiceServicer(object):
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
+        * `CHECKPOINT_EXISTS`: the step is committed.
         * `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -121,6 +122,7 @@ class UploadServiceServicer(object):
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
+        * `CHECKPOINT_EXISTS`: the step is committed.
         * `CHUNKS_INCOMPLETE`: a chunk of the receipt is not stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

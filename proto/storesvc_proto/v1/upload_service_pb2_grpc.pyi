@@ -197,6 +197,7 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     Errors:
     * `INVALID_FIELD`, `INVALID_CHUNK`.
     * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
+    * `CHECKPOINT_EXISTS`: the step is committed.
     * `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
     """
 
@@ -213,6 +214,7 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     Errors:
     * `INVALID_FIELD`, `INVALID_CHUNK`.
     * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
+    * `CHECKPOINT_EXISTS`: the step is committed.
     * `CHUNKS_INCOMPLETE`: a chunk of the receipt is not stored.
     """
 
@@ -311,6 +313,7 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
+        * `CHECKPOINT_EXISTS`: the step is committed.
         * `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
         """
 
@@ -332,6 +335,7 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
+        * `CHECKPOINT_EXISTS`: the step is committed.
         * `CHUNKS_INCOMPLETE`: a chunk of the receipt is not stored.
         """
 

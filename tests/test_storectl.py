@@ -412,3 +412,10 @@ def test_a_store_of_files_needs_no_server(tmp_path: Path) -> None:
         client.run("prod/tiny").save(3, {"w": FLOATS}).result()
 
     assert ["prod/tiny"] == [run["name"] for run in document(target, "ls")]
+
+
+def test_looking_at_a_directory_without_a_store_makes_none(tmp_path: Path) -> None:
+    root = tmp_path / "mistyped"
+
+    assert f"{root} holds no store" in refusal(root.as_uri(), "ls")
+    assert not root.exists()

@@ -7,8 +7,12 @@ and nothing is sent before it is opened.
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote, urlsplit
 
 import click
+
+from storesvc.format.layout import STORE
+from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
     from storesvc_client import Client
@@ -30,13 +34,26 @@ class Connection:
         """Returns a client of the store, to be used as a context manager.
 
         Raises:
+            Refusal: There is no store in that directory; none is made.
             StoreError: The store cannot be reached.
         """
         import storesvc_client
 
+        self._check_directory()
         return storesvc_client.connect(
             self.target, ca=self.ca, insecure=self.insecure, timeout=self.timeout
         )
+
+    def _check_directory(self) -> None:
+        """Refuses a directory without a store: opening it would make one there."""
+        url = urlsplit(self.target)
+        if url.scheme == "file" and not url.netloc:
+            root = Path(unquote(url.path))
+            if not (root / STORE).exists():
+                raise Refusal(
+                    f"{root} holds no store; expected the root of one, which a first "
+                    "save or storectl serve makes"
+                )
 
 
 pass_connection = click.make_pass_decorator(Connection)

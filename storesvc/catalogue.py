@@ -29,10 +29,12 @@ from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, unse
 from storesvc.slots import COMMITTED
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-CACHED_MANIFEST_BYTES: Final = 64 << 20
-"""Serialised bytes of the manifests that a process keeps."""
+CACHED_MANIFEST_BYTES: Final = 8 << 20
+"""Serialised bytes of the manifests that a process keeps, but for the last one;
+parsed they take some ten times as much."""
 
 _READS_AT_ONCE: Final = 32
+_NEAREST: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class RunSummary:
 
     name: RunName
     record: pb.RunRecord
-    latest: pb.CheckpointRecord | None
+    latest: pb.CheckpointRecord
 
 
 async def read_record(
@@ -79,10 +81,10 @@ class Catalogue:
         Raises:
             RunNotFoundError: With the most similar names.
         """
-        found = await read_record(self._bucket, layout.run_record(name), pb.RunRecord)
+        found = await self._summary(name)
         if found is None:
             raise await self._run_not_found(name)
-        return RunSummary(name, found[0], await self._latest(name))
+        return found
 
     async def runs(
         self, namespace: str | None, *, after: RunName | None, limit: int
@@ -95,8 +97,13 @@ class Catalogue:
             limit: At most so many.
         """
         names = await self._run_names(namespace)
-        wanted = [name for name in names if after is None or name > after][:limit]
-        return list(await asyncio.gather(*map(self.run, wanted)))
+        names = [name for name in names if after is None or name > after]
+        found: list[RunSummary] = []
+        while names and len(found) < limit:
+            batch, names = names[:_READS_AT_ONCE], names[_READS_AT_ONCE:]
+            summaries = await asyncio.gather(*map(self._summary, batch))
+            found += [summary for summary in summaries if summary is not None]
+        return found[:limit]
 
     async def checkpoints(
         self, run: RunName, *, before: int | None, limit: int
@@ -139,10 +146,18 @@ class Catalogue:
     async def slot(
         self, run: RunName, step: int
     ) -> tuple[pb.CheckpointRecord, Generation] | None:
-        """Returns what a step's slot holds, committed or not."""
-        return await read_record(
-            self._bucket, RunPlaces(run).checkpoint(step), pb.CheckpointRecord
-        )
+        """Returns what a step's slot holds, committed or not.
+
+        Raises:
+            CorruptDataError: It holds the slot of another step, or is damaged.
+        """
+        place = RunPlaces(run).checkpoint(step)
+        found = await read_record(self._bucket, place, pb.CheckpointRecord)
+        if found is not None and found[0].step != step:
+            raise CorruptDataError(
+                f"{place} is damaged: expected step {step}, got {found[0].step}"
+            )
+        return found
 
     async def manifest(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
         """Returns the manifest of a checkpoint; kept, for it never changes.
@@ -150,7 +165,7 @@ class Catalogue:
         Raises:
             CorruptDataError: It is missing or damaged.
         """
-        place = RunPlaces(run).manifest(record.upload)
+        place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
         if place in self._manifests:
             self._manifests.move_to_end(place)
             return self._manifests[place][1]
@@ -173,7 +188,8 @@ class Catalogue:
         Raises:
             CorruptDataError: It is missing.
         """
-        stored = await self._bucket.read(RunPlaces(run).manifest(record.upload))
+        place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
+        stored = await self._bucket.read(place)
         if stored is None:
             raise CorruptDataError(
                 f"{run}@{record.step}: its manifest is missing; use another checkpoint"
@@ -210,19 +226,28 @@ class Catalogue:
         """Steps that have a slot, newest first."""
         places = RunPlaces(run)
         found = await self._bucket.list(places.checkpoints)
-        return [places.step_of(place) for place in reversed(found)]
+        steps = map(places.step_of, reversed(found))
+        return [step for step in steps if step is not None]
 
     async def _run_names(self, namespace: str | None) -> list[RunName]:
         prefix = layout.RUNS if namespace is None else f"{layout.RUNS}{namespace}/"
         found = await self._bucket.list(prefix)
-        return sorted(layout.run_of_record(place) for place in found)
+        return sorted(name for place in found if (name := layout.run_of_record(place)))
 
     async def _check_run(self, name: RunName) -> None:
-        if await self._bucket.read(layout.run_record(name)) is None:
+        if await self._summary(name) is None:
             raise await self._run_not_found(name)
 
+    async def _summary(self, name: RunName) -> RunSummary | None:
+        """The run, if it has a checkpoint: its record comes a moment before."""
+        place = layout.run_record(name)
+        found = await read_record(self._bucket, place, pb.RunRecord)
+        latest = await self._latest(name) if found else None
+        return RunSummary(name, found[0], latest) if found and latest else None
+
     async def _run_not_found(self, name: RunName) -> RunNotFoundError:
-        names = [str(n) for n in await self._run_names(None)]
+        # of its own namespace: others are not even named to it
+        names = [str(n) for n in await self._run_names(name.namespace)]
         nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
         known = f"nearest: {', '.join(nearest)}" if nearest else "no run is similar"
         return RunNotFoundError(
@@ -234,8 +259,6 @@ class Catalogue:
     async def _checkpoint_not_found(
         self, name: CheckpointName
     ) -> CheckpointNotFoundError:
-        newest = await self._committed(name.run, (await self._steps(name.run))[:1000])
-        steps = [record.step for record in newest]
         if name.which == "latest":
             return CheckpointNotFoundError(
                 f"{name.run} has no committed checkpoint yet; save one",
@@ -243,7 +266,13 @@ class Catalogue:
                 nearest="",
             )
         wanted = name.which
-        near = sorted(sorted(steps, key=lambda step: abs(step - wanted))[:3])
+        steps = await self._steps(name.run)
+        steps.sort(key=lambda step: abs(step - wanted))
+        found: list[pb.CheckpointRecord] = []
+        while steps and len(found) < _NEAREST:
+            batch, steps = steps[:_NEAREST], steps[_NEAREST:]
+            found += await self._committed(name.run, batch)
+        near = sorted(record.step for record in found[:_NEAREST])
         nearest = ",".join(map(str, near))
         return CheckpointNotFoundError(
             f"{name} does not exist; the nearest steps of {name.run} are "

@@ -10,7 +10,6 @@ import tempfile
 import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from functools import cache
 from typing import Any
 
 from storesvc import server
@@ -57,13 +56,19 @@ class EmbeddedServer:
         await self._stack.enter_async_context(server.running(store, self.address))
 
 
-@cache
+_starting = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
 def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(
-        target=loop.run_forever, name="storesvc-embedded", daemon=True
-    ).start()
-    return loop
+    with _starting:
+        if not _loops:
+            loop = asyncio.new_event_loop()
+            threading.Thread(
+                target=loop.run_forever, name="storesvc-embedded", daemon=True
+            ).start()
+            _loops.append(loop)
+        return _loops[0]
 
 
 def _run(coroutine: Coroutine[Any, Any, None]) -> None:

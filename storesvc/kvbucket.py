@@ -139,6 +139,8 @@ class KeySpace:
 
     async def places(self) -> dict[str, Place]:
         """Returns where the value of each key lies."""
+        if not await self.exists():
+            return {}
         return await asyncio.to_thread(lambda: dict(self._places()))
 
     async def exists(self) -> bool:

@@ -8,10 +8,10 @@ process: that is the bound on the memory that uploads take.
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+from itertools import islice
 from typing import Final
 
-from storesvc.errors import ChunksIncompleteError, InvalidChunkError
+from storesvc.errors import ChunksIncompleteError, InvalidChunkError, StalledError
 from storesvc.format.checksums import crc32c
 from storesvc.format.chunks import Places, Sums, pack_placed
 from storesvc.format.seal import seal
@@ -28,58 +28,114 @@ BATCH_BYTES: Final = 64 << 20
 MAX_BATCHES: Final = 4
 """Batches in memory, over all streams of a process."""
 
+BATCH_SECONDS: Final = 5.0
+"""A batch is written when it is so old, so that a slow client is acknowledged and
+holds its place no longer than others do."""
+
+CHUNK_SECONDS: Final = 60.0
+"""A chunk must be complete so long after its first byte."""
+
+TICK_SECONDS: Final = 1.0
+"""How often a stream looks at its batch while no frame comes."""
+
+CHUNK_OVERHEAD_BYTES: Final = 200
+"""What a chunk takes in memory beside its bytes, about."""
+
+FRAME_BYTES: Final = 2 << 20
+"""Bytes of data in a frame."""
+
 _SHOWN: Final = 5
 
 
 class Batch:
     """Chunks on their way to one commit of a key space."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, *, now: float) -> None:
         self._tree = tree
-        self._chunks: dict[int, list[bytes]] = {}
+        self._chunks: dict[int, bytes | bytearray] = {}
         self._open: int | None = None
-        self._open_bytes = 0
+        self._open_since = 0.0
+        self.began = now
         self.size_bytes = 0
+        """What it takes in memory, about."""
+        self.completed = 0
+        """Chunks completed; the same one twice is two."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the last chunk is complete."""
+        """Whether no chunk is open."""
         return self._open is None
 
-    @property
-    def chunk_count(self) -> int:
-        """Chunks begun."""
-        return len(self._chunks)
+    def is_ripe(self, now: float) -> bool:
+        """Whether to write it without waiting for more."""
+        return self.is_whole and (
+            self.size_bytes >= BATCH_BYTES or now - self.began >= BATCH_SECONDS
+        )
 
-    def add(self, chunk: int, offset: int, data: bytes) -> None:
-        """Adds a piece of a chunk: the next of the open one, or the first.
+    def check_progress(self, now: float) -> None:
+        """Refuses a chunk that takes too long: others wait for its place.
 
         Raises:
-            InvalidChunkError: It is neither, or lies outside of the tree.
+            StalledError: It does.
         """
+        if self._open is not None and now - self._open_since > CHUNK_SECONDS:
+            raise StalledError(
+                f"{self._tree.describe_chunk(self._open)} was not complete "
+                f"{CHUNK_SECONDS:.0f} s after its first byte; send it again"
+            )
+
+    def add_frame(self, frame: api.ChunkFrame, *, now: float) -> None:
+        """Adds the pieces of a frame.
+
+        Raises:
+            InvalidChunkError: They do not fit the tree.
+        """
+        if not 0 < len(frame.chunk) == len(frame.offset) == len(frame.length):
+            raise InvalidChunkError(
+                f"frame: expected columns of one length, got {len(frame.chunk)}, "
+                f"{len(frame.offset)} and {len(frame.length)}"
+            )
+        if not sum(frame.length) == len(frame.data) <= FRAME_BYTES:
+            raise InvalidChunkError(
+                f"frame: expected {sum(frame.length)} bytes, at most {FRAME_BYTES}, "
+                f"got {len(frame.data)}"
+            )
+        data, at = memoryview(frame.data), 0
+        for chunk, offset, length in zip(
+            frame.chunk, frame.offset, frame.length, strict=True
+        ):
+            self._add(chunk, offset, data[at : at + length], now)
+            at += length
+
+    def _add(self, chunk: int, offset: int, data: memoryview, now: float) -> None:
+        """Adds a piece of a chunk: the next of the open one, or the first."""
         if not 0 <= chunk < self._tree.chunk_count:
             raise InvalidChunkError(
                 f"chunk {chunk}: the tree has {self._tree.chunk_count} chunks"
             )
-        if chunk != self._open:
-            if self._open is not None:
-                raise InvalidChunkError(
-                    f"{self._tree.describe_chunk(chunk)}: expected the rest of "
-                    f"{self._tree.describe_chunk(self._open)} first"
-                )
-            self._open, self._open_bytes = chunk, 0
-            self._chunks[chunk] = []
+        if self._open is not None and chunk != self._open:
+            raise InvalidChunkError(
+                f"{self._tree.describe_chunk(chunk)}: expected the rest of "
+                f"{self._tree.describe_chunk(self._open)} first"
+            )
+        held = 0 if self._open is None else len(self._chunks[chunk])
         length = int(self._tree.stored_lengths[chunk])
-        if offset != self._open_bytes or not 0 < len(data) <= length - offset:
+        if offset != held or not 0 < len(data) <= length - offset:
             raise InvalidChunkError(
                 f"{self._tree.describe_chunk(chunk)}: expected bytes "
-                f"{self._open_bytes} to {length}, got {offset} to {offset + len(data)}"
+                f"{held} to {length}, got {offset} to {offset + len(data)}"
             )
-        self._chunks[chunk].append(data)
-        self._open_bytes += len(data)
+        if held == 0:
+            self._open, self._open_since = chunk, now
+            whole = len(data) == length
+            self._chunks[chunk] = bytes(data) if whole else bytearray(data)
+            self.size_bytes += CHUNK_OVERHEAD_BYTES
+        else:
+            self._chunks[chunk] += data
         self.size_bytes += len(data)
-        if self._open_bytes == length:
+        if held + len(data) == length:
             self._open = None
+            self.completed += 1
 
     def values(self) -> dict[str, bytes]:
         """Returns the key and the bytes of each chunk, all of them checked.
@@ -88,8 +144,8 @@ class Batch:
             InvalidChunkError: A checksum does not match.
         """
         found = {}
-        for chunk, pieces in self._chunks.items():
-            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        for chunk, held in self._chunks.items():
+            data = bytes(held)
             expected = int.from_bytes(data[-CHECKSUM_BYTES:], "little")
             actual = crc32c(memoryview(data)[:-CHECKSUM_BYTES])
             if actual != expected:
@@ -123,21 +179,52 @@ class Receiver:
             InvalidChunkError: A frame does not fit the tree.
         """
         space = self._uploads.key_space(upload, writer)
-        durable = 0
+        clock = asyncio.get_running_loop().time
         writing: deque[asyncio.Task[int]] = deque()
+        coming = asyncio.ensure_future(anext(frames, None))
+        batch: Batch | None = None
+        durable = 0
         try:
-            async with aclosing(self._batched(upload, frames)) as batches:
-                async for batch in batches:
-                    writing.append(asyncio.create_task(self._store(space, batch)))
-                    if len(writing) > 1:
-                        durable += await writing.popleft()
-                        yield durable
+            while True:
+                await asyncio.wait(
+                    {coming, *islice(writing, 1)},
+                    timeout=TICK_SECONDS if batch else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if writing and writing[0].done():
+                    durable += writing.popleft().result()
+                    yield durable
+                if coming.done():
+                    frame = coming.result()
+                    if frame is None:
+                        break
+                    if batch is None:
+                        await self._batches.acquire()
+                        batch = Batch(upload.tree, now=clock())
+                    batch.add_frame(frame, now=clock())
+                    coming = asyncio.ensure_future(anext(frames, None))
+                if batch is not None:
+                    batch.check_progress(clock())
+                    if batch.is_ripe(clock()):
+                        full, batch = batch, None
+                        writing.append(self._start(space, full))
+            if batch is not None:
+                if not batch.is_whole:
+                    raise InvalidChunkError(
+                        f"{upload.name}: the stream ended within a chunk"
+                    )
+                full, batch = batch, None
+                writing.append(self._start(space, full))
             while writing:
-                durable += await writing.popleft()
+                durable += await asyncio.shield(writing[0])
+                writing.popleft()
                 yield durable
         finally:
+            coming.cancel()
+            if batch is not None:
+                self._batches.release()
             if writing:  # the stream failed; let no write outlive it
-                await asyncio.wait(writing)
+                await asyncio.gather(*writing, return_exceptions=True)
 
     async def finish(self, upload: OpenUpload, writer: int, sums: Sums) -> Places:
         """Records what a writer stored, and returns where it lies.
@@ -153,7 +240,12 @@ class Receiver:
                 f"receipt for chunk {sums.ordinal[-1]}"
             )
         space = self._uploads.key_space(upload, writer)
-        found = await space.places() if await space.exists() else {}
+        found = await space.places()
+        if len(found) > len(sums):
+            raise InvalidChunkError(
+                f"{upload.name}: writer {writer} stored {len(found)} chunks, got a "
+                f"receipt for {len(sums)}; finish with all of them"
+            )
         # A thread: 100,000 chunks take longer than a ping may wait.
         places = await asyncio.to_thread(locate, upload, sums, found)
         table = b"".join(
@@ -166,38 +258,17 @@ class Receiver:
         )
         return places
 
-    async def _batched(
-        self, upload: OpenUpload, frames: AsyncIterator[api.ChunkFrame]
-    ) -> AsyncGenerator[Batch]:
-        """Cuts a stream into batches; each yielded one holds a place that
-        ``_store`` gives back."""
-        batch: Batch | None = None
-        try:
-            async for frame in frames:
-                if batch is None:
-                    await self._batches.acquire()
-                    batch = Batch(upload.tree)
-                _add_frame(batch, frame)
-                if batch.size_bytes >= BATCH_BYTES and batch.is_whole:
-                    full, batch = batch, None
-                    yield full
-            if batch is not None and not batch.is_whole:
-                raise InvalidChunkError(
-                    f"{upload.name}: the stream ended within a chunk"
-                )
-            if batch is not None:
-                full, batch = batch, None
-                yield full
-        finally:
-            if batch is not None:
-                self._batches.release()
+    def _start(self, space: KeySpace, batch: Batch) -> "asyncio.Task[int]":
+        """Begins to write a batch, which gives its place back when it has ended,
+        also where it never began or nobody waits for it any more."""
+        task = asyncio.create_task(_store(space, batch))
+        task.add_done_callback(lambda _: self._batches.release())
+        return task
 
-    async def _store(self, space: KeySpace, batch: Batch) -> int:
-        try:
-            await space.write(await asyncio.to_thread(batch.values))
-            return batch.chunk_count
-        finally:
-            self._batches.release()
+
+async def _store(space: KeySpace, batch: Batch) -> int:
+    await space.write(await asyncio.to_thread(batch.values))
+    return batch.completed
 
 
 def locate(upload: OpenUpload, sums: Sums, found: Mapping[str, Place]) -> Places:
@@ -233,25 +304,3 @@ def locate(upload: OpenUpload, sums: Sums, found: Mapping[str, Place]) -> Places
             missing=str(len(missing)),
         )
     return Places.of_rows(rows)
-
-
-def _add_frame(batch: Batch, frame: api.ChunkFrame) -> None:
-    if not len(frame.chunk) == len(frame.offset) == len(frame.length):
-        raise InvalidChunkError(
-            f"frame: expected columns of one length, got {len(frame.chunk)}, "
-            f"{len(frame.offset)} and {len(frame.length)}"
-        )
-    if sum(frame.length) != len(frame.data):
-        raise InvalidChunkError(
-            f"frame: expected {sum(frame.length)} bytes, got {len(frame.data)}"
-        )
-    data = frame.data
-    if len(frame.chunk) == 1:  # large chunks: no copy
-        batch.add(frame.chunk[0], frame.offset[0], data)
-        return
-    at = 0
-    for chunk, offset, length in zip(
-        frame.chunk, frame.offset, frame.length, strict=True
-    ):
-        batch.add(chunk, offset, data[at : at + length])
-        at += length

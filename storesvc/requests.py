@@ -15,9 +15,11 @@ from storesvc.errors import InvalidFieldError, InvalidPageTokenError
 from storesvc.format.names import (
     MAX_STEP,
     CheckpointName,
+    InvalidNameError,
     RunName,
     UploadName,
     check_id,
+    parse_step,
 )
 from storesvc.uploads import DEFAULT_LEASE, NewUpload
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -27,6 +29,7 @@ from storesvc_proto.v1 import upload_service_pb2 as upload_api
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
 MAX_WRITERS: Final = 65536
+MAX_LEASE_SECONDS: Final = 30 * 24 * 3600
 MAX_ENTRIES: Final = 64
 """Labels, and metrics, of a checkpoint."""
 MAX_TEXT_BYTES: Final = 256
@@ -48,9 +51,12 @@ def new_upload(upload: upload_api.Upload) -> NewUpload:
             f"upload.writer_count: expected 1 to {MAX_WRITERS}, got "
             f"{upload.writer_count}"
         )
-    lease = upload.lease_duration.ToTimedelta()
-    if lease.total_seconds() < 0:
-        raise InvalidFieldError(f"upload.lease_duration: expected 0 or more: {lease}")
+    lease = upload.lease_duration
+    if not (0 <= lease.seconds <= MAX_LEASE_SECONDS and 0 <= lease.nanos < 10**9):
+        raise InvalidFieldError(
+            f"upload.lease_duration: expected 0 to {MAX_LEASE_SECONDS} s, got "
+            f"{lease.seconds} s and {lease.nanos} ns"
+        )
     _check_entries("labels", upload.labels)
     _check_entries("metrics", upload.metrics)
     return NewUpload(
@@ -58,7 +64,8 @@ def new_upload(upload: upload_api.Upload) -> NewUpload:
         writer_count=upload.writer_count,
         labels=dict(sorted(upload.labels.items())),
         metrics=dict(sorted(upload.metrics.items())),
-        lease=lease or DEFAULT_LEASE,
+        lease=lease.ToTimedelta() or DEFAULT_LEASE,
+        body=upload.SerializeToString(deterministic=True),
     )
 
 
@@ -113,8 +120,34 @@ def page_token(parent: str, last: str) -> str:
     return urlsafe_b64encode(_token_check(parent, last) + last.encode()).decode()
 
 
-def last_of_page(parent: str, token: str) -> str | None:
-    """Returns the last row of the page before; None for the first page.
+def last_run(parent: str, token: str) -> RunName | None:
+    """Returns the last run of the page before; None for the first page.
+
+    Raises:
+        InvalidPageTokenError: The token was not made for a list of that parent.
+    """
+    last = _last_of_page(parent, token)
+    try:
+        return None if last is None else RunName.parse(last)
+    except InvalidNameError as e:
+        raise _invalid_token(parent) from e
+
+
+def last_step(parent: str, token: str) -> int | None:
+    """Returns the last step of the page before; None for the first page.
+
+    Raises:
+        InvalidPageTokenError: The token was not made for a list of that parent.
+    """
+    last = _last_of_page(parent, token)
+    try:
+        return None if last is None else parse_step(last)
+    except InvalidNameError as e:
+        raise _invalid_token(parent) from e
+
+
+def _last_of_page(parent: str, token: str) -> str | None:
+    """The last row of the page before; None for the first page.
 
     Raises:
         InvalidPageTokenError: The token was not made for a list of that parent.
@@ -127,10 +160,14 @@ def last_of_page(parent: str, token: str) -> str | None:
     except (Base64Error, ValueError):
         check, last = b"", ""
     if check != _token_check(parent, last):
-        raise InvalidPageTokenError(
-            f"page_token: not a token of a list of {parent}; begin without one"
-        )
+        raise _invalid_token(parent)
     return last
+
+
+def _invalid_token(parent: str) -> InvalidPageTokenError:
+    return InvalidPageTokenError(
+        f"page_token: not a token of a list of {parent}; begin without one"
+    )
 
 
 def _token_check(parent: str, last: str) -> bytes:
@@ -195,5 +232,5 @@ def run_message(summary: RunSummary) -> catalogue_api.Run:
         name=summary.name.resource,
         uid=summary.record.uid,
         create_time=summary.record.create_time,
-        latest_step=summary.latest.step if summary.latest else None,
+        latest_step=summary.latest.step,
     )

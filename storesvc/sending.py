@@ -19,10 +19,8 @@ from storesvc.format.chunks import I64, Places
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
+from storesvc.receiving import FRAME_BYTES
 from storesvc_proto.v1 import upload_service_pb2 as api
-
-FRAME_BYTES: Final = 2 << 20
-"""Bytes of data in a frame."""
 
 READ_BYTES: Final = 16 << 20
 """Neighbouring chunks are read together up to so much."""
@@ -32,6 +30,8 @@ READS_AHEAD: Final = 2
 
 MAX_READS: Final = 16
 """Reads in memory, over all streams of a process."""
+
+_SHOWN: Final = 3
 
 MAX_CHUNKS: Final = 65536
 """Chunks of one stream."""
@@ -89,6 +89,8 @@ class Sender:
             for _, task in under_way:
                 task.cancel()
                 self._reads.release()
+            # also takes the errors of those that nobody will wait for
+            await asyncio.gather(*(t for _, t in under_way), return_exceptions=True)
 
     async def _frames(
         self,
@@ -100,9 +102,8 @@ class Sender:
         try:
             data = await task
         except CorruptDataError as e:
-            raise CorruptDataError(
-                f"{manifest.tree.describe_chunk(read.chunks[0])}: {e}", **e.metadata
-            ) from e
+            named = ", ".join(map(manifest.tree.describe_chunk, read.chunks[:_SHOWN]))
+            raise CorruptDataError(f"{named}: {e}", **e.metadata) from e
         for frame in frames_of(read, data):
             yield frame
         under_way.popleft()

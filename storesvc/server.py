@@ -105,6 +105,9 @@ class Tls:
             raise InvalidFieldError(
                 f"TLS: cannot read {e.filename}: {e.strerror}"
             ) from e
+        for file, data in zip((self.key, self.certificate), pair, strict=True):
+            if b"-----BEGIN " not in data:
+                raise InvalidFieldError(f"TLS: {file} is not in PEM")
         return grpc.ssl_server_credentials([pair])
 
 
@@ -181,8 +184,10 @@ async def running(
         else:
             port = server.add_insecure_port(address)
     except RuntimeError as e:
+        certificate = ", or its certificate and key do not fit" if tls else ""
         raise InvalidFieldError(
-            f"address {address}: it is in use or not of this machine; take another"
+            f"address {address}: it is in use or not of this machine{certificate}; "
+            "take another"
         ) from e
     await server.start()
     for name in ("", *SERVICES):

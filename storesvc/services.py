@@ -1,26 +1,31 @@
 """Maps RPCs onto the service: translate, call, translate back."""
 
 import asyncio
+import logging
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
+import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 import storesvc
-from storesvc import requests, sending, uploads
+from storesvc import receiving, requests, sending, uploads
 from storesvc.catalogue import Catalogue
 from storesvc.commits import Commits
 from storesvc.errors import (
     CheckpointNotFoundError,
+    InvalidChunkError,
     InvalidFieldError,
     LimitExceededError,
     StalledError,
     StoreError,
 )
 from storesvc.format import trees
-from storesvc.format.chunks import InvalidChunksError, unpack_sums
+from storesvc.format.chunks import InvalidChunksError, Sums, unpack_sums
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, UploadName
 from storesvc.receiving import Receiver
 from storesvc.sending import Sender
@@ -46,11 +51,25 @@ MAX_MESSAGE_BYTES: Final = 4 << 20
 MAX_TREE_BYTES: Final = 256 << 20
 """Bytes of a leaf table, and of a receipt."""
 
+MAX_LARGE_CALLS: Final = 2
+"""Calls that gather a table, at once."""
+
+MAX_MANIFESTS: Final = 4
+"""Manifests that are sent, at once."""
+
 STALL_SECONDS: Final = 60.0
-"""How long a stream may send nothing, or take nothing."""
+"""How long a stream may send nothing."""
+
+TAKE_SECONDS: Final = 15.0
+"""How long a client may take no message."""
+
+CALL_SECONDS: Final = 60.0
+"""How long a call that gathers a table may take."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +93,18 @@ async def refusals(context: Context) -> AsyncIterator[None]:
         await refuse(context, InvalidFieldError(str(e)))
     except StoreError as e:
         await refuse(context, e)
+    except TimeoutError:
+        late = f"the call took longer than {CALL_SECONDS:.0f} s; repeat it"
+        await refuse(context, StalledError(late))
+    except grpc.aio.AbortError:
+        raise
+    except Exception:  # noqa: BLE001 - a boundary: told to the log, not to the client
+        bug = uuid.uuid4().hex[:8]
+        _log.exception("bug %s", bug)
+        await context.abort(
+            grpc.StatusCode.INTERNAL,
+            f"a bug of the server, {bug} in its log; please report it",
+        )
 
 
 class CheckpointService(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
@@ -81,16 +112,16 @@ class CheckpointService(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._manifests = asyncio.Semaphore(MAX_MANIFESTS)
 
     async def ListRuns(
         self, request: catalogue_api.ListRunsRequest, context: Context
     ) -> catalogue_api.ListRunsResponse:
         async with refusals(context):
             size = requests.page_size(request.page_size)
-            last = requests.last_of_page(request.parent, request.page_token)
             found = await self._store.catalogue.runs(
                 requests.namespace_of(request.parent),
-                after=RunName.parse(last) if last else None,
+                after=requests.last_run(request.parent, request.page_token),
                 limit=size + 1,
             )
             token = ""
@@ -116,9 +147,9 @@ class CheckpointService(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         async with refusals(context):
             run = RunName.from_resource(request.parent)
             size = requests.page_size(request.page_size)
-            last = requests.last_of_page(request.parent, request.page_token)
+            last = requests.last_step(request.parent, request.page_token)
             found = await self._store.catalogue.checkpoints(
-                run, before=int(last) if last else None, limit=size + 1
+                run, before=last, limit=size + 1
             )
             token = ""
             if len(found) > size:
@@ -140,19 +171,19 @@ class CheckpointService(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
             )
         raise AssertionError
 
-    async def ReadManifest(
+    async def ReadManifest(  # type: ignore[override]  # as ReadChunks
         self, request: catalogue_api.ReadManifestRequest, context: Context
-    ) -> AsyncIterator[catalogue_api.ReadManifestResponse]:
-        async with refusals(context):
+    ) -> None:
+        async with refusals(context), self._manifests:
             name = CheckpointName.from_resource(request.name)
             record = await self._store.catalogue.checkpoint(name)
             data = await self._store.catalogue.manifest_bytes(name.run, record)
-            yield catalogue_api.ReadManifestResponse(
-                checkpoint=requests.checkpoint_message(name.run, record)
-            )
+            checkpoint = requests.checkpoint_message(name.run, record)
+            response = catalogue_api.ReadManifestResponse(checkpoint=checkpoint)
+            await _write(context, response)
             for at in range(0, len(data), trees.MAX_PART_BYTES):
                 part = data[at : at + trees.MAX_PART_BYTES]
-                yield catalogue_api.ReadManifestResponse(part=part)
+                await _write(context, catalogue_api.ReadManifestResponse(part=part))
 
 
 class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
@@ -160,6 +191,13 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._large_calls = asyncio.Semaphore(MAX_LARGE_CALLS)
+
+    @asynccontextmanager
+    async def _large_call(self) -> AsyncIterator[None]:
+        """Bounds what tables take in memory: their number, and their time."""
+        async with asyncio.timeout(CALL_SECONDS), self._large_calls:
+            yield
 
     async def BeginUpload(
         self,
@@ -170,11 +208,9 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
             first = await _first(request_iterator, "upload")
             name = requests.upload_name(first.parent, first.request_id)
             new = requests.new_upload(first.upload)
-            table = bytearray()
-            async for part in _following(request_iterator, "leaves"):
-                table += part.leaves.SerializeToString(deterministic=True)
-                _check_size("leaf table", len(table))
-            record = await self._store.uploads.begin(name, new, bytes(table))
+            async with self._large_call():
+                table = await _joined_leaves(name, request_iterator)
+                record = await self._store.uploads.begin(name, new, table)
             return upload_api.BeginUploadResponse(
                 upload=requests.upload_message(name, record)
             )
@@ -202,15 +238,11 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
         async with refusals(context):
             first = await _first(request_iterator, "open")
             upload = await self._open(first.open)
-            table = tree_pb2.ChunkTable()
-            async for part in _following(request_iterator, "chunks"):
-                table.MergeFrom(part.chunks)
-                _check_size("receipt", table.ByteSize())
-            try:
-                sums = unpack_sums(table)
-            except InvalidChunksError as e:
-                raise InvalidFieldError(f"chunks: {e}") from e
-            places = await self._store.receiver.finish(upload, first.open.writer, sums)
+            async with self._large_call():
+                sums = await _joined_sums(request_iterator)
+                places = await self._store.receiver.finish(
+                    upload, first.open.writer, sums
+                )
             return upload_api.FinishWriterResponse(
                 chunk_count=len(sums), stored_bytes=int(places.length.sum())
             )
@@ -287,7 +319,7 @@ class MaintenanceService(maintenance_service_pb2_grpc.MaintenanceServiceServicer
             store_uid=self._store.uid,
             limits=maintenance_api.Limits(
                 max_message_bytes=MAX_MESSAGE_BYTES,
-                max_frame_bytes=sending.FRAME_BYTES,
+                max_frame_bytes=receiving.FRAME_BYTES,
                 max_chunk_bytes=trees.MAX_CHUNK_BYTES,
                 max_leaf_count=uploads.MAX_LEAVES,
                 max_chunk_count=uploads.MAX_CHUNKS,
@@ -324,13 +356,43 @@ async def _following(stream: AsyncIterator[T], part: str) -> AsyncIterator[T]:
         yield message
 
 
-async def _write(context: Context, message: chunk_api.ReadChunksResponse) -> None:
+async def _joined_leaves(
+    name: UploadName, stream: AsyncIterator[upload_api.BeginUploadRequest]
+) -> bytes:
+    """The serialised leaf table of a stream, its rows counted as they come."""
+    table, rows = bytearray(), tree_pb2.LeafTable()
+    async for message in _following(stream, "leaves"):
+        part = message.leaves
+        uploads.check_limits(name, part)
+        rows.dtypes.extend(part.dtypes)
+        rows.prng_impls.extend(part.prng_impls)
+        rows.shardings.extend(part.shardings)
+        uploads.check_limits(name, rows)
+        table += part.SerializeToString(deterministic=True)
+        _check_size("leaf table", len(table))
+    return bytes(table)
+
+
+async def _joined_sums(stream: AsyncIterator[upload_api.FinishWriterRequest]) -> Sums:
+    """The receipt of a stream."""
+    table, size = tree_pb2.ChunkTable(), 0
+    async for message in _following(stream, "chunks"):
+        size += message.ByteSize()
+        _check_size("receipt", size)
+        table.MergeFrom(message.chunks)
+    try:
+        return await asyncio.to_thread(unpack_sums, table)
+    except InvalidChunksError as e:
+        raise InvalidChunkError(f"receipt: {e}") from e
+
+
+async def _write(context: Context, message: Message) -> None:
     """Sends a message; a client that takes none holds memory of the server."""
     try:
-        await asyncio.wait_for(context.write(message), STALL_SECONDS)
+        await asyncio.wait_for(context.write(message), TAKE_SECONDS)
     except TimeoutError as e:
         raise StalledError(
-            f"the client took nothing for {STALL_SECONDS:.0f} s; ask for what is "
+            f"the client took nothing for {TAKE_SECONDS:.0f} s; ask for what is "
             "missing in a new call"
         ) from e
 

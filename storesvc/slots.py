@@ -7,7 +7,7 @@ whatever the clocks, and however many processes, do:
 
 1. A committed slot never changes again.
 2. An upload owns the slot from its reservation until a later one takes it over
-   or the upload is aborted.
+   or the upload is aborted. A slot is never emptied, so epochs never begin anew.
 3. Only the owner commits, and only with all chunks of all leaves.
 """
 
@@ -32,6 +32,7 @@ _SHOWN = 5
 
 COMMITTED = pb.CheckpointRecord.STATE_COMMITTED
 UPLOADING = pb.CheckpointRecord.STATE_UPLOADING
+FREE = pb.CheckpointRecord.STATE_FREE
 
 
 def next_epoch(run: RunName, step: int, slot: pb.CheckpointRecord | None) -> int:
@@ -58,6 +59,23 @@ def reservation(upload: str, record: pb.UploadRecord) -> pb.CheckpointRecord:
     )
 
 
+def released(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
+    """Returns the slot that the abort of its owner leaves."""
+    return pb.CheckpointRecord(
+        state=FREE, step=slot.step, upload=slot.upload, epoch=slot.epoch
+    )
+
+
+def owns(name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord) -> bool:
+    """Returns whether an upload was the last to reserve a slot."""
+    return slot.upload == name.upload and slot.epoch == record.epoch
+
+
+def holds(name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord) -> bool:
+    """Returns whether an upload owns a slot, committed or not."""
+    return owns(name, record, slot) and slot.state != FREE
+
+
 def check_owner(
     name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord | None
 ) -> pb.CheckpointRecord:
@@ -68,9 +86,11 @@ def check_owner(
         UploadSupersededError: Another upload owns the slot.
         CheckpointExistsError: Another upload committed the step.
     """
-    if slot is None:
-        raise aborted(name)
-    if slot.upload == name.upload and slot.epoch == record.epoch:
+    if slot is None:  # its reservation was never written
+        raise absent(name)
+    if owns(name, record, slot):
+        if slot.state == FREE:
+            raise absent(name)
         return slot
     if slot.state == COMMITTED:
         raise exists(name.run, record.step)
@@ -148,7 +168,7 @@ def exists(run: RunName, step: int) -> CheckpointExistsError:
     )
 
 
-def aborted(name: UploadName) -> UploadNotFoundError:
+def absent(name: UploadName) -> UploadNotFoundError:
     """Returns the refusal of an upload that is not there."""
     return UploadNotFoundError(
         f"{name}: no such upload, or it was aborted; begin a new one",

@@ -13,6 +13,13 @@ from storesvc_proto.v1 import errors_pb2 as pb
 DOMAIN: Final = "storesvc"
 """``google.rpc.ErrorInfo.domain``."""
 
+MAX_MESSAGE_BYTES: Final = 1000
+"""Of a status: it travels in a header, twice, and gRPC drops headers above 8 KiB
+with all that they say."""
+
+MAX_METADATA_BYTES: Final = 200
+"""Of a value of ``ErrorInfo.metadata``."""
+
 _PREFIX: Final = "ERROR_REASON_"
 
 
@@ -85,11 +92,24 @@ def status_of(error: errors.StoreError) -> status_pb2.Status:
     """Returns the status that an error goes over the wire as."""
     wire = WIRE[type(error)]
     info = error_details_pb2.ErrorInfo(
-        reason=reason_name(wire.reason), domain=DOMAIN, metadata=error.metadata
+        reason=reason_name(wire.reason),
+        domain=DOMAIN,
+        metadata={k: _cut(v, MAX_METADATA_BYTES) for k, v in error.metadata.items()},
     )
     detail = any_pb2.Any()
     detail.Pack(info)
-    return status_pb2.Status(code=wire.code, message=str(error), details=[detail])
+    message = _cut(str(error), MAX_MESSAGE_BYTES)
+    return status_pb2.Status(code=wire.code, message=message, details=[detail])
+
+
+def _cut(text: str, size: int) -> str:
+    """A text of at most so many bytes; of a longer one its two ends."""
+    data = text.encode(errors="replace")
+    if len(data) <= size:
+        return text
+    half = (size - 5) // 2
+    ends = (data[:half], data[-half:])
+    return " ... ".join(end.decode(errors="ignore") for end in ends)
 
 
 async def refuse(

@@ -40,6 +40,9 @@ from storesvc_proto.v1 import tree_pb2
 MAX_LEAVES: Final = 1_000_000
 """Leaves of a tree."""
 
+MAX_VALUES: Final = 4096
+"""Distinct dtypes, shardings or PRNG implementations of a tree."""
+
 MAX_CHUNKS: Final = 4_000_000
 """Chunks of a tree."""
 
@@ -58,6 +61,8 @@ class NewUpload:
     labels: dict[str, str]
     metrics: dict[str, float]
     lease: timedelta
+    body: bytes
+    """What the request said, to tell it from another with the same id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,42 +104,34 @@ class Uploads:
             UploadSupersededError: The upload exists, and lost its slot.
             ConflictError: Another upload of the step began at the same moment.
         """
-        places = RunPlaces(name.run)
         tree_digest = digest(table)
-        request_digest = digest(repr((new, tree_digest)).encode())
-        await asyncio.to_thread(self._parse_tree, name, table, tree_digest)
-        # 1. A retry finds its own record and goes on from there.
-        earlier = await read_record(
-            self._bucket, places.upload(name.upload), pb.UploadRecord
-        )
-        if earlier and earlier[0].request_digest != request_digest:
-            raise RequestIdReusedError(
-                f"{name}: its request id was used with another body; take a new one",
-                upload=name.upload,
-            )
+        await self._keep(name, table, tree_digest)
+        # 1. The slot says which epoch is next, or that a retry is done already.
         slot = await self._catalogue.slot(name.run, new.step)
-        if earlier and slot and slot[0].upload == name.upload:
-            return earlier[0]
+        record = await self._own_record(name, new.body + tree_digest)
+        if record and slot and slots.holds(name, record, slot[0]):
+            return record
         epoch = slots.next_epoch(name.run, new.step, slot and slot[0])
-        record = earlier[0] if earlier else self._record(new, epoch)
-        record.tree_digest = tree_digest
-        record.request_digest = request_digest
-        if record.epoch != epoch:  # a retry that was overtaken
+        # 2. Tree before record before slot: whoever sees one finds the others.
+        if record is None:
+            places = RunPlaces(name.run)
+            await self._bucket.write(places.tree(name.upload, tree_digest), table)
+            record = await self._create_record(name, new, epoch, tree_digest)
+        if record.epoch != epoch:
             raise UploadSupersededError(
-                f"{name}: a later upload took step {new.step} over; begin a new one",
+                f"{name}: step {new.step} was taken from it; begin a new upload",
                 upload=name.upload,
             )
-        # 2. Tree before record before slot: whoever sees one finds the others.
-        await self._bucket.write(places.tree(name.upload), table)
-        await self._bucket.write(places.upload(name.upload), seal(record))
-        # 3. The slot is free, or still holds what was read.
-        reserved = seal(slots.reservation(name.upload, record))
-        condition = slot[1] if slot else IF_ABSENT
-        place = places.checkpoint(new.step)
+        # 3. The slot, while it still holds what was read.
         try:
-            await self._bucket.write(place, reserved, condition=condition)
+            await self._bucket.write(
+                RunPlaces(name.run).checkpoint(new.step),
+                seal(slots.reservation(name.upload, record)),
+                condition=slot[1] if slot else IF_ABSENT,
+            )
         except PreconditionError as e:
-            if not await self._owns(name, new.step):
+            found = await self._catalogue.slot(name.run, new.step)
+            if found is None or not slots.holds(name, record, found[0]):
                 raise ConflictError(
                     f"{name}: another upload of step {new.step} began at the same "
                     "moment; begin a new one",
@@ -180,30 +177,23 @@ class Uploads:
             return
         step = found[0].step
         slot = await self._catalogue.slot(name.run, step)
-        if slot and slot[0].upload == name.upload:
+        if slot and slots.owns(name, found[0], slot[0]):
             if slot[0].state == slots.COMMITTED:
                 raise slots.exists(name.run, step)
             try:
-                await self._bucket.delete(places.checkpoint(step), generation=slot[1])
+                await self._bucket.write(
+                    places.checkpoint(step),
+                    seal(slots.released(slot[0])),
+                    condition=slot[1],
+                )
             except PreconditionError as e:
                 raise ConflictError(
                     f"{name}: it changed while it was aborted; abort it again",
                     upload=name.upload,
                 ) from e
+        # The record stays, and with it the answer to who asks for it again.
         await self._bucket.delete_below(places.staging_of(name.upload))
         await self._bucket.delete_below(places.upload_parts(name.upload))
-        await self._bucket.delete(places.upload(name.upload))
-
-    def _record(self, new: NewUpload, epoch: int) -> pb.UploadRecord:
-        return pb.UploadRecord(
-            step=new.step,
-            epoch=epoch,
-            writer_count=new.writer_count,
-            labels=new.labels,
-            metrics=new.metrics,
-            create_time=timestamp(self._now()),
-            lease_duration=_duration(new.lease),
-        )
 
     async def record(self, name: UploadName) -> pb.UploadRecord:
         """Returns the record of an upload, whether or not it owns its slot.
@@ -214,13 +204,8 @@ class Uploads:
         place = RunPlaces(name.run).upload(name.upload)
         found = await read_record(self._bucket, place, pb.UploadRecord)
         if found is None:
-            raise slots.aborted(name)
+            raise slots.absent(name)
         return found[0]
-
-    async def _owns(self, name: UploadName, step: int) -> bool:
-        """Whether a conditional write that reported a conflict was our own."""
-        slot = await self._catalogue.slot(name.run, step)
-        return slot is not None and slot[0].upload == name.upload
 
     async def tree(self, name: UploadName, record: pb.UploadRecord) -> Tree:
         """Returns the tree of an upload.
@@ -229,38 +214,105 @@ class Uploads:
             UploadNotFoundError: It was aborted.
             CorruptDataError: Its leaf table is damaged.
         """
-        if record.tree_digest in self._trees:
-            return self._trees[record.tree_digest]
-        stored = await self._bucket.read(RunPlaces(name.run).tree(name.upload))
+        kept = self._trees.get(record.tree_digest)
+        if kept is not None:
+            return kept
+        place = RunPlaces(name.run).tree(name.upload, record.tree_digest)
+        stored = await self._bucket.read(place)
         if stored is None:
-            raise slots.aborted(name)
+            raise slots.absent(name)
         if digest(stored.data) != record.tree_digest:
             raise CorruptDataError(f"{name}: its leaf table is damaged")
-        return await asyncio.to_thread(
-            self._parse_tree, name, stored.data, record.tree_digest
-        )
+        return await self._keep(name, stored.data, record.tree_digest)
 
-    def _parse_tree(self, name: UploadName, table: bytes, key: bytes) -> Tree:
-        if key in self._trees:
-            return self._trees[key]
-        try:
-            columns = tree_pb2.LeafTable.FromString(table)
-            if len(columns.key) > MAX_LEAVES:
-                raise LimitExceededError(
-                    f"{name}: expected at most {MAX_LEAVES} leaves, got "
-                    f"{len(columns.key)}"
-                )
-            tree = unpack_leaves(columns)
-        except (InvalidTableError, DecodeError) as e:
-            raise InvalidTreeError(f"{name}: {e}") from e
-        if tree.chunk_count > MAX_CHUNKS:
-            raise LimitExceededError(
-                f"{name}: expected at most {MAX_CHUNKS} chunks, got {tree.chunk_count}"
+    async def _keep(self, name: UploadName, table: bytes, key: bytes) -> Tree:
+        """The tree of a leaf table, which is kept for the calls that follow."""
+        if key not in self._trees:
+            tree = await asyncio.to_thread(parse_tree, name, table)
+            while len(self._trees) >= _KEPT_TREES:
+                del self._trees[next(iter(self._trees))]
+            self._trees[key] = tree
+        return self._trees[key]
+
+    async def _own_record(
+        self, name: UploadName, body: bytes
+    ) -> pb.UploadRecord | None:
+        """The record that an earlier try of the same request wrote."""
+        place = RunPlaces(name.run).upload(name.upload)
+        found = await read_record(self._bucket, place, pb.UploadRecord)
+        if found is None:
+            return None
+        if found[0].request_digest != digest(body):
+            raise RequestIdReusedError(
+                f"{name}: its request id was used with another body; take a new one",
+                upload=name.upload,
             )
-        while len(self._trees) >= _KEPT_TREES:
-            del self._trees[next(iter(self._trees))]
-        self._trees[key] = tree
-        return tree
+        return found[0]
+
+    async def _create_record(
+        self, name: UploadName, new: NewUpload, epoch: int, tree_digest: bytes
+    ) -> pb.UploadRecord:
+        """The record, ours or that of a try of the same request beside us."""
+        body = new.body + tree_digest
+        record = pb.UploadRecord(
+            step=new.step,
+            epoch=epoch,
+            writer_count=new.writer_count,
+            tree_digest=tree_digest,
+            labels=new.labels,
+            metrics=new.metrics,
+            create_time=timestamp(self._now()),
+            lease_duration=_duration(new.lease),
+            request_digest=digest(body),
+        )
+        try:
+            await self._bucket.write(
+                RunPlaces(name.run).upload(name.upload),
+                seal(record),
+                condition=IF_ABSENT,
+            )
+        except PreconditionError:
+            return await self._own_record(name, body) or record
+        return record
+
+
+def parse_tree(name: UploadName, table: bytes) -> Tree:
+    """Returns the tree of a serialised leaf table.
+
+    Raises:
+        InvalidTreeError: The table contradicts itself.
+        LimitExceededError: It has too many leaves or chunks.
+    """
+    try:
+        columns = tree_pb2.LeafTable.FromString(table)
+        check_limits(name, columns)
+        tree = unpack_leaves(columns)
+    except (InvalidTableError, DecodeError) as e:
+        raise InvalidTreeError(f"{name}: {e}") from e
+    if tree.chunk_count > MAX_CHUNKS:
+        raise LimitExceededError(
+            f"{name}: expected at most {MAX_CHUNKS} chunks, got {tree.chunk_count}"
+        )
+    return tree
+
+
+def check_limits(name: UploadName, table: tree_pb2.LeafTable) -> None:
+    """Refuses a table of more rows or values than a server takes.
+
+    Raises:
+        LimitExceededError: Naming the column.
+    """
+    for column, limit in (
+        ("key", MAX_LEAVES),
+        ("dtypes", MAX_VALUES),
+        ("shardings", MAX_VALUES),
+        ("prng_impls", MAX_VALUES),
+    ):
+        rows = len(getattr(table, column))
+        if rows > limit:
+            raise LimitExceededError(
+                f"{name}: column {column}: expected at most {limit} rows, got {rows}"
+            )
 
 
 def timestamp(moment: datetime) -> Timestamp:

@@ -24,6 +24,7 @@ from storesvc.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ChunksIncompleteError,
+    InvalidChunkError,
     RunNotFoundError,
     StoreError,
     UploadNotFoundError,
@@ -50,9 +51,10 @@ class ModelUpload:
     name: UploadName
     step: int
     epoch: int
-    state: str = "live"  # live, superseded, aborted, committed
+    state: str = "live"  # absent, live, superseded, aborted, committed
     stored: set[int] = field(default_factory=set)
     receipt: set[int] | None = None
+    rewritten: bool = False
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -97,22 +99,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(target=uploads, step=STEPS)
     def begin(self, step: int) -> ModelUpload:
         name = UploadName(RUN, uuid.uuid4().hex)
-        new = NewUpload(
-            step=step,
-            writer_count=1,
-            labels={},
-            metrics={},
-            lease=timedelta(minutes=1),
-        )
-        table = b"".join(pack_leaves(tree_of(CHUNKS)))
-        began = self._store.uploads.begin(name, new, table)
+        began = self._begin(name, step)
         if step in self._committed:
             assert CheckpointExistsError is self._refusal(began)
-            return ModelUpload(name, step, 0, "aborted")
+            return ModelUpload(name, step, 0, "absent")
         record: bucket_pb2.UploadRecord = self._do(began)
         before = self._owner.get(step)
-        if before is not None:
-            assert record.epoch == before.epoch + 1
+        assert record.epoch == (before.epoch + 1 if before else 1)
+        if before is not None and before.state == "live":
             before.state = "superseded"
         upload = ModelUpload(name, step, record.epoch)
         self._owner[step] = upload
@@ -121,15 +115,38 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _expected(self, upload: ModelUpload) -> type[StoreError] | None:
         """The refusal of any call of an upload that is not live."""
-        if upload.state == "aborted":
+        if upload.state == "absent":
             return UploadNotFoundError
-        if upload.state == "superseded":
-            if upload.step in self._committed:
-                return CheckpointExistsError
-            # an aborted owner leaves no slot to be superseded by
-            owned = upload.step in self._owner
-            return UploadSupersededError if owned else UploadNotFoundError
-        return None
+        if self._owner[upload.step] is upload:
+            return UploadNotFoundError if upload.state == "aborted" else None
+        if upload.step in self._committed:
+            return CheckpointExistsError
+        return UploadSupersededError
+
+    def _begin(self, name: UploadName, step: int) -> Any:
+        new = NewUpload(
+            step=step,
+            writer_count=1,
+            labels={},
+            metrics={},
+            lease=timedelta(minutes=1),
+            body=str(step).encode(),
+        )
+        table = b"".join(pack_leaves(tree_of(CHUNKS)))
+        return self._store.uploads.begin(name, new, table)
+
+    @rule(upload=uploads)
+    def begin_again(self, upload: ModelUpload) -> None:
+        """The same request once more: never a second life."""
+        if upload.state == "absent":
+            return
+        begun = self._begin(upload.name, upload.step)
+        if upload.state in ("live", "committed"):
+            assert upload.epoch == self._do(begun).epoch
+        elif upload.step in self._committed:
+            assert CheckpointExistsError is self._refusal(begun)
+        else:
+            assert UploadSupersededError is self._refusal(begun)
 
     @rule(upload=uploads, chunks=st.sets(st.integers(0, CHUNKS - 1), min_size=1))
     def write(self, upload: ModelUpload, chunks: set[int]) -> None:
@@ -149,6 +166,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self._expected(upload) == refusal
         if refusal is None:
             upload.stored |= chunks
+            upload.rewritten = True
 
     @rule(upload=uploads, chunks=st.sets(st.integers(0, CHUNKS - 1)))
     def finish(self, upload: ModelUpload, chunks: set[int]) -> None:
@@ -160,11 +178,14 @@ class StoreMachine(RuleBasedStateMachine):
             assert CheckpointExistsError is self._refusal(call())
             return
         expected = self._expected(upload)
-        if expected is None and not chunks <= upload.stored:
+        if expected is None and len(chunks) < len(upload.stored):
+            expected = InvalidChunkError
+        elif expected is None and not chunks <= upload.stored:
             expected = ChunksIncompleteError
         assert expected == self._refusal(call())
         if expected is None:
             upload.receipt = chunks
+            upload.rewritten = False
 
     @rule(upload=uploads)
     def commit(self, upload: ModelUpload) -> None:
@@ -174,6 +195,8 @@ class StoreMachine(RuleBasedStateMachine):
                 expected = WriterUnfinishedError
             elif len(upload.receipt) < CHUNKS:
                 expected = ChunksIncompleteError
+            elif upload.rewritten:  # since it finished: finish again
+                expected = WriterUnfinishedError
         call = self._store.commits.commit(upload.name, upload.epoch)
         assert expected == self._refusal(call)
         if expected is None and upload.state == "live":
@@ -187,9 +210,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert CheckpointExistsError is refusal
             return
         assert refusal is None
-        if self._owner.get(upload.step) is upload:
-            del self._owner[upload.step]
-        upload.state = "aborted"
+        if upload.state == "live":
+            upload.state = "aborted"
 
     @invariant()
     def the_catalogue_is_the_models(self) -> None:

@@ -130,7 +130,7 @@ MISFITS = {
     "past the last chunk": (piece(3, 0, 1, b"x"), "3 chunks"),
     "past all integers": (piece(2**64 - 1, 0, 1, b"x"), "3 chunks"),
     "not from the beginning": (piece(0, 5, 1, b"x"), "bytes 0 to"),
-    "length too large": (piece(0, 0, 2, b"x"), "2 bytes, got"),
+    "length too large": (piece(0, 0, 2, b"x"), "2 bytes, at most"),
     "no bytes": (piece(0, 0, 0, b""), "got 0 to 0"),
     "columns differ": (two_pieces(b"x", 1), "columns"),
     "too long": (piece(0, 0, CHUNK + 5, stored(0) + b"x"), "bytes 0 to 1004"),
@@ -346,5 +346,5 @@ def test_receipts_out_of_order_are_refused(begin: Callable[..., Writer]) -> None
     receipt = sums(1, 0)
     assert np.any(np.diff(receipt.ordinal) < 0)
 
-    with refused("INVALID_FIELD", "strictly ascending"):
+    with refused("INVALID_CHUNK", "strictly ascending"):
         writer.finish(receipt)

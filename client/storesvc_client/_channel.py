@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -24,7 +23,7 @@ _RETRIED: Final = [
             "ListCheckpoints",
             "GetCheckpoint",
         ),
-        "UploadService": ("CommitUpload", "AbortUpload"),
+        "UploadService": ("CommitUpload",),
         "MaintenanceService": ("GetServerInfo",),
     }.items()
     for method in methods
@@ -49,19 +48,46 @@ _OPTIONS: Final = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # gRPC's own two minutes would outlast the patience with a server's restart
+    ("grpc.max_reconnect_backoff_ms", 5_000),
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Connection:
     """A channel to a store, and how to end it."""
 
-    channel: grpc.Channel
-    address: str
-    """What messages call the store."""
-    close: Callable[[], None]
-    timeout: float
-    """Seconds that a call may take, streams excepted."""
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        address: str,
+        *,
+        timeout: float,
+        end: Callable[[], None],
+    ) -> None:
+        self.channel = channel
+        self.address = address
+        """What messages call the store."""
+        self.timeout = timeout
+        """Seconds that a call may take, streams excepted."""
+        self._end = end
+        self._is_open = True
+
+    def close(self) -> None:
+        """Ends it; a second time does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self._end()
+
+    def check_open(self) -> None:
+        """Refuses to go on with a connection that was ended.
+
+        Raises:
+            InvalidRequestError: It was.
+        """
+        if not self._is_open:
+            raise InvalidRequestError(
+                f"the client of {self.address} is closed; connect again"
+            )
 
 
 def open_connection(
@@ -81,7 +107,7 @@ def open_connection(
             channel.close()
             server.close()
 
-        return Connection(channel, target, close, timeout)
+        return Connection(channel, target, timeout=timeout, end=close)
     host, _ = _split(target)
     if insecure or (ca is None and _is_loopback(host)):
         channel = grpc.insecure_channel(target, options=_OPTIONS)
@@ -89,7 +115,7 @@ def open_connection(
         channel = grpc.secure_channel(
             target, grpc.ssl_channel_credentials(_read(ca)), options=_OPTIONS
         )
-    return Connection(channel, target, channel.close, timeout)
+    return Connection(channel, target, timeout=timeout, end=channel.close)
 
 
 def _split(target: str) -> tuple[str, int]:
@@ -114,6 +140,9 @@ def _read(ca: Path | None) -> bytes | None:
     if ca is None:
         return None
     try:
-        return ca.read_bytes()
+        data = ca.read_bytes()
     except OSError as e:
         raise InvalidRequestError(f"ca: cannot read {ca}: {e.strerror}") from e
+    if b"-----BEGIN CERTIFICATE" not in data:
+        raise InvalidRequestError(f"ca: {ca} holds no certificate in PEM")
+    return data

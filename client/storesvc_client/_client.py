@@ -1,5 +1,8 @@
 """A connection to a store."""
 
+import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -65,6 +68,7 @@ class Client:
         self._connection = connection
         self._stub = CheckpointServiceStub(connection.channel)
         self._runs: dict[RunName, Run] = {}
+        _close_at_exit(weakref.ref(self))
 
     def info(self) -> ServerInfo:
         """Returns what the server is.
@@ -120,11 +124,17 @@ class Client:
         Raises:
             StoreError: What a save failed with, if nobody has seen it.
         """
-        try:
-            for run in self._runs.values():
+        errors = []
+        for run in list(self._runs.values()):
+            try:
                 run.wait()
-        finally:
-            self._connection.close()
+            except StoreError as e:  # every other save must end all the same
+                errors.append(e)
+        self._connection.close()
+        for other in errors[1:]:
+            errors[0].add_note(f"another save failed too: {other}")
+        if errors:
+            raise errors[0]
 
     def __enter__(self) -> Self:
         return self
@@ -143,3 +153,18 @@ class Client:
             self.close()
         except StoreError as unseen:
             error.add_note(f"a save in the background failed too: {unseen}")
+
+
+def _close_at_exit(reference: "weakref.ref[Client]") -> None:
+    """Lets saves in the background end before the interpreter does."""
+
+    def close() -> None:
+        client = reference()
+        if client is not None:
+            try:
+                client.close()
+            except StoreError as e:
+                print(f"storesvc_client: {e}", file=sys.stderr)
+
+    # Not atexit: that comes after executors refuse work, and a save needs them.
+    threading._register_atexit(close)  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public hook so early

@@ -9,16 +9,17 @@ checked against the manifest.
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.format.checksums import crc32c
 from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import Region
+from storesvc.format.grids import Region, part
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._channel import Connection
@@ -26,6 +27,7 @@ from storesvc_client._retrying import patiently
 from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
+from storesvc_proto.v1.upload_service_pb2 import ChunkFrame
 
 STREAMS: Final = 2
 """Streams of one restore."""
@@ -165,9 +167,9 @@ class Assembly:
         grid = self._manifest.tree.grids[row]
         if len(chunk.buffers) == 1:
             buffer = chunk.buffers[0]
-            part = _part(buffer, grid.region(within))
-            if part.nbytes == grid.chunk_bytes and part.flags.c_contiguous:
-                return part.reshape(-1).view(np.uint8), None
+            run = part(buffer.array, buffer.region, grid.region(within))
+            if run.nbytes == grid.chunk_bytes and run.flags.c_contiguous:
+                return run.reshape(-1).view(np.uint8), None
         dtype = DTYPES[self._manifest.tree.leaves[row].dtype]
         beside = np.empty(grid.chunk_shape, dtype)
         return beside.reshape(-1).view(np.uint8), beside
@@ -187,8 +189,8 @@ class Assembly:
             row, within = self._manifest.tree.locate(ordinal)
             held = self._manifest.tree.grids[row].region(within)
             for buffer in chunk.buffers:
-                shared = _intersection(held, buffer.region)
-                _part(buffer, shared)[...] = chunk.beside[_within(shared, held)]
+                into = part(buffer.array, buffer.region, held)
+                into[...] = part(chunk.beside, held, buffer.region)
         with self._lock:
             del self._chunks[ordinal]
             for buffer in chunk.buffers:
@@ -206,6 +208,8 @@ class StreamedSource:
         self._stub = ChunkServiceStub(connection.channel)
         self._name = name
         self._uid = uid
+        self._streams: set[grpc.Call] = set()
+        self._stopped = False
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``; a broken stream goes on where it stopped."""
@@ -214,15 +218,19 @@ class StreamedSource:
         with ThreadPoolExecutor(STREAMS, "storesvc-restore") as pool:
             futures = [pool.submit(self._read, call, assembly) for call in calls]
             try:
-                for future in futures:
+                for future in as_completed(futures):
                     future.result()
-            finally:
+            except BaseException:  # one failed, or Ctrl-C: the others must not go on
+                self._stopped = True
                 for future in futures:
                     future.cancel()
+                for stream in tuple(self._streams):
+                    stream.cancel()
+                raise
 
     def _read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         left = list(ordinals)
-        while left:
+        while left and not self._stopped:
             for attempt in patiently():
                 with attempt:
                     left = self._read_some(left, assembly)
@@ -242,6 +250,8 @@ class StreamedSource:
                     f"{len(left)} chunks are missing"
                 )
         except UnavailableError:
+            if self._stopped:
+                return []
             left = assembly.restart(ordinals)
             if len(left) == len(ordinals):
                 raise
@@ -249,19 +259,31 @@ class StreamedSource:
 
     def _stream(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         request = api.ReadChunksRequest(name=self._name, uid=self._uid, chunk=ordinals)
-        call = self._stub.ReadChunks(request)
+        stream = self._stub.ReadChunks(request)
+        self._streams.add(stream)
         try:
             with translated(self._connection.address):
-                for response in call:
-                    frame, at = response.frame, 0
-                    data = memoryview(frame.data)
-                    for ordinal, offset, length in zip(
-                        frame.chunk, frame.offset, frame.length, strict=True
-                    ):
-                        assembly.add(ordinal, offset, data[at : at + length])
-                        at += length
+                for response in stream:
+                    self._take(response.frame, assembly)
         finally:
-            call.cancel()  # a refusal on this side must not leave it flowing
+            self._streams.discard(stream)
+            stream.cancel()  # a refusal on this side must not leave it flowing
+
+    def _take(self, frame: ChunkFrame, assembly: Assembly) -> None:
+        if (
+            not len(frame.chunk) == len(frame.offset) == len(frame.length)
+            or 0 in frame.length
+            or sum(frame.length) != len(frame.data)
+        ):
+            raise DataLossError(
+                f"store {self._connection.address} sent a frame that contradicts itself"
+            )
+        data, at = memoryview(frame.data), 0
+        for ordinal, offset, length in zip(
+            frame.chunk, frame.offset, frame.length, strict=True
+        ):
+            assembly.add(ordinal, offset, data[at : at + length])
+            at += length
 
 
 def aligned_empty(region: Region, dtype: np.dtype[Any]) -> NDArrayAny:
@@ -271,23 +293,3 @@ def aligned_empty(region: Region, dtype: np.dtype[Any]) -> NDArrayAny:
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _part(buffer: Buffer, region: Region) -> NDArrayAny:
-    """The part of a buffer that lies in a region, as a view."""
-    # the ellipsis makes a view also where there is no dimension to index
-    index: tuple[Any, ...] = (*_within(region, buffer.region), ...)
-    part: NDArrayAny = buffer.array[index]
-    return part
-
-
-def _intersection(a: Region, b: Region) -> Region:
-    return tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
-
-
-def _within(inner: Region, outer: Region) -> tuple[slice, ...]:
-    """Where a region lies in an array that holds another one; clipped to it."""
-    return tuple(
-        slice(max(p, r) - r, min(q, s) - r)
-        for (p, q), (r, s) in zip(inner, outer, strict=True)
-    )

@@ -1,10 +1,11 @@
 """A training run: its checkpoints, and how state goes in and out."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, SupportsFloat
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex
 
 from storesvc.format.grids import Region, whole
 from storesvc.format.manifests import (
@@ -12,9 +13,16 @@ from storesvc.format.manifests import (
     Manifest,
     unpack_manifest,
 )
-from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
+from storesvc.format.names import (
+    MAX_STEP,
+    CheckpointName,
+    InvalidNameError,
+    RunName,
+    Which,
+)
 from storesvc_client._channel import Connection
 from storesvc_client._receiving import Assembly, Buffer, StreamedSource
+from storesvc_client._retrying import patiently
 from storesvc_client._save import Save
 from storesvc_client._sending import Description, Snapshot, Upload
 from storesvc_client._values import Checkpoint, LeafInfo
@@ -55,7 +63,7 @@ class Run:
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         tree: Any,
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
@@ -65,6 +73,8 @@ class Run:
 
         The bytes are copied to the host before this returns, so the caller may
         donate or overwrite every array. A save first waits for the one before.
+        The save goes on in the background: wait for it with ``result()``, or close
+        the client, before the process ends.
 
         Args:
             step: The training step, >= 0; written once.
@@ -84,17 +94,12 @@ class Run:
         """
         from storesvc_client.trees.snapshot import take_snapshot
 
-        self._checkpoint_name(step)
-        description = Description(
-            run=self._name,
-            step=step,
-            labels=dict(labels or {}),
-            metrics={key: float(value) for key, value in (metrics or {}).items()},
-        )
+        self._connection.check_open()
+        description = self._describe(step, metrics or {}, labels or {})
         with self._lock:
             self._wait()
             snapshot = take_snapshot(tree)
-            self._last = Save(step, self._submit(description, snapshot))
+            self._last = Save(description.step, self._submit(description, snapshot))
             return self._last
 
     def restore(
@@ -107,6 +112,8 @@ class Run:
     ) -> Any:
         """Returns the state of a checkpoint, every bit as it was saved.
 
+        Only jax's mark of a weak type is not kept: there is no public way to set it.
+
         Shards stream straight into one buffer each, and from there onto their
         devices; nothing that no local device needs is read.
 
@@ -114,7 +121,9 @@ class Run:
             which: A step, or "latest".
             like: A pytree of the structure to return. ``jax.Array`` and
                 ``jax.ShapeDtypeStruct`` become device arrays on their sharding,
-                NumPy arrays host arrays. None returns nested dicts and lists.
+                NumPy arrays host arrays. A ``ShapeDtypeStruct`` without a sharding
+                goes to the default device, whole. None returns nested dicts and
+                lists, with texts for keys that are neither text nor integer.
             mesh: Where to put device arrays, instead of where ``like`` or, without
                 it, the saved sharding would put them.
             rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first
@@ -130,7 +139,7 @@ class Run:
         checkpoint, manifest = self._manifest(which)
         name = f"{self.name}@{checkpoint.step}"
         target = Target.choose(manifest.tree, name, like=like, mesh=mesh, rules=rules)
-        self._read(checkpoint, manifest, target.wanted, target.place)
+        self._read(checkpoint, manifest, target.wanted(), target.place)
         return target.result()
 
     def checkpoints(self) -> Iterator[Checkpoint]:
@@ -235,9 +244,13 @@ class Run:
             self._wait()
 
     def _wait(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last.raise_unseen()
+        if self._last is None:
+            return
+        try:
+            self._last.raise_unseen()
+        finally:
+            if self._last.done():
+                self._last = None
 
     def _submit(
         self, description: Description, snapshot: Snapshot
@@ -245,6 +258,39 @@ class Run:
         if self._saver is None:
             self._saver = ThreadPoolExecutor(1, f"storesvc-save-{self._name.run}")
         return self._saver.submit(Upload(self._connection, description).send, snapshot)
+
+    def _describe(
+        self,
+        step: SupportsIndex,
+        metrics: Mapping[str, SupportsFloat],
+        labels: Mapping[str, str],
+    ) -> Description:
+        try:
+            number = -1 if isinstance(step, bool) else operator.index(step)
+        except TypeError:
+            number = -1
+        if not 0 <= number <= MAX_STEP:
+            raise InvalidRequestError(
+                f"save to {self.name}: expected a step of 0 or more, got {step!r}"
+            )
+        for key, text in labels.items():
+            if not all(isinstance(t, str) for t in (key, text)):
+                raise InvalidRequestError(
+                    f"save to {self.name}: expected texts in labels=, got "
+                    f"{key!r}: {text!r}"
+                )
+        numbers = {}
+        for key, value in metrics.items():
+            try:
+                numbers[key] = float(value)
+            except (TypeError, ValueError) as e:
+                raise InvalidRequestError(
+                    f"save to {self.name}: expected numbers in metrics=, got "
+                    f"{key!r}: {value!r}"
+                ) from e
+        return Description(
+            run=self._name, step=number, labels=dict(labels), metrics=numbers
+        )
 
     def _checkpoint_name(self, which: Which) -> CheckpointName:
         if which != "latest" and (
@@ -260,18 +306,12 @@ class Run:
 
     def _manifest(self, which: Which) -> tuple[Checkpoint, Manifest]:
         name = self._checkpoint_name(which)
-        request = api.ReadManifestRequest(name=name.resource)
-        message, parts = api.Checkpoint(), []
-        with translated(self._connection.address):
-            for response in self._stub.ReadManifest(
-                request, timeout=self._connection.timeout
-            ):
-                if response.HasField("checkpoint"):
-                    message = response.checkpoint
-                parts.append(response.part)
+        for attempt in patiently():
+            with attempt:
+                message, data = self._manifest_bytes(name)
         try:
             manifest = unpack_manifest(
-                b"".join(parts),
+                data,
                 size_bytes=message.manifest_bytes,
                 expected=message.manifest_digest,
             )
@@ -281,6 +321,18 @@ class Run:
                 reason="CORRUPT_DATA",
             ) from e
         return Checkpoint.from_message(message), manifest
+
+    def _manifest_bytes(self, name: CheckpointName) -> tuple[api.Checkpoint, bytes]:
+        request = api.ReadManifestRequest(name=name.resource)
+        message, parts = api.Checkpoint(), []
+        with translated(self._connection.address):
+            for response in self._stub.ReadManifest(
+                request, timeout=self._connection.timeout
+            ):
+                if response.HasField("checkpoint"):
+                    message = response.checkpoint
+                parts.append(response.part)
+        return message, b"".join(parts)
 
     def _read(
         self,

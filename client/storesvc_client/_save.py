@@ -1,6 +1,6 @@
 """A save in the background."""
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from storesvc_client._values import Checkpoint
 
@@ -31,16 +31,14 @@ class Save:
             TimeoutError: It has not ended yet; it goes on.
         """
         try:
-            checkpoint = self._future.result(timeout)
-        except TimeoutError:
+            return self._future.result(timeout)
+        except BaseException:
+            # a wait that was interrupted, or ran out, has not seen the end
             self._observed = self._future.done()
             raise
-        except BaseException:
-            self._observed = True
-            raise
-        return checkpoint
 
     def raise_unseen(self) -> None:
         """Waits for the end, and raises its error if nobody has seen it yet."""
+        wait([self._future])
         if not self._observed:
             self.result()

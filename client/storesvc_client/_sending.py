@@ -74,7 +74,12 @@ class Upload:
                     durable += self._write(ref, snapshot, durable, sums)
         for attempt in patiently():
             with attempt:
-                return self._commit(ref, sums.result())
+                self._finish(ref, sums.result())
+        # apart: a writer cannot finish again once a commit has landed whose answer
+        # was lost, but the commit can be asked for again
+        for attempt in patiently():
+            with attempt:
+                return self._commit(ref)
         raise AssertionError
 
     def _begin(self, request_id: str, tree: Tree) -> api.Upload:
@@ -128,13 +133,17 @@ class Upload:
             requests.raise_again()
         return durable
 
-    def _commit(self, ref: api.WriterRef, sums: Sums) -> Checkpoint:
-        timeout = self._connection.timeout
+    def _finish(self, ref: api.WriterRef, sums: Sums) -> None:
         with translated(self._connection.address):
-            self._stub.FinishWriter(_finish_requests(ref, sums), timeout=timeout)
+            self._stub.FinishWriter(
+                _finish_requests(ref, sums), timeout=self._connection.timeout
+            )
+
+    def _commit(self, ref: api.WriterRef) -> Checkpoint:
+        with translated(self._connection.address):
             committed = self._stub.CommitUpload(
                 api.CommitUploadRequest(name=ref.upload, epoch=ref.epoch),
-                timeout=timeout,
+                timeout=self._connection.timeout,
             )
         return Checkpoint.from_message(committed.checkpoint)
 

@@ -131,6 +131,12 @@ def translated(address: str) -> Generator[None]:
         yield
     except grpc.RpcError as e:
         raise _error(e, address) from e
+    except ValueError as e:  # what gRPC says of a channel that was closed
+        if "closed" not in str(e):
+            raise
+        raise InvalidRequestError(
+            f"the client of {address} is closed; connect again"
+        ) from e
 
 
 def _error(e: grpc.RpcError, address: str) -> StoreError:
@@ -140,7 +146,7 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
         kind = BY_REASON.get(info.reason) or _BY_CODE.get(e.code(), StoreError)
         return kind(e.details(), reason=info.reason, metadata=dict(info.metadata))
     if e.code() is grpc.StatusCode.UNAVAILABLE:
-        cause = (e.details() or "no cause given").rpartition(": ")[2]
+        cause = (e.details() or "no cause given").rpartition(": ")[2].strip("[]")
         return UnavailableError(
             f"store {address} cannot be reached ({cause}); is its server running?"
         )

@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
+
+from numpy.typing import NDArray
 
 MIN_CHUNK_BYTES: Final = 4 << 20
 """Shards smaller than this share a chunk with their neighbours."""
@@ -28,6 +30,24 @@ Region: TypeAlias = tuple[tuple[int, int], ...]
 def whole(shape: Sequence[int]) -> Region:
     """Returns the region that is all of a leaf."""
     return tuple((0, n) for n in shape)
+
+
+def intersection(a: Region, b: Region) -> Region:
+    """Returns the region that two regions share; empty, at times, but never of a
+    negative size."""
+    shared = ((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return tuple((start, max(start, stop)) for start, stop in shared)
+
+
+def part(array: NDArray[Any], holds: Region, wanted: Region) -> NDArray[Any]:
+    """Returns what an array, that holds one region, has of another, as a view."""
+    index: tuple[Any, ...] = tuple(
+        slice(p - r, q - r)
+        for (p, q), (r, _) in zip(intersection(wanted, holds), holds, strict=True)
+    )
+    # the ellipsis makes a view also where there is no dimension to index
+    view: NDArray[Any] = array[(*index, ...)]
+    return view
 
 
 @dataclass(frozen=True, slots=True)

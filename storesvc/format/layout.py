@@ -1,9 +1,10 @@
 """Where things lie below the root of a store (``bucket.proto`` draws it)."""
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc.format.names import RunName
+from storesvc.format.names import InvalidNameError, RunName
 
 STORE: Final = "store.binpb"
 """The store's own record."""
@@ -12,6 +13,7 @@ RUNS: Final = "runs/"
 """Below it: ``<namespace>/<run>.binpb``, and nothing else."""
 
 _SUFFIX: Final = ".binpb"
+_SLOT: Final = re.compile(r"[0-9]{20}\.binpb")
 
 
 def run_record(name: RunName) -> str:
@@ -19,13 +21,13 @@ def run_record(name: RunName) -> str:
     return f"{RUNS}{name.namespace}/{name.run}{_SUFFIX}"
 
 
-def run_of_record(place: str) -> RunName:
-    """Returns the run whose record lies there.
-
-    Raises:
-        InvalidNameError: No run's record lies there.
-    """
-    return RunName.parse(place.removeprefix(RUNS).removesuffix(_SUFFIX))
+def run_of_record(place: str) -> RunName | None:
+    """Returns the run whose record lies there; None for a stray object."""
+    try:
+        name = RunName.parse(place.removeprefix(RUNS).removesuffix(_SUFFIX))
+    except InvalidNameError:
+        return None
+    return name if place == run_record(name) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +55,30 @@ class RunPlaces:
         """Returns the place of a step's slot."""
         return f"{self.checkpoints}{step:020d}{_SUFFIX}"
 
-    def step_of(self, place: str) -> int:
-        """Returns the step whose slot lies there.
+    def step_of(self, place: str) -> int | None:
+        """Returns the step whose slot lies there; None for a stray object."""
+        name = place.removeprefix(self.checkpoints)
+        return int(name[:20]) if _SLOT.fullmatch(name) else None
 
-        Raises:
-            ValueError: No slot lies there.
-        """
-        return int(place.removeprefix(self.checkpoints).removesuffix(_SUFFIX))
-
-    def manifest(self, upload: str) -> str:
-        """Returns the place of a manifest."""
-        return f"{self.root}manifests/{upload}{_SUFFIX}"
+    def manifest(self, upload: str, digest: bytes) -> str:
+        """Returns the place of the manifest with that digest."""
+        return f"{self.root}manifests/{upload}-{digest.hex()}{_SUFFIX}"
 
     def upload(self, upload: str) -> str:
         """Returns the place of an upload's record."""
         return f"{self.root}uploads/{upload}{_SUFFIX}"
 
-    def tree(self, upload: str) -> str:
-        """Returns the place of an upload's leaf table."""
-        return f"{self.root}uploads/{upload}/tree{_SUFFIX}"
+    def tree(self, upload: str, digest: bytes) -> str:
+        """Returns the place of an upload's leaf table with that digest."""
+        return f"{self.root}uploads/{upload}/tree-{digest.hex()}{_SUFFIX}"
+
+    def receipts(self, upload: str) -> str:
+        """Returns what the receipts of an upload lie below."""
+        return f"{self.root}uploads/{upload}/writers/"
 
     def receipt(self, upload: str, writer: int) -> str:
         """Returns the place of a writer's receipt."""
-        return f"{self.root}uploads/{upload}/writers/{writer}{_SUFFIX}"
+        return f"{self.receipts(upload)}{writer}{_SUFFIX}"
 
     def staging(self, upload: str, writer: int) -> str:
         """Returns the place of a writer's key space."""

@@ -42,10 +42,16 @@ def unseal(data: bytes, kind: type[M]) -> M:
         sealed = pb.Sealed.FromString(data)
     except DecodeError as e:
         raise CorruptRecordError("expected a sealed record") from e
-    if crc32c(sealed.payload, sealed.format_version) != sealed.crc32c:
+    if (
+        not sealed.format_version  # an empty object is the sum of nothing
+        or crc32c(sealed.payload, sealed.format_version) != sealed.crc32c
+    ):
         raise CorruptRecordError("its checksum does not match its bytes")
     if sealed.format_version != FORMAT_VERSION:
         raise FormatVersionError(
             f"expected format version {FORMAT_VERSION}, got {sealed.format_version}"
         )
-    return kind.FromString(sealed.payload)
+    try:
+        return kind.FromString(sealed.payload)
+    except DecodeError as e:
+        raise CorruptRecordError("expected another kind of record") from e

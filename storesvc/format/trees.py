@@ -85,20 +85,19 @@ class Tree:
 
     leaves: tuple[Leaf, ...]
     grids: tuple[Grid, ...] = field(init=False, repr=False)
+    chunk_count: int = field(init=False)
+    """Chunks of all leaves; exact, also where no array could hold them."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "grids", tuple(leaf.grid for leaf in self.leaves))
+        grids = tuple(leaf.grid for leaf in self.leaves)
+        object.__setattr__(self, "grids", grids)
+        object.__setattr__(self, "chunk_count", sum(g.count for g in grids))
 
     @cached_property
     def first_chunk(self) -> NDArray[np.int64]:
         """The ordinal of each leaf's first chunk, and one past the last of all."""
         counts = accumulate((g.count for g in self.grids), initial=0)
         return np.fromiter(counts, np.int64, len(self.leaves) + 1)
-
-    @property
-    def chunk_count(self) -> int:
-        """Chunks of all leaves; exact, also where no array could hold them."""
-        return sum(g.count for g in self.grids)
 
     @cached_property
     def size_bytes(self) -> int:
@@ -181,6 +180,11 @@ def unpack_leaves(table: pb.LeafTable) -> Tree:
             f"got {len(table.shape)} and {len(table.chunk_shape)}"
         )
     shardings = [None, *map(_unpack_sharding, table.shardings)]
+    unknown = set(table.dtypes) - set(DTYPES)
+    if unknown:
+        raise InvalidTreeError(
+            f"column dtypes: expected dtypes of the format, got {min(unknown)[:40]!r}"
+        )
     impls = [None, *table.prng_impls]
     leaves = []
     at = 0
@@ -217,8 +221,6 @@ def _problem(leaf: Leaf) -> str | None:
         return f"path_kinds {leaf.path_kinds!r} do not fit its key"
     if leaf.kind not in pb.LeafKind.values() or not leaf.kind:
         return f"expected a known kind, got {leaf.kind}"
-    if leaf.dtype not in DTYPES:
-        return f"expected a dtype of the format, got {leaf.dtype!r}"
     if len(leaf.shape) > MAX_RANK:
         return f"expected at most {MAX_RANK} dimensions, got {len(leaf.shape)}"
     if any(n < 0 for n in leaf.shape) or any(n < 1 for n in leaf.chunk_shape):
@@ -234,6 +236,8 @@ def _problem(leaf: Leaf) -> str | None:
 
 
 def _kind_problem(leaf: Leaf) -> str | None:
+    if leaf.sharding is not None and len(leaf.sharding.spec) > len(leaf.shape):
+        return f"its sharding splits {len(leaf.sharding.spec)} dimensions"
     if (leaf.kind == pb.LEAF_KIND_PRNG_KEY) != (leaf.prng_impl is not None):
         return "expected a PRNG implementation for PRNG keys, and for nothing else"
     if leaf.prng_impl is not None:
@@ -275,6 +279,18 @@ def _pack_sharding(sharding: SavedSharding) -> pb.Sharding:
 
 
 def _unpack_sharding(sharding: pb.Sharding) -> SavedSharding:
+    names = sharding.axis_names
+    used = [axis for dimension in sharding.spec for axis in dimension.axes]
+    if (
+        len(set(names)) != len(names)
+        or len(sharding.axis_sizes) != len(names)
+        or any(size < 1 for size in sharding.axis_sizes)
+        or len(set(used)) != len(used)
+        or not set(used) <= set(names)
+    ):
+        raise InvalidTreeError(
+            "column shardings: expected a size for each axis, and each axis once"
+        )
     return SavedSharding(
         axis_names=tuple(sharding.axis_names),
         axis_sizes=tuple(sharding.axis_sizes),

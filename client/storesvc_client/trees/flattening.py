@@ -99,6 +99,8 @@ def signature(value: Any) -> Signature | None:
         if impl is None:
             return None
         return Signature(pb.LEAF_KIND_PRNG_KEY, "uint32", spec.shape, impl)
+    if isinstance(value, (jax.core.Tracer, np.ma.MaskedArray)):
+        return None
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         kind = pb.LEAF_KIND_ARRAY
     elif isinstance(value, np.ndarray):

@@ -7,9 +7,14 @@
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from storesvc_client._values import PathPart
+from storesvc_client.errors import MismatchError
+
+MAX_LENGTH: Final = 1_000_000
+"""Items of a list, the absent ones included: an index is a number in a key, and a
+few bytes must not become gigabytes."""
 
 
 def nest(leaves: Iterable[tuple[tuple[PathPart, ...], str, Any]]) -> Any:
@@ -38,5 +43,10 @@ def _converted(node: Any, kinds: dict[int, str]) -> Any:
         return {} if isinstance(node, dict) and not node else node
     items = {part: _converted(child, kinds) for part, child in node.items()}
     if kinds[id(node)] in "if":
-        return [items.get(i) for i in range(max(items) + 1)]
+        length = max(items) + 1
+        if length > MAX_LENGTH:
+            raise MismatchError(
+                f"an index of {max(items)} is too large for a list; restore with like="
+            )
+        return [items.get(i) for i in range(length)]
     return items

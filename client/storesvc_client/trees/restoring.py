@@ -13,7 +13,14 @@ from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from storesvc.format.grids import Region, whole
 from storesvc.format.trees import Leaf, Tree
@@ -32,6 +39,7 @@ from storesvc_client.trees.snapshot import region_of
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Rules: TypeAlias = Sequence[tuple[str, PartitionSpec]]
+Patterns: TypeAlias = Sequence[tuple[re.Pattern[str], PartitionSpec]]
 Placement: TypeAlias = Sharding | None
 """None: on the host."""
 
@@ -56,6 +64,8 @@ class Target:
     _regions: dict[int, dict[Region, list[jax.Device]]] = field(default_factory=dict)
     _arrived: dict[int, dict[jax.Device | None, Any]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
+    _wide: bool = False
+    """Whether the caller's jax has 64-bit types."""
 
     @classmethod
     def choose(
@@ -85,6 +95,7 @@ class Target:
                 "restore: expected both mesh= and rules=, or neither; "
                 "rules=[('', PartitionSpec())] puts every leaf on each device"
             )
+        patterns = None if rules is None else _compiled(rules)
         problems: list[str] = []
         if like is None:
             kinds = [leaf.kind for leaf in tree.leaves]
@@ -96,18 +107,18 @@ class Target:
         if not problems:
             for leaf, kind, value in zip(tree.leaves, kinds, wanted, strict=True):
                 try:
-                    placements.append(_place(leaf, kind, value, mesh, rules))
+                    placements.append(_place(leaf, kind, value, mesh, patterns))
                 except ValueError as e:
                     problems.append(f"leaf {leaf.key!r}: {e}")
         if problems:
             raise MismatchError(
                 f"{name} does not fit the target: {list_problems(problems)}"
             )
-        return cls(tree, placements, kinds, build)
+        return cls(tree, placements, kinds, build, _wide=_allows_wide())
 
-    @property
     def wanted(self) -> Iterator[tuple[int, Region]]:
-        """What to read: rows, and for each the distinct regions of local shards."""
+        """Yields what to read: rows, and for each the distinct regions of local
+        shards; prepares to take them."""
         for row, (leaf, placement) in enumerate(
             zip(self.tree.leaves, self.placements, strict=True)
         ):
@@ -130,7 +141,19 @@ class Target:
             self._arrived[buffer.row][None] = buffer.array
             return
         devices = self._regions[buffer.row][buffer.region]
-        arrays = [jax.device_put(buffer.array, device) for device in devices]
+        placement = self.placements[buffer.row]
+        assert placement is not None
+        # this thread has settings of its own: without the caller's, 64 bits
+        # would become 32
+        with jax.enable_x64(self._wide):
+            arrays = [
+                jax.device_put(
+                    buffer.array,
+                    SingleDeviceSharding(device, memory_kind=placement.memory_kind),
+                )
+                for device in devices
+            ]
+        assert all(array.dtype == buffer.array.dtype for array in arrays)
         with self._lock:
             self._arrived[buffer.row].update(zip(devices, arrays, strict=True))
 
@@ -228,7 +251,7 @@ def _describe(leaf: NamedLeaf) -> str:
 
 
 def _place(
-    leaf: Leaf, kind: int, value: Any, mesh: Mesh | None, rules: Rules | None
+    leaf: Leaf, kind: int, value: Any, mesh: Mesh | None, rules: Patterns | None
 ) -> Placement:
     """Decides where a leaf goes.
 
@@ -252,21 +275,41 @@ def _place(
             f"jax would narrow {leaf.dtype} on a device; set jax_enable_x64, or give "
             "a numpy array in like="
         )
+    mesh_of = getattr(placement, "mesh", None)
+    if isinstance(mesh_of, AbstractMesh):
+        problem = "its sharding is on an abstract mesh"
+        raise ValueError(f"{problem}; give mesh= and rules=")  # noqa: TRY004 - a misfit
     placement.shard_shape(shape)  # raises where the axes do not divide it
+    if kind == pb.LEAF_KIND_PRNG_KEY and not isinstance(
+        placement, (NamedSharding, SingleDeviceSharding)
+    ):
+        raise ValueError(
+            f"PRNG keys cannot be placed by a {type(placement).__name__}; give a "
+            "NamedSharding"
+        )
     return placement
 
 
+def _compiled(rules: Rules) -> Patterns:
+    try:
+        return [(re.compile(pattern), spec) for pattern, spec in rules]
+    except re.error as e:
+        raise InvalidRequestError(
+            f"restore: rule {e.pattern!r} is not a regular expression: {e}"
+        ) from e
+
+
 def _by_rules(
-    key: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules
+    key: str, shape: tuple[int, ...], mesh: Mesh, rules: Patterns
 ) -> NamedSharding:
     if not shape:  # nothing to split, so every rule means the same
         return NamedSharding(mesh, PartitionSpec())
     for pattern, spec in rules:
-        if re.search(pattern, key):
+        if pattern.search(key):
             if len(spec) > len(shape):
                 raise ValueError(
-                    f"rule {pattern!r} splits {len(spec)} dimensions with {spec}, but "
-                    f"its shape is {shape}"
+                    f"rule {pattern.pattern!r} splits {len(spec)} dimensions with "
+                    f"{spec}, but its shape is {shape}"
                 )
             return NamedSharding(mesh, spec)
     raise ValueError("no rule matches; end the rules with ('', PartitionSpec())")
@@ -286,12 +329,18 @@ def _as_saved(leaf: Leaf) -> Placement:
     return NamedSharding(mesh, PartitionSpec(*(s or None for s in leaf.sharding.spec)))
 
 
-def _would_narrow(dtype: str) -> bool:
+def _allows_wide() -> bool:
     config: Any = jax.config  # its options have no types
-    return dtype in _WIDE and not config.jax_enable_x64
+    return bool(config.jax_enable_x64)
+
+
+def _would_narrow(dtype: str) -> bool:
+    return dtype in _WIDE and not _allows_wide()
 
 
 def _default_device() -> Sharding:
     config: Any = jax.config  # its options have no types
     device = config.jax_default_device or jax.local_devices()[0]
-    return jax.sharding.SingleDeviceSharding(device)
+    if isinstance(device, str):  # a platform
+        device = jax.local_devices(backend=device)[0]
+    return SingleDeviceSharding(device)

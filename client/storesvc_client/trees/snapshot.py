@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.checksums import Buffer
 from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import Region, choose_chunk_shape, whole
+from storesvc.format.grids import Region, choose_chunk_shape, part, whole
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client.trees.flattening import (
     NamedLeaf,
@@ -47,24 +47,13 @@ class TreeSnapshot:
         grid = self.tree.grids[row]
         region = grid.region(within)
         for block in self.blocks[row]:
-            part = _part(block, region)
-            if part.nbytes == grid.chunk_bytes:
-                return _bytes(np.ascontiguousarray(part))
+            held = part(block.array, block.region, region)
+            if held.nbytes == grid.chunk_bytes:
+                return _bytes(np.ascontiguousarray(held))
         chunk = np.zeros(grid.chunk_shape, DTYPES[self.tree.leaves[row].dtype])
         for block in self.blocks[row]:
-            shared = tuple(
-                (max(p, r), min(q, s))
-                for (p, q), (r, s) in zip(block.region, region, strict=True)
-            )
-            if all(start < stop for start, stop in shared):
-                into = Block(
-                    tuple(
-                        (p, p + n)
-                        for (p, _), n in zip(region, grid.chunk_shape, strict=True)
-                    ),
-                    chunk,
-                )
-                _part(into, shared)[...] = _part(block, shared)
+            into = part(chunk, region, block.region)
+            into[...] = part(block.array, block.region, region)
         return _bytes(chunk)
 
 
@@ -111,15 +100,14 @@ def _blocks(value: Any, found: Signature) -> list[Block]:
         return [Block(whole(found.shape), array)]
     if found.kind == pb.LEAF_KIND_PRNG_KEY:
         value = jax.random.key_data(value)
-    accelerated = _on_accelerator(value)
     blocks: dict[Region, Block] = {}
     for shard in value.addressable_shards:
         region = region_of(shard.index, found.shape)
         if region not in blocks:  # the others are replicas
             host = np.asarray(shard.data)
-            # on CPU that was a view of the array's own memory
-            array = np.ascontiguousarray(host) if accelerated else host.copy()
-            blocks[region] = Block(region, array)
+            # on CPU that is a view of memory that the array may give away
+            own = host if host.flags.owndata else host.copy()
+            blocks[region] = Block(region, np.ascontiguousarray(own))
     return list(blocks.values())
 
 
@@ -127,15 +115,6 @@ def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
     """Returns the region that a shard's index means."""
     bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
     return tuple((start, stop) for start, stop, _ in bounds)
-
-
-def _part(block: Block, region: Region) -> NDArray[Any]:
-    """The part of a block that lies in a region, as a view."""
-    index: tuple[Any, ...] = tuple(
-        slice(max(p, r) - r, max(min(q, s) - r, 0))
-        for (p, q), (r, s) in zip(region, block.region, strict=True)
-    )
-    return block.array[(*index, ...)]
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estoresvc_proto/v1/bucket.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"A\n\x06Sealed\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\"K\n\x0bStoreRecord\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"I\n\tRunRecord\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xfa\x04\n\x10\x43heckpointRecord\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.storesvc.v1.CheckpointRecord.State\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0e\n\x06upload\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63ommit_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x39\n\x06labels\x18\x07 \x03(\x0b\x32).storesvc.v1.CheckpointRecord.LabelsEntry\x12;\n\x07metrics\x18\x08 \x03(\x0b\x32*.storesvc.v1.CheckpointRecord.MetricsEntry\x12\x12\n\nsize_bytes\x18\t \x01(\x03\x12\x14\n\x0cstored_bytes\x18\n \x01(\x03\x12\x12\n\nleaf_count\x18\x0b \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x0c \x01(\x03\x12\x16\n\x0emanifest_bytes\x18\r \x01(\x03\x12\x17\n\x0fmanifest_digest\x18\x0e \x01(\x0c\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"H\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTATE_UPLOADING\x10\x01\x12\x13\n\x0fSTATE_COMMITTED\x10\x02\"\xa1\x03\n\x0cUploadRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x0cwriter_count\x18\x03 \x01(\x05\x12\x13\n\x0btree_digest\x18\x04 \x01(\x0c\x12\x35\n\x06labels\x18\x05 \x03(\x0b\x32%.storesvc.v1.UploadRecord.LabelsEntry\x12\x37\n\x07metrics\x18\x06 \x03(\x0b\x32&.storesvc.v1.UploadRecord.MetricsEntry\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\x0elease_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0erequest_digest\x18\t \x01(\x0c\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x19\n\x07Receipt\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estoresvc_proto/v1/bucket.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"A\n\x06Sealed\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\"K\n\x0bStoreRecord\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"I\n\tRunRecord\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x8a\x05\n\x10\x43heckpointRecord\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.storesvc.v1.CheckpointRecord.State\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0e\n\x06upload\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63ommit_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x39\n\x06labels\x18\x07 \x03(\x0b\x32).storesvc.v1.CheckpointRecord.LabelsEntry\x12;\n\x07metrics\x18\x08 \x03(\x0b\x32*.storesvc.v1.CheckpointRecord.MetricsEntry\x12\x12\n\nsize_bytes\x18\t \x01(\x03\x12\x14\n\x0cstored_bytes\x18\n \x01(\x03\x12\x12\n\nleaf_count\x18\x0b \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x0c \x01(\x03\x12\x16\n\x0emanifest_bytes\x18\r \x01(\x03\x12\x17\n\x0fmanifest_digest\x18\x0e \x01(\x0c\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"X\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTATE_UPLOADING\x10\x01\x12\x13\n\x0fSTATE_COMMITTED\x10\x02\x12\x0e\n\nSTATE_FREE\x10\x03\"\xa1\x03\n\x0cUploadRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x0cwriter_count\x18\x03 \x01(\x05\x12\x13\n\x0btree_digest\x18\x04 \x01(\x0c\x12\x35\n\x06labels\x18\x05 \x03(\x0b\x32%.storesvc.v1.UploadRecord.LabelsEntry\x12\x37\n\x07metrics\x18\x06 \x03(\x0b\x32&.storesvc.v1.UploadRecord.MetricsEntry\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\x0elease_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0erequest_digest\x18\t \x01(\x0c\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x19\n\x07Receipt\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,19 +48,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNRECORD']._serialized_start=256
   _globals['_RUNRECORD']._serialized_end=329
   _globals['_CHECKPOINTRECORD']._serialized_start=332
-  _globals['_CHECKPOINTRECORD']._serialized_end=966
+  _globals['_CHECKPOINTRECORD']._serialized_end=982
   _globals['_CHECKPOINTRECORD_LABELSENTRY']._serialized_start=799
   _globals['_CHECKPOINTRECORD_LABELSENTRY']._serialized_end=844
   _globals['_CHECKPOINTRECORD_METRICSENTRY']._serialized_start=846
   _globals['_CHECKPOINTRECORD_METRICSENTRY']._serialized_end=892
   _globals['_CHECKPOINTRECORD_STATE']._serialized_start=894
-  _globals['_CHECKPOINTRECORD_STATE']._serialized_end=966
-  _globals['_UPLOADRECORD']._serialized_start=969
-  _globals['_UPLOADRECORD']._serialized_end=1386
+  _globals['_CHECKPOINTRECORD_STATE']._serialized_end=982
+  _globals['_UPLOADRECORD']._serialized_start=985
+  _globals['_UPLOADRECORD']._serialized_end=1402
   _globals['_UPLOADRECORD_LABELSENTRY']._serialized_start=799
   _globals['_UPLOADRECORD_LABELSENTRY']._serialized_end=844
   _globals['_UPLOADRECORD_METRICSENTRY']._serialized_start=846
   _globals['_UPLOADRECORD_METRICSENTRY']._serialized_end=892
-  _globals['_RECEIPT']._serialized_start=1388
-  _globals['_RECEIPT']._serialized_end=1413
+  _globals['_RECEIPT']._serialized_start=1404
+  _globals['_RECEIPT']._serialized_end=1429
 # @@protoc_insertion_point(module_scope)

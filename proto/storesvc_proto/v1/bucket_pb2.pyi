@@ -7,9 +7,9 @@ What lies in a store's bucket. The layout, below the root:
     runs/<namespace>/<run>.binpb                      Sealed(RunRecord)
     data/<namespace>/<run>/
         checkpoints/<step, 20 digits>.binpb           Sealed(CheckpointRecord)
-        manifests/<upload>.binpb                      Manifest
+        manifests/<upload>-<digest>.binpb             Manifest
         uploads/<upload>.binpb                        Sealed(UploadRecord)
-        uploads/<upload>/tree.binpb                   LeafTable
+        uploads/<upload>/tree-<digest>.binpb          LeafTable
         uploads/<upload>/writers/<writer>.binpb       Sealed(Receipt)
         staging/<upload>/<writer>/manifest.ocdbt      a writer's key space
         trees/<upload>/manifest.ocdbt                 a checkpoint's key space
@@ -34,7 +34,9 @@ above the slot's last (create-if-absent, or a write conditional on the
 generation that it read); the commit turns it into COMMITTED by a write that
 is conditional on the generation whose upload and epoch are its own. A later
 BeginUpload changes the generation, so an upload that lost its slot cannot
-commit, whatever its clock says. Readers MUST take a slot that is not
+commit, whatever its clock says. AbortUpload turns it into FREE and keeps its
+epoch, on the same condition; no slot is ever emptied while an upload that held
+it may be heard of again. Readers MUST take a slot that is not
 COMMITTED for absent. A conditional write that reports a conflict MUST be
 followed by a read: a slot that carries the writer's own upload means that
 an earlier attempt landed.
@@ -154,6 +156,10 @@ class CheckpointRecord(google.protobuf.message.Message):
         """Reserved by an upload. Not a checkpoint."""
         STATE_COMMITTED: CheckpointRecord._State.ValueType  # 2
         """A checkpoint."""
+        STATE_FREE: CheckpointRecord._State.ValueType  # 3
+        """Given back by the upload that it names, which was aborted. Only step,
+        upload and epoch are set.
+        """
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
         """What the slot holds."""
@@ -164,6 +170,10 @@ class CheckpointRecord(google.protobuf.message.Message):
     """Reserved by an upload. Not a checkpoint."""
     STATE_COMMITTED: CheckpointRecord.State.ValueType  # 2
     """A checkpoint."""
+    STATE_FREE: CheckpointRecord.State.ValueType  # 3
+    """Given back by the upload that it names, which was aborted. Only step,
+    upload and epoch are set.
+    """
 
     @typing.final
     class LabelsEntry(google.protobuf.message.Message):
@@ -272,7 +282,7 @@ Global___CheckpointRecord: typing_extensions.TypeAlias = CheckpointRecord
 
 @typing.final
 class UploadRecord(google.protobuf.message.Message):
-    """An upload, immutable once written."""
+    """An upload, written once. It stays when the upload is aborted."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -324,9 +334,11 @@ class UploadRecord(google.protobuf.message.Message):
     writer_count: builtins.int
     """Number of writers; they are called 0 to `writer_count` - 1."""
     tree_digest: builtins.bytes
-    """XXH3-128 of tree.binpb."""
+    """XXH3-128 of the leaf table."""
     request_digest: builtins.bytes
-    """XXH3-128 of the request, to tell a retry from a reused request id."""
+    """XXH3-128 of the request's upload, serialised with its fields and map keys in
+    order, followed by `tree_digest`: tells a retry from a reused request id.
+    """
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Carried to the checkpoint."""
@@ -341,7 +353,9 @@ class UploadRecord(google.protobuf.message.Message):
 
     @property
     def lease_duration(self) -> google.protobuf.duration_pb2.Duration:
-        """How long the upload is safe from collection after its last sign of life."""
+        """How long the upload is safe from collection after its last sign of life: the
+        youngest of this record, its receipts and its staging.
+        """
 
     def __init__(
         self,

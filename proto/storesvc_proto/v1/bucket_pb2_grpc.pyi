@@ -7,9 +7,9 @@ What lies in a store's bucket. The layout, below the root:
     runs/<namespace>/<run>.binpb                      Sealed(RunRecord)
     data/<namespace>/<run>/
         checkpoints/<step, 20 digits>.binpb           Sealed(CheckpointRecord)
-        manifests/<upload>.binpb                      Manifest
+        manifests/<upload>-<digest>.binpb             Manifest
         uploads/<upload>.binpb                        Sealed(UploadRecord)
-        uploads/<upload>/tree.binpb                   LeafTable
+        uploads/<upload>/tree-<digest>.binpb          LeafTable
         uploads/<upload>/writers/<writer>.binpb       Sealed(Receipt)
         staging/<upload>/<writer>/manifest.ocdbt      a writer's key space
         trees/<upload>/manifest.ocdbt                 a checkpoint's key space
@@ -34,7 +34,9 @@ above the slot's last (create-if-absent, or a write conditional on the
 generation that it read); the commit turns it into COMMITTED by a write that
 is conditional on the generation whose upload and epoch are its own. A later
 BeginUpload changes the generation, so an upload that lost its slot cannot
-commit, whatever its clock says. Readers MUST take a slot that is not
+commit, whatever its clock says. AbortUpload turns it into FREE and keeps its
+epoch, on the same condition; no slot is ever emptied while an upload that held
+it may be heard of again. Readers MUST take a slot that is not
 COMMITTED for absent. A conditional write that reports a conflict MUST be
 followed by a read: a slot that carries the writer's own upload means that
 an earlier attempt landed.

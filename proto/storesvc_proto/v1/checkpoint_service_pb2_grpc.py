@@ -123,10 +123,11 @@ class CheckpointServiceServicer(object):
 
         The first message holds `checkpoint`. The `part`s of all messages, joined,
         are a serialised `Manifest` of `Checkpoint.manifest_bytes` bytes with the
-        digest `Checkpoint.manifest_digest`; the client MUST check both.
+        digest `Checkpoint.manifest_digest`; the client MUST check both. The server
+        stops a stream whose client takes nothing for 15 s.
 
         Errors:
-        * as GetCheckpoint, and `CORRUPT_DATA`.
+        * as GetCheckpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

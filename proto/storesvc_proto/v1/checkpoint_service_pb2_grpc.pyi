@@ -208,10 +208,11 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
 
     The first message holds `checkpoint`. The `part`s of all messages, joined,
     are a serialised `Manifest` of `Checkpoint.manifest_bytes` bytes with the
-    digest `Checkpoint.manifest_digest`; the client MUST check both.
+    digest `Checkpoint.manifest_digest`; the client MUST check both. The server
+    stops a stream whose client takes nothing for 15 s.
 
     Errors:
-    * as GetCheckpoint, and `CORRUPT_DATA`.
+    * as GetCheckpoint.
     """
 
 CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
@@ -310,10 +311,11 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
 
         The first message holds `checkpoint`. The `part`s of all messages, joined,
         are a serialised `Manifest` of `Checkpoint.manifest_bytes` bytes with the
-        digest `Checkpoint.manifest_digest`; the client MUST check both.
+        digest `Checkpoint.manifest_digest`; the client MUST check both. The server
+        stops a stream whose client takes nothing for 15 s.
 
         Errors:
-        * as GetCheckpoint, and `CORRUPT_DATA`.
+        * as GetCheckpoint.
         """
 
 def add_CheckpointServiceServicer_to_server(servicer: CheckpointServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

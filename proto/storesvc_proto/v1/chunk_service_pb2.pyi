@@ -29,7 +29,7 @@ class ReadChunksRequest(google.protobuf.message.Message):
     UID_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`."""
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`, or `.../latest`."""
     uid: builtins.str
     """`Checkpoint.uid`: refuses another checkpoint at the same step."""
     @property

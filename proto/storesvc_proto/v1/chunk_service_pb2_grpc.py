@@ -52,7 +52,7 @@ class ChunkServiceServicer(object):
         The server neither decodes nor reorders the bytes of a chunk, and chooses
         the order of chunks. The pieces of one chunk arrive in order; each asked
         chunk arrives once. The client MUST check the checksum of each chunk against
-        the manifest. The server stops a stream whose client takes nothing for 60 s.
+        the manifest. The server stops a stream whose client takes nothing for 15 s.
 
         Errors:
         * `INVALID_FIELD`: the ordinals are not strictly ascending, or past the end.

@@ -75,26 +75,6 @@ trailing dimension more than the array of keys.
 """
 Global___LeafKind: typing_extensions.TypeAlias = LeafKind
 
-class _DigestAlgorithm:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _DigestAlgorithmEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DigestAlgorithm.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    DIGEST_ALGORITHM_UNSPECIFIED: _DigestAlgorithm.ValueType  # 0
-    """Never valid."""
-    DIGEST_ALGORITHM_XXH3_128: _DigestAlgorithm.ValueType  # 1
-    """XXH3, 128 bits, seed 0, canonical (big-endian) bytes."""
-
-class DigestAlgorithm(_DigestAlgorithm, metaclass=_DigestAlgorithmEnumTypeWrapper):
-    """How `digests` are made."""
-
-DIGEST_ALGORITHM_UNSPECIFIED: DigestAlgorithm.ValueType  # 0
-"""Never valid."""
-DIGEST_ALGORITHM_XXH3_128: DigestAlgorithm.ValueType  # 1
-"""XXH3, 128 bits, seed 0, canonical (big-endian) bytes."""
-Global___DigestAlgorithm: typing_extensions.TypeAlias = DigestAlgorithm
-
 @typing.final
 class Sharding(google.protobuf.message.Message):
     """How a leaf lay on its devices when it was saved (`jax.sharding.NamedSharding`).
@@ -283,7 +263,8 @@ class ChunkTable(google.protobuf.message.Message):
 
     @property
     def digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The digests of the elements, 16 bytes each, one after another; each entry
+        """The digests of the elements: XXH3-128, seed 0, canonical (big-endian), 16
+        bytes each, one after another; each entry
         holds those of any number of rows. Not one entry a row.
         """
 

@@ -97,7 +97,8 @@ class Upload(google.protobuf.message.Message):
     @property
     def lease_duration(self) -> google.protobuf.duration_pb2.Duration:
         """How long the upload is safe from collection after its last sign of life
-        (begin, acknowledged chunk, finished writer). 0 takes the server's default.
+        (begin, acknowledged chunk, finished writer), at most 30 days. 0 takes the
+        server's default.
         """
 
     @property

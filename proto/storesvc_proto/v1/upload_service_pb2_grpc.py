@@ -72,13 +72,15 @@ class UploadServiceServicer(object):
         The first message MUST hold `upload`; the following ones hold `leaves`,
         the leaf table in parts of at most 2 MiB. An upload that already held the
         step is superseded: it can no longer commit.
+        An abort that comes before the begin that it means cannot fence it.
 
         Idempotent by `request_id`: a repeated call with the same body answers
-        with the same upload. Deadline: 60 s.
+        with the same upload. Deadline: 60 s, also at the server.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_TREE`, `REQUEST_ID_REUSED`.
         * `CHECKPOINT_EXISTS`: the step is committed.
+        * `UPLOAD_SUPERSEDED`: this very upload began before, and lost its step.
         * `CONFLICT`: another upload of this step began at the same moment.
         * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
         """
@@ -91,13 +93,15 @@ class UploadServiceServicer(object):
 
         The first message MUST hold `open`, the following ones hold `frame`. The
         bytes of a chunk MUST arrive in order within the stream and as a whole; a
-        chunk may span frames, and a frame may hold many chunks. The server
-        acknowledges chunks once they are durable; a chunk may be sent again, in
-        this stream or a later one, and the last one sent counts. Chunks are
-        acknowledged in the order in which they were completed.
+        chunk may span frames, and a frame may hold many chunks. A chunk may be sent
+        again, in this stream or a later one, until the writer has finished; the last
+        one sent counts.
 
-        A stream that receives nothing for 60 s ends with `STALLED`. A stream that
-        ends early loses only what was not acknowledged.
+        The server acknowledges chunks once they are durable, in the order in which
+        they were completed, and at the latest a few seconds after the client pauses.
+        A stream ends with `STALLED` where nothing is received for 60 s, or a chunk is
+        not complete 60 s after its first byte. A stream that ends early loses only
+        what was not acknowledged.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.
@@ -114,16 +118,19 @@ class UploadServiceServicer(object):
 
         The first message MUST hold `open`, the following ones hold `chunks`: the
         ordinal, crc32c and digest of every chunk of this writer, in parts of at
-        most 2 MiB, ascending. The server checks that each is stored with the
-        length that the tree gives it.
+        most 2 MiB, ascending. The server checks that they are what is stored, with
+        the lengths that the tree gives them.
 
-        Idempotent: the last call counts. Deadline: 60 s.
+        Idempotent: the last call counts. Deadline: 60 s, also at the server. A call
+        that is repeated after the commit answers `CHECKPOINT_EXISTS`: a client whose
+        FinishWriter was answered goes on to CommitUpload, and does not finish again.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
         * `CHECKPOINT_EXISTS`: the step is committed.
         * `CHUNKS_INCOMPLETE`: a chunk of the receipt is not stored.
+        * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +148,8 @@ class UploadServiceServicer(object):
         Errors:
         * `INVALID_FIELD`, `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
         * `CHECKPOINT_EXISTS`: another upload committed this step.
-        * `WRITER_UNFINISHED`, `CHUNKS_INCOMPLETE`.
+        * `WRITER_UNFINISHED`: or it stored chunks after it had finished.
+        * `CHUNKS_INCOMPLETE`, `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,6 +164,7 @@ class UploadServiceServicer(object):
         Errors:
         * `INVALID_FIELD`.
         * `CHECKPOINT_EXISTS`: the upload is committed.
+        * `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc.requests import page_token
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.contract import Writer
+from tests.server_process import ServerProcess
 
+LLAMA = "namespaces/prod/runs/llama-8b"
 STEPS = [0, 1, 5, 10, 2**63 - 1]
 
 
@@ -89,6 +92,8 @@ def test_pages_join_to_the_whole_list(stub: CheckpointServiceStub) -> None:
         ({"page_size": -1}, "INVALID_FIELD"),
         ({"page_token": "!"}, "INVALID_PAGE_TOKEN"),
         ({"page_token": "AAAA"}, "INVALID_PAGE_TOKEN"),
+        ({"page_token": page_token(LLAMA, "abc")}, "INVALID_PAGE_TOKEN"),
+        ({"page_token": page_token(LLAMA, "9" * 5000)}, "INVALID_PAGE_TOKEN"),
         ({"parent": "namespaces/prod"}, "INVALID_FIELD"),
         ({"parent": "namespaces/../runs/x"}, "INVALID_FIELD"),
         ({"parent": "namespaces/prod/runs/nobody"}, "RUN_NOT_FOUND"),
@@ -115,6 +120,24 @@ def test_a_token_of_another_list_is_refused(stub: CheckpointServiceStub) -> None
         translated("here"),
     ):
         stub.ListRuns(request)
+
+
+def test_other_namespaces_are_not_named(client: store.Client) -> None:
+    with pytest.raises(store.NotFoundError, match="no run is similar"):
+        client.run("prof/llama-8b").latest()
+
+
+def test_stray_objects_are_no_checkpoints(
+    server: ServerProcess, client: store.Client
+) -> None:
+    run = client.run("stray/run")
+    run.save(1, {"x": 1}).result()
+    (server.root / "data/stray/run/checkpoints/.DS_Store").write_bytes(b"?")
+    (server.root / "runs/stray/.DS_Store").write_bytes(b"?")
+    (server.root / "runs/README").write_bytes(b"?")
+
+    assert [1] == [c.step for c in run.checkpoints()]
+    assert ["stray/run"] == [r.name for r in client.runs("stray")]
 
 
 def test_an_unknown_run_is_named_with_those_most_like_it(client: store.Client) -> None:

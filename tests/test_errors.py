@@ -2,11 +2,17 @@
 
 from typing import TypeVar
 
+import grpc
+import pytest
 from google.rpc import error_details_pb2
 
 import storesvc.errors
 import storesvc.statuses
+import storesvc_client as store
 import storesvc_client.errors
+from storesvc_client.errors import translated
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.errors_pb2 import ErrorReason
 
 T = TypeVar("T")
@@ -55,3 +61,25 @@ def test_a_status_carries_one_error_info_with_what_the_message_mentions() -> Non
         "storesvc",
         {"run": "a/b"},
     )
+
+
+def test_a_long_text_is_cut_so_that_its_reason_arrives(run: store.Run) -> None:
+    key = "é" * 2000
+    run.save(0, {key: 1}).result()
+
+    with pytest.raises(store.MismatchError):
+        run.restore(0, like={})
+    error = storesvc.errors.CorruptDataError(f"leaf {key!r} is damaged", leaf=key)
+    status = storesvc.statuses.status_of(error)
+    assert status.message.startswith("leaf 'é")
+    assert status.message.endswith("' is damaged")
+    assert status.ByteSize() < 1500
+
+
+@pytest.mark.parametrize("name", ["x" * 6000, "a/" + "é" * 3000, "\n" * 5000])
+def test_a_long_name_is_refused_with_its_reason(server_address: str, name: str) -> None:
+    stub = CheckpointServiceStub(grpc.insecure_channel(server_address))
+
+    with pytest.raises(store.InvalidRequestError) as caught, translated("here"):
+        stub.GetRun(api.GetRunRequest(name=name), timeout=10)
+    assert "INVALID_FIELD" == caught.value.reason

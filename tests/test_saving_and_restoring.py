@@ -1,8 +1,12 @@
 """What the client refuses, and how it says so."""
 
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,10 +26,10 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
 
 
-def test_a_save_returns_before_it_is_committed(run: store.Run) -> None:
-    save = run.save(3, {"x": np.zeros(2**24, np.uint8)})
+def test_a_save_returns_a_handle_that_waits(run: store.Run) -> None:
+    save = run.save(np.int64(3), {"x": np.zeros(2**20, np.uint8)})
 
-    assert not save.done()
+    assert 3 == save.step
     assert 3 == save.result().step
     assert save.done()
 
@@ -78,6 +82,138 @@ def test_the_error_of_a_save_surfaces_when_the_client_closes(
         client.close()
 
 
+def test_an_interrupted_wait_has_not_seen_the_end(run: store.Run) -> None:
+    run.save(1, {"x": 1}).result()
+    save = run.save(1, {"x": 1})
+    with pytest.raises((TimeoutError, store.AlreadyExistsError)) as caught:
+        save.result(timeout=0)
+    if caught.type is TimeoutError:
+        with pytest.raises(store.AlreadyExistsError):
+            run.wait()
+
+
+def test_the_failure_of_one_run_leaves_the_saves_of_others(
+    server_address: str,
+) -> None:
+    client = store.connect(server_address)
+    bad, good = client.run("tests/bad"), client.run("tests/good")
+    bad.save(1, {"x": 1}).result()
+    bad.save(1, {"x": 1})
+    good.save(1, {"x": np.zeros(2**26, np.uint8)})
+
+    with pytest.raises(store.AlreadyExistsError):
+        client.close()
+    with store.connect(server_address) as again:
+        assert 1 == again.run("tests/good").latest().step
+
+
+LEAVING = """
+import sys, numpy as np, storesvc_client as store
+client = store.connect(sys.argv[1])
+client.run("tests/leave").save(1, {"x": np.zeros(2**24, np.uint8)})
+"""
+
+
+def test_a_save_ends_before_its_process_does(tmp_path: Path) -> None:
+    target = tmp_path.as_uri()
+    ran = subprocess.run(
+        [sys.executable, "-c", LEAVING, target],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "" == ran.stderr
+    with store.connect(target) as client:
+        assert 1 == client.run("tests/leave").latest().step
+
+    ran = subprocess.run(
+        [sys.executable, "-c", LEAVING, target],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "tests/leave@1 exists already" in ran.stderr
+    assert 1 == ran.stderr.count("\n")
+
+
+def test_a_closed_client_says_so(server_address: str) -> None:
+    client = store.connect(server_address)
+    run = client.run("tests/closed")
+    client.close()
+    client.close()
+
+    for call in (
+        run.latest,
+        run.restore,
+        lambda: run.save(1, {"x": 1}),
+        lambda: list(client.runs()),
+    ):
+        with pytest.raises(store.InvalidRequestError, match="is closed; connect again"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"step": "latest"},
+        {"step": True},
+        {"step": 1.0},
+        {"step": -1},
+        {"step": 2**63},
+        {"labels": {"a": 3}},
+        {"labels": {3: "a"}},
+        {"metrics": {"a": "x"}},
+        {"metrics": {"a": None}},
+    ],
+    ids=str,
+)
+def test_a_bad_argument_of_save_is_refused_at_once(
+    run: store.Run, arguments: dict[str, Any]
+) -> None:
+    save: Any = run.save
+
+    with pytest.raises(store.InvalidRequestError, match=f"save to {run.name}"):
+        save(**({"step": 1, "tree": {"x": 1}} | arguments))
+
+
+def test_a_restore_in_a_context_of_wide_types_keeps_them(run: store.Run) -> None:
+    values = 2**40 + np.arange(4)
+    run.save(0, {"x": values}).result()
+    like = {"x": jax.ShapeDtypeStruct((4,), np.int64)}
+
+    with jax.enable_x64(True):
+        back = run.restore(0, like=like)["x"]
+
+    assert np.int64 == back.dtype
+    assert values.tobytes() == np.asarray(back).tobytes()
+
+
+def test_a_restore_keeps_the_kind_of_memory(run: store.Run) -> None:
+    device = jax.devices()[0]
+    for kind in [memory.kind for memory in device.addressable_memories()]:
+        sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+        run.save(len(kind), {"x": jax.device_put(np.arange(3.0), sharding)}).result()
+        like = {"x": jax.ShapeDtypeStruct((3,), np.float32, sharding=sharding)}
+
+        assert kind == run.restore(like=like)["x"].sharding.memory_kind
+
+
+def test_a_restore_goes_on_at_a_restarted_server(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    with store.connect(server.address) as client:
+        run = client.run("tests/restart")
+        run.save(0, {"x": np.arange(5)}).result()
+        server.kill()
+        later = threading.Timer(1.0, server.start)
+        later.start()
+        try:
+            assert np.array_equal(np.arange(5), run.restore(0)["x"])
+        finally:
+            later.join()
+
+
 def test_an_error_that_was_seen_does_not_come_again(run: store.Run) -> None:
     run.save(1, {"x": 1}).result()
     save = run.save(1, {"x": 1})
@@ -99,6 +235,7 @@ def test_an_error_that_was_seen_does_not_come_again(run: store.Run) -> None:
         (object(), "got object"),
         (jax.ShapeDtypeStruct((2,), jnp.float32), "ShapeDtypeStruct"),
         (np.zeros((1,) * 33), "32 dimensions, got 33"),
+        (np.ma.masked_array([1, 2], [True, False]), "array of int64"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -184,6 +321,7 @@ def test_rules_place_the_leaves_whose_keys_they_are_found_in(
         ([("", P(None, None, "a"))], r"leaf 'bias': rule '' splits 3 dimensions"),
         ([("", P("z"))], "leaf 'bias'.*z"),
     ],
+    ids=str,
 )
 def test_rules_that_do_not_fit_name_the_leaves(
     run: store.Run, mesh: Mesh, rules: list[tuple[str, P]], match: str
@@ -193,6 +331,13 @@ def test_rules_that_do_not_fit_name_the_leaves(
 
     with pytest.raises(store.MismatchError, match=match):
         run.restore(0, mesh=mesh, rules=rules)
+
+
+def test_a_rule_that_is_no_pattern_is_refused(run: store.Run, mesh: Mesh) -> None:
+    run.save(0, {"x": jnp.ones(3)}).result()
+
+    with pytest.raises(store.InvalidRequestError, match=r"rule '\(' is not a regular"):
+        run.restore(0, mesh=mesh, rules=[("(", P())])
 
 
 def test_a_mesh_without_rules_is_refused(run: store.Run, mesh: Mesh) -> None:

@@ -146,7 +146,7 @@ def test_what_a_limit_cuts_off_is_said_beside_the_output(address: str) -> None:
     result = storectl(address, "ls", "prod/tiny", "--limit", "1", "--json")
 
     assert [20] == [checkpoint["step"] for checkpoint in json.loads(result.stdout)]
-    assert "storectl: 1 checkpoints shown, there are more\n" == result.stderr
+    assert "storectl: 1 checkpoint shown, there are more\n" == result.stderr
 
 
 def test_a_limit_that_cuts_nothing_off_is_silent(address: str) -> None:

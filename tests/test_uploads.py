@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 import storesvc_client as store
 from storesvc_client.errors import translated
@@ -291,6 +292,8 @@ def test_an_upload_goes_on_at_a_restarted_server(
     ("changes", "match"),
     [
         ({"step": -1}, "step"),
+        ({"lease_duration": Duration(seconds=10**14)}, "lease_duration"),
+        ({"lease_duration": Duration(seconds=-1)}, "lease_duration"),
         ({"writer_count": 65537}, "writer_count"),
         ({"labels": {"": "x"}}, "labels"),
         ({"labels": {"k": "v" * 257}}, "labels"),

@@ -79,7 +79,11 @@ def replacing(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
     """
     from storesvc_client import StoreError
 
-    if path.exists() and not (force and path.is_file()):
+    try:
+        taken = path.exists() and not (force and path.is_file())
+    except OSError as e:  # such as a name that is too long
+        raise Refusal(f"{path}: {e.strerror or e}") from e
+    if taken:
         hint = "; --force replaces it" if path.is_file() else ", and is no file"
         raise Refusal(f"{path} exists{hint}")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")

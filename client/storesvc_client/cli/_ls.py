@@ -60,7 +60,8 @@ class _Listing(Generic[_Item]):
             print_note(f"no {plural(self.noun)}")
         if limit is not None and next(rest, None) is not None:
             known = f"of {len(items):,} " if isinstance(items, Sized) else ""
-            print_note(f"{limit:,} {known}{plural(self.noun)} shown, there are more")
+            noun = self.noun if limit == 1 and not known else plural(self.noun)
+            print_note(f"{limit:,} {known}{noun} shown, there are more")
 
 
 def _run_row(run: "RunInfo") -> tuple[str, ...]:

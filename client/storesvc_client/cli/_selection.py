@@ -53,6 +53,11 @@ def select_leaf(client: "Client", path: LeafPath) -> Selection:
     """
     checkpoint = _pin(client, path.checkpoint)
     leaves = client.run(checkpoint.run).leaves(checkpoint.which)
+    if path.glob not in leaves and set("*?[") & set(path.glob):
+        raise Refusal(
+            f"{path.glob!r} is a glob, and one leaf is asked for; 'storectl ls' takes "
+            "globs"
+        )
     if path.glob not in leaves:
         raise Refusal(_absence(path.glob, leaves, checkpoint=checkpoint))
     return Selection(checkpoint, (leaves[path.glob],))

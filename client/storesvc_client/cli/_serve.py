@@ -96,6 +96,8 @@ def serve(
         )
     except StoreError as e:
         raise Refusal(str(e)) from e
+    except OSError as e:  # of the ready file: the store's own are StoreErrors
+        raise Refusal(f"{e.filename}: {e.strerror or e}") from e
 
 
 def _require_server() -> None:

@@ -73,8 +73,12 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 
 def _make_empty(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.iterdir()):
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(directory.iterdir())
+    except OSError as e:
+        raise DemoError(f"{directory}: {e.strerror or e}") from e
+    if not is_empty:
         raise DemoError(f"{directory}: expected an empty directory, got files in it")
 
 

@@ -1,0 +1,276 @@
+"""Calls that overlap, are cancelled, or idle: nothing leaks, nothing lies."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storesvc import receiving, server, services, slots
+from storesvc.errors import (
+    RunNotFoundError,
+    StalledError,
+    UploadNotFoundError,
+    UploadSupersededError,
+    WriterUnfinishedError,
+)
+from storesvc.format.names import CheckpointName, RunName, UploadName
+from storesvc.format.trees import pack_leaves
+from storesvc.kvbucket import KvBucket
+from storesvc.uploads import NewUpload, OpenUpload
+from storesvc_proto.v1 import upload_service_pb2 as api
+from tests.contract import frame, sums, tree_of
+
+RUN = RunName("tests", "overlap")
+IDS = ["a" * 32, "b" * 32]
+
+
+@dataclass
+class Caller:
+    """An upload of step 1, driven without a wire."""
+
+    store: services.Store
+    name: UploadName
+    epoch: int = 0
+
+    async def begin(self) -> None:
+        new = NewUpload(
+            step=1,
+            writer_count=1,
+            labels={},
+            metrics={},
+            lease=timedelta(minutes=1),
+            body=b"",
+        )
+        table = b"".join(pack_leaves(tree_of()))
+        self.epoch = (await self.store.uploads.begin(self.name, new, table)).epoch
+
+    async def open(self) -> OpenUpload:
+        return await self.store.uploads.open(self.name, self.epoch)
+
+    async def write(self, frames: AsyncIterator[api.ChunkFrame]) -> list[int]:
+        upload = await self.open()
+        return [n async for n in self.store.receiver.write(upload, 0, frames)]
+
+    async def finish(self) -> None:
+        await self.store.receiver.finish(await self.open(), 0, sums(0, 1, 2))
+
+    async def commit(self) -> Any:
+        return await self.store.commits.commit(self.name, self.epoch)
+
+    async def ready(self) -> None:
+        """Does all but the commit."""
+        await self.begin()
+        await self.write(frames_of(frame(0, 1, 2)))
+        await self.finish()
+
+
+async def frames_of(*frames: api.ChunkFrame) -> AsyncIterator[api.ChunkFrame]:
+    for one in frames:
+        yield one
+
+
+Test = Callable[[services.Store, list[Caller]], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def within(tmp_path: Path) -> Callable[[Test], None]:
+    """Runs a test on a fresh store, with two callers."""
+
+    def run(test: Test) -> None:
+        async def main() -> None:
+            bucket = await KvBucket.open(tmp_path.as_uri())
+            store = await server.store_over(bucket)
+            await test(store, [Caller(store, UploadName(RUN, i)) for i in IDS])
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_an_upload_that_was_superseded_stays_so_when_the_later_one_aborts(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(store: services.Store, callers: list[Caller]) -> None:
+        first, second = callers
+        await first.ready()
+        await second.begin()
+        await store.uploads.abort(second.name)
+
+        for call in (first.begin, first.commit):
+            with pytest.raises(UploadSupersededError):
+                await call()
+
+    within(test)
+
+
+def test_an_aborted_upload_has_no_second_life(within: Callable[[Test], None]) -> None:
+    async def test(store: services.Store, callers: list[Caller]) -> None:
+        first, second = callers
+        await first.ready()
+        await store.uploads.abort(first.name)
+
+        with pytest.raises(UploadSupersededError):
+            await first.begin()
+        with pytest.raises(UploadNotFoundError):
+            await first.commit()
+        await second.begin()
+        assert first.epoch + 1 == second.epoch
+
+    within(test)
+
+
+def test_overlapping_commits_of_one_upload_give_one_answer(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(store: services.Store, callers: list[Caller]) -> None:
+        await callers[0].ready()
+
+        records = await asyncio.gather(*(callers[0].commit() for _ in range(6)))
+
+        assert all(record == records[0] for record in records)
+        record = await store.catalogue.checkpoint(CheckpointName(RUN, 1))
+        assert record == records[0]
+        await store.catalogue.manifest(RUN, record)
+
+    within(test)
+
+
+def test_a_commit_that_another_overtook_gives_its_answer(
+    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(store: services.Store, callers: list[Caller]) -> None:
+        caller = callers[0]
+        await caller.ready()
+        commits = store.commits
+        prepare = commits._prepare
+        first = True
+
+        async def overtaken(*arguments: Any) -> Any:
+            nonlocal first
+            if first:
+                first = False
+                await caller.commit()  # and with it the receipts are gone
+            return await prepare(*arguments)
+
+        monkeypatch.setattr(commits, "_prepare", overtaken)
+        record = await caller.commit()
+
+        assert slots.COMMITTED == record.state
+
+    within(test)
+
+
+def test_chunks_that_come_after_their_receipt_are_not_committed(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(store: services.Store, callers: list[Caller]) -> None:
+        del store
+        caller = callers[0]
+        await caller.ready()
+        await caller.write(frames_of(frame(1)))
+
+        with pytest.raises(WriterUnfinishedError, match="after it had finished"):
+            await caller.commit()
+        await caller.finish()
+        await caller.commit()
+
+    within(test)
+
+
+def test_a_commit_that_dies_before_its_record_leaves_no_run(
+    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(store: services.Store, callers: list[Caller]) -> None:
+        await callers[0].ready()
+
+        def dies(*_: Any) -> Any:
+            raise RuntimeError
+
+        monkeypatch.setattr(store.commits, "_committed", dies)
+        with pytest.raises(RuntimeError):
+            await callers[0].commit()
+
+        assert [] == await store.catalogue.runs(None, after=None, limit=9)
+        with pytest.raises(RunNotFoundError):
+            await store.catalogue.run(RUN)
+
+    within(test)
+
+
+@pytest.mark.parametrize("pause", [0, 0.001, 0.003, 0.01])
+def test_cancelled_streams_give_their_places_back(
+    within: Callable[[Test], None], pause: float
+) -> None:
+    async def test(store: services.Store, callers: list[Caller]) -> None:
+        await callers[0].begin()
+        for _ in range(3 * receiving.MAX_BATCHES):
+            many = frames_of(*(frame(0, 1, 2) for _ in range(20)))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(callers[0].write(many), pause)
+
+        await asyncio.wait_for(callers[0].write(frames_of(frame(0))), 20)
+        assert receiving.MAX_BATCHES == store.receiver._batches._value
+
+    within(test)
+
+
+def test_a_client_that_pauses_is_acknowledged_and_holds_no_place(
+    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "BATCH_SECONDS", 0.2)
+    monkeypatch.setattr(receiving, "TICK_SECONDS", 0.1)
+
+    async def test(store: services.Store, callers: list[Caller]) -> None:
+        await callers[0].begin()
+        upload = await callers[0].open()
+        going_on = asyncio.Event()
+
+        async def frames() -> AsyncIterator[api.ChunkFrame]:
+            yield frame(0)
+            await going_on.wait()
+            yield frame(1)
+
+        acknowledged = store.receiver.write(upload, 0, frames())
+        assert 1 == await asyncio.wait_for(anext(acknowledged), 20)
+        assert receiving.MAX_BATCHES == store.receiver._batches._value
+        going_on.set()
+        assert [2] == [n async for n in acknowledged]
+
+    within(test)
+
+
+def test_a_chunk_that_never_ends_is_stalled(
+    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "CHUNK_SECONDS", 0.3)
+    monkeypatch.setattr(receiving, "TICK_SECONDS", 0.1)
+
+    async def test(store: services.Store, callers: list[Caller]) -> None:
+        await callers[0].begin()
+
+        async def frames() -> AsyncIterator[api.ChunkFrame]:
+            yield api.ChunkFrame(chunk=[0], offset=[0], length=[1], data=b"x")
+            await asyncio.Event().wait()
+
+        with pytest.raises(StalledError, match="leaf 'x' chunk 0 was not complete"):
+            await asyncio.wait_for(callers[0].write(frames()), 20)
+        assert receiving.MAX_BATCHES == store.receiver._batches._value
+
+    within(test)
+
+
+def test_a_chunk_sent_twice_counts_twice(within: Callable[[Test], None]) -> None:
+    async def test(store: services.Store, callers: list[Caller]) -> None:
+        del store
+        await callers[0].begin()
+
+        assert (
+            3 == (await callers[0].write(frames_of(frame(0), frame(0), frame(1))))[-1]
+        )
+
+    within(test)

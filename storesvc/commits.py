@@ -167,12 +167,7 @@ class Commits:
         target = self._bucket.key_space(
             place=upload.places.key_space(upload.name.upload), pool=upload.places.pool
         )
-        metadata = {
-            zarr.metadata_key(x.key): zarr.metadata_bytes(
-                x.shape, x.chunk_shape, x.dtype
-            )
-            for x in upload.tree.leaves
-        }
+        metadata = await asyncio.to_thread(_metadata_of, upload.tree)
         await target.take_over([s for s in staged if await s.exists()], metadata)
         return target
 
@@ -232,6 +227,13 @@ class Commits:
         except StoreError:
             # The commit stands; what is left is the collector's.
             _log.warning("%s: its staging was not deleted", name, exc_info=True)
+
+
+def _metadata_of(tree: Tree) -> dict[str, bytes]:
+    return {
+        zarr.metadata_key(x.key): zarr.metadata_bytes(x.shape, x.chunk_shape, x.dtype)
+        for x in tree.leaves
+    }
 
 
 def _unpack_receipt(place: str, receipt: pb.Receipt) -> tuple[Sums, Places]:

@@ -223,8 +223,8 @@ class Receiver:
             coming.cancel()
             if batch is not None:
                 self._batches.release()
-            if writing:  # the stream failed; let no write outlive it
-                await asyncio.gather(*writing, return_exceptions=True)
+            # where the stream failed, let no write outlive it
+            await asyncio.gather(coming, *writing, return_exceptions=True)
 
     async def finish(self, upload: OpenUpload, writer: int, sums: Sums) -> Places:
         """Records what a writer stored, and returns where it lies.

@@ -1,0 +1,43 @@
+"""What comes from a store is data: nothing can turn it into code."""
+
+import ast
+import inspect
+from importlib import import_module
+from pkgutil import walk_packages
+
+import pytest
+
+import storesvc
+import storesvc_client
+
+FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "import_module"}
+# imports its own modules by names that stand in its source
+ALLOWED = {("storesvc_client", "import_module")}
+
+MODULES = [
+    name
+    for package in (storesvc, storesvc_client)
+    for name in (
+        package.__name__,
+        *(m.name for m in walk_packages(package.__path__, f"{package.__name__}.")),
+    )
+    if not name.endswith("__main__")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_unpickles_evaluates_or_imports_by_name(name: str) -> None:
+    tree = ast.parse(inspect.getsource(import_module(name)))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.name.partition(".")[0] for a in node.names} & FORBIDDEN_IMPORTS
+        elif isinstance(node, ast.ImportFrom):
+            found |= {(node.module or "").partition(".")[0]} & FORBIDDEN_IMPORTS
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            is_pattern = ast.unparse(node.func) == "re.compile"
+            found |= set() if is_pattern else {called} & FORBIDDEN_CALLS
+
+    assert set() == {(name, what) for what in found} - ALLOWED

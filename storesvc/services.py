@@ -6,14 +6,14 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
 import storesvc
-from storesvc import receiving, requests, sending, uploads
+from storesvc import messages, receiving, sending, uploads
 from storesvc.catalogue import Catalogue
 from storesvc.commits import Commits
 from storesvc.errors import (
@@ -67,7 +67,16 @@ CALL_SECONDS: Final = 60.0
 """How long a call that gathers a table may take."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-T = TypeVar("T")
+
+
+class _Parted(Protocol):
+    """A message of a stream, which holds one of several parts."""
+
+    def WhichOneof(self, group: Literal["part"], /) -> str | None:
+        """Returns which one."""
+
+
+T = TypeVar("T", bound=_Parted)
 
 _log = logging.getLogger(__name__)
 
@@ -118,17 +127,17 @@ class CheckpointService(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         self, request: catalogue_api.ListRunsRequest, context: Context
     ) -> catalogue_api.ListRunsResponse:
         async with refusals(context):
-            size = requests.page_size(request.page_size)
+            size = messages.page_size(request.page_size)
             found = await self._store.catalogue.runs(
-                requests.namespace_of(request.parent),
-                after=requests.last_run(request.parent, request.page_token),
+                messages.namespace_of(request.parent),
+                after=messages.last_run(request.parent, request.page_token),
                 limit=size + 1,
             )
             token = ""
             if len(found) > size:
-                token = requests.page_token(request.parent, str(found[size - 1].name))
+                token = messages.page_token(request.parent, str(found[size - 1].name))
             return catalogue_api.ListRunsResponse(
-                runs=map(requests.run_message, found[:size]), next_page_token=token
+                runs=map(messages.run_message, found[:size]), next_page_token=token
             )
         raise AssertionError
 
@@ -138,7 +147,7 @@ class CheckpointService(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
         async with refusals(context):
             name = RunName.from_resource(request.name)
             summary = await self._store.catalogue.run(name)
-            return catalogue_api.GetRunResponse(run=requests.run_message(summary))
+            return catalogue_api.GetRunResponse(run=messages.run_message(summary))
         raise AssertionError
 
     async def ListCheckpoints(
@@ -146,16 +155,16 @@ class CheckpointService(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
     ) -> catalogue_api.ListCheckpointsResponse:
         async with refusals(context):
             run = RunName.from_resource(request.parent)
-            size = requests.page_size(request.page_size)
-            last = requests.last_step(request.parent, request.page_token)
+            size = messages.page_size(request.page_size)
+            last = messages.last_step(request.parent, request.page_token)
             found = await self._store.catalogue.checkpoints(
                 run, before=last, limit=size + 1
             )
             token = ""
             if len(found) > size:
-                token = requests.page_token(request.parent, str(found[size - 1].step))
+                token = messages.page_token(request.parent, str(found[size - 1].step))
             return catalogue_api.ListCheckpointsResponse(
-                checkpoints=[requests.checkpoint_message(run, c) for c in found[:size]],
+                checkpoints=[messages.checkpoint_message(run, c) for c in found[:size]],
                 next_page_token=token,
             )
         raise AssertionError
@@ -167,7 +176,7 @@ class CheckpointService(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
             name = CheckpointName.from_resource(request.name)
             record = await self._store.catalogue.checkpoint(name)
             return catalogue_api.GetCheckpointResponse(
-                checkpoint=requests.checkpoint_message(name.run, record)
+                checkpoint=messages.checkpoint_message(name.run, record)
             )
         raise AssertionError
 
@@ -178,7 +187,7 @@ class CheckpointService(checkpoint_service_pb2_grpc.CheckpointServiceServicer):
             name = CheckpointName.from_resource(request.name)
             record = await self._store.catalogue.checkpoint(name)
             data = await self._store.catalogue.manifest_bytes(name.run, record)
-            checkpoint = requests.checkpoint_message(name.run, record)
+            checkpoint = messages.checkpoint_message(name.run, record)
             response = catalogue_api.ReadManifestResponse(checkpoint=checkpoint)
             await _write(context, response)
             for at in range(0, len(data), trees.MAX_PART_BYTES):
@@ -206,13 +215,13 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
     ) -> upload_api.BeginUploadResponse:
         async with refusals(context):
             first = await _first(request_iterator, "upload")
-            name = requests.upload_name(first.parent, first.request_id)
-            new = requests.new_upload(first.upload)
+            name = messages.upload_name(first.parent, first.request_id)
+            new = messages.new_upload(first.upload)
             async with self._large_call():
                 table = await _joined_leaves(name, request_iterator)
                 record = await self._store.uploads.begin(name, new, table)
             return upload_api.BeginUploadResponse(
-                upload=requests.upload_message(name, record)
+                upload=messages.upload_message(name, record)
             )
         raise AssertionError
 
@@ -255,7 +264,7 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
             name = UploadName.from_resource(request.name)
             record = await self._store.commits.commit(name, request.epoch)
             return upload_api.CommitUploadResponse(
-                checkpoint=requests.checkpoint_message(name.run, record)
+                checkpoint=messages.checkpoint_message(name.run, record)
             )
         raise AssertionError
 
@@ -348,10 +357,10 @@ async def _following(stream: AsyncIterator[T], part: str) -> AsyncIterator[T]:
                 f"the stream sent nothing for {STALL_SECONDS:.0f} s; send what was not "
                 "acknowledged in a new one"
             ) from e
-        if message.WhichOneof("part") != part:  # type: ignore[attr-defined]  # generated code has no common base with it
+        if message.WhichOneof("part") != part:
             raise InvalidFieldError(
                 f"stream: expected a message with {part}, got "
-                f"{message.WhichOneof('part')}"  # type: ignore[attr-defined]  # as above
+                f"{message.WhichOneof('part')}"
             )
         yield message
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.requests import page_token
+from storesvc.messages import page_token
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api

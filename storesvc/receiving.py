@@ -138,14 +138,17 @@ class Batch:
             self.completed += 1
 
     def values(self) -> dict[str, bytes]:
-        """Returns the key and the bytes of each chunk, all of them checked.
+        """Returns the key and the bytes of each chunk, all of them checked; the
+        batch gives each up as it goes, so that none is held twice.
 
         Raises:
             InvalidChunkError: A checksum does not match.
         """
         found = {}
-        for chunk, held in self._chunks.items():
+        while self._chunks:
+            chunk, held = self._chunks.popitem()
             data = bytes(held)
+            del held
             expected = int.from_bytes(data[-CHECKSUM_BYTES:], "little")
             actual = crc32c(memoryview(data)[:-CHECKSUM_BYTES])
             if actual != expected:

@@ -28,7 +28,7 @@ READ_BYTES: Final = 16 << 20
 READS_AHEAD: Final = 2
 """Reads that a stream has under way beyond the one it sends."""
 
-MAX_READS: Final = 16
+MAX_READS: Final = 12
 """Reads in memory, over all streams of a process."""
 
 _SHOWN: Final = 3

@@ -82,6 +82,7 @@ SERVICES: Final = tuple(
 # from glibc's malloc.h
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
 
 _log = logging.getLogger(__name__)
 
@@ -252,7 +253,8 @@ def _keep_freed_memory() -> None:
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
-        libc.mallopt(_M_TRIM_THRESHOLD, 512 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+        libc.mallopt(_M_ARENA_MAX, 2)  # each arena keeps memory of its own
 
 
 async def _serve(

@@ -1,6 +1,6 @@
 """The server's memory while a tree is saved and restored.
 
-    python -m tests.bench.memory [--gib 1]
+    python -m tests.bench.memory [--gib 1] [--clients 4]
 
 Prints resident memory at rest and at the peak, beside the bound that the code
 states: batches on their way in and reads on their way out, each twice (ours, and
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from storesvc.receiving import BATCH_BYTES, MAX_BATCHES
@@ -22,10 +24,10 @@ MIB = 1 << 20
 
 CLIENT = """
 import sys, time, jax, numpy as np, storesvc_client as store
-address, what, gib = sys.argv[1], sys.argv[2], float(sys.argv[3])
+address, what, gib, number = *sys.argv[1:3], float(sys.argv[3]), sys.argv[4]
 leaves = int(gib * 32)
 with store.connect(address) as client:
-    run = client.run("bench/memory")
+    run = client.run(f"bench/memory-{number}")
     began = time.monotonic()
     if what == "save":
         tree = {f"leaf-{i}": np.full(2**23, i, np.float32) for i in range(leaves)}
@@ -46,11 +48,24 @@ def resident(pid: int, field: str) -> int:
     raise LookupError(field)
 
 
+def work(address: str, what: str, gib: float, number: int) -> float:
+    """Saves or restores in a process of its own; returns the seconds it took."""
+    client = subprocess.run(
+        [sys.executable, "-c", CLIENT, address, what, str(gib), str(number)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(client.stdout)
+
+
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=1.0)
-    gib = parser.parse_args().gib
+    parser.add_argument("--clients", type=int, default=1)
+    arguments = parser.parse_args()
+    gib, clients = arguments.gib, arguments.clients
     with tempfile.TemporaryDirectory(prefix="storesvc-bench-") as directory:
         server = ServerProcess(Path(directory) / "store", Path(directory))
         server.start()
@@ -62,15 +77,12 @@ def main() -> None:
         )
         for what in ("save", "restore"):
             Path(f"/proc/{server.pid}/clear_refs").write_text("5")  # resets the peak
-            client = subprocess.run(
-                [sys.executable, "-c", CLIENT, server.address, what, str(gib)],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            seconds = float(client.stdout)
+            with ThreadPoolExecutor(clients) as pool:
+                one = partial(work, server.address, what, gib)
+                seconds = max(pool.map(one, range(clients)))
             now, peak = (resident(server.pid, f) for f in ("VmRSS", "VmHWM"))
-            print(f"{what:10} {seconds:8.2f} {gib / seconds:7.2f} {now:8} {peak:9}")
+            rate = clients * gib / seconds
+            print(f"{what:10} {seconds:8.2f} {rate:7.2f} {now:8} {peak:9}")
         server.stop()
     bound = 2 * (MAX_BATCHES * BATCH_BYTES + MAX_READS * READ_BYTES) // MIB
     print(f"bound over the server at rest: {bound} MiB, whatever the number of clients")

@@ -8,7 +8,7 @@ either no checkpoint or a whole one, and a repeated call finishes the work.
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -114,19 +114,14 @@ class Commits:
         """Writes what the record will name; a repetition writes it beside."""
         tree = await self._uploads.tree(name, record)
         upload = OpenUpload(name, record, tree)
-        # 1. Decide, from the receipts alone.
+        # 1. Decide, from the receipts alone. Threads, here and below: a ping must
+        #    not wait for a million chunks.
         receipts = await self._receipts(upload)
+        stored = await asyncio.to_thread(slots.check_complete, name, tree, receipts)
         # 2. Merge the key spaces, and believe only what the merged one holds.
         target = await self._merge_key_spaces(upload)
         found = await target.places()
-        # A thread, as long as there may be chunks: a ping must not wait for it.
-        try:
-            manifest = await asyncio.to_thread(
-                _manifest_of, name, tree, receipts, found
-            )
-        except WriterUnfinishedError:
-            await self._bucket.delete_below(upload.places.key_space(name.upload))
-            raise
+        manifest = await asyncio.to_thread(_manifest_of, name, tree, stored, found)
         # 3. The manifest, under a name of its own content.
         data = await asyncio.to_thread(lambda: b"".join(pack_manifest(manifest)))
         made = _Prepared(tree, len(data), digest(data))
@@ -247,12 +242,12 @@ def _unpack_receipt(place: str, receipt: pb.Receipt) -> tuple[Sums, Places]:
 def _manifest_of(
     name: UploadName,
     tree: Tree,
-    receipts: Mapping[int, tuple[Sums, Places] | None],
+    stored: Sequence[tuple[Sums, Places]],
     found: Mapping[str, Place],
 ) -> Manifest:
     """The manifest of what the writers finished, if the merged key space holds
     that and nothing else: both views of a checkpoint show the same bytes."""
-    sums, places = merge(slots.check_complete(name, tree, receipts))
+    sums, places = merge(stored)
     metadata = {zarr.metadata_key(leaf.key) for leaf in tree.leaves}
     rows = zip(
         map(tree.chunk_key, range(tree.chunk_count)),

@@ -18,6 +18,7 @@ from storesvc.errors import (
     UploadSupersededError,
     WriterUnfinishedError,
 )
+from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.kvbucket import KvBucket
@@ -161,6 +162,12 @@ def test_a_commit_that_another_overtook_gives_its_answer(
         record = await caller.commit()
 
         assert slots.COMMITTED == record.state
+        # and leaves what the other has committed, for plain TensorStore too
+        places = RunPlaces(RUN)
+        space = commits._bucket.key_space(
+            place=places.key_space(record.upload), pool=places.pool
+        )
+        assert {"x/zarr.json", "x/c/0", "x/c/1", "x/c/2"} == set(await space.places())
 
     within(test)
 

@@ -75,6 +75,7 @@ def test_the_numbers_of_the_contract_never_change() -> None:
         "shardings": 10,
         "prng_impl": 11,
         "prng_impls": 12,
+        "structure": 13,
     } == {f.name: f.number for f in pb.LeafTable.DESCRIPTOR.fields}
     assert {
         "ordinal": 1,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from storesvc.format.chunks import InvalidChunksError, unpack_sums
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.trees import (
+    MAX_STRUCTURE_BYTES,
     InvalidTreeError,
     Leaf,
     SavedSharding,
@@ -44,7 +45,7 @@ def trees(draw: st.DrawFn) -> Tree:
                 sharding=draw(SHARDINGS) if len(shape) > 1 else None,
             )
         )
-    return Tree(tuple(leaves))
+    return Tree(tuple(leaves), draw(st.binary(max_size=3)))
 
 
 @given(tree=trees())
@@ -69,6 +70,21 @@ def test_a_tree_of_many_parts_is_unpacked() -> None:
 
     assert len(parts) > 1
     assert tree == unpack_leaves(pb.LeafTable.FromString(b"".join(parts)))
+
+
+def test_a_structure_of_many_parts_is_unpacked() -> None:
+    tree = Tree((), bytes(range(256)) * (3 << 12))
+    parts = list(pack_leaves(tree))
+
+    assert len(parts) > 2
+    assert tree == unpack_leaves(pb.LeafTable.FromString(b"".join(parts)))
+
+
+def test_a_structure_past_the_limit_is_refused() -> None:
+    table = pb.LeafTable(structure=[b"x" * MAX_STRUCTURE_BYTES, b"x"])
+
+    with pytest.raises(InvalidTreeError, match="structure: expected at most"):
+        unpack_leaves(table)
 
 
 def table() -> pb.LeafTable:

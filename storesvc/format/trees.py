@@ -30,6 +30,9 @@ MAX_PART_BYTES: Final = 2 << 20
 MAX_CHUNK_BYTES: Final = 64 << 20
 """Bytes of a chunk's elements that any server takes."""
 
+MAX_STRUCTURE_BYTES: Final = 16 << 20
+"""Bytes of the client's document about a tree."""
+
 MAX_LEAF_BYTES: Final = 2**62
 """Bytes of a leaf; keeps all sums in int64."""
 
@@ -38,6 +41,8 @@ PRNG_IMPLS: Final = MappingProxyType({"threefry2x32": 2, "rbg": 4, "unsafe_rbg":
 
 PYTHON_DTYPES: Final = frozenset({"bool", "int64", "float64", "complex128"})
 """What Python numbers are stored as."""
+
+_STRUCTURE_PIECE_BYTES: Final = 1 << 20
 
 _SCALARS: Final = frozenset({pb.LEAF_KIND_HOST_SCALAR, pb.LEAF_KIND_PYTHON_SCALAR})
 
@@ -84,6 +89,8 @@ class Tree:
     """The leaves of a tree, in the order of their keys."""
 
     leaves: tuple[Leaf, ...]
+    structure: bytes = field(default=b"", repr=False)
+    """The client's document about the tree; "" where there is none."""
     grids: tuple[Grid, ...] = field(init=False, repr=False)
     chunk_count: int = field(init=False)
     """Chunks of all leaves; exact, also where no array could hold them."""
@@ -154,6 +161,9 @@ def pack_leaves(tree: Tree) -> Iterator[bytes]:
             part.shardings.extend(_pack_sharding(s) for s in shardings if s)
             part.prng_impls.extend(s for s in impls if s)
         yield part.SerializeToString(deterministic=True)
+    for at in range(0, len(tree.structure), _STRUCTURE_PIECE_BYTES):
+        piece = tree.structure[at : at + _STRUCTURE_PIECE_BYTES]
+        yield pb.LeafTable(structure=[piece]).SerializeToString(deterministic=True)
 
 
 def unpack_leaves(table: pb.LeafTable) -> Tree:
@@ -162,6 +172,36 @@ def unpack_leaves(table: pb.LeafTable) -> Tree:
     Raises:
         InvalidTreeError: The table breaks a rule of ``tree.proto``.
     """
+    _check_columns(table)
+    shardings = [None, *map(_unpack_sharding, table.shardings)]
+    unknown = set(table.dtypes) - set(DTYPES)
+    if unknown:
+        raise InvalidTreeError(
+            f"column dtypes: expected dtypes of the format, got {min(unknown)[:40]!r}"
+        )
+    impls = [None, *table.prng_impls]
+    leaves = []
+    at = 0
+    for row in range(len(table.key)):
+        to = at + table.rank[row]
+        leaf = Leaf(
+            key=table.key[row],
+            path_kinds=table.path_kinds[row],
+            kind=table.kind[row],
+            dtype=_entry(table.dtypes, table.dtype[row], "dtype"),
+            shape=tuple(table.shape[at:to]),
+            chunk_shape=tuple(table.chunk_shape[at:to]),
+            sharding=_entry(shardings, table.sharding[row], "sharding"),
+            prng_impl=_entry(impls, table.prng_impl[row], "prng_impl"),
+        )
+        _check_leaf(leaf)
+        leaves.append(leaf)
+        at = to
+    return Tree(tuple(leaves), b"".join(table.structure))
+
+
+def _check_columns(table: pb.LeafTable) -> None:
+    """Refuses columns that are too long, too short or out of order."""
     rows = len(table.key)
     for name in ("path_kinds", "kind", "dtype", "rank", "sharding", "prng_impl"):
         if len(getattr(table, name)) != rows:
@@ -179,31 +219,12 @@ def unpack_leaves(table: pb.LeafTable) -> Tree:
             f"columns shape and chunk_shape: expected {sum(table.rank)} entries each, "
             f"got {len(table.shape)} and {len(table.chunk_shape)}"
         )
-    shardings = [None, *map(_unpack_sharding, table.shardings)]
-    unknown = set(table.dtypes) - set(DTYPES)
-    if unknown:
+    structure_bytes = sum(map(len, table.structure))
+    if structure_bytes > MAX_STRUCTURE_BYTES:
         raise InvalidTreeError(
-            f"column dtypes: expected dtypes of the format, got {min(unknown)[:40]!r}"
+            f"structure: expected at most {MAX_STRUCTURE_BYTES} bytes, "
+            f"got {structure_bytes}"
         )
-    impls = [None, *table.prng_impls]
-    leaves = []
-    at = 0
-    for row in range(rows):
-        to = at + table.rank[row]
-        leaf = Leaf(
-            key=table.key[row],
-            path_kinds=table.path_kinds[row],
-            kind=table.kind[row],
-            dtype=_entry(table.dtypes, table.dtype[row], "dtype"),
-            shape=tuple(table.shape[at:to]),
-            chunk_shape=tuple(table.chunk_shape[at:to]),
-            sharding=_entry(shardings, table.sharding[row], "sharding"),
-            prng_impl=_entry(impls, table.prng_impl[row], "prng_impl"),
-        )
-        _check_leaf(leaf)
-        leaves.append(leaf)
-        at = to
-    return Tree(tuple(leaves))
 
 
 def _check_leaf(leaf: Leaf) -> None:

@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstoresvc_proto/v1/tree.proto\x12\x0bstoresvc.v1\"\\\n\x08Sharding\x12\x12\n\naxis_names\x18\x01 \x03(\t\x12\x12\n\naxis_sizes\x18\x02 \x03(\x03\x12(\n\x04spec\x18\x03 \x03(\x0b\x32\x1a.storesvc.v1.DimensionAxes\"\x1d\n\rDimensionAxes\x12\x0c\n\x04\x61xes\x18\x01 \x03(\t\"\x85\x02\n\tLeafTable\x12\x0b\n\x03key\x18\x01 \x03(\t\x12\x12\n\npath_kinds\x18\x02 \x03(\t\x12#\n\x04kind\x18\x03 \x03(\x0e\x32\x15.storesvc.v1.LeafKind\x12\r\n\x05\x64type\x18\x04 \x03(\r\x12\x0e\n\x06\x64types\x18\x05 \x03(\t\x12\x0c\n\x04rank\x18\x06 \x03(\r\x12\r\n\x05shape\x18\x07 \x03(\x03\x12\x13\n\x0b\x63hunk_shape\x18\x08 \x03(\x03\x12\x10\n\x08sharding\x18\t \x03(\r\x12(\n\tshardings\x18\n \x03(\x0b\x32\x15.storesvc.v1.Sharding\x12\x11\n\tprng_impl\x18\x0b \x03(\r\x12\x12\n\nprng_impls\x18\x0c \x03(\t\"{\n\nChunkTable\x12\x0f\n\x07ordinal\x18\x01 \x03(\x04\x12\x0e\n\x06\x63rc32c\x18\x02 \x03(\x07\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x0c\x12\x0c\n\x04\x66ile\x18\x04 \x03(\r\x12\x0e\n\x06offset\x18\x05 \x03(\x04\x12\x0e\n\x06length\x18\x06 \x03(\x04\x12\r\n\x05\x66iles\x18\x07 \x03(\t\"[\n\x08Manifest\x12&\n\x06leaves\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.LeafTable\x12\'\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkTable*\xa4\x01\n\x08LeafKind\x12\x19\n\x15LEAF_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fLEAF_KIND_ARRAY\x10\x01\x12\x18\n\x14LEAF_KIND_HOST_ARRAY\x10\x02\x12\x19\n\x15LEAF_KIND_HOST_SCALAR\x10\x03\x12\x1b\n\x17LEAF_KIND_PYTHON_SCALAR\x10\x04\x12\x16\n\x12LEAF_KIND_PRNG_KEY\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstoresvc_proto/v1/tree.proto\x12\x0bstoresvc.v1\"\\\n\x08Sharding\x12\x12\n\naxis_names\x18\x01 \x03(\t\x12\x12\n\naxis_sizes\x18\x02 \x03(\x03\x12(\n\x04spec\x18\x03 \x03(\x0b\x32\x1a.storesvc.v1.DimensionAxes\"\x1d\n\rDimensionAxes\x12\x0c\n\x04\x61xes\x18\x01 \x03(\t\"\x98\x02\n\tLeafTable\x12\x0b\n\x03key\x18\x01 \x03(\t\x12\x12\n\npath_kinds\x18\x02 \x03(\t\x12#\n\x04kind\x18\x03 \x03(\x0e\x32\x15.storesvc.v1.LeafKind\x12\r\n\x05\x64type\x18\x04 \x03(\r\x12\x0e\n\x06\x64types\x18\x05 \x03(\t\x12\x0c\n\x04rank\x18\x06 \x03(\r\x12\r\n\x05shape\x18\x07 \x03(\x03\x12\x13\n\x0b\x63hunk_shape\x18\x08 \x03(\x03\x12\x10\n\x08sharding\x18\t \x03(\r\x12(\n\tshardings\x18\n \x03(\x0b\x32\x15.storesvc.v1.Sharding\x12\x11\n\tprng_impl\x18\x0b \x03(\r\x12\x12\n\nprng_impls\x18\x0c \x03(\t\x12\x11\n\tstructure\x18\r \x03(\x0c\"{\n\nChunkTable\x12\x0f\n\x07ordinal\x18\x01 \x03(\x04\x12\x0e\n\x06\x63rc32c\x18\x02 \x03(\x07\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x0c\x12\x0c\n\x04\x66ile\x18\x04 \x03(\r\x12\x0e\n\x06offset\x18\x05 \x03(\x04\x12\x0e\n\x06length\x18\x06 \x03(\x04\x12\r\n\x05\x66iles\x18\x07 \x03(\t\"[\n\x08Manifest\x12&\n\x06leaves\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.LeafTable\x12\'\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkTable*\xa4\x01\n\x08LeafKind\x12\x19\n\x15LEAF_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fLEAF_KIND_ARRAY\x10\x01\x12\x18\n\x14LEAF_KIND_HOST_ARRAY\x10\x02\x12\x19\n\x15LEAF_KIND_HOST_SCALAR\x10\x03\x12\x1b\n\x17LEAF_KIND_PYTHON_SCALAR\x10\x04\x12\x16\n\x12LEAF_KIND_PRNG_KEY\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'storesvc_proto.v1.tree_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEAFKIND']._serialized_start=653
-  _globals['_LEAFKIND']._serialized_end=817
+  _globals['_LEAFKIND']._serialized_start=672
+  _globals['_LEAFKIND']._serialized_end=836
   _globals['_SHARDING']._serialized_start=45
   _globals['_SHARDING']._serialized_end=137
   _globals['_DIMENSIONAXES']._serialized_start=139
   _globals['_DIMENSIONAXES']._serialized_end=168
   _globals['_LEAFTABLE']._serialized_start=171
-  _globals['_LEAFTABLE']._serialized_end=432
-  _globals['_CHUNKTABLE']._serialized_start=434
-  _globals['_CHUNKTABLE']._serialized_end=557
-  _globals['_MANIFEST']._serialized_start=559
-  _globals['_MANIFEST']._serialized_end=650
+  _globals['_LEAFTABLE']._serialized_end=451
+  _globals['_CHUNKTABLE']._serialized_start=453
+  _globals['_CHUNKTABLE']._serialized_end=576
+  _globals['_MANIFEST']._serialized_start=578
+  _globals['_MANIFEST']._serialized_end=669
 # @@protoc_insertion_point(module_scope)

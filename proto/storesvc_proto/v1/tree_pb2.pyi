@@ -151,6 +151,7 @@ class LeafTable(google.protobuf.message.Message):
     SHARDINGS_FIELD_NUMBER: builtins.int
     PRNG_IMPL_FIELD_NUMBER: builtins.int
     PRNG_IMPLS_FIELD_NUMBER: builtins.int
+    STRUCTURE_FIELD_NUMBER: builtins.int
     @property
     def key(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The path of the leaf: its parts, each percent-escaped, joined by "/".
@@ -215,6 +216,14 @@ class LeafTable(google.protobuf.message.Message):
     def prng_impls(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The distinct names of PRNG implementations. Not one entry a row."""
 
+    @property
+    def structure(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """A document of the client about the tree as a whole, such as the structure
+        of the module that its leaves belong to: the entries, joined, are the
+        document. At most 16 MiB. The server keeps it and MUST NOT interpret it; a
+        client MUST treat it as untrusted. Not one entry a row.
+        """
+
     def __init__(
         self,
         *,
@@ -230,8 +239,9 @@ class LeafTable(google.protobuf.message.Message):
         shardings: collections.abc.Iterable[Global___Sharding] | None = ...,
         prng_impl: collections.abc.Iterable[builtins.int] | None = ...,
         prng_impls: collections.abc.Iterable[builtins.str] | None = ...,
+        structure: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_shape", b"chunk_shape", "dtype", b"dtype", "dtypes", b"dtypes", "key", b"key", "kind", b"kind", "path_kinds", b"path_kinds", "prng_impl", b"prng_impl", "prng_impls", b"prng_impls", "rank", b"rank", "shape", b"shape", "sharding", b"sharding", "shardings", b"shardings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_shape", b"chunk_shape", "dtype", b"dtype", "dtypes", b"dtypes", "key", b"key", "kind", b"kind", "path_kinds", b"path_kinds", "prng_impl", b"prng_impl", "prng_impls", b"prng_impls", "rank", b"rank", "shape", b"shape", "sharding", b"sharding", "shardings", b"shardings", "structure", b"structure"]) -> None: ...
 
 Global___LeafTable: typing_extensions.TypeAlias = LeafTable
 

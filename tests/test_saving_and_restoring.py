@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
 from storesvc_client import _retrying
@@ -297,54 +296,6 @@ def test_a_restore_lists_every_difference_at_once(run: store.Run) -> None:
     ):
         assert part in message
     assert "'same'" not in message
-
-
-def test_rules_place_the_leaves_whose_keys_they_are_found_in(
-    run: store.Run, mesh: Mesh
-) -> None:
-    tree = {"k": {"kernel": jnp.ones((8, 4))}, "bias": jnp.ones(4), "n": jnp.ones(())}
-    run.save(0, tree).result()
-
-    back = run.restore(0, mesh=mesh, rules=[("kernel$", P("a", "b")), ("", P())])
-
-    assert P("a", "b") == back["k"]["kernel"].sharding.spec
-    assert P() == back["bias"].sharding.spec
-    assert P() == back["n"].sharding.spec
-    assert mesh == back["bias"].sharding.mesh
-
-
-@pytest.mark.parametrize(
-    ("rules", "match"),
-    [
-        ([("bias", P())], "leaf 'kernel': no rule matches"),
-        ([("", P("a"))], "leaf 'odd'.*"),
-        ([("", P(None, None, "a"))], r"leaf 'bias': rule '' splits 3 dimensions"),
-        ([("", P("z"))], "leaf 'bias'.*z"),
-    ],
-    ids=str,
-)
-def test_rules_that_do_not_fit_name_the_leaves(
-    run: store.Run, mesh: Mesh, rules: list[tuple[str, P]], match: str
-) -> None:
-    tree = {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4), "odd": jnp.ones(7)}
-    run.save(0, tree).result()
-
-    with pytest.raises(store.MismatchError, match=match):
-        run.restore(0, mesh=mesh, rules=rules)
-
-
-def test_a_rule_that_is_no_pattern_is_refused(run: store.Run, mesh: Mesh) -> None:
-    run.save(0, {"x": jnp.ones(3)}).result()
-
-    with pytest.raises(store.InvalidRequestError, match=r"rule '\(' is not a regular"):
-        run.restore(0, mesh=mesh, rules=[("(", P())])
-
-
-def test_a_mesh_without_rules_is_refused(run: store.Run, mesh: Mesh) -> None:
-    run.save(0, {"x": jnp.ones(3)}).result()
-
-    with pytest.raises(store.InvalidRequestError, match="both mesh= and rules="):
-        run.restore(0, mesh=mesh)
 
 
 def test_what_jax_would_narrow_is_refused(run: store.Run) -> None:

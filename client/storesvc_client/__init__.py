@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from storesvc_client._client import Client, connect
+    from storesvc_client._opened import OpenCheckpoint
     from storesvc_client._run import Run
     from storesvc_client._save import Save
     from storesvc_client._values import Checkpoint, LeafInfo, RunInfo, ServerInfo
@@ -40,6 +41,7 @@ __all__ = [
     "LimitError",
     "MismatchError",
     "NotFoundError",
+    "OpenCheckpoint",
     "PreconditionError",
     "Run",
     "RunInfo",
@@ -54,6 +56,7 @@ __all__ = [
 _HOMES: Final = {
     "Client": "_client",
     "connect": "_client",
+    "OpenCheckpoint": "_opened",
     "Run": "_run",
     "Save": "_save",
     **dict.fromkeys(("Checkpoint", "LeafInfo", "RunInfo", "ServerInfo"), "_values"),

@@ -1,16 +1,13 @@
 """A training run: its checkpoints, and how state goes in and out."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
-from storesvc.format.grids import Region, whole
 from storesvc.format.manifests import (
     CorruptManifestError,
-    Manifest,
     unpack_manifest,
 )
 from storesvc.format.names import (
@@ -21,7 +18,7 @@ from storesvc.format.names import (
     Which,
 )
 from storesvc_client._channel import Connection
-from storesvc_client._receiving import Assembly, Buffer, StreamedSource
+from storesvc_client._opened import OpenCheckpoint
 from storesvc_client._retrying import patiently
 from storesvc_client._save import Save
 from storesvc_client._sending import Description, Snapshot, Upload
@@ -29,20 +26,16 @@ from storesvc_client._values import Checkpoint, LeafInfo
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
-    NotFoundError,
     translated,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh, PartitionSpec
-    from numpy.typing import NDArray
+    from jax.sharding import Mesh
+    from numpy.typing import DTypeLike, NDArray
 
-    Rules = Sequence[tuple[str, PartitionSpec]]
-
-READ_AT_ONCE_BYTES: Final = 64 << 20
-"""Leaves that ``Run.read`` has in memory."""
+    from storesvc_client._opened import Rules
 
 
 class Run:
@@ -68,6 +61,7 @@ class Run:
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
         labels: Mapping[str, str] | None = None,
+        structure: bytes = b"",
     ) -> Save:
         """Begins to save a tree, and returns once the tree may change again.
 
@@ -82,6 +76,8 @@ class Run:
                 NumPy scalars, and Python ``bool``, ``int``, ``float``, ``complex``.
             metrics: Numbers to find the checkpoint by.
             labels: Texts to find the checkpoint by.
+            structure: A document about the tree to keep with it, at most 16 MiB;
+                ``storesvc_client.easydel`` keeps there what a model was.
 
         Returns:
             A handle; ``result()`` waits for the commit.
@@ -98,9 +94,37 @@ class Run:
         description = self._describe(step, metrics or {}, labels or {})
         with self._lock:
             self._wait()
-            snapshot = take_snapshot(tree)
+            snapshot = take_snapshot(tree, structure)
             self._last = Save(description.step, self._submit(description, snapshot))
             return self._last
+
+    def open(self, which: Which = "latest") -> OpenCheckpoint:
+        """Returns a checkpoint, resolved, its manifest read; for several reads of it.
+
+        Args:
+            which: A step, or "latest".
+
+        Raises:
+            NotFoundError: There is no such run or checkpoint.
+            DataLossError: Its manifest is damaged.
+        """
+        name = self._checkpoint_name(which)
+        for attempt in patiently():
+            with attempt:
+                message, data = self._manifest_bytes(name)
+        try:
+            manifest = unpack_manifest(
+                data,
+                size_bytes=message.manifest_bytes,
+                expected=message.manifest_digest,
+            )
+        except CorruptManifestError as e:
+            raise DataLossError(
+                f"{self.name}@{message.step}: {e}; use another checkpoint",
+                reason="CORRUPT_DATA",
+            ) from e
+        info = Checkpoint.from_message(message)
+        return OpenCheckpoint(self._connection, self._name, info, manifest)
 
     def restore(
         self,
@@ -109,6 +133,8 @@ class Run:
         like: Any = None,
         mesh: "Mesh | None" = None,
         rules: "Rules | None" = None,
+        select: str | Iterable[str] | None = None,
+        cast: "DTypeLike | None" = None,
     ) -> Any:
         """Returns the state of a checkpoint, every bit as it was saved.
 
@@ -127,20 +153,23 @@ class Run:
             mesh: Where to put device arrays, instead of where ``like`` or, without
                 it, the saved sharding would put them.
             rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first
-                whose regular expression is found in a leaf's key applies.
+                whose regular expression is found in a leaf's key applies. Axes
+                that do not divide a leaf are dropped, and that is logged. Or
+                "recorded": each leaf as it lay, as far as the mesh has the axes.
+            select: Globs of leaf keys, such as "params/**"; the others are not
+                read, and ``like`` has none of them. None: all leaves.
+            cast: A floating-point dtype. Floating-point leaves come back in it:
+                those for which ``like`` has it, without ``like`` all.
 
         Raises:
-            NotFoundError: There is no such run or checkpoint.
+            NotFoundError: There is no such run or checkpoint, or no leaf that a
+                glob matches.
             MismatchError: The checkpoint does not fit; lists every leaf.
             DataLossError: Stored bytes are damaged; names leaf and chunk.
         """
-        from storesvc_client.trees.restoring import Target
-
-        checkpoint, manifest = self._manifest(which)
-        name = f"{self.name}@{checkpoint.step}"
-        target = Target.choose(manifest.tree, name, like=like, mesh=mesh, rules=rules)
-        self._read(checkpoint, manifest, target.wanted(), target.place)
-        return target.result()
+        return self.open(which).restore(
+            like=like, mesh=mesh, rules=rules, select=select, cast=cast
+        )
 
     def checkpoints(self) -> Iterator[Checkpoint]:
         """Yields the checkpoints, newest first.
@@ -193,14 +222,14 @@ class Run:
         Raises:
             NotFoundError: There is no such run or checkpoint.
         """
-        _, manifest = self._manifest(which)
-        rows = zip(manifest.tree.leaves, manifest.tree.grids, strict=True)
-        return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
+        return self.open(which).leaves
 
     def read(
         self, which: Which, keys: Iterable[str]
     ) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
-        """Yields leaves as host arrays, in the order of the keys; needs no jax.
+        """Returns an iterator over leaves as host arrays, in the order of the keys.
+
+        Needs no jax.
 
         Holds one leaf at a time in memory, or as many small ones as 64 MiB take.
 
@@ -212,27 +241,7 @@ class Run:
             NotFoundError: There is no such run, checkpoint or leaf.
             DataLossError: Stored bytes are damaged; names leaf and chunk.
         """
-        checkpoint, manifest = self._manifest(which)
-        tree = manifest.tree
-        rows = []
-        for key in dict.fromkeys(keys):
-            if key not in tree.by_key:
-                raise NotFoundError(
-                    f"{self.name}@{checkpoint.step} has no leaf {key!r}; list its "
-                    "leaves to see all"
-                )
-            rows.append(tree.by_key[key])
-        for batch in _batched(rows, [grid.leaf_bytes for grid in tree.grids]):
-            arrays: dict[int, NDArray[Any]] = {}
-            self._read(
-                checkpoint,
-                manifest,
-                [(row, whole(tree.leaves[row].shape)) for row in batch],
-                partial(_keep, arrays),
-            )
-            for row in batch:
-                leaf = LeafInfo.from_row(tree.leaves[row], tree.grids[row])
-                yield leaf, arrays.pop(row)
+        return self.open(which).read(keys)
 
     def wait(self) -> None:
         """Waits for a save in the background.
@@ -304,24 +313,6 @@ class Run:
         except InvalidNameError as e:
             raise InvalidRequestError(str(e)) from e
 
-    def _manifest(self, which: Which) -> tuple[Checkpoint, Manifest]:
-        name = self._checkpoint_name(which)
-        for attempt in patiently():
-            with attempt:
-                message, data = self._manifest_bytes(name)
-        try:
-            manifest = unpack_manifest(
-                data,
-                size_bytes=message.manifest_bytes,
-                expected=message.manifest_digest,
-            )
-        except CorruptManifestError as e:
-            raise DataLossError(
-                f"{self.name}@{message.step}: {e}; use another checkpoint",
-                reason="CORRUPT_DATA",
-            ) from e
-        return Checkpoint.from_message(message), manifest
-
     def _manifest_bytes(self, name: CheckpointName) -> tuple[api.Checkpoint, bytes]:
         request = api.ReadManifestRequest(name=name.resource)
         message, parts = api.Checkpoint(), []
@@ -333,36 +324,3 @@ class Run:
                     message = response.checkpoint
                 parts.append(response.part)
         return message, b"".join(parts)
-
-    def _read(
-        self,
-        checkpoint: Checkpoint,
-        manifest: Manifest,
-        wanted: Iterable[tuple[int, Region]],
-        place: Callable[[Buffer], None],
-    ) -> None:
-        name = CheckpointName(self._name, checkpoint.step)
-        assembly = Assembly(manifest, wanted, name=str(name), place=place)
-        # The one seam of restores: other sources of stored chunks go here.
-        source = StreamedSource(
-            self._connection, name=name.resource, uid=checkpoint.uid
-        )
-        source.read(assembly.missing, assembly)
-
-
-def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:
-    arrays[buffer.row] = buffer.array
-
-
-def _batched(rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Cuts rows into batches of ``READ_AT_ONCE_BYTES``, or of one larger row."""
-    batch: list[int] = []
-    held = 0
-    for row in rows:
-        if batch and held + sizes[row] > READ_AT_ONCE_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(row)
-        held += sizes[row]
-    if batch:
-        yield batch

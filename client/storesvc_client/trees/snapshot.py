@@ -57,8 +57,8 @@ class TreeSnapshot:
         return _bytes(chunk)
 
 
-def take_snapshot(tree: Any) -> TreeSnapshot:
-    """Returns a snapshot of a pytree.
+def take_snapshot(tree: Any, structure: bytes = b"") -> TreeSnapshot:
+    """Returns a snapshot of a pytree, and of the document about it.
 
     Raises:
         UnsupportedLeafError: A checkpoint cannot hold it; names every leaf.
@@ -72,7 +72,7 @@ def take_snapshot(tree: Any) -> TreeSnapshot:
     for leaf, found in leaves:
         rows.append(_row(leaf, found))
         blocks.append(tuple(_blocks(leaf.value, found)))
-    return TreeSnapshot(Tree(tuple(rows)), tuple(blocks))
+    return TreeSnapshot(Tree(tuple(rows), structure), tuple(blocks))
 
 
 def _row(leaf: NamedLeaf, found: Signature) -> Leaf:

@@ -1,0 +1,149 @@
+"""A checkpoint that was opened: its manifest is here, its bytes are not yet."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from storesvc.format.grids import Region, whole
+from storesvc.format.manifests import Manifest
+from storesvc.format.names import CheckpointName, RunName
+from storesvc_client._channel import Connection
+from storesvc_client._globs import matching_keys, nearest_keys
+from storesvc_client._receiving import Assembly, Buffer, StreamedSource
+from storesvc_client._values import Checkpoint, LeafInfo
+from storesvc_client.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, PartitionSpec
+    from numpy.typing import DTypeLike, NDArray
+
+    Rules = Sequence[tuple[str, PartitionSpec]] | Literal["recorded"]
+
+READ_AT_ONCE_BYTES: Final = 64 << 20
+"""Leaves that ``read`` has in memory."""
+
+
+class OpenCheckpoint:
+    """One checkpoint, resolved once; made by ``Run.open``. Threads may share it.
+
+    However "latest" moves meanwhile, all that is asked of this object is answered
+    about the same checkpoint.
+    """
+
+    def __init__(
+        self, connection: Connection, run: RunName, info: Checkpoint, manifest: Manifest
+    ) -> None:
+        self.info = info
+        """What the catalogue tells of it."""
+        self._connection = connection
+        self._name = CheckpointName(run, info.step)
+        self._manifest = manifest
+
+    def __repr__(self) -> str:
+        return f"<OpenCheckpoint {self._name}>"
+
+    @property
+    def name(self) -> str:
+        """``namespace/run@step``."""
+        return str(self._name)
+
+    @cached_property
+    def leaves(self) -> Mapping[str, LeafInfo]:
+        """Its leaves by key, in the order of keys."""
+        tree = self._manifest.tree
+        rows = zip(tree.leaves, tree.grids, strict=True)
+        return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
+
+    @property
+    def structure(self) -> bytes:
+        """The document about the tree that was saved with it; b"" without one."""
+        return self._manifest.tree.structure
+
+    def restore(
+        self,
+        *,
+        like: Any = None,
+        mesh: "Mesh | None" = None,
+        rules: "Rules | None" = None,
+        select: str | Iterable[str] | None = None,
+        cast: "DTypeLike | None" = None,
+    ) -> Any:
+        """Returns its state; see ``Run.restore``."""
+        from storesvc_client.trees.restoring import Target
+
+        tree = self._manifest.tree
+        target = Target.choose(
+            tree,
+            self.name,
+            rows=self._rows(select),
+            like=like,
+            mesh=mesh,
+            rules=rules,
+            cast=cast,
+        )
+        self._read(target.regions(), target.place)
+        return target.result()
+
+    def read(self, keys: Iterable[str]) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
+        """Yields leaves as host arrays; see ``Run.read``."""
+        tree = self._manifest.tree
+        rows = [self._row(key) for key in dict.fromkeys(keys)]
+        for batch in _batched(rows, [grid.leaf_bytes for grid in tree.grids]):
+            arrays: dict[int, NDArray[Any]] = {}
+            self._read(
+                [(row, whole(tree.leaves[row].shape)) for row in batch],
+                partial(_keep, arrays),
+            )
+            for row in batch:
+                leaf = LeafInfo.from_row(tree.leaves[row], tree.grids[row])
+                yield leaf, arrays.pop(row)
+
+    def _row(self, key: str) -> int:
+        if key not in self._manifest.tree.by_key:
+            raise NotFoundError(
+                f"{self.name} has no leaf {key!r}; list its leaves to see all"
+            )
+        return self._manifest.tree.by_key[key]
+
+    def _rows(self, select: str | Iterable[str] | None) -> list[int]:
+        by_key = self._manifest.tree.by_key
+        if select is None:
+            return list(by_key.values())
+        rows: set[int] = set()
+        for glob in [select] if isinstance(select, str) else select:
+            keys = matching_keys(glob, by_key)
+            if not keys:
+                nearest = ", ".join(nearest_keys(glob, by_key)) or "none"
+                raise NotFoundError(
+                    f"no leaf of {self.name} matches {glob!r}; nearest: {nearest}"
+                )
+            rows.update(by_key[key] for key in keys)
+        return sorted(rows)
+
+    def _read(
+        self, wanted: Iterable[tuple[int, Region]], place: Callable[[Buffer], None]
+    ) -> None:
+        assembly = Assembly(self._manifest, wanted, name=self.name, place=place)
+        # The one seam of restores: other sources of stored chunks go here.
+        source = StreamedSource(
+            self._connection, name=self._name.resource, uid=self.info.uid
+        )
+        source.read(assembly.missing, assembly)
+
+
+def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:
+    arrays[buffer.row] = buffer.array
+
+
+def _batched(rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Cuts rows into batches of ``READ_AT_ONCE_BYTES``, or of one larger row."""
+    batch: list[int] = []
+    held = 0
+    for row in rows:
+        if batch and held + sizes[row] > READ_AT_ONCE_BYTES:
+            yield batch
+            batch, held = [], 0
+        batch.append(row)
+        held += sizes[row]
+    if batch:
+        yield batch

@@ -1,0 +1,196 @@
+"""Matching a checkpoint's leaves with those of the tree that a restore returns.
+
+A leaf is the same leaf where its typed path is the same: its key, and of each part
+whether it is a number or a text. ``layers[0]`` and ``layers["0"]`` share a key, but
+NNX puts the second after ``layers["10"]``; so they are refused as different. What
+kind of container held the part (a dict or a dataclass, a list or a tuple) is not
+part of what a leaf is.
+
+Matching reads nothing and decides no placement. All differences are listed at once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from storesvc.format.dtypes import DTYPES
+from storesvc.format.keys import INTEGER_KINDS
+from storesvc.format.trees import Leaf, Tree
+from storesvc_client._values import path_of
+from storesvc_client.errors import InvalidRequestError
+from storesvc_client.trees.flattening import (
+    NamedLeaf,
+    Signature,
+    named_leaves,
+    signature,
+)
+from storesvc_client.trees.nesting import nest
+from storesvc_proto.v1 import tree_pb2 as pb
+
+Build: TypeAlias = Callable[[dict[int, Any]], Any]
+"""Makes the tree to return, of its leaves by row."""
+
+_ARRAY_KINDS: Final = frozenset(
+    {pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_HOST_ARRAY, pb.LEAF_KIND_HOST_SCALAR}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A leaf that a restore returns."""
+
+    row: int
+    """In the leaf table."""
+    kind: "pb.LeafKind.ValueType"
+    """What it becomes."""
+    dtype: str
+    """What it becomes; the saved one, but for a cast."""
+    value: Any = None
+    """The leaf of ``like`` in whose place it comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What of a checkpoint is wanted, and what does not fit."""
+
+    wanted: Sequence[Wanted]
+    build: Build
+    problems: Sequence[str] = ()
+
+
+def match_all(tree: Tree, rows: Sequence[int], *, cast: str | None) -> Match:
+    """Returns a match of the leaves with nested dicts and lists, as they are."""
+    leaves = [tree.leaves[row] for row in rows]
+    wanted = [
+        Wanted(row=row, kind=leaf.kind, dtype=_cast_dtype(leaf, cast))
+        for row, leaf in zip(rows, leaves, strict=True)
+    ]
+
+    def build(values: dict[int, Any]) -> Any:
+        named = zip(rows, leaves, strict=True)
+        return nest((path_of(x), x.path_kinds, values[row]) for row, x in named)
+
+    return Match(wanted, build)
+
+
+def match_like(
+    tree: Tree, like: Any, rows: Sequence[int], *, cast: str | None
+) -> Match:
+    """Returns a match of the leaves with those of a pytree.
+
+    Args:
+        tree: The checkpoint's leaves.
+        like: The pytree of the structure to return.
+        rows: The leaves of the checkpoint that may be wanted.
+        cast: The dtype that floating-point leaves may be cast to where ``like``
+            has it; None: to none.
+
+    Raises:
+        UnsupportedLeafError: ``like`` has two leaves of one key.
+    """
+    named, treedef = named_leaves(like)
+    by_key = {leaf.key: leaf for leaf in named}
+    selected = {tree.leaves[row].key: row for row in rows}
+    problems = [
+        f"leaf {leaf.key!r} is missing from it: expected {_describe(leaf)}"
+        for leaf in named
+        if leaf.key not in selected
+    ]
+    wanted = []
+    for key, row in selected.items():
+        saved = tree.leaves[row]
+        leaf = by_key.get(key)
+        if leaf is None:
+            problems.append(f"leaf {key!r} is not expected: got {_saved(saved)}")
+            continue
+        found = signature(leaf.value)
+        if found is None or not _fits(saved, found, cast):
+            problems.append(
+                f"leaf {key!r}: expected {_describe(leaf)}, got {_saved(saved)}"
+            )
+        elif not _same_path(saved, leaf):
+            problems.append(
+                f"leaf {key!r}: expected the path {leaf.path}, got {_path_text(saved)}"
+                "; a number and its text are two keys"
+            )
+        else:
+            wanted.append(
+                Wanted(row=row, kind=found.kind, dtype=found.dtype, value=leaf.value)
+            )
+
+    def build(values: dict[int, Any]) -> Any:
+        return jax.tree.unflatten(treedef, [values[selected[x.key]] for x in named])
+
+    return Match(wanted, build, problems)
+
+
+def cast_name(cast: Any) -> str | None:
+    """Returns the name of the dtype to cast to.
+
+    Raises:
+        InvalidRequestError: It is no floating-point dtype of the format.
+    """
+    if cast is None:
+        return None
+    try:
+        dtype = np.dtype(cast) if not isinstance(cast, str) else DTYPES.get(cast)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in DTYPES or not _is_floating(dtype.name):
+        raise InvalidRequestError(
+            f"cast: expected a floating-point dtype such as 'bfloat16', got {cast!r}"
+        )
+    return str(dtype.name)
+
+
+def _cast_dtype(leaf: Leaf, cast: str | None) -> str:
+    if cast is not None and leaf.kind in _ARRAY_KINDS and _is_floating(leaf.dtype):
+        return cast
+    return leaf.dtype
+
+
+def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
+    """Whether a saved leaf can become what is wanted.
+
+    Where an array lies is not part of what it is: device and host arrays stand
+    for each other. Python numbers and PRNG keys stand for nothing else.
+    """
+    same_kind = saved.kind == found.kind or {saved.kind, found.kind} <= _ARRAY_KINDS
+    may_cast = (
+        cast == found.dtype and found.kind in _ARRAY_KINDS and _is_floating(saved.dtype)
+    )
+    return (
+        same_kind
+        and (saved.dtype == found.dtype or may_cast)
+        and saved.shape == found.shape
+        and saved.prng_impl == found.prng_impl
+    )
+
+
+def _same_path(saved: Leaf, leaf: NamedLeaf) -> bool:
+    """Whether each part is a number in both, or a text in both."""
+    return all(
+        (a in INTEGER_KINDS) == (b in INTEGER_KINDS)
+        for a, b in zip(saved.path_kinds, leaf.path_kinds, strict=True)
+    )
+
+
+def _is_floating(dtype: str) -> bool:
+    return bool(jnp.issubdtype(DTYPES[dtype], jnp.floating))
+
+
+def _path_text(saved: Leaf) -> str:
+    return "".join(f"[{part!r}]" for part in path_of(saved))
+
+
+def _saved(saved: Leaf) -> Signature:
+    return Signature(saved.kind, saved.dtype, saved.shape, saved.prng_impl)
+
+
+def _describe(leaf: NamedLeaf) -> str:
+    found = signature(leaf.value)
+    return type(leaf.value).__name__ if found is None else str(found)

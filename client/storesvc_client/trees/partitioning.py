@@ -1,0 +1,172 @@
+"""Partition rules: how named leaves are spread over a mesh.
+
+A rule is a regular expression and a ``PartitionSpec``. The first rule whose
+expression is found in a leaf's key decides, so the last one is usually
+``("", PartitionSpec())``. A spec is a wish about speed and memory, never about
+values: where an axis does not divide a dimension, or the leaf has fewer dimensions
+than the spec, that axis is dropped and the leaf is whole along it, as in EasyDeL.
+What was dropped is kept in ``dropped``, and ``report`` logs it.
+
+>>> mesh = jax.make_mesh((1,), ("tp",))
+>>> rules = [("kernel", PartitionSpec(None, "tp")), ("", PartitionSpec())]
+>>> Partitioner(mesh, rules).sharding("layers/0/kernel", (4, 8)).spec
+PartitionSpec(None, 'tp')
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Final, TypeAlias
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from storesvc.format.keys import join_key
+from storesvc.format.trees import SavedSharding
+from storesvc_client.errors import InvalidRequestError
+from storesvc_client.trees.traversals import tree_path_to_string
+
+__all__ = ["RECORDED", "Partitioner", "Rules", "shardings_by_rules"]
+
+Rules: TypeAlias = Sequence[tuple[str, PartitionSpec]]
+
+RECORDED: Final = "recorded"
+"""In the place of rules: each leaf as the checkpoint says that it lay."""
+
+_log = logging.getLogger("storesvc_client")
+_SHOWN = 5
+
+
+class Partitioner:
+    """Rules on a mesh, and what they could not do."""
+
+    def __init__(self, mesh: Mesh, rules: Rules) -> None:
+        """Prepares the rules.
+
+        Raises:
+            InvalidRequestError: One is no regular expression, no spec, or names an
+                axis that the mesh lacks.
+        """
+        self.mesh = mesh
+        self.dropped: list[str] = []
+        self._rules = [_compiled(mesh, pattern, spec) for pattern, spec in rules]
+
+    def sharding(self, key: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Returns how a leaf is spread.
+
+        Raises:
+            ValueError: No rule matches.
+        """
+        if not shape:  # nothing to split, so every rule means the same
+            return NamedSharding(self.mesh, PartitionSpec())
+        for pattern, spec in self._rules:
+            if pattern.search(key):
+                return self._fitted(key, shape, spec)
+        raise ValueError("no rule matches; end the rules with ('', PartitionSpec())")
+
+    def recorded(
+        self, key: str, shape: tuple[int, ...], saved: SavedSharding | None
+    ) -> NamedSharding:
+        """Returns how a leaf lay when it was saved, as far as this mesh has the axes.
+
+        A leaf of which nothing is recorded is whole on each device.
+        """
+        if saved is None:
+            return NamedSharding(self.mesh, PartitionSpec())
+        here = [
+            tuple(axis for axis in axes if axis in self.mesh.axis_names)
+            for axes in saved.spec
+        ]
+        absent = {axis for axes in saved.spec for axis in axes}.difference(*here)
+        if absent:
+            self.dropped.append(f"{key}: the mesh has no axis {sorted(absent)}")
+        return self._fitted(key, shape, _spec([axes or None for axes in here]))
+
+    def report(self) -> None:
+        """Logs what was dropped, if anything, as one warning."""
+        if self.dropped:
+            more = len(self.dropped) - _SHOWN
+            _log.warning(
+                "partition axes were dropped for %d leaves: %s%s",
+                len(self.dropped),
+                "; ".join(self.dropped[:_SHOWN]),
+                f"; and {more} more" if more > 0 else "",
+            )
+
+    def _fitted(
+        self, key: str, shape: tuple[int, ...], spec: PartitionSpec
+    ) -> NamedSharding:
+        fitted = [
+            axes if _names(axes) and size % _parts(self.mesh, axes) == 0 else None
+            for axes, size in zip(spec, shape, strict=False)
+        ]
+        if _spec(fitted) == _spec(list(spec)):
+            return NamedSharding(self.mesh, spec)
+        self.dropped.append(f"{key}: {spec} does not fit {shape}")
+        return NamedSharding(self.mesh, _spec(fitted))
+
+
+def shardings_by_rules(tree: Any, mesh: Mesh, rules: Rules) -> Any:
+    """Returns a tree like the one given, with the sharding of each leaf by rules.
+
+    Args:
+        tree: A pytree of arrays, or of their abstract stand-ins. Leaves without a
+            shape are taken for scalars.
+        mesh: The devices.
+        rules: See the module.
+
+    Raises:
+        InvalidRequestError: A rule is not usable, or none matches a leaf.
+    """
+    partitioner = Partitioner(mesh, rules)
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        key = join_key(tree_path_to_string(path))
+        try:
+            return partitioner.sharding(key, tuple(getattr(leaf, "shape", ())))
+        except ValueError as e:
+            raise InvalidRequestError(f"leaf {key!r}: {e}") from e
+
+    shardings = jax.tree_util.tree_map_with_path(sharding, tree)
+    partitioner.report()
+    return shardings
+
+
+def _compiled(
+    mesh: Mesh, pattern: str, spec: PartitionSpec
+) -> tuple[re.Pattern[str], PartitionSpec]:
+    if not isinstance(spec, PartitionSpec):
+        raise InvalidRequestError(
+            f"rule {pattern!r}: expected a PartitionSpec, got {spec!r}"
+        )
+    unknown = [axis for axes in spec for axis in _names(axes) if axis not in mesh.shape]
+    if unknown:
+        raise InvalidRequestError(
+            f"rule {pattern!r}: expected axes of the mesh, {tuple(mesh.axis_names)}, "
+            f"got {unknown[0]!r}"
+        )
+    try:
+        return re.compile(pattern), spec
+    except re.error as e:
+        raise InvalidRequestError(
+            f"rule {pattern!r} is not a regular expression: {e}"
+        ) from e
+
+
+def _spec(axes: list[Any]) -> PartitionSpec:
+    """A spec without the Nones at its end, which jax takes for another spec."""
+    while axes and axes[-1] is None:
+        axes = axes[:-1]
+    return PartitionSpec(*axes)
+
+
+def _parts(mesh: Mesh, axes: Any) -> int:
+    """Into how many parts axes of the mesh split a dimension."""
+    return prod(mesh.shape[axis] for axis in _names(axes))
+
+
+def _names(axes: Any) -> tuple[Any, ...]:
+    if axes is None or axes is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)

@@ -1,0 +1,135 @@
+"""Placing leaves: on which devices each lies when it comes back.
+
+By partition rules on a mesh, as the leaf of ``like`` lies, or as the checkpoint
+recorded. Whatever it is, it decides where bytes go and never what they are.
+"""
+
+from typing import Any, Final, Literal, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+
+from storesvc.format.trees import Leaf
+from storesvc_client.errors import InvalidRequestError
+from storesvc_client.trees.matching import Wanted
+from storesvc_client.trees.partitioning import RECORDED, Partitioner, Rules
+from storesvc_proto.v1 import tree_pb2 as pb
+
+Placement: TypeAlias = Sharding | None
+"""None: on the host."""
+
+_DEVICE_KINDS: Final = frozenset({pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_PRNG_KEY})
+_WIDE: Final = frozenset({"int64", "uint64", "float64", "complex128"})
+"""dtypes that jax would narrow without ``jax_enable_x64``."""
+
+
+class Placer:
+    """Decides where the leaves of one restore go."""
+
+    def __init__(self, mesh: Mesh | None, rules: "Rules | Literal['recorded'] | None"):
+        """Prepares to place.
+
+        Raises:
+            InvalidRequestError: A mesh without rules, rules without a mesh, or a
+                rule that is not usable.
+        """
+        if (mesh is None) != (rules is None):
+            raise InvalidRequestError(
+                "restore: expected both mesh= and rules=, or neither; "
+                "rules=[('', PartitionSpec())] puts every leaf on each device, "
+                "rules='recorded' as it lay"
+            )
+        self._recorded = rules == RECORDED
+        self._partitioner: Partitioner | None = None
+        if mesh is not None and rules is not None:
+            ordered = () if isinstance(rules, str) else rules
+            if isinstance(rules, str) and not self._recorded:
+                raise InvalidRequestError(
+                    f"restore: expected rules= a list or 'recorded', got {rules!r}"
+                )
+            self._partitioner = Partitioner(mesh, ordered)
+
+    def place(self, leaf: Leaf, wanted: Wanted) -> Placement:
+        """Decides where a leaf goes.
+
+        Raises:
+            ValueError: It cannot go there; says why.
+        """
+        if wanted.kind not in _DEVICE_KINDS:
+            return None
+        is_key = wanted.kind == pb.LEAF_KIND_PRNG_KEY
+        shape = leaf.shape[:-1] if is_key else leaf.shape
+        placement = self._chosen(leaf, wanted, shape)
+        if placement is None:
+            return None
+        if would_narrow(wanted.dtype):
+            raise ValueError(
+                f"jax would narrow {wanted.dtype} on a device; set jax_enable_x64, or "
+                "give a numpy array in like="
+            )
+        if isinstance(getattr(placement, "mesh", None), AbstractMesh):
+            problem = "its sharding is on an abstract mesh"
+            raise ValueError(f"{problem}; give mesh= and rules=")  # noqa: TRY004 - a misfit
+        placement.shard_shape(shape)  # raises where the axes do not divide it
+        if is_key and not isinstance(placement, (NamedSharding, SingleDeviceSharding)):
+            raise ValueError(
+                f"PRNG keys cannot be placed by a {type(placement).__name__}; give a "
+                "NamedSharding"
+            )
+        return placement
+
+    def report(self) -> None:
+        """Logs what the rules could not do."""
+        if self._partitioner is not None:
+            self._partitioner.report()
+
+    def _chosen(self, leaf: Leaf, wanted: Wanted, shape: tuple[int, ...]) -> Placement:
+        if self._partitioner is not None:
+            if self._recorded:
+                return self._partitioner.recorded(leaf.key, shape, leaf.sharding)
+            return self._partitioner.sharding(leaf.key, shape)
+        if wanted.value is not None:
+            return getattr(wanted.value, "sharding", None) or default_device()
+        return _as_saved(leaf, wanted.dtype)
+
+
+def allows_wide() -> bool:
+    """Returns whether the caller's jax has 64-bit types."""
+    config: Any = jax.config  # its options have no types
+    return bool(config.jax_enable_x64)
+
+
+def would_narrow(dtype: str) -> bool:
+    """Returns whether jax would make a narrower type of a dtype."""
+    return dtype in _WIDE and not allows_wide()
+
+
+def default_device() -> Sharding:
+    """Returns the sharding of a whole array on the default device."""
+    config: Any = jax.config  # its options have no types
+    device = config.jax_default_device or jax.local_devices()[0]
+    if isinstance(device, str):  # a platform
+        device = jax.local_devices(backend=device)[0]
+    return SingleDeviceSharding(device)
+
+
+def _as_saved(leaf: Leaf, dtype: str) -> Placement:
+    """The saved sharding on the devices of this process, where it fits."""
+    if would_narrow(dtype):
+        return None
+    if leaf.sharding is None:
+        return default_device()
+    devices = jax.devices()
+    if int(np.prod(leaf.sharding.axis_sizes)) != len(devices):
+        return None
+    grid = np.array(devices).reshape(leaf.sharding.axis_sizes)
+    mesh = Mesh(grid, leaf.sharding.axis_names)
+    return NamedSharding(mesh, PartitionSpec(*(s or None for s in leaf.sharding.spec)))

@@ -1,0 +1,126 @@
+"""Restoring a part of a checkpoint, in another dtype, and never another leaf."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import storesvc_client as store
+
+
+def the_tree() -> dict[str, Any]:
+    return {
+        "params": {"layers": [{"kernel": jnp.linspace(0, 1, 6)} for _ in range(3)]},
+        "moments": {"mu": jnp.ones((4, 2)), "count": jnp.asarray(7, jnp.int32)},
+        "rng": jax.random.key(3),
+        "loss": 0.125,
+    }
+
+
+def test_only_the_leaves_that_a_glob_selects_come_back(run: store.Run) -> None:
+    run.save(0, the_tree()).result()
+
+    back = run.restore(0, select=["params/**", "loss"])
+
+    assert {"params", "loss"} == set(back)
+    assert 0.125 == back["loss"]
+    np.testing.assert_array_equal(
+        np.linspace(0, 1, 6, dtype=np.float32), back["params"]["layers"][2]["kernel"]
+    )
+
+
+def test_a_target_holds_the_selected_leaves_and_no_other(run: store.Run) -> None:
+    run.save(0, the_tree()).result()
+    like = {"moments": the_tree()["moments"]}
+
+    back = run.restore(0, like=like, select="moments/**")
+
+    assert 7 == int(back["moments"]["count"])
+    with pytest.raises(store.MismatchError, match="leaf 'moments/mu' is missing"):
+        run.restore(0, like=like, select="moments/count")
+    with pytest.raises(store.MismatchError, match="leaf 'loss' is not expected"):
+        run.restore(0, like=like, select=["moments/**", "loss"])
+
+
+def test_a_glob_that_selects_nothing_names_what_is_near(run: store.Run) -> None:
+    run.save(0, the_tree()).result()
+
+    with pytest.raises(store.NotFoundError, match=r"'moments/nu'.*nearest: moments/mu"):
+        run.restore(0, select="moments/nu")
+
+
+def test_floating_leaves_are_cast_and_others_are_not(run: store.Run) -> None:
+    run.save(0, the_tree()).result()
+
+    back = run.restore(0, cast="bfloat16")
+
+    kernel = back["params"]["layers"][0]["kernel"]
+    assert jnp.bfloat16 == kernel.dtype
+    expected = jnp.linspace(0, 1, 6).astype(jnp.bfloat16)
+    assert np.asarray(expected).tobytes() == np.asarray(kernel).tobytes()
+    assert jnp.int32 == back["moments"]["count"].dtype
+    assert 0.125 == back["loss"]
+    assert (
+        jax.random.key_data(jax.random.key(3)) == jax.random.key_data(back["rng"])
+    ).all()
+
+
+def test_a_target_may_mix_cast_leaves_with_others(run: store.Run) -> None:
+    run.save(0, {"a": jnp.ones(3), "b": np.ones(3, np.float64)}).result()
+    like = {"a": jax.ShapeDtypeStruct((3,), jnp.float16), "b": np.zeros(3)}
+
+    back = run.restore(0, like=like, cast=np.float16)
+
+    assert (np.float16, np.float64) == (back["a"].dtype, back["b"].dtype)
+    with pytest.raises(store.MismatchError, match=r"leaf 'a': expected \(3,\) float16"):
+        run.restore(0, like=like)
+    with pytest.raises(store.MismatchError, match=r"leaf 'a': expected \(3,\) float16"):
+        run.restore(0, like=like, cast=ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("cast", ["int32", "float31", np.int8, object(), "O"], ids=str)
+def test_a_cast_to_what_is_no_floating_dtype_is_refused(
+    run: store.Run, cast: Any
+) -> None:
+    run.save(0, {"a": jnp.ones(3)}).result()
+
+    with pytest.raises(store.InvalidRequestError, match="floating-point dtype"):
+        run.restore(0, cast=cast)
+
+
+def test_a_number_and_its_text_are_two_keys(run: store.Run) -> None:
+    run.save(0, {"layers": {i: jnp.full(1, i) for i in range(12)}}).result()
+    like = {"layers": {str(i): jnp.zeros(1, jnp.int32) for i in range(12)}}
+
+    with pytest.raises(store.MismatchError) as caught:
+        run.restore(0, like=like)
+
+    assert (
+        "leaf 'layers/10': expected the path ['layers']['10'], got ['layers'][10]; "
+        "a number and its text are two keys"
+    ) in str(caught.value)
+
+
+def test_what_holds_a_leaf_is_not_part_of_its_identity(run: store.Run) -> None:
+    run.save(0, {"layers": [jnp.zeros(1), jnp.ones(1)]}).result()
+
+    back = run.restore(0, like={"layers": {0: jnp.zeros(1), 1: jnp.zeros(1)}})
+
+    assert {"layers": {0: [0.0], 1: [1.0]}} == jax.tree.map(lambda x: x.tolist(), back)
+
+
+def test_an_open_checkpoint_stays_the_same_one(run: store.Run) -> None:
+    run.save(0, the_tree(), structure=b"a document").result()
+    opened = run.open()
+    run.save(1, {"x": jnp.ones(1)}).result()
+
+    assert 0 == opened.info.step
+    assert f"{run.name}@0" == opened.name
+    assert b"a document" == opened.structure
+    assert "loss" in opened.leaves
+    assert {"loss": 0.125} == opened.restore(select="loss")
+    assert [0.125] == [float(array) for _, array in opened.read(["loss"])]
+    assert b"" == run.open().structure

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from storesvc_client.trees import traversals
 from storesvc_client.trees.traversals import (
     MetaValueRecreator,
     graph_leaves,
@@ -19,6 +20,7 @@ from storesvc_client.trees.traversals import (
     refine_graphs,
     tree_path_to_string,
 )
+from tests.golden_traversals import RECORDED, Case, cases, outcome
 
 PATH = (
     DictKey("a"),
@@ -169,10 +171,9 @@ class TestRefineGraphs:
 
 
 class TestRecreateMetaValues:
-    def test_a_state_gives_a_state_of_fresh_values(self) -> None:
+    def test_a_state_gives_a_nested_dict_of_fresh_values(self) -> None:
         fresh = recreate_meta_values(rng_state())
 
-        assert isinstance(fresh, nnx.State)
         stream = fresh["dropout"]["rngs"]
         assert 0 == stream["count"][...]
         assert jnp.uint32 == stream["count"][...].dtype
@@ -264,7 +265,11 @@ class TestRecreateMetaValues:
 
     def test_nothing_gives_nothing(self) -> None:
         assert {} == recreate_meta_values({})
-        assert nnx.State({}) == recreate_meta_values(nnx.State({}))
+        assert {} == recreate_meta_values(nnx.State({}))
+
+    def test_what_is_no_mapping_is_a_type_error(self) -> None:
+        with pytest.raises(TypeError, match="got list"):
+            recreate_meta_values([count()])  # type: ignore[arg-type]  # what is tested
 
 
 class TestMetaValueRecreator:
@@ -284,3 +289,25 @@ def test_the_leaves_of_a_graph_stand_under_their_whole_paths() -> None:
     leaves = graph_leaves({"a": {0: 1, "0": nnx.State({"b": 2})}, "e": {}})
 
     assert {("a", 0): 1, ("a", "0", "b"): 2} == leaves
+
+
+def test_graph_leaves_of_what_is_no_mapping_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"dict or an nnx\.State, got int"):
+        graph_leaves(1)  # type: ignore[arg-type]  # what is tested
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+def test_the_answer_is_easydels_except_where_a_reason_says_why_not(case: Case) -> None:
+    answer = outcome(case.run, traversals)
+
+    assert (case.deviation is None) == (RECORDED[case.name] == answer), answer
+
+
+def test_each_case_is_recorded_once() -> None:
+    assert sorted(RECORDED) == sorted(case.name for case in cases())
+
+
+def test_all_public_names_exist_and_the_old_spellings_are_the_new_functions() -> None:
+    assert all(hasattr(traversals, name) for name in traversals.__all__)
+    assert traversals.init_garphstate is traversals.init_graphstate
+    assert traversals.diffrentiate_state is traversals.differentiate_state

@@ -1,0 +1,287 @@
+"""Nested dicts, flat dicts of paths, and the keys of both.
+
+A flat dict has tuples of keys for keys, or text: the same joined by a separator.
+What holds of both directions:
+
+* **One name, one leaf.** Two leaves of one name, a leaf above another, and a key that
+  holds the separator are refused, so whatever flattens also unflattens.
+* **0 and "0" are different keys.** They become one only where a caller asks for text,
+  and there they are refused side by side.
+* **Inputs stay as they were.**
+
+>>> flatten_dict({"a": {0: 1}, "b": 2})
+{('a', 0): 1, ('b',): 2}
+>>> unflatten_dict({"a.0": 1}, sep=".")
+{'a': {'0': 1}}
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from flax.traverse_util import empty_node
+
+__all__ = [
+    "GraphPath",
+    "add_leaves",
+    "flatten_dict",
+    "int_key_to_string",
+    "integer_of_text",
+    "is_flatten",
+    "join_names",
+    "mapping_leaves",
+    "nest_leaves",
+    "path_text",
+    "string_key_to_int",
+    "unflatten_dict",
+]
+
+GraphPath: TypeAlias = tuple[Any, ...]
+"""Where a leaf stands in nested mappings: its keys, integers kept as integers."""
+
+IsLeaf: TypeAlias = Callable[[GraphPath, Any], bool]
+"""Whether the mapping at a path is a leaf."""
+
+_MAX_DIGITS = 18
+"""Digits of an integer key. Python itself refuses to convert thousands of them."""
+
+
+def is_flatten(tree: Mapping[Any, Any]) -> bool:
+    """Returns whether a key of the dict is a path, that is a tuple.
+
+    Raises:
+        AttributeError: ``tree`` has no keys.
+    """
+    keys = tree.keys()
+    return any(isinstance(key, tuple) for key in keys)
+
+
+def flatten_dict(
+    xs: Mapping[Any, Any],
+    keep_empty_nodes: bool = False,  # noqa: FBT001, FBT002 - the order is easydel's
+    is_leaf: IsLeaf | None = None,
+    sep: str | None = None,
+    fumap: bool = False,  # noqa: FBT001, FBT002 - the order is easydel's
+) -> dict[Any, Any]:
+    """Returns the leaves of nested mappings by path.
+
+    Everything but a mapping is a leaf, lists too. Keys of ``xs`` that are tuples are
+    paths already.
+
+    Args:
+        xs: A dict, an ``nnx.State`` or another mapping.
+        keep_empty_nodes: Whether an empty mapping is a leaf, flax's ``empty_node``.
+            An empty ``xs`` gives an empty dict all the same.
+        is_leaf: Whether the mapping at a path is a leaf.
+        sep: Joins the keys of a path, as text; none: paths are tuples.
+        fumap: Whether what is no mapping is a leaf at the empty path, not an error.
+
+    Raises:
+        TypeError: ``xs`` is not a mapping.
+        ValueError: Two leaves have one path, one lies below another, or, joined, two
+            have one name or a key holds ``sep``.
+    """
+    if not isinstance(xs, Mapping) and not fumap:
+        raise TypeError(f"expected a dict or another mapping, got {type(xs).__name__}")
+    leaves = mapping_leaves(xs, is_leaf=is_leaf, keep_empty_nodes=keep_empty_nodes)
+    if sep is None:
+        return leaves
+    paths = [tuple(map(str, path)) for path in leaves]
+    return dict(zip(join_names(paths, sep), leaves.values(), strict=True))
+
+
+def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> dict[Any, Any]:
+    """Returns the nested dict of a flat one.
+
+    Args:
+        xs: Leaves by path. ``empty_node`` becomes an empty dict.
+        sep: Parts the text of a path, and the parts stay text; none: paths are
+            tuples.
+
+    Raises:
+        TypeError: ``xs`` is not a mapping, or a key is no path.
+        ValueError: A path is empty, is there twice, or lies below another.
+    """
+    if not isinstance(xs, Mapping):
+        raise TypeError(f"expected a dict or another mapping, got {type(xs).__name__}")
+    leaves: dict[GraphPath, Any] = {}
+    for key, value in xs.items():
+        leaf = {} if _is_empty_node(value) else value
+        add_leaves(leaves, [(_path_of(key, sep), leaf)])
+    return nest_leaves(leaves)
+
+
+def _path_of(key: Any, sep: str | None) -> GraphPath:
+    if sep is not None and isinstance(key, str):
+        return tuple(key.split(sep))
+    if sep is None and isinstance(key, tuple):
+        return key
+    expected = "a tuple" if sep is None else "text"
+    raise TypeError(f"key {key!r}: expected {expected}, got {type(key).__name__}")
+
+
+def int_key_to_string(xs: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the dict, nested or flat, with text for its integer keys.
+
+    Raises:
+        TypeError: ``xs`` is not a mapping.
+        ValueError: A mapping has an integer and its text.
+    """
+    return _with_keys(xs, _text_of_integer, ())
+
+
+def string_key_to_int(xs: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the dict, nested or flat, with integers for keys that spell one.
+
+    Only the text that ``str`` gives for 0, 1, 2, ... does: "007", "-1" and "²" are
+    names.
+
+    Raises:
+        TypeError: ``xs`` is not a mapping.
+        ValueError: A mapping has an integer and its text.
+    """
+    return _with_keys(xs, integer_of_text, ())
+
+
+def _text_of_integer(key: Any) -> Any:
+    is_integer = isinstance(key, int) and not isinstance(key, bool)
+    return str(key) if is_integer else key
+
+
+def integer_of_text(key: Any) -> Any:
+    """Returns the integer that a key spells, or the key where it spells none."""
+    if not isinstance(key, str) or len(key) > _MAX_DIGITS:
+        return key
+    # isdigit alone is true of superscripts, which int refuses.
+    spells_one = key.isascii() and key.isdigit() and (key == "0" or key[0] != "0")
+    return int(key) if spells_one else key
+
+
+def _with_keys(
+    xs: Mapping[Any, Any], convert: Callable[[Any], Any], above: GraphPath
+) -> dict[Any, Any]:
+    if not isinstance(xs, Mapping):
+        raise TypeError(f"expected a dict or another mapping, got {type(xs).__name__}")
+    result: dict[Any, Any] = {}
+    for key, value in xs.items():
+        is_path = isinstance(key, tuple) and not above
+        new = tuple(map(convert, key)) if is_path else convert(key)
+        if new in result:
+            raise ValueError(
+                f"two keys become {new!r} in {path_text(above)}: expected at most one"
+            )
+        nested = isinstance(value, Mapping)
+        result[new] = _with_keys(value, convert, (*above, key)) if nested else value
+    return result
+
+
+def _is_empty_node(value: Any) -> bool:
+    # By type: a tree map makes another object of it.
+    return isinstance(value, type(empty_node))
+
+
+def mapping_leaves(
+    xs: Any, *, is_leaf: IsLeaf | None = None, keep_empty_nodes: bool = False
+) -> dict[GraphPath, Any]:
+    """Returns the leaves of nested mappings, or of one flat with tuple keys, by path.
+
+    Raises:
+        ValueError: Two leaves have one path, or one lies below another.
+    """
+    leaves: dict[GraphPath, Any] = {}
+
+    def walk(path: GraphPath, node: Any) -> Iterator[tuple[GraphPath, Any]]:
+        if not isinstance(node, Mapping) or (is_leaf and is_leaf(path, node)):
+            yield path, node
+            return
+        for key, value in node.items():
+            # Only at the top is a tuple a path: below, it is a key as any other.
+            below = key if not path and isinstance(key, tuple) else (*path, key)
+            yield from walk(below, value)
+        if keep_empty_nodes and path and not node:
+            yield path, empty_node
+
+    add_leaves(leaves, walk((), xs))
+    if isinstance(xs, Mapping) and is_flatten(xs):
+        _refuse_leaves_below_leaves(leaves)
+    return leaves
+
+
+def add_leaves(
+    leaves: dict[GraphPath, Any], more: Iterable[tuple[GraphPath, Any]]
+) -> None:
+    """Adds leaves to those that are there already.
+
+    Raises:
+        ValueError: Two have one path.
+    """
+    for path, leaf in more:
+        if path in leaves:
+            raise ValueError(f"two leaves at {path_text(path)}: expected at most one")
+        leaves[path] = leaf
+
+
+def nest_leaves(leaves: Mapping[GraphPath, Any]) -> dict[Any, Any]:
+    """Returns the nested dict of leaves by path.
+
+    Raises:
+        ValueError: A leaf is at the root, or below another.
+    """
+    if () in leaves:
+        raise ValueError("a leaf at the root: expected it below a key")
+    _refuse_leaves_below_leaves(leaves)
+    root: dict[Any, Any] = {}
+    nodes: dict[GraphPath, dict[Any, Any]] = {(): root}
+    for path, leaf in leaves.items():
+        above = path[:-1]
+        if above not in nodes:
+            for length in range(1, len(path)):
+                if path[:length] not in nodes:
+                    nodes[path[:length]] = nodes[path[: length - 1]].setdefault(
+                        path[length - 1], {}
+                    )
+        nodes[above][path[-1]] = leaf
+    return root
+
+
+def _refuse_leaves_below_leaves(leaves: Mapping[GraphPath, Any]) -> None:
+    seen: set[GraphPath] = set()
+    for path in leaves:
+        above = path[:-1]
+        # Siblings share all that is above them: each place is asked about once.
+        while above and above not in seen:
+            if above in leaves:
+                raise ValueError(
+                    f"a leaf at {path_text(path)} and another at "
+                    f"{path_text(above)}, above it"
+                )
+            seen.add(above)
+            above = above[:-1]
+
+
+def join_names(paths: Iterable[tuple[str, ...]], sep: str) -> list[str]:
+    """Returns the names of paths: their parts joined.
+
+    Raises:
+        ValueError: A part holds ``sep``, or two paths have one name.
+    """
+    names: dict[str, tuple[str, ...]] = {}
+    for path in paths:
+        name = sep.join(path)
+        # Splitting also tells what a longer separator makes of parts that hold a
+        # piece of it.
+        if sep and path and name.split(sep) != list(path):
+            raise ValueError(
+                f"leaf {path_text(path)}: expected keys without the separator {sep!r}"
+            )
+        if name in names:
+            raise ValueError(
+                f"two leaves of the name {name!r}: {path_text(names[name])} and "
+                f"{path_text(path)}"
+            )
+        names[name] = path
+    return list(names)
+
+
+def path_text(path: GraphPath) -> str:
+    """Returns the path as one would index it, which tells 0 from "0"."""
+    return "".join(f"[{key!r}]" for key in path) or "the root"

@@ -1,0 +1,117 @@
+"""A module as text: one line for each module in it, nested.
+
+The functions carry the names and arguments of ``easydel.infra.mixins.protocol``. They
+read shapes only, so abstract modules have texts too. A module that stands at two
+places, or within itself, is written once, and at the other places named.
+
+>>> print(prettify_nnx(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)))
+Sequential(
+  (layers): List(
+    (0): Linear(in_features=2, out_features=3, bias=True)
+  )
+)
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flax import nnx
+
+__all__ = ["get_module_repr", "prettify_nnx", "printify_nnx"]
+
+
+def get_module_repr(module: nnx.Module) -> str:
+    """Returns a module's type, and what tells it from others of its type."""
+    name = type(module).__name__
+    held = vars(module)
+    if isinstance(module, nnx.Dropout):
+        return f"{name}(p={module.rate})"
+    if held.keys() >= {"num_embeddings", "features"}:
+        return f"Embedding({held['num_embeddings']}, {held['features']})"
+    if held.keys() >= {"in_features", "out_features"}:
+        bias = held.get("use_bias", held.get("bias") is not None)
+        return (
+            f"{name}(in_features={held['in_features']}, "
+            f"out_features={held['out_features']}, bias={bias})"
+        )
+    for eps in ("eps", "epsilon"):
+        if eps in held:
+            scale = held.get("kernel", held.get("scale"))
+            shape = tuple(scale.shape) if isinstance(scale, nnx.Variable) else ""
+            return f"{name}({shape}, eps={held[eps]})"
+    return name
+
+
+def prettify_nnx(
+    module: nnx.Module,
+    indent: str = "",
+    depth: int = 0,
+    max_depth: int | None = None,
+    module_param: Any = None,
+) -> str:
+    """Returns a module and the modules in it as lines of text.
+
+    Args:
+        module: The module, which may be abstract.
+        indent: What the lines begin with.
+        depth: How deep the module stands.
+        max_depth: How deep the last modules stand that are written; None: all.
+        module_param: Has no effect, as in EasyDeL.
+    """
+    del module_param
+    lines = _lines(module, depth, max_depth, (), {})
+    return "\n".join(indent + line for line in lines)
+
+
+def printify_nnx(model: nnx.Module) -> str:
+    """Returns the whole text of a model, with the prefix that EasyDeL gives its own."""
+    return "EasyDeL-" + prettify_nnx(model)
+
+
+def _lines(
+    node: Any,
+    depth: int,
+    max_depth: int | None,
+    path: tuple[str, ...],
+    seen: dict[int, str],
+) -> Iterator[str]:
+    title = get_module_repr(node) if isinstance(node, nnx.Module) else _container(node)
+    if id(node) in seen:
+        yield f"{title}, the one at {seen[id(node)]}"
+        return
+    seen[id(node)] = "/".join(path) or "the top"
+    children = list(_children(node))
+    if not children:
+        yield title
+    elif max_depth is not None and depth >= max_depth:
+        yield f"{title}(...)"
+    else:
+        yield f"{title}("
+        for key, child in children:
+            first, *rest = _lines(child, depth + 1, max_depth, (*path, key), seen)
+            yield f"  ({key}): {first}"
+            yield from (f"  {line}" for line in rest)
+        yield ")"
+
+
+def _container(node: Any) -> str:
+    return "ModuleDict" if isinstance(node, Mapping) else "ModuleList"
+
+
+def _children(node: Any) -> Iterator[tuple[str, Any]]:
+    """The modules directly in a node, and the containers of some, by name."""
+    if isinstance(node, (list, tuple)):
+        items = list(enumerate(node))
+    else:
+        held = node if isinstance(node, Mapping) else vars(node)
+        items = sorted(held.items(), key=lambda item: _order(item[0]))
+    for key, value in items:
+        plain = isinstance(value, (list, tuple, dict))
+        if isinstance(value, nnx.Module) or (plain and any(_children(value))):
+            yield str(key), value
+
+
+def _order(key: Any) -> tuple[bool, int, str]:
+    """Numbers by value, as a list of layers has them; then texts."""
+    text = str(key)
+    return not text.isdecimal(), int(text) if text.isdecimal() else 0, text

@@ -1,0 +1,130 @@
+"""What a model tells of itself: its three parts, its partition rules and its mesh.
+
+A model of EasyDeL knows all of them, and a plain module only its parts, so each
+question has an answer for both. Nothing here imports EasyDeL.
+
+>>> graphdef, graphstate, graphother = split_module(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+>>> sorted(graphstate)
+['bias', 'kernel']
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from storesvc_client.trees.graphs import GraphState
+from storesvc_client.trees.partitioning import Rules
+
+__all__ = ["HasGraph", "is_module", "mesh_of", "partition_rules_of", "split_module"]
+
+
+@runtime_checkable
+class HasGraph(Protocol):
+    """A module, or the state of one, in three parts that ``nnx.merge`` joins.
+
+    A module shares the Variables of its parts, so what changes one changes the other;
+    a state, being a value, has its own.
+    """
+
+    @property
+    def graphdef(self) -> "nnx.GraphDef[Any]":
+        """The structure, without values."""
+
+    @property
+    def graphstate(self) -> GraphState:
+        """The parameters."""
+
+    @property
+    def graphother(self) -> GraphState:
+        """All other Variables."""
+
+
+def is_module(model: Any) -> bool:
+    """Returns whether it is an instance that ``split_module`` takes."""
+    if isinstance(model, type):  # of a class, all parts are there too, as properties
+        return False
+    return isinstance(model, (nnx.Pytree, HasGraph))
+
+
+def split_module(
+    model: "HasGraph | nnx.Module | nnx.Pytree",
+) -> tuple["nnx.GraphDef[Any]", GraphState, GraphState]:
+    """Returns a model's structure, its parameters, and its other Variables.
+
+    What has these parts gives its own: a model of EasyDeL, whose parameters are only
+    the adapters while it has some, or an ``EasyDeLState``. Any other module is split
+    by ``nnx.Param``. A module shares the Variables of its parts: a call that counts,
+    or an update of a part, changes both. A module that has parts of its own makes
+    them with ``nnx.split``; with this function it would ask itself.
+
+    Raises:
+        TypeError: It is no module and has no such parts.
+    """
+    parts: tuple[Any, Any, Any]
+    if isinstance(model, HasGraph):
+        parts = model.graphdef, model.graphstate, model.graphother
+    elif isinstance(model, nnx.Pytree):  # a module, or such as nnx.Optimizer
+        graphdef, *states = nnx.split(model, nnx.Param, ...)
+        parts = graphdef, states[0], states[1]
+    else:
+        raise _no_module(model)
+    # Of a class, all parts are there too, as properties.
+    if not isinstance(parts[0], nnx.GraphDef):
+        raise _no_module(model)
+    return parts
+
+
+def partition_rules_of(model: Any) -> Rules | None:
+    """Returns the partition rules that a model brings; None without any.
+
+    They are what EasyDeL would shard the model by. A model of one's own brings rules
+    by a ``config.get_partition_rules()``.
+
+    Raises:
+        TypeError: What it brings are no rules.
+    """
+    # EasyDeL says the same of a public method, the configuration's; but that one has
+    # None where modules tell their own specs, and patterns that end before the
+    # "/value" of a Variable. This method is in its protocol, and has neither.
+    ask = getattr(model, "_get_partition_rules", None)
+    if ask is not None:
+        rules = ask(None)
+    else:
+        ask = getattr(getattr(model, "config", None), "get_partition_rules", None)
+        rules = None if ask is None else ask()
+    if rules is None:
+        return None
+    return tuple(_checked(rule, model) for rule in rules)
+
+
+def mesh_of(model: Any) -> Mesh | None:
+    """Returns the mesh that a model is made for; None without one.
+
+    EasyDeL makes it, of all devices, when it is first asked for.
+    """
+    for owner in (getattr(model, "config", None), model):
+        # The model's own raises where its configuration has none.
+        mesh = getattr(owner, "mesh", None)
+        if mesh is not None or hasattr(owner, "mesh"):
+            return mesh if isinstance(mesh, Mesh) else None
+    return None
+
+
+def _checked(rule: Any, model: Any) -> tuple[str, PartitionSpec]:
+    match rule:
+        case (str() as pattern, PartitionSpec() as spec):
+            return pattern, spec
+    raise TypeError(
+        f"rules of {type(model).__name__}: expected pairs of a regular expression and "
+        f"a PartitionSpec, got {rule!r}; give restore such rules instead"
+    )
+
+
+def _no_module(model: Any) -> TypeError:
+    got = model.__name__ if isinstance(model, type) else type(model).__name__
+    what = "the class " if isinstance(model, type) else ""
+    return TypeError(
+        "expected an nnx.Module, or an object with graphdef, graphstate and "
+        f"graphother, got {what}{got}; make a module first"
+    )

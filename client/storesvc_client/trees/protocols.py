@@ -1,0 +1,215 @@
+"""What a module offers a store: the state part of EasyDeL's ``BaseModuleProtocol``.
+
+``easydel.infra.mixins.protocol.BaseModuleProtocol`` asks for all that an EasyDeL
+model can do. This one asks for what holds, moves and names state, under the same
+names and with the same arguments, in small protocols that a caller may ask for one
+by one. A model of EasyDeL satisfies it, and so does any ``nnx.Module`` that has the
+methods; neither package imports the other.
+
+Left out, as only a language model needs it: calls and losses (``compute_loss``,
+``prepare_inputs_for_call``, ``get_static_arguments``), generation and its caches
+(``generate``, ``can_generate``, ``init_cache``, ``init_ragged_pages``,
+``create_cache_metadata``, ``create_paged_metadata``, ``prepare_inputs_for_generation``,
+``update_inputs_for_generation``), PyTorch (``to_torch``, ``get_torch_loader``,
+``transform_fn``, ``pure_transform_fn``), the hub (``push_to_hub``), ``quantize``, and
+the configuration (``config``, ``config_class``, ``base_model_prefix``).
+
+``isinstance`` looks for names, not for signatures; and up to Python 3.11 it reads the
+properties, so that asking a module whether it is one splits it.
+
+>>> isinstance(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), HasGraph)
+False
+"""
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from storesvc_client.trees.graphs import GraphState
+from storesvc_client.trees.module_text import (
+    get_module_repr,
+    prettify_nnx,
+    printify_nnx,
+)
+from storesvc_client.trees.partitioning import Rules
+from storesvc_client.trees.parts import (
+    HasGraph,
+    mesh_of,
+    partition_rules_of,
+    split_module,
+)
+
+if TYPE_CHECKING:
+    from storesvc_client.trees.easydel import EasyDeLState
+
+__all__ = [
+    "BaseModuleProtocol",
+    "Casts",
+    "HasGraph",
+    "HasLora",
+    "InitsLazily",
+    "Pretrained",
+    "Shards",
+    "SplitsParams",
+    "ToState",
+    "get_module_repr",
+    "mesh_of",
+    "partition_rules_of",
+    "prettify_nnx",
+    "printify_nnx",
+    "split_module",
+]
+
+
+@runtime_checkable
+class SplitsParams(Protocol):
+    """A module whose parameters go out and in."""
+
+    def split_params(self) -> GraphState:
+        """Returns the parameters, as ``graphstate`` does."""
+
+    def merge_params(self, tree: Any) -> Self:
+        """Returns the module with the parameters of a tree like ``graphstate``."""
+
+    def split_params_dict(self, params_dict: dict[Any, Any]) -> dict[Any, Any]:
+        """Returns what a dict of parameters holds, by the state that it belongs to.
+
+        That is what EasyDeL documents. Its models of 0.3.0 take ``extract_fn`` and
+        ``remove_none`` instead, and return the module's own parameters as arrays.
+        """
+
+    def merge_params_dict(self, params_dict: dict[Any, Any]) -> Self:
+        """Returns the module with the parameters of a dict, nested or flat."""
+
+
+@runtime_checkable
+class Shards(Protocol):
+    """A module whose parameters are spread over a mesh."""
+
+    def shard_model(
+        self, partition_rules: Rules | None = None, mesh: Mesh | None = None
+    ) -> Self:
+        """Returns the module on the mesh, spread by the rules; by its own if None."""
+
+    def gather_model(
+        self, partition_rules: Rules | None = None, mesh: Mesh | None = None
+    ) -> Self:
+        """Returns the module with each parameter whole on every device."""
+
+    @property
+    def params_sharding(self) -> dict[Any, Any]:
+        """The sharding of each parameter, in dicts nested as the parameters are."""
+
+
+@runtime_checkable
+class Casts(Protocol):
+    """A module whose parameters may have another dtype."""
+
+    def to_dtype(self, dtype: Any) -> Self:
+        """Returns the module with its floating parameters in the dtype."""
+
+    def half(self, change_runtime_dtype: bool = True) -> Self:  # noqa: FBT001, FBT002 - EasyDeL's signature
+        """Returns the module in float16, and computing in it if so asked."""
+
+    def float(self, change_runtime_dtype: bool = True) -> Self:  # noqa: FBT001, FBT002 - EasyDeL's signature
+        """Returns the module in float32, and computing in it if so asked."""
+
+
+@runtime_checkable
+class ToState(Protocol):
+    """A module that becomes a state to train."""
+
+    def to_state(self) -> "EasyDeLState":
+        """Returns the state of the module at step 0, without an optimizer."""
+
+
+@runtime_checkable
+class InitsLazily(Protocol):
+    """A module that can be made without values, as the target of a restore."""
+
+    @classmethod
+    def lazy_init(cls, *args: Any, **kwargs: Any) -> Self:
+        """Returns the module with abstract Variables, by ``nnx.eval_shape``."""
+
+
+@runtime_checkable
+class Pretrained(Protocol):
+    """A module that goes to a store and comes from one by a name.
+
+    With a ``client`` among the keyword arguments the name is that of a checkpoint of
+    its store, ``NAMESPACE/RUN@STEP`` or ``NAMESPACE/RUN@latest``. Without one it is a
+    directory, the root of an embedded store that holds the module alone, as the run
+    ``pretrained/model``.
+    """
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        push_to_hub: bool = False,  # noqa: FBT001, FBT002 - EasyDeL's signature
+        token: str | bool | None = None,  # noqa: FBT001 - EasyDeL's signature
+        gather_fns: dict[Any, Any] | None = None,
+        float_dtype: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Saves the parameters, and returns once the checkpoint is committed.
+
+        Args:
+            save_directory: The name, without a step where ``step`` is given.
+            push_to_hub: False; there is no hub here.
+            token: None; there is no hub here.
+            gather_fns: None; shards are saved as they lie, never gathered.
+            float_dtype: What floating parameters are cast to; None: as they are.
+            step: The step to save at; 0 if neither this nor the name tells.
+            **kwargs: ``client``, or what the module itself takes.
+        """
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, **kwargs: Any
+    ) -> Self:
+        """Returns the module of a checkpoint.
+
+        Args:
+            pretrained_model_name_or_path: The name; of a directory, its newest step.
+            **kwargs: ``client``, or what the module itself takes.
+        """
+
+
+@runtime_checkable
+class HasLora(Protocol):
+    """A module that may get low-rank adapters. No part of ``BaseModuleProtocol``."""
+
+    def apply_lora_to_layers(
+        self,
+        lora_rank: int,
+        lora_pattern: str | None = None,
+        verbose: bool = False,  # noqa: FBT001, FBT002 - EasyDeL's signature
+        rngs: nnx.Rngs | None = None,
+    ) -> Self:
+        """Returns the module with adapters in the layers that the pattern finds."""
+
+    def split_lora_params(self) -> dict[Any, Any]:
+        """Returns the parameters of the adapters alone."""
+
+    def merge_lora_params(self, pytree: dict[Any, Any]) -> Self:
+        """Returns the module with the adapters of a tree."""
+
+    def unwrap_lora_to_layers(self, verbose: bool = False) -> Self:  # noqa: FBT001, FBT002 - EasyDeL's signature
+        """Returns the module without adapters, merged into its parameters."""
+
+
+@runtime_checkable
+class BaseModuleProtocol(
+    HasGraph,
+    SplitsParams,
+    Shards,
+    Casts,
+    ToState,
+    InitsLazily,
+    Pretrained,
+    Protocol,
+):
+    """A module with all of the above, but for adapters."""

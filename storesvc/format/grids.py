@@ -9,6 +9,7 @@ contiguous run of its shard wherever that is possible.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any, Final, TypeAlias
 
@@ -114,8 +115,9 @@ class Grid:
             yield chunk
 
 
+@lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
 def choose_chunk_shape(
-    shape: Sequence[int], itemsize: int, shard_shape: Sequence[int]
+    shape: tuple[int, ...], itemsize: int, shard_shape: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Returns the chunk shape for a leaf saved in shards of ``shard_shape``.
 

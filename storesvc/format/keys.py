@@ -65,6 +65,18 @@ def join_key(parts: Iterable[str]) -> str:
             holds a lone surrogate).
     """
     key = "/".join(map(escape_part, parts))
+    check_key(key)
+    return key
+
+
+def check_key(key: str) -> None:
+    """Refuses what a key must not be, however its parts were escaped.
+
+    Raises:
+        InvalidKeyError: As ``join_key``.
+    """
+    if len(key) * 4 <= MAX_KEY_BYTES and key.isascii():
+        return
     try:
         size = len(key.encode())
     except UnicodeEncodeError as e:
@@ -76,7 +88,6 @@ def join_key(parts: Iterable[str]) -> str:
             f"leaf {key[:80]!r}...: expected a key of at most {MAX_KEY_BYTES} bytes, "
             f"got {size}; shorten its path"
         )
-    return key
 
 
 def split_key(key: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ is sent, with all leaves that it concerns.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import jax
@@ -25,7 +25,12 @@ from jax.tree_util import (
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import MAX_RANK
-from storesvc.format.keys import InvalidKeyError, check_keys, join_key
+from storesvc.format.keys import (
+    InvalidKeyError,
+    check_key,
+    check_keys,
+    escape_part,
+)
 from storesvc.format.trees import PRNG_IMPLS, SavedSharding
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_client.trees.traversals import tree_path_to_string
@@ -49,9 +54,13 @@ class NamedLeaf:
     key: str
     path_kinds: str
     """A letter for each part of its path; see ``LeafTable.path_kinds``."""
-    path: str
-    """As jax writes it, for messages."""
+    keypath: tuple[Any, ...]
     value: Any
+
+    @property
+    def path(self) -> str:
+        """Its path as jax writes it, for messages."""
+        return keystr(self.keypath)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,8 @@ def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
         raise UnsupportedLeafError(
             f"the tree cannot be flattened by jax: {e}; give each dict keys of one type"
         ) from e
-    leaves = [_named(path, value) for path, value in flat]
+    names = _Names()
+    leaves = [NamedLeaf(*names.of(path), path, value) for path, value in flat]
     _check_unique(leaves)
     return leaves, treedef
 
@@ -111,15 +121,12 @@ def signature(value: Any) -> Signature | None:
         return Signature(pb.LEAF_KIND_PYTHON_SCALAR, _PYTHON_DTYPES[type(value)], ())
     else:
         return None
-    dtype = np.dtype(value.dtype)
-    if DTYPES.get(dtype.name) != dtype.newbyteorder("="):
-        return None
-    return Signature(kind, dtype.name, tuple(value.shape))
+    dtype = _stored_dtype(value.dtype)
+    return None if dtype is None else Signature(kind, dtype, tuple(value.shape))
 
 
-def problem(value: Any) -> str | None:
-    """Returns why a checkpoint cannot hold a leaf; None where it can."""
-    found = signature(value)
+def _problem(value: Any, found: Signature | None) -> str | None:
+    """Why a checkpoint cannot hold a leaf; None where it can."""
     if found is None:
         dtype = getattr(value, "dtype", None)
         what = type(value).__name__ if dtype is None else f"an array of {dtype}"
@@ -146,8 +153,11 @@ def problem(value: Any) -> str | None:
 def saved_sharding(value: Any) -> SavedSharding | None:
     """Returns how a leaf lies on its devices, if that has a portable name."""
     sharding = getattr(value, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
+    return _recorded(sharding) if isinstance(sharding, NamedSharding) else None
+
+
+@lru_cache(maxsize=256)
+def _recorded(sharding: NamedSharding) -> SavedSharding | None:
     spec: list[tuple[str, ...]] = []
     for axes in sharding.spec:
         if axes is None:
@@ -173,12 +183,26 @@ def list_problems(problems: Sequence[str]) -> str:
     return "; ".join(lines)
 
 
-def _named(path: tuple[Any, ...], value: Any) -> NamedLeaf:
-    try:
-        key = join_key(tree_path_to_string(path))
-    except InvalidKeyError as e:
-        raise UnsupportedLeafError(str(e)) from e
-    return NamedLeaf(key, "".join(map(_kind, path)), keystr(path), value)
+class _Names:
+    """Keys and kinds of paths; of what leaves share of their paths, made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[str, str]] = {(): ("", "")}
+
+    def of(self, path: tuple[Any, ...]) -> tuple[str, str]:
+        """Returns the key and the kinds of a path."""
+        # At one place of a tree, equal parts are one part: a dict has 1 or True.
+        found = self._known.get(path)
+        if found is None:
+            above, kinds = self.of(path[:-1])
+            part = escape_part(*tree_path_to_string(path[-1:]))
+            key = f"{above}/{part}" if kinds else part
+            try:
+                check_key(key)
+            except InvalidKeyError as e:
+                raise UnsupportedLeafError(str(e)) from e
+            found = self._known[path] = key, kinds + _kind(path[-1])
+        return found
 
 
 def _kind(part: Any) -> str:
@@ -209,11 +233,11 @@ def _impls() -> dict[Any, str]:
 
 
 def _check_unique(leaves: Sequence[NamedLeaf]) -> None:
-    paths: dict[str, str] = {}
+    paths: dict[str, NamedLeaf] = {}
     twice = [
-        f"{paths[leaf.key]} and {leaf.path} are both called {leaf.key!r}"
+        f"{paths[leaf.key].path} and {leaf.path} are both called {leaf.key!r}"
         for leaf in leaves
-        if paths.setdefault(leaf.key, leaf.path) != leaf.path
+        if paths.setdefault(leaf.key, leaf) is not leaf
     ]
     if twice:
         raise UnsupportedLeafError(
@@ -227,7 +251,19 @@ def _check_unique(leaves: Sequence[NamedLeaf]) -> None:
 
 def _is_prng_key(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and _is_prng_dtype(dtype)
+
+
+@lru_cache(maxsize=256)
+def _is_prng_dtype(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+@lru_cache(maxsize=256)
+def _stored_dtype(dtype: Any) -> str | None:
+    """The name of a dtype in a checkpoint; None where it has none."""
+    found = np.dtype(dtype)
+    return found.name if DTYPES.get(found.name) == found.newbyteorder("=") else None
 
 
 def storable(leaves: Sequence[NamedLeaf]) -> Iterator[tuple[NamedLeaf, Signature]]:
@@ -236,12 +272,14 @@ def storable(leaves: Sequence[NamedLeaf]) -> Iterator[tuple[NamedLeaf, Signature
     Raises:
         UnsupportedLeafError: A checkpoint cannot hold some; names them all.
     """
+    found = [(leaf, signature(leaf.value)) for leaf in leaves]
     problems = [
-        f"leaf {leaf.key!r}: {why}" for leaf in leaves if (why := problem(leaf.value))
+        f"leaf {leaf.key!r}: {why}"
+        for leaf, what in found
+        if (why := _problem(leaf.value, what))
     ]
     if problems:
         raise UnsupportedLeafError(list_problems(problems))
-    for leaf in sorted(leaves, key=lambda leaf: leaf.key):
-        found = signature(leaf.value)
-        assert found is not None  # problem() names such leaves
-        yield leaf, found
+    for leaf, what in sorted(found, key=lambda pair: pair[0].key):
+        assert what is not None  # _problem() names such leaves
+        yield leaf, what

@@ -51,6 +51,7 @@ class Partitioner:
         self.mesh = mesh
         self.dropped: list[str] = []
         self._rules = [_compiled(mesh, pattern, spec) for pattern, spec in rules]
+        self._fits: dict[tuple[PartitionSpec, tuple[int, ...]], NamedSharding] = {}
 
     def sharding(self, key: str, shape: tuple[int, ...]) -> NamedSharding:
         """Returns how a leaf is spread.
@@ -97,14 +98,18 @@ class Partitioner:
     def _fitted(
         self, key: str, shape: tuple[int, ...], spec: PartitionSpec
     ) -> NamedSharding:
-        fitted = [
-            axes if _names(axes) and size % _parts(self.mesh, axes) == 0 else None
-            for axes, size in zip(spec, shape, strict=False)
-        ]
-        if _spec(fitted) == _spec(list(spec)):
-            return NamedSharding(self.mesh, spec)
-        self.dropped.append(f"{key}: {spec} does not fit {shape}")
-        return NamedSharding(self.mesh, _spec(fitted))
+        found = self._fits.get((spec, shape))
+        if found is None:
+            fitted = [
+                axes if _names(axes) and size % _parts(self.mesh, axes) == 0 else None
+                for axes, size in zip(spec, shape, strict=False)
+            ]
+            same = _spec(fitted) == _spec(list(spec))
+            found = NamedSharding(self.mesh, spec if same else _spec(fitted))
+            self._fits[spec, shape] = found
+        if found.spec != spec:
+            self.dropped.append(f"{key}: {spec} does not fit {shape}")
+        return found
 
 
 def shardings_by_rules(tree: Any, mesh: Mesh, rules: Rules) -> Any:

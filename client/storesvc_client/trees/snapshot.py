@@ -100,15 +100,21 @@ def _blocks(value: Any, found: Signature) -> list[Block]:
         return [Block(whole(found.shape), array)]
     if found.kind == pb.LEAF_KIND_PRNG_KEY:
         value = jax.random.key_data(value)
+    if value.is_fully_replicated:
+        return [_block(whole(found.shape), value.addressable_data(0))]
     blocks: dict[Region, Block] = {}
     for shard in value.addressable_shards:
         region = region_of(shard.index, found.shape)
         if region not in blocks:  # the others are replicas
-            host = np.asarray(shard.data)
-            # on CPU that is a view of memory that the array may give away
-            own = host if host.flags.owndata else host.copy()
-            blocks[region] = Block(region, np.ascontiguousarray(own))
+            blocks[region] = _block(region, shard.data)
     return list(blocks.values())
+
+
+def _block(region: Region, data: jax.Array) -> Block:
+    host = np.asarray(data)
+    # on CPU that is a view of memory that the array may give away
+    own = host if host.flags.owndata else host.copy()
+    return Block(region, np.ascontiguousarray(own))
 
 
 def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         NotFoundError,
         PreconditionError,
         StoreError,
+        StructureError,
         UnavailableError,
         UnsupportedLeafError,
     )
@@ -48,6 +49,7 @@ __all__ = [
     "Save",
     "ServerInfo",
     "StoreError",
+    "StructureError",
     "UnavailableError",
     "UnsupportedLeafError",
     "connect",

@@ -6,6 +6,7 @@ The tree, by what a caller would do::
     ├── InvalidRequestError     (ValueError)       mend the call
     ├── UnsupportedLeafError    (TypeError)        mend the tree
     ├── MismatchError           (ValueError)       mend the restore target
+    ├── StructureError          (ValueError)       restore by the model's code
     ├── NotFoundError           (LookupError)      ask for what exists
     ├── AlreadyExistsError                         save another step
     ├── ConflictError                              begin the save again
@@ -56,6 +57,11 @@ class UnsupportedLeafError(StoreError, TypeError):
 
 class MismatchError(StoreError, ValueError):
     """A checkpoint does not fit the target of a restore; lists every leaf."""
+
+
+class StructureError(StoreError, ValueError):
+    """The structure of a model that a checkpoint holds is damaged, names what was
+    not allowed, or lacks what no document can hold."""
 
 
 class NotFoundError(StoreError, LookupError):

@@ -1,0 +1,214 @@
+"""From a document to a hollow module.
+
+It is built as flax itself builds one: an object of the class without its constructor,
+then its attributes. No attribute is set that Python or flax would act on: names of the
+form ``__class__``, what flax keeps for itself, and what the class computes.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any, Final
+
+from flax.typing import HashableMapping
+
+from storesvc_client.trees.structure import metadata
+from storesvc_client.trees.structure.encoding import CONTAINERS, key_order
+from storesvc_client.trees.structure.hollow import (
+    NODES,
+    RESERVED,
+    STATE,
+    placeholder,
+    setup_state,
+    stored_key,
+)
+from storesvc_client.trees.structure.limits import JSON
+from storesvc_client.trees.structure.names import Table
+from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
+from storesvc_client.trees.structure.refusals import Place, refusal, shown
+from storesvc_client.trees.structure.values import ValueDecoder
+
+_KEYS: Final[dict[str, set[str]]] = {
+    "container": {"container", "items"},
+    "leaf": {"leaf"},
+    "node": {"node", "attributes", "data", "state", "index"},
+    "ref": {"ref"},
+    "static": {"static"},
+    "variable": {"variable", "metadata", "index"},
+}
+"""The keys of each child, by what it is."""
+
+_FLAX_FLAGS: Final = frozenset({NODES, STATE})
+
+
+class Builder:
+    """Builds the module of one document."""
+
+    def __init__(self, table: Table) -> None:
+        self.paths: list[tuple[Any, ...]] = []
+        """Where a leaf was put, in the order of the document."""
+        self._table = table
+        self._values = ValueDecoder(table)
+        self._here: Place = self
+        self._path: list[Any] = []
+        self._built: dict[int, Any] = {}
+        self._attributes: set[tuple[type[Any], str]] = set()
+        self._builders: dict[str, Callable[[JSON], Any]] = {
+            "container": self._container,
+            "leaf": self._leaf,
+            "node": self._node,
+            "ref": self._ref,
+            "static": self._static,
+            "variable": self._variable,
+        }
+
+    def child(self, value: JSON) -> Any:
+        """Returns the module, Variable, container or value of a document.
+
+        Raises:
+            StructureError: It is malformed, or names what is not allowed.
+        """
+        tag = tag_of(value, _KEYS) if isinstance(value, dict) else None
+        if tag is None or value.keys() - _KEYS[tag]:
+            raise refusal(self._here, "a module or what it holds", shown(value))
+        return self._builders[tag](value)
+
+    def __str__(self) -> str:
+        """Returns the place that is being built: only a refusal needs its text."""
+        parts = "/".join(
+            ascii(p)[1:-1] if isinstance(p, str) else str(p) for p in self._path
+        )
+        return f"structure {parts}" if parts else "the structure"
+
+    def _node(self, value: JSON) -> Any:
+        cls = self._table.node_class(value["node"], self._here)
+        node = object.__new__(cls)
+        self._keep(value, node)
+        attributes = vars(node)
+        attributes[STATE] = setup_state(self._flags(value.get("state", [False, False])))
+        attributes[NODES] = self._data(cls, value.get("data"))
+        names: set[str] = set()
+        for key, child in self._children(value.get("attributes")):
+            self._check_attribute(cls, key)
+            if str(key) in names:  # 0 and "0" are one, in some releases of flax
+                raise refusal(self._here, "different keys", f"{shown(key)} twice")
+            names.add(str(key))
+            self._path.append(key)
+            attributes[stored_key(cls, key)] = self.child(child)
+            self._path.pop()
+        return node
+
+    def _check_attribute(self, cls: type[Any], key: int | str) -> None:
+        if isinstance(key, int) or (cls, key) in self._attributes:
+            return  # layers of one kind have the same ones
+        if key.startswith(("__", RESERVED)):
+            raise refusal(self._here, "names of attributes", shown(key))
+        computed = inspect.getattr_static(cls, key, None)
+        if hasattr(type(computed), "__set__"):
+            raise refusal(
+                self._here, "names of attributes", f"{shown(key)}, a property of it"
+            )
+        self._attributes.add((cls, key))
+
+    def _flags(self, value: JSON) -> list[bool]:
+        flags = items_of(value, self._here)
+        if len(flags) != 2 or not all(isinstance(flag, bool) for flag in flags):
+            raise refusal(self._here, "two flags", shown(value))
+        return flags
+
+    def _data(self, cls: type[Any], value: JSON) -> Any:
+        flags: dict[Any, bool] = {}
+        for key, is_data in pairs_of(value, self._here):
+            self._check_key(key)
+            if not isinstance(is_data, bool) or (
+                str(key).startswith(RESERVED) and key not in _FLAX_FLAGS
+            ):
+                raise refusal(self._here, "what is data", shown(is_data))
+            flags[stored_key(cls, key)] = is_data
+        return HashableMapping(flags)
+
+    def _variable(self, value: JSON) -> Any:
+        place = self._here
+        cls = self._table.variable_class(value["variable"], place)
+        stored = {}
+        for key, item in pairs_of(value.get("metadata"), place):
+            if not isinstance(key, str) or key.startswith("__"):
+                raise refusal(place, "names of metadata", shown(key))
+            stored[key] = self._values.decode(item, f"{place}@{shown(key)}")
+        if any(type(stored.get(key, False)) is not bool for key in metadata.USUAL):
+            raise refusal(place, "flags of Variables", shown(value["metadata"]))
+        if stored.get("hijax"):
+            raise refusal(place, "a Variable", "one of hijax, which none writes")
+        self.paths.append(tuple(self._path))
+        variable = cls.from_metadata(placeholder(), metadata.native(stored))
+        self._keep(value, variable)
+        return variable
+
+    def _leaf(self, value: JSON) -> Any:
+        if value["leaf"] is not True:
+            raise refusal(self._here, "a leaf", shown(value))
+        self.paths.append(tuple(self._path))
+        return placeholder()
+
+    def _static(self, value: JSON) -> Any:
+        static = value["static"]
+        scalar = static is None or type(static) in (str, int, float, bool)
+        return static if scalar else self._values.decode(static, self._here)
+
+    def _ref(self, value: JSON) -> Any:
+        index = value["ref"]
+        if type(index) is not int or index not in self._built:
+            raise refusal(self._here, "an index that came before", shown(index))
+        return self._built[index]
+
+    def _keep(self, value: JSON, built: Any) -> None:
+        index = value.get("index")
+        if index is None:
+            return
+        if type(index) is not int or index in self._built:
+            raise refusal(self._here, "an index of its own", shown(index))
+        self._built[index] = built
+
+    def _container(self, value: JSON) -> Any:
+        children: dict[Any, Any] = {}
+        for key, child in self._children(value.get("items")):
+            self._path.append(key)
+            children[key] = self.child(child)
+            self._path.pop()
+        kind = value["container"]
+        if isinstance(kind, dict):
+            return self._named_tuple(kind, children)
+        if not isinstance(kind, str) or kind not in CONTAINERS:
+            raise refusal(self._here, "a container", shown(kind))
+        if kind not in {"list", "tuple"}:
+            if len({type(key) for key in children}) > 1:
+                raise refusal(self._here, "keys of one type", "numbers and names")
+            return CONTAINERS[kind](children)
+        if list(children) != list(range(len(children))):
+            raise refusal(self._here, "items 0, 1, 2, ...", "others")
+        return CONTAINERS[kind](children.values())
+
+    def _named_tuple(self, kind: dict[str, JSON], children: dict[Any, Any]) -> Any:
+        if kind.keys() == {"opaque"}:
+            self._values.decode(kind, self._here)
+        cls = self._table.named_tuple(kind.get("named_tuple"), self._here)
+        fields = cls._fields
+        if set(fields) != set(children):
+            raise refusal(self._here, f"fields {', '.join(fields)}", "others")
+        return tuple.__new__(cls, [children[field] for field in fields])
+
+    def _children(self, value: JSON) -> list[tuple[Any, Any]]:
+        children = pairs_of(value, self._here)
+        for key, _ in children:
+            self._check_key(key)
+        orders = [key_order(key) for key, _ in children]
+        for before, after in itertools.pairwise(orders):
+            if not before < after:
+                raise refusal(
+                    self._here, "sorted keys, each once", f"{shown(after[1])} late"
+                )
+        return children
+
+    def _check_key(self, key: Any) -> None:
+        if type(key) not in (int, str):
+            raise refusal(self._here, "keys to be names or numbers", shown(key))

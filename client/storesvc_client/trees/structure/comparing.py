@@ -1,0 +1,205 @@
+"""What two documents have in common, and where they differ.
+
+A document's rows say what a model is, one setting each, by path::
+
+    layers/0              flax.nnx.LayerNorm
+    layers/0/epsilon      1e-06
+    layers/0/scale        flax.nnx.Param
+
+They leave out where a model runs (meshes) and who wrote a setting (versions). A tuple
+and a list are the same, and so are a string and an enumeration's member that equals it:
+a configuration that went through JSON is the same configuration. What is None may as
+well be absent, as newer releases of flax give their layers new attributes.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from storesvc_client.trees.structure.descriptions import IGNORED
+from storesvc_client.trees.structure.limits import JSON, check_json
+from storesvc_client.trees.structure.plain import pairs_of, tag_of
+from storesvc_client.trees.structure.refusals import refusal, shown
+from storesvc_client.trees.structure.texts import parts_of, text_of
+
+_PLACE: Final = "the structure"
+_ROOT: Final = "the module itself"
+_ABSENT: Final = "nothing"
+_NONE: Final = repr(None)
+
+
+def rows(document: JSON) -> dict[str, str]:
+    """Returns what a document says, by path; the root's path is "".
+
+    Raises:
+        StructureError: The document is malformed.
+    """
+    return _rows(document, IGNORED)
+
+
+def differences(saved: JSON, target: JSON, *, ignore: Iterable[str] = ()) -> list[str]:
+    """Returns where two documents differ, in words; none if they do not.
+
+    Where one has nothing, or a module of another class, what lies below is left out.
+
+    Args:
+        saved: The document of a checkpoint.
+        target: The document of the module that it should fit.
+        ignore: Attributes and settings to leave out, wherever they are.
+
+    Raises:
+        StructureError: A document is malformed.
+    """
+    ignored = IGNORED | frozenset(ignore)
+    ours, theirs = _rows(saved, ignored), _rows(target, ignored)
+    found = []
+    for path, text in _tops(ours, theirs):
+        other = theirs.get(path, _ABSENT)
+        found.append(f"{path or _ROOT}: saved {text}, target has {other}")
+    for path, text in _tops(theirs, ours):
+        if path not in ours:
+            found.append(f"{path or _ROOT}: saved nothing, target has {text}")
+    return found
+
+
+def fingerprint(document: JSON) -> str:
+    """Returns 64 hexadecimal digits, the same for documents without differences.
+
+    Raises:
+        StructureError: The document is malformed.
+    """
+    digest = hashlib.sha256()
+    for row in sorted(rows(document).items()):
+        if row[1] != _NONE:
+            digest.update(json.dumps(row).encode())
+    return digest.hexdigest()
+
+
+def _rows(document: JSON, ignored: frozenset[str]) -> dict[str, str]:
+    check_json(document, _PLACE)
+    if not isinstance(document, dict):
+        raise refusal(_PLACE, "a document", shown(document))
+    found = _Rows(ignored)
+    found.add_child("", document.get("root"))
+    return found.texts
+
+
+def _tops(these: dict[str, str], those: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Rows that are not in the others, without those below them."""
+    above: str | None = None
+    for path, text in these.items():
+        if above is not None and path.startswith((f"{above}/", f"{above}@")):
+            continue
+        if those.get(path, _NONE) != text:
+            above = path
+            yield path, text
+            if not path:
+                return
+
+
+class _Rows:
+    """The rows of one document, in the order of the document."""
+
+    def __init__(self, ignored: frozenset[str]) -> None:
+        self.texts: dict[str, str] = {}
+        self._ignored = ignored
+        self._paths: dict[int, str] = {}
+
+    def add_child(self, path: str, child: JSON) -> None:
+        """Adds the rows of what a module or container holds."""
+        tag = tag_of(child, _CHILDREN) if isinstance(child, dict) else None
+        if tag is None:
+            raise refusal(path or _PLACE, "a module or what it holds", shown(child))
+        if tag == "static":
+            self._add_value(path, child["static"])
+        elif tag == "ref":
+            self._add(path, f"the same as {self._first(path, child['ref'])}")
+        else:
+            self._remember(path, child)
+            self._add(path, _title(path, tag, child[tag]))
+            self._add_parts(path, tag, child)
+
+    def _add_parts(self, path: str, tag: str, child: JSON) -> None:
+        for key, item in pairs_of(child.get(_CHILDREN[tag], []), path):
+            if self._is_ignored(key):
+                continue
+            if tag == "variable":
+                self._add_value(f"{path}@{_escaped(key)}", item)
+            else:
+                self.add_child(_joined(path, _child_key(key)), item)
+
+    def _add_value(self, path: str, value: JSON) -> None:
+        """Adds the row of a value, or those of its parts."""
+        text = text_of(value, path)
+        if text is not None:
+            self._add(path, text)
+            return
+        title, parts = parts_of(value, path)
+        self._add(path, title)
+        for key, item in parts:
+            if not self._is_ignored(key):
+                self._add_value(_joined(path, _value_key(key, path)), item)
+
+    def _add(self, path: str, text: str) -> None:
+        while path in self.texts:  # such as keys 1 and "1" side by side
+            path += "'"
+        self.texts[path] = text
+
+    def _is_ignored(self, key: JSON) -> bool:
+        return isinstance(key, str) and key in self._ignored
+
+    def _remember(self, path: str, child: JSON) -> None:
+        index = child.get("index")
+        if index is not None:
+            if type(index) is not int:
+                raise refusal(path or _PLACE, "an index", shown(index))
+            self._paths[index] = path
+
+    def _first(self, path: str, index: JSON) -> str:
+        if type(index) is not int or index not in self._paths:
+            raise refusal(path or _PLACE, "an index that came before", shown(index))
+        return self._paths[index] or _ROOT
+
+
+_CHILDREN: Final = {
+    "container": "items",
+    "leaf": "",
+    "node": "attributes",
+    "ref": "",
+    "static": "",
+    "variable": "metadata",
+}
+"""Under which key a child keeps its parts, by what it is."""
+
+
+def _title(path: str, tag: str, name: JSON) -> str:
+    if tag == "leaf":
+        return "an array"
+    if isinstance(name, dict):
+        name = name.get("named_tuple") or next(iter(name.values()), None)
+        name = name.get("class") if isinstance(name, dict) else name
+    if not isinstance(name, str):
+        raise refusal(path or _PLACE, "a name", shown(name))
+    # a list that went through JSON was a tuple, perhaps
+    return "list" if name == "tuple" else name.replace(":", ".")
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}/{key}" if path else key
+
+
+def _child_key(key: JSON) -> str:
+    """The string "0" is another key than the number: state trees tell them apart."""
+    is_number = isinstance(key, str) and key.lstrip("-").isdecimal()
+    return f"'{key}'" if is_number else _escaped(key)
+
+
+def _value_key(key: JSON, path: str) -> str:
+    text = key if isinstance(key, str) else text_of(key, path)
+    return _escaped(text or "...")
+
+
+def _escaped(key: Any) -> str:
+    text = str(key) if isinstance(key, (str, int)) else shown(key)
+    return text.replace("%", "%25").replace("/", "%2F").replace("@", "%40")

@@ -1,0 +1,131 @@
+"""Descriptions of what a document cannot hold: closures, instances, meshes.
+
+A description is for comparing and for messages, and is never turned back. It says what
+two builds of one model have in common, in another process, on another mesh, with
+another seed or with no arrays at all: names of classes and functions, what a function
+closes over, the fields of an object. It holds no address, and nothing of the mesh.
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+import jax
+from flax import nnx
+
+from storesvc_client.trees.structure.limits import JSON
+
+TOPOLOGY: Final = frozenset(
+    {
+        *("mesh", "_mesh", "stored_mesh", "_stored_mesh", "auto_expert_mesh"),
+        *("expert_mesh", "expert_abstract_mesh", "explicit_mesh", "manual_mesh"),
+        *("sharding_axis_dims", "sharding_axis_names", "sharding_dcn_axis_dims"),
+    }
+)
+"""Attributes and settings that say where a model runs, not what it is."""
+
+VOLATILE: Final = frozenset(
+    {
+        *("transformers_version", "easydel_version", "_name_or_path"),
+        *("name_or_path", "_commit_hash"),
+    }
+)
+"""Settings that say who wrote them."""
+
+IGNORED: Final = TOPOLOGY | VOLATILE
+
+MAX_DESCRIBED: Final = 6
+"""Descriptions within each other."""
+
+MAX_PARTS: Final = 10_000
+"""Values of one description: what it closes over may be anything."""
+
+Describe: TypeAlias = Callable[[Any], JSON]
+"""Of a value within the one that is described."""
+
+_PLACES: Final = (
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+    jax.sharding.Sharding,
+    jax.Device,
+)
+
+
+def soft_name(value: Any) -> str:
+    """Returns what a class or function calls itself; nothing need be there."""
+    module = getattr(value, "__module__", None) or "?"
+    qualname = getattr(value, "__qualname__", None) or type(value).__qualname__
+    return f"{module}:{qualname}"
+
+
+def describe(value: Any, inner: Describe) -> dict[str, JSON]:
+    """Returns a description; its parts are described by ``inner``."""
+    if isinstance(value, types.FunctionType):
+        return _function(value, inner)
+    if isinstance(value, types.MethodType):
+        of = inner(value.__self__)
+        return {"function": soft_name(value.__func__), "fields": [["self", of]]}
+    if isinstance(value, functools.partial):
+        fields = {"function": value.func, "args": value.args, **value.keywords}
+        return {"function": "functools:partial", "fields": _pairs(fields, inner)}
+    if isinstance(value, type):
+        return {"class": soft_name(value)}
+    name = soft_name(type(value))
+    if isinstance(value, (nnx.Variable, *_PLACES)):
+        return {"class": name}
+    if is_array(value):
+        return {"array": str(value.dtype), "shape": list(map(str, value.shape))}
+    if callable(value) and hasattr(value, "__wrapped__"):  # of jit, custom_jvp, ...
+        return {
+            "function": soft_name(value),
+            "fields": [["of", inner(value.__wrapped__)]],
+        }
+    return {"class": name, "fields": _pairs(_fields(value), inner)}
+
+
+def is_array(value: Any) -> bool:
+    """Returns whether a value is an array, abstract or not."""
+    return hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple)
+
+
+def _function(value: types.FunctionType, inner: Describe) -> dict[str, JSON]:
+    cells = {
+        name: cell.cell_contents
+        for name, cell in zip(
+            value.__code__.co_freevars, value.__closure__ or (), strict=True
+        )
+        if cell != types.CellType()  # of a variable that was never set
+    }
+    fields = {**cells, **(value.__kwdefaults__ or {})}
+    if value.__defaults__:
+        fields["defaults"] = value.__defaults__
+    return {"function": soft_name(value), "fields": _pairs(fields, inner)}
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    found = _settings(value)
+    if found is not None:
+        return found
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+    found = getattr(value, "__dict__", None)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _settings(value: Any) -> Mapping[str, Any] | None:
+    """What a configuration says of itself, if it does."""
+    to_dict = getattr(value, "to_dict", None)
+    if not isinstance(to_dict, types.MethodType):
+        return None
+    try:
+        found = to_dict()
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
+        return None  # it asks for arguments, or for more than there is
+    return found if isinstance(found, Mapping) else None
+
+
+def _pairs(fields: Mapping[str, Any], inner: Describe) -> list[JSON]:
+    named = {str(key): value for key, value in fields.items()}
+    return [[key, inner(named[key])] for key in sorted(named) if key not in IGNORED]

@@ -1,0 +1,90 @@
+"""Hollow modules: of a GraphDef's structure, with placeholders for leaves.
+
+How a GraphDef lists its nodes changes from one flax release to the next. The module
+that it describes does not: so a structure is read from a hollow module, and written by
+making one and letting flax split it.
+"""
+
+from functools import cache
+from typing import Any, Final, TypeAlias
+
+import jax
+import numpy as np
+from flax import nnx
+from flax.nnx.pytreelib import PytreeState
+
+STATE: Final = "_pytree__state"
+NODES: Final = "_pytree__nodes"
+"""What flax keeps among the attributes of a module: whether it is being set up, and
+which attributes are data."""
+
+RESERVED: Final = "_pytree__"
+"""How names begin that belong to flax."""
+
+Leaf: TypeAlias = "np.ndarray[Any, Any]"
+
+
+def placeholder() -> Leaf:
+    """Returns a leaf that is told from all others by its id."""
+    return np.empty((), np.float32)
+
+
+def hollow(graphdef: "nnx.GraphDef[Any]") -> tuple[Any, list[Leaf]]:
+    """Returns the module of a structure, and the placeholders in it."""
+    leaves = [placeholder() for _ in range(graphdef.num_leaves)]
+    return nnx.merge(graphdef, nnx.State(dict(enumerate(leaves)))), leaves
+
+
+def filled(root: Any) -> Any:
+    """Returns a module with leaves for the arrays that flax 0.12.3 takes for static.
+
+    They are attributes of abstract modules that no Variable holds.
+    """
+    queue, seen = [root], {id(root)}
+    while queue:
+        parts = _parts(queue.pop())
+        for key, value in parts.items():
+            if isinstance(value, jax.ShapeDtypeStruct):
+                parts[key] = placeholder()
+            elif id(value) not in seen:
+                seen.add(id(value))
+                queue.append(value)
+    return root
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    """What a module or container holds; the module's own, so that it may change."""
+    if isinstance(value, nnx.Pytree):
+        return vars(value)
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return dict(value) if isinstance(value, (dict, nnx.State)) else {}
+
+
+@cache
+def _has_int_keys(cls: Any) -> bool:
+    return bool(getattr(cls, "_pytree__has_int_keys", False))
+
+
+def stored_key(cls: Any, key: int | str) -> int | str:
+    """Returns how the attributes of a class are keyed, in this release of flax."""
+    return str(key) if _has_int_keys(cls) else key
+
+
+def portable_key(cls: Any, key: Any) -> Any:
+    """Returns the key of an attribute, the same in all releases of flax."""
+    has_int_keys = _has_int_keys(cls)
+    is_int = isinstance(key, str) and key.isdecimal() and key.isascii()
+    return int(key) if has_int_keys and is_int and str(int(key)) == key else key
+
+
+def setup_flags(state: Any) -> list[bool]:
+    """Returns what ``PytreeState`` keeps: being initialized, being set up."""
+    treedef: Any = jax.tree.structure(state)
+    _, flags = treedef.node_data() or (None, (False, False))
+    return [bool(flag) for flag in flags]
+
+
+def setup_state(flags: list[bool]) -> PytreeState:
+    """Returns the ``PytreeState`` of flags."""
+    return PytreeState(*flags)

@@ -1,0 +1,231 @@
+"""Names that a stored structure may use, and the objects that they stand for.
+
+A name such as ``flax.nnx:Linear`` is looked up in a dictionary and nowhere else.
+The dictionary is built here, from modules that this file imports and from lists that
+stand in this file; callers add their own classes and functions. Nothing is imported,
+and no attribute is read, because a document says so.
+
+A function that a document puts into a module is called by that module later, so each
+is listed one by one: nothing that reads or writes files, calls back into Python, or
+makes functions out of others.
+"""
+
+import builtins
+import enum
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.nnx import bridge
+
+from storesvc_client.errors import InvalidRequestError
+from storesvc_client.trees.structure.refusals import Place, refusal, shown
+
+Allowed: TypeAlias = Iterable[Any] | Mapping[str, Any]
+"""Classes and functions of a caller, or the same by the names that documents use."""
+
+_ACTIVATIONS: Final = """
+    celu dot_product_attention elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh
+    identity leaky_relu log1mexp log_sigmoid log_softmax logmeanexp logsumexp mish
+    one_hot relu relu6 selu sigmoid silu soft_sign softmax softplus sparse_plus
+    sparse_sigmoid squareplus standardize swish tanh
+"""
+_INITIALIZERS: Final = "ones zeros"
+_NUMPY: Final = """
+    abs absolute add arccos arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin
+    average ceil clip concatenate conj cos cosh cumprod cumsum divide dot einsum equal
+    exp exp2 expand_dims expm1 floor greater hypot less log log10 log1p log2 logaddexp
+    matmul max maximum mean median min minimum mod moveaxis multiply nan_to_num negative
+    outer positive power prod ravel reciprocal reshape roll round sign sin sinc sinh
+    split sqrt square squeeze stack std subtract sum swapaxes take tan tanh tensordot
+    transpose tril triu true_divide var vdot where
+"""
+_LAX: Final = """
+    abs add all_gather all_to_all batch_matmul clamp concatenate conv
+    conv_general_dilated conv_transpose conv_with_general_padding cos cumsum div dot
+    dot_general erf exp exp2 expand_dims log log1p logistic max min mul neg pmax pmean
+    pmin pow ppermute psum psum_scatter ragged_dot reciprocal reduce_max reduce_min
+    reduce_sum reshape rsqrt select sin sqrt square stop_gradient sub tanh transpose
+"""
+_NNX: Final = """
+    combine_masks dot_product_attention make_attention_mask make_causal_mask
+"""
+_LINEN: Final = """
+    avg_pool combine_masks dot_product_attention dot_product_attention_weights
+    make_attention_mask make_causal_mask max_pool min_pool
+"""
+_PLAIN_CLASSES: Final = """
+    bool bytes complex dict float frozenset int list set str tuple
+"""
+_NNX_CLASSES: Final = "Carry State StateAxes"
+_ENUMS: Final = """
+    AccuracyMode ConvDimensionNumbers DotAlgorithm DotAlgorithmPreset FftType
+    GatherScatterMode Precision RandomAlgorithm RoundingMethod
+"""
+
+
+def _listed(prefix: str, module: types.ModuleType, listed: str) -> dict[str, Any]:
+    """What a module has of the names that stand in this file."""
+    return {
+        f"{prefix}:{name}": getattr(module, name)
+        for name in listed.split()
+        if hasattr(module, name)  # releases differ
+    }
+
+
+def _subclasses(
+    prefix: str, module: types.ModuleType, *bases: type
+) -> dict[str, type[Any]]:
+    """The classes in a module's namespace that derive from one of the bases."""
+    return {
+        f"{prefix}:{name}": value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, bases)
+    }
+
+
+def _default(function: Callable[..., Any], parameter: str) -> Any:
+    """A function that flax has only as the default of a parameter."""
+    return (function.__kwdefaults__ or {}).get(parameter)
+
+
+def _named_tuples() -> dict[str, type[Any]]:
+    found = _subclasses("optax", optax, tuple)
+    return {name: cls for name, cls in found.items() if hasattr(cls, "_fields")}
+
+
+def _built_in() -> dict[str, Any]:
+    table: dict[str, Any] = {
+        **_listed("jax.nn", jax.nn, _ACTIVATIONS),
+        **_listed("jax.nn.initializers", jax.nn.initializers, _INITIALIZERS),
+        **_listed("jax.numpy", jnp, _NUMPY),
+        **_listed("jax.lax", jax.lax, _LAX),
+        **_listed("jax.lax", jax.lax, _ENUMS),
+        **_listed("flax.nnx", nnx, _NNX),
+        **_listed("flax.linen", nn, _LINEN),
+        **_listed("flax.nnx", nnx, _NNX_CLASSES),
+        **_listed("builtins", builtins, _PLAIN_CLASSES),
+        **_subclasses("flax.nnx", nnx, nnx.Pytree, nnx.Variable),
+        **_subclasses("flax.nnx.metrics", nnx.metrics, nnx.Pytree, nnx.Variable),
+        **_subclasses("flax.nnx.bridge", bridge, nnx.Pytree, nnx.Variable),
+        **_subclasses("flax.linen", nn, nn.Module),
+        **_named_tuples(),
+        "builtins:NoneType": type(None),
+        "jax.sharding:AxisType": jax.sharding.AxisType,
+        "flax.nnx:promote_dtype": _default(nnx.Linear.__init__, "promote_dtype"),
+        "flax.nnx:concatenate_last": _default(nnx.Bidirectional.__init__, "merge_fn"),
+    }
+    return {name: value for name, value in table.items() if value is not None}
+
+
+BUILT_IN: Final[Mapping[str, Any]] = types.MappingProxyType(_built_in())
+"""What every document may name."""
+
+_NAMES: Final[Mapping[int, str]] = types.MappingProxyType(
+    {id(value): name for name, value in reversed(tuple(BUILT_IN.items()))}
+)
+"""The first name of each object; the table keeps the objects alive."""
+
+
+def name_of(value: Any) -> str | None:
+    """Returns the name of a class or function; None where it has none.
+
+    A function's own word is not enough: a wrapper often bears the name of what it
+    wraps, so a function has a name only if that name leads to it.
+    """
+    if found := _NAMES.get(id(value)):
+        return found
+    module = getattr(value, "__module__", None)
+    qualname = getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(qualname, str):
+        return None
+    if isinstance(value, type):
+        return f"{module}:{qualname}"
+    home: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        home = getattr(home, "__dict__", {}).get(part)
+    return f"{module}:{qualname}" if home is value else None
+
+
+class Table:
+    """The names that one call may use."""
+
+    def __init__(self, allow: Allowed) -> None:
+        self._objects = {**BUILT_IN, **_named(allow)}
+
+    def node_class(self, name: Any, place: Place) -> type[Any]:
+        """Returns a class of modules.
+
+        Raises:
+            StructureError: There is none of that name, or it is something else.
+        """
+        return self._class(name, place, nnx.Pytree, "an nnx.Module class")
+
+    def variable_class(self, name: Any, place: Place) -> type[Any]:
+        """Returns a class of Variables; raises as ``node_class``."""
+        return self._class(name, place, nnx.Variable, "an nnx.Variable class")
+
+    def enum_class(self, name: Any, place: Place) -> type[Any]:
+        """Returns a class of enumerations; raises as ``node_class``."""
+        return self._class(name, place, enum.Enum, "an enumeration")
+
+    def linen_class(self, name: Any, place: Place) -> type[Any]:
+        """Returns a class of linen modules; raises as ``node_class``."""
+        return self._class(name, place, nn.Module, "a flax.linen.Module class")
+
+    def named_tuple(self, name: Any, place: Place) -> type[Any]:
+        """Returns a NamedTuple class; raises as ``node_class``."""
+        found = self._class(name, place, tuple, "a NamedTuple class")
+        if not isinstance(getattr(found, "_fields", None), tuple):
+            raise refusal(place, "a NamedTuple class", shown(name))
+        return found
+
+    def any_class(self, name: Any, place: Place) -> type[Any]:
+        """Returns a class that is only a value; raises as ``node_class``."""
+        return self._class(name, place, object, "a class")
+
+    def function(self, name: Any, place: Place) -> Callable[..., Any]:
+        """Returns a function; raises as ``node_class``."""
+        found = self._object(name, place, "a function")
+        if isinstance(found, type) or not callable(found):
+            raise refusal(place, "a function", f"{shown(name)}, which is none")
+        return found  # type: ignore[no-any-return]  # callable() narrows Any to Any
+
+    def _class(self, name: Any, place: Place, base: type, what: str) -> type[Any]:
+        found = self._object(name, place, what)
+        if not isinstance(found, type) or not issubclass(found, base):
+            raise refusal(place, what, f"{shown(name)}, which is none")
+        return found
+
+    def _object(self, name: Any, place: Place, what: str) -> Any:
+        if type(name) is not str:
+            raise refusal(place, f"the name of {what}", shown(name))
+        if name not in self._objects:
+            advice = "if it is yours, pass it in allow=; or pass template="
+            raise refusal(place, f"{what} that is allowed", shown(name), advice)
+        return self._objects[name]
+
+
+def _named(allow: Allowed) -> dict[str, Any]:
+    pairs = allow.items() if isinstance(allow, Mapping) else map(_own_name, allow)
+    given = dict(pairs)
+    for name, value in given.items():
+        if not callable(value) or not isinstance(name, str):
+            raise InvalidRequestError(
+                f"allow: expected classes and functions that have a name, got "
+                f"{value!r}; pass it as {{'module:name': it}}"
+            )
+    return given
+
+
+def _own_name(value: Any) -> tuple[str | None, Any]:
+    module = getattr(value, "__module__", None)
+    qualname = getattr(value, "__qualname__", None)
+    named = isinstance(module, str) and isinstance(qualname, str)
+    return (f"{module}:{qualname}" if named else None), value

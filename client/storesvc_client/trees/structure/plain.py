@@ -1,0 +1,273 @@
+"""Plain data as JSON: what configurations and static attributes are made of.
+
+None, booleans, finite numbers and strings stand for themselves. All else is an object
+of which one key says what it is::
+
+    {"tuple": [1, 2]}   {"dict": [["eps", 1e-06]]}   {"float": "nan"}
+    {"dtype": "bfloat16", "as": "jax"}   {"spec": ["fsdp", None]}
+
+What builds on it encodes the parts of a container itself, so that anything may lie
+within anything.
+"""
+
+import json
+import math
+from collections.abc import Callable, Container, Iterable
+from typing import Any, Final, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from storesvc.format.dtypes import DTYPES
+from storesvc_client.trees.structure.limits import JSON, MAX_BITS, MAX_COMPOUND_KEYS
+from storesvc_client.trees.structure.refusals import Place, refusal, shown
+
+Encode: TypeAlias = Callable[[Any], JSON]
+Decode: TypeAlias = Callable[[JSON, Place], Any]
+"""Of a value, and of the place where it stands."""
+
+NOT_PLAIN: Final = object()
+"""What ``encode_plain`` returns for anything else."""
+
+SCALARS: Final = frozenset({type(None), bool, int, str})
+_JAX_DTYPE: Final = type(jnp.float32)
+_JAX_DTYPES: Final = {
+    name: getattr(jnp, "bool_" if name == "bool" else name)
+    for name in DTYPES
+    if hasattr(jnp, name)
+}
+_SEQUENCES: Final[dict[type, str]] = {list: "list", tuple: "tuple"}
+_SETS: Final[dict[type, str]] = {set: "set", frozenset: "frozenset"}
+_FLOATS: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode_plain(value: Any, encode: Encode) -> JSON:
+    """Returns a value as JSON, its parts by ``encode``; else ``NOT_PLAIN``."""
+    kind = type(value)
+    if kind in SCALARS:
+        too_long = kind is int and value.bit_length() > MAX_BITS
+        return NOT_PLAIN if too_long else value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if kind in _SEQUENCES:
+        return {_SEQUENCES[kind]: [encode(item) for item in value]}
+    if kind is dict:
+        return {"dict": [[encode(k), encode(v)] for k, v in value.items()]}
+    if kind in _SETS:
+        return {_SETS[kind]: in_order(encode(item) for item in value)}
+    if value is Ellipsis:
+        return {"ellipsis": True}
+    if isinstance(value, PartitionSpec):
+        return {"spec": [encode(item) for item in value]}
+    return _encode_numpy(value)
+
+
+def in_order(items: Iterable[JSON]) -> list[JSON]:
+    """Returns JSON values in an order that is the same in every process."""
+    return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
+
+
+def _encode_numpy(value: Any) -> JSON:
+    if isinstance(value, _JAX_DTYPE):
+        name, form = value.dtype.name, "jax"
+    elif isinstance(value, np.dtype):
+        name, form = value.name, "numpy"
+    elif isinstance(value, type) and issubclass(value, np.generic):
+        if value not in _NUMPY_TYPES:
+            return NOT_PLAIN
+        name, form = np.dtype(value).name, "type"
+    elif isinstance(value, np.generic) and value.dtype.name in _SCALAR_DTYPES:
+        return {"scalar": value.dtype.name, "data": value.tobytes().hex()}
+    else:
+        return NOT_PLAIN
+    return {"dtype": name, "as": form} if name in DTYPES else NOT_PLAIN
+
+
+_NUMPY_TYPES: Final = frozenset(dtype.type for dtype in DTYPES.values())
+_SCALAR_DTYPES: Final = frozenset(DTYPES) - {"complex64", "complex128"}
+
+
+def decode_plain(value: JSON, place: Place, decode: Decode) -> Any:
+    """Returns the value of a document, its parts by ``decode``; else ``NOT_PLAIN``.
+
+    Raises:
+        StructureError: It is plain, and malformed.
+    """
+    if not isinstance(value, dict):
+        if isinstance(value, list):
+            raise refusal(place, "a value", shown(value))
+        return value
+    tag = tag_of(value, _DECODERS)
+    if tag is None:
+        return NOT_PLAIN
+    decoder = _DECODERS[tag]
+    if value.keys() - {tag} - _MORE_KEYS.get(tag, set()):
+        raise refusal(place, f"one {tag}", shown(value))
+    return decoder(value, place, decode)
+
+
+_MORE_KEYS: Final[dict[str, set[str]]] = {"dtype": {"as"}, "scalar": {"data"}}
+
+
+def tag_of(value: dict[str, Any], tags: Container[str]) -> str | None:
+    """Returns what an object of a document is, of the tags; None if none of them.
+
+    The order of its keys means nothing: who stores a document may sort them.
+    """
+    return next((key for key in value if key in tags), None)
+
+
+def items_of(value: JSON, place: Place) -> list[Any]:
+    """Returns a list of a document.
+
+    Raises:
+        StructureError: It is something else.
+    """
+    if not isinstance(value, list):
+        raise refusal(place, "a list", shown(value))
+    return value
+
+
+def pairs_of(value: JSON, place: Place) -> list[tuple[Any, Any]]:
+    """Returns the pairs of a document; raises as ``items_of``."""
+    pairs = []
+    for item in items_of(value, place):
+        if not isinstance(item, list) or len(item) != 2:
+            raise refusal(place, "pairs of a key and a value", shown(item))
+        pairs.append((item[0], item[1]))
+    return pairs
+
+
+def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
+    """Returns the dict of pairs, which have different hashable keys.
+
+    Raises:
+        StructureError: They have not.
+    """
+    found: dict[Any, Any] = {}
+    for key, item in pairs_of(value, place):
+        decoded = decode(key, place)
+        _check_key(decoded, len(found), place)
+        if decoded in found:
+            raise refusal(place, "different keys", f"{shown(key)} twice")
+        found[decoded] = decode(item, f"{place}/{shown(key)}")
+    return found
+
+
+def _check_key(value: Any, count: int, place: Place) -> None:
+    if type(value) in SCALARS or type(value) is float:
+        return
+    if count >= MAX_COMPOUND_KEYS:
+        raise refusal(place, f"at most {MAX_COMPOUND_KEYS} keys of this kind", "more")
+    try:
+        hash(value)
+    except (TypeError, ValueError) as e:
+        raise refusal(place, "hashable values", f"a {type(value).__name__}") from e
+
+
+def _decode_items(value: JSON, place: Place, decode: Decode) -> list[Any]:
+    items = items_of(value, place)
+    return [decode(item, f"{place}/{i}") for i, item in enumerate(items)]
+
+
+def _decode_list(value: JSON, place: Place, decode: Decode) -> Any:
+    return _decode_items(value["list"], place, decode)
+
+
+def _decode_tuple(value: JSON, place: Place, decode: Decode) -> Any:
+    return tuple(_decode_items(value["tuple"], place, decode))
+
+
+def _decode_set(value: JSON, place: Place, decode: Decode) -> Any:
+    return _unique(_decode_items(value["set"], place, decode), place)
+
+
+def _decode_frozenset(value: JSON, place: Place, decode: Decode) -> Any:
+    return frozenset(_unique(_decode_items(value["frozenset"], place, decode), place))
+
+
+def _unique(items: list[Any], place: Place) -> set[Any]:
+    found: set[Any] = set()
+    for item in items:
+        _check_key(item, len(found), place)
+        found.add(item)
+    return found
+
+
+def _decode_dict(value: JSON, place: Place, decode: Decode) -> Any:
+    return decode_pairs(value["dict"], place, decode)
+
+
+def _decode_spec(value: JSON, place: Place, decode: Decode) -> Any:
+    axes = _decode_items(value["spec"], place, decode)
+    for axis in axes:
+        names = axis if isinstance(axis, tuple) else (axis,)
+        if not all(name is None or isinstance(name, str) for name in names):
+            raise refusal(place, "names of mesh axes", shown(value["spec"]))
+    return PartitionSpec(*axes)
+
+
+def _decode_float(value: JSON, place: Place, _: Decode) -> Any:
+    if value["float"] not in tuple(_FLOATS):
+        raise refusal(place, "nan, inf or -inf", shown(value["float"]))
+    return _FLOATS[value["float"]]
+
+
+def _decode_bytes(value: JSON, place: Place, _: Decode) -> Any:
+    try:
+        return bytes.fromhex(value["bytes"])
+    except (TypeError, ValueError) as e:
+        raise refusal(place, "hexadecimal digits", shown(value["bytes"])) from e
+
+
+def _decode_ellipsis(value: JSON, place: Place, _: Decode) -> Any:
+    if value["ellipsis"] is not True:
+        raise refusal(place, "an ellipsis", shown(value))
+    return Ellipsis
+
+
+def _dtype(name: JSON, place: Place) -> "np.dtype[Any]":
+    if not isinstance(name, str) or name not in DTYPES:
+        raise refusal(place, "the name of a dtype", shown(name))
+    dtype: np.dtype[Any] = DTYPES[name]
+    return dtype
+
+
+def _decode_dtype(value: JSON, place: Place, _: Decode) -> Any:
+    dtype = _dtype(value["dtype"], place)
+    match value.get("as"):
+        case "numpy":
+            return dtype
+        case "type":
+            return dtype.type
+        case "jax" if value["dtype"] in _JAX_DTYPES:
+            return _JAX_DTYPES[value["dtype"]]
+    raise refusal(place, "a form of dtype", shown(value.get("as")))
+
+
+def _decode_scalar(value: JSON, place: Place, _: Decode) -> Any:
+    if value["scalar"] not in list(_SCALAR_DTYPES):
+        raise refusal(place, "the name of a dtype", shown(value["scalar"]))
+    dtype = DTYPES[value["scalar"]]
+    content = _decode_bytes({"bytes": value.get("data")}, place, _)
+    if len(content) != dtype.itemsize:
+        raise refusal(place, f"{dtype.itemsize} bytes", f"{len(content)}")
+    return np.frombuffer(content, dtype)[0]
+
+
+_DECODERS: Final[dict[str, Callable[[JSON, Place, Decode], Any]]] = {
+    "bytes": _decode_bytes,
+    "dict": _decode_dict,
+    "dtype": _decode_dtype,
+    "ellipsis": _decode_ellipsis,
+    "float": _decode_float,
+    "frozenset": _decode_frozenset,
+    "list": _decode_list,
+    "scalar": _decode_scalar,
+    "set": _decode_set,
+    "spec": _decode_spec,
+    "tuple": _decode_tuple,
+}

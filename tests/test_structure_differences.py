@@ -1,0 +1,203 @@
+"""Two structures are compared by what they say, and a difference names its place."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from storesvc_client.trees.structure import differences, fingerprint, rows
+from tests.modules import CASES, Closure, Holder, Partitioned, rngs
+from tests.test_structure_golden import stored
+
+
+def norm(**more: Any) -> Any:
+    """The document of a LayerNorm with some settings."""
+    return stored(nnx.Dict(norm=nnx.LayerNorm(4, rngs=rngs(), **more)))
+
+
+def test_a_row_is_a_setting_by_path() -> None:
+    found = rows(stored(nnx.Dict(a=nnx.List([nnx.Linear(2, 3, rngs=rngs())]))))
+
+    assert {
+        "": "flax.nnx.Dict",
+        "a": "flax.nnx.List",
+        "a/0": "flax.nnx.Linear",
+        "a/0/bias": "flax.nnx.Param",
+        "a/0/dot_general": "jax.lax.dot_general",
+        "a/0/dtype": "None",
+        "a/0/in_features": "2",
+        "a/0/kernel": "flax.nnx.Param",
+        "a/0/out_features": "3",
+        "a/0/param_dtype": "float32",
+        "a/0/precision": "None",
+        "a/0/preferred_element_type": "None",
+        "a/0/promote_dtype": "flax.nnx.promote_dtype",
+        "a/0/use_bias": "True",
+        "a/_length": "1",
+    } == found
+
+
+def test_a_setting_that_differs_is_named_with_both_values() -> None:
+    assert ["norm/epsilon: saved 1e-06, target has 0.001"] == differences(
+        norm(epsilon=1e-6), norm(epsilon=1e-3)
+    )
+
+
+def test_a_setting_may_be_ignored() -> None:
+    found = differences(norm(epsilon=1e-6), norm(epsilon=1e-3), ignore=["epsilon"])
+
+    assert [] == found
+
+
+def test_a_missing_layer_is_one_difference() -> None:
+    def layers(count: int) -> Any:
+        many = [nnx.Linear(1, 1, rngs=rngs()) for _ in range(count)]
+        return stored(nnx.List(many))
+
+    assert [
+        "2: saved flax.nnx.Linear, target has nothing",
+        "_length: saved 3, target has 2",
+    ] == differences(layers(3), layers(2))
+    assert [
+        "_length: saved 2, target has 3",
+        "2: saved nothing, target has flax.nnx.Linear",
+    ] == differences(layers(2), layers(3))
+
+
+def test_another_class_is_one_difference() -> None:
+    saved = stored(nnx.Dict(a=nnx.Linear(2, 2, rngs=rngs())))
+    target = stored(nnx.Dict(a=nnx.BatchNorm(2, rngs=rngs())))
+
+    assert ["a: saved flax.nnx.Linear, target has flax.nnx.BatchNorm"] == differences(
+        saved, target
+    )
+    assert [
+        "the module itself: saved flax.nnx.Dict, target has flax.nnx.List"
+    ] == differences(saved, stored(nnx.List([])))
+
+
+def test_a_variable_that_is_no_longer_shared_is_a_difference() -> None:
+    tied = CASES["tied"].make()
+    apart = CASES["tied"].make()
+    apart.again = nnx.Linear(4, 4, rngs=rngs())
+
+    found = differences(stored(tied), stored(apart))
+
+    assert "encoder: saved the same as again, target has flax.nnx.Linear" in found
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [
+        ((1, 2), [1, 2]),
+        ({"a": (1, (2,))}, {"a": [1, [2]]}),
+        (jnp.float32, jnp.dtype("float32")),
+    ],
+    ids=str,
+)
+def test_what_json_makes_of_a_setting_is_no_difference(saved: Any, target: Any) -> None:
+    documents = [
+        stored(Holder({"setting": nnx.static(value)})) for value in (saved, target)
+    ]
+
+    assert [] == differences(*documents)
+    assert fingerprint(documents[0]) == fingerprint(documents[1])
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ("1", 1),
+        (None, "None"),
+        (jnp.float32, jnp.bfloat16),
+        (nnx.relu, nnx.gelu),
+        (partial(nnx.gelu, approximate=True), partial(nnx.gelu, approximate=False)),
+        (nnx.initializers.normal(0.1), nnx.initializers.normal(0.2)),
+        ("x" * 10_000 + "a", "x" * 10_000 + "b"),
+        ((1, 2), (1, 2, 3)),
+    ],
+    ids=str,
+)
+def test_another_setting_is_a_difference(saved: Any, target: Any) -> None:
+    documents = [
+        stored(Holder({"setting": nnx.static(value)})) for value in (saved, target)
+    ]
+
+    assert 1 == len(differences(*documents))
+    assert fingerprint(documents[0]) != fingerprint(documents[1])
+
+
+def test_what_is_none_may_be_absent() -> None:
+    documents = [stored(Holder({"x": 1, "y": None})), stored(Holder({"x": 1}))]
+
+    assert [] == differences(*documents)
+    assert [] == differences(*reversed(documents))
+    assert fingerprint(documents[0]) == fingerprint(documents[1])
+
+
+def test_what_a_function_closes_over_is_a_difference() -> None:
+    cubed, squared = (stored(Closure(rngs=rngs(), power=power)) for power in (3, 2))
+
+    assert ["act/power: saved 3, target has 2"] == differences(cubed, squared)
+
+
+def test_a_mesh_is_no_difference() -> None:
+    def on(mesh: Mesh) -> Any:
+        with jax.set_mesh(mesh):
+            module = Partitioned(rngs=rngs())
+        return stored(Holder({"module": module, "mesh": mesh}))
+
+    names = ("fsdp", "tp")
+    auto = (jax.sharding.AxisType.Auto,) * 2
+
+    assert [] == differences(
+        on(jax.make_mesh((1, 1), names, axis_types=auto)),
+        on(jax.make_mesh((2, 2), names, axis_types=auto)),
+    )
+
+
+def test_keys_that_are_numbers_or_names_are_told_apart() -> None:
+    linear = nnx.Linear(1, 1, rngs=rngs())
+
+    found = differences(stored({0: linear}), stored({"0": linear}))
+
+    assert [
+        "0: saved flax.nnx.Linear, target has nothing",
+        "'0': saved nothing, target has flax.nnx.Linear",
+    ] == found
+
+
+PROGRAM = """
+import json, sys
+from tests.modules import CASES
+from tests.test_structure_golden import stored
+from storesvc_client.trees.structure import fingerprint
+print(json.dumps({n: fingerprint(stored(CASES[n].make())) for n in sys.argv[1:]}))
+"""
+
+
+def test_another_process_has_the_same_fingerprints() -> None:
+    names = ["closure", "settings", "tied"]
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    own = {name: fingerprint(stored(CASES[name].make())) for name in names}
+    assert own == json.loads(done.stdout)

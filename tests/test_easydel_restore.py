@@ -1,5 +1,7 @@
 """An EasyDeLState through a store: saved on one mesh, rebuilt on another."""
 
+import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,9 +14,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
-from storesvc_client.easydel import restore_state, save_state
+from storesvc_client.easydel import restore_state, save_model, save_state
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.flattening import named_leaves
+from storesvc_client.trees.resharding import shardings_by_key
 
 RULES = [("(fc1|mu|nu).*kernel", P("a", "b")), ("", P())]
 
@@ -22,11 +25,15 @@ RULES = [("(fc1|mu|nu).*kernel", P("a", "b")), ("", P())]
 class Model(nnx.Module):
     """Layers, dropout with a stream of its own, and statistics."""
 
-    def __init__(self, *, width: int = 8, rngs: nnx.Rngs) -> None:
-        self.fc1 = nnx.Linear(4, width, rngs=rngs)
-        self.norm = nnx.BatchNorm(width, rngs=rngs)
+    def __init__(
+        self, width: int, depth: int, epsilon: float, dtype: Any, *, rngs: nnx.Rngs
+    ) -> None:
+        self.fc1 = nnx.Linear(4, width, param_dtype=dtype, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, epsilon=epsilon, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(12)])
+        self.layers = nnx.List(
+            [nnx.Linear(width, width, rngs=rngs) for _ in range(depth)]
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the output, of shape (batch, width)."""
@@ -36,8 +43,10 @@ class Model(nnx.Module):
         return x
 
 
-def make_model() -> Model:
-    return Model(rngs=nnx.Rngs(params=0, dropout=1))
+def make_model(
+    width: int = 8, depth: int = 12, epsilon: float = 1e-5, dtype: Any = jnp.float32
+) -> Model:
+    return Model(width, depth, epsilon, dtype, rngs=nnx.Rngs(params=0, dropout=1))
 
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -72,12 +81,15 @@ def leaves(state: Any) -> dict[str, tuple[Any, bytes]]:
     """The dtype and the bytes of each leaf, by key."""
 
     def raw(value: Any) -> bytes:
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(dtype_of(value), jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         return np.asarray(value).tobytes()
 
+    def dtype_of(value: Any) -> Any:
+        return getattr(value, "dtype", type(value))
+
     named, _ = named_leaves(state)
-    return {leaf.key: (leaf.value.dtype, raw(leaf.value)) for leaf in named}
+    return {leaf.key: (dtype_of(leaf.value), raw(leaf.value)) for leaf in named}
 
 
 def test_a_state_is_rebuilt_bit_by_bit_and_goes_on_alike(
@@ -136,17 +148,308 @@ def test_a_step_that_was_a_python_number_comes_back_as_one(run: store.Run) -> No
     assert 7 == back.step
 
 
-def test_another_model_or_optimizer_is_refused_with_its_leaves(
+def test_another_model_is_refused_by_what_differs(
     run: store.Run, state: EasyDeLState
 ) -> None:
     save_state(run, state).result()
 
-    with pytest.raises(store.MismatchError, match=r"fc1/kernel.*\(4, 16\).*\(4, 8\)"):
+    with pytest.raises(store.MismatchError, match="fc1/out_features: saved 8, target"):
+        restore_state(run, model=lambda: make_model(width=16), tx=TX)
+    with pytest.raises(
+        store.MismatchError, match=r"layers/11: saved flax\.nnx\.Linear, "
+    ):
+        restore_state(run, model=lambda: make_model(depth=11), tx=TX)
+    with pytest.raises(store.MismatchError, match="norm/epsilon: saved 1e-05, target"):
+        restore_state(run, model=lambda: make_model(epsilon=1e-3), tx=TX)
+
+
+@pytest.mark.parametrize(
+    ("tx", "match"),
+    [
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-2)),
+            "opt_state/1/0: saved ScaleByAdamState, target has ScaleByLionState",
+        ),
+        (
+            optax.chain(optax.adamw(1e-2), optax.clip_by_global_norm(1.0)),
+            "opt_state/0: saved EmptyState, target has tuple",
+        ),
+    ],
+    ids=["lion", "order"],
+)
+def test_another_optimizer_is_refused_by_its_containers(
+    run: store.Run, state: EasyDeLState, tx: Any, match: str
+) -> None:
+    save_state(run, state).result()
+
+    with pytest.raises(store.MismatchError, match=match):
+        restore_state(run, model=make_model, tx=tx)
+
+
+def test_a_missing_optimizer_is_asked_for(run: store.Run, state: EasyDeLState) -> None:
+    save_state(run, state).result()
+
+    with pytest.raises(store.InvalidRequestError, match="expected tx=, got None"):
+        restore_state(run, model=make_model)
+
+
+def test_a_stateless_optimizer_comes_back(run: store.Run) -> None:
+    made = EasyDeLState.create(
+        model=make_model(), tx=optax.sgd(0.1), init_opt_state=True
+    )
+    save_state(run, made).result()
+
+    back = restore_state(run, model=make_model, tx=optax.sgd(0.1))
+
+    assert optax.sgd(0.1).init(made.graphstate) == back.opt_state
+    with pytest.raises(store.InvalidRequestError, match="expected tx=, got None"):
+        restore_state(run, model=make_model)
+    with pytest.raises(store.MismatchError, match="target has TraceState"):
+        restore_state(run, model=make_model, tx=optax.sgd(0.1, momentum=0.9))
+
+
+def test_parameters_come_back_without_the_optimizer(
+    run: store.Run, state: EasyDeLState
+) -> None:
+    save_state(run, state).result()
+
+    back = restore_state(run, model=make_model, opt_state="skip")
+
+    assert back.opt_state is None
+    assert leaves(state.replace(opt_state=None)) == leaves(back)
+
+
+def test_parameters_come_back_in_another_dtype(
+    run: store.Run, state: EasyDeLState
+) -> None:
+    save_state(run, state).result()
+
+    back: Any = restore_state(run, model=make_model, tx=TX, dtype=jnp.bfloat16)
+
+    kernel = back.graphstate["fc1"]["kernel"].get_value()
+    moment = back.opt_state[1][0].mu["fc1"]["kernel"].get_value()
+    mean = back.graphother["norm"]["mean"].get_value()
+    assert (jnp.bfloat16, jnp.bfloat16) == (kernel.dtype, moment.dtype)
+    assert jnp.float32 == mean.dtype
+    saved: Any = state
+    kept = saved.graphstate["fc1"]["kernel"].get_value().astype(jnp.bfloat16)
+    assert np.asarray(kept).tobytes() == np.asarray(kernel).tobytes()
+
+
+def test_another_dtype_that_nobody_asked_for_is_refused(
+    run: store.Run, state: EasyDeLState
+) -> None:
+    save_state(run, state).result()
+
+    with pytest.raises(
+        store.MismatchError, match="fc1/param_dtype: saved float32, target has bfloat16"
+    ):
+        restore_state(run, model=lambda: make_model(dtype=jnp.bfloat16), tx=TX)
+    with pytest.raises(
+        store.MismatchError,
+        match=r"leaf 'graphstate/fc1/bias/value': expected \(8,\) bfloat16, got \(8",
+    ):
         restore_state(
-            run, model=lambda: Model(width=16, rngs=nnx.Rngs(0, dropout=1)), tx=TX
+            run,
+            model=lambda: make_model(dtype=jnp.bfloat16),
+            tx=TX,
+            structure="report",
         )
-    with pytest.raises(store.MismatchError, match="opt_state"):
-        restore_state(run, model=make_model, tx=optax.sgd(1e-2, momentum=0.9))
+
+
+def test_a_difference_may_be_reported_instead(
+    run: store.Run, state: EasyDeLState, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_state(run, state).result()
+
+    back = restore_state(
+        run, model=lambda: make_model(epsilon=1e-3), tx=TX, structure="report"
+    )
+
+    assert leaves(state) == leaves(back)
+    assert 1e-3 == back.model.norm.epsilon
+    assert "norm/epsilon: saved 1e-05, target has 0.001" in caplog.text
+
+
+def test_a_model_may_be_a_class_a_factory_a_module_or_a_state(
+    run: store.Run, state: EasyDeLState, mesh: Mesh
+) -> None:
+    save_state(run, state).result()
+    abstract = nnx.eval_shape(make_model)
+    spread = state.shard_state(RULES, mesh)
+
+    by_module = restore_state(run, model=abstract, tx=TX)
+    by_state = restore_state(run, model=spread, tx=TX, opt_state="skip")
+
+    assert leaves(state) == leaves(by_module)
+    assert shardings_by_key(spread.graphstate) == shardings_by_key(by_state.graphstate)
+    made = EasyDeLState.create(model=Plain(rngs=nnx.Rngs(3)))
+    save_state(run, made.replace(step=9)).result()
+    assert leaves(made.replace(step=9)) == leaves(restore_state(run, model=Plain))
+    with pytest.raises(store.InvalidRequestError, match="expected model= a module"):
+        restore_state(run, model="Plain")
+
+
+class Plain(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+
+
+@dataclass
+class Config:
+    width: int = 4
+    axes: tuple[str, ...] = ("a", "b")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Config":
+        return cls(**fields)
+
+
+class Configured(nnx.Module):
+    config_class = Config
+
+    def __init__(
+        self, config: Config, param_dtype: Any = jnp.float32, *, rngs: nnx.Rngs
+    ) -> None:
+        self.config, self.param_dtype = config, param_dtype
+        self.linear = nnx.Linear(2, config.width, param_dtype=param_dtype, rngs=rngs)
+
+
+def test_a_class_is_built_of_the_config_and_dtypes_that_were_saved(
+    run: store.Run,
+) -> None:
+    model = Configured(Config(width=5), jnp.bfloat16, rngs=nnx.Rngs(0))
+    made = EasyDeLState.create(model=model)
+    save_state(run, made).result()
+
+    back = restore_state(run, model=Configured)
+
+    assert leaves(made) == leaves(back)
+    assert Config(width=5) == back.model.config
+    other = Configured(Config(width=5, axes=("a",)), jnp.bfloat16, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        store.MismatchError, match=r"axes\[1\]: saved 'b', target has no"
+    ):
+        restore_state(run, model=other)
+
+
+class Adapted(nnx.Module):
+    """The layers of ``Model``, each with an adapter beside its parameters."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.LoRALinear(2, 3, lora_rank=2, rngs=rngs)
+
+    @property
+    def parts(self) -> Any:
+        return nnx.split(self, nnx.LoRAParam, ...)
+
+    @property
+    def graphdef(self) -> Any:
+        return self.parts[0]
+
+    @property
+    def graphstate(self) -> Any:
+        return self.parts[1]
+
+    @property
+    def graphother(self) -> Any:
+        return self.parts[2]
+
+
+def test_adapters_that_were_added_are_initialised_when_asked(run: store.Run) -> None:
+    base: Any = EasyDeLState.create(model=Plain(rngs=nnx.Rngs(3)))
+    save_state(run, base).result()
+
+    with pytest.raises(store.MismatchError, match=r"the module itself: saved .*Plain"):
+        restore_state(run, model=Adapted, missing="init")
+    with pytest.raises(store.MismatchError, match="lora_a/value' is missing"):
+        restore_state(run, model=Adapted, structure="report")
+    back = restore_state(run, model=Adapted, missing="init", structure="report")
+
+    fresh: Any = Adapted(rngs=nnx.Rngs(0))
+    assert {"lora_a", "lora_b"} == set(back.graphstate["linear"]["lora"])
+    np.testing.assert_array_equal(
+        fresh.linear.lora.lora_a[...], back.model.linear.lora.lora_a[...]
+    )
+    np.testing.assert_array_equal(
+        base.graphstate["linear"]["kernel"][...], back.model.linear.kernel[...]
+    )
+
+
+class Owner:
+    """Another library's state class: anything with its own ``create``."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    @classmethod
+    def create(cls, **fields: Any) -> "Owner":
+        return cls(**fields)
+
+
+def test_another_class_is_built_by_its_create(
+    run: store.Run, state: EasyDeLState
+) -> None:
+    save_state(run, state).result()
+
+    back = restore_state(run, model=make_model, tx=TX, state_class=Owner)
+
+    assert isinstance(back, Owner)
+    assert leaves(state) == leaves(EasyDeLState.create(**back.fields))
+
+
+@pytest.mark.parametrize("option", ["missing", "structure", "opt_state"])
+def test_options_that_are_none_are_refused(run: store.Run, option: str) -> None:
+    save_model(run, 0, Plain(rngs=nnx.Rngs(0))).result()
+
+    with pytest.raises(store.InvalidRequestError, match=f"expected {option}= "):
+        restore_state(run, model=Plain, **{option: "yes"})  # type: ignore[arg-type]
+
+
+def test_fresh_rng_lies_replicated_on_the_mesh(
+    run: store.Run, state: EasyDeLState, mesh: Mesh
+) -> None:
+    without, _ = nnx.split_state(state.graphother, nnx.Not(nnx.RngState), ...)
+    save_state(run, state.replace(graphother=without)).result()
+
+    back: Any = restore_state(run, model=make_model, tx=TX, mesh=mesh, rules=RULES)
+
+    key = back.graphother["dropout"]["rngs"]["key"].get_value()
+    assert set(mesh.devices.flat) == key.devices()
+    assert key.is_fully_replicated
+
+
+def test_a_state_without_a_recipe_is_restored_by_its_leaves(
+    run: store.Run, state: EasyDeLState
+) -> None:
+    run.save(2, state).result()
+
+    assert leaves(state) == leaves(restore_state(run, model=make_model, tx=TX))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"no zlib",
+        zlib.compress(b"[1"),
+        zlib.compress(b"[" * 10**6),
+        zlib.compress(b"{}"),
+        zlib.compress(b'{"format": "storesvc.recipe/2"}'),
+        zlib.compress(b"7"),
+        zlib.compress(b'{"format": "storesvc.recipe/1"}')[:-3],
+    ],
+    ids=["plain", "cut", "deep", "empty", "newer", "number", "torn"],
+)
+def test_a_document_that_is_no_recipe_is_refused(
+    run: store.Run, state: EasyDeLState, document: bytes
+) -> None:
+    run.save(2, state, structure=document).result()
+
+    with pytest.raises(store.StoreError, match="structure of the checkpoint: expected"):
+        restore_state(run, model=make_model, tx=TX)
 
 
 def test_an_unknown_step_is_not_found(run: store.Run, state: EasyDeLState) -> None:

@@ -1,6 +1,5 @@
 """``EasyDeLState``: a value made of model, optimizer and step."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,13 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.rebuild import (
-    abstract_state,
-    rebuild_state,
-    without_absent_rng,
-)
+from storesvc_client.trees.resharding import shardings_by_key
 from storesvc_client.trees.traversals import graph_leaves, refine_graphs
 
 TX = optax.adam(0.1)
@@ -110,7 +108,7 @@ class TestCreate:
         graphdef, params, others = parts()
         lacking = {path: v for path, v in graph_leaves(params).items() if 3 not in path}
 
-        with pytest.raises(ValueError, match=r"missing .*'layers', 3, 'bias'"):
+        with pytest.raises(ValueError, match=r"missing \['layers'\]\[3\]\['bias'\]"):
             EasyDeLState.create(
                 graphdef=graphdef, graphstate=refine_graphs(lacking), graphother=others
             )
@@ -119,7 +117,7 @@ class TestCreate:
         graphdef, params, others = parts()
         layers = {str(n): layer for n, layer in params["layers"].items()}
 
-        with pytest.raises(ValueError, match=r"unexpected .*'layers', '10', 'bias'"):
+        with pytest.raises(ValueError, match=r"unexpected .*\['layers'\]\['10'\]"):
             EasyDeLState.create(
                 graphdef=graphdef,
                 graphstate=nnx.State({"layers": layers}),
@@ -229,61 +227,128 @@ class TestApplyGradients:
         assert 1 == step(state()).step
 
 
-class TestRebuild:
-    def test_an_abstract_state_has_the_shapes_of_a_new_one(self) -> None:
-        abstract, real = abstract_state(model, TX), state().replace(step=jnp.int32(0))
+RULES = [("layers/.*kernel", P("x", "y")), ("", P())]
 
-        assert all(
-            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract)
+
+@pytest.fixture
+def mesh() -> Mesh:
+    # four devices each way: kernels are (2, 2), and every axis divides 2
+    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+
+
+def spec_of(leaf: Any) -> P:
+    spec: P = leaf.get_value().sharding.spec
+    return spec
+
+
+class TestSharding:
+    def test_a_state_is_spread_over_a_mesh_by_rules(self, mesh: Mesh) -> None:
+        made = state()
+
+        spread: Any = made.shard_state(RULES, mesh)
+
+        assert_equal_leaves(made.replace(step=jnp.int32(0)), spread)
+        assert P("x", "y") == spec_of(spread.graphstate["layers"][11]["kernel"])
+        assert P("x", "y") == spec_of(spread.opt_state[0].mu["layers"][3]["kernel"])
+        assert P() == spec_of(spread.graphstate["layers"][0]["bias"])
+        assert mesh == spread.mesh
+        assert mesh == spread.step.sharding.mesh
+
+    def test_the_model_and_the_optimizer_are_spread_apart(self, mesh: Mesh) -> None:
+        made = state()
+
+        model_only: Any = made.shard_model(RULES, mesh)
+        optimizer_only: Any = made.shard_optimizer_state(None, RULES, mesh=mesh)
+
+        kernel = ("layers", 0, "kernel")
+        assert P("x", "y") == spec_of(graph_leaves(model_only.graphstate)[kernel])
+        assert made.opt_state is model_only.opt_state
+        assert made.graphstate is optimizer_only.graphstate
+        assert P("x", "y") == spec_of(
+            graph_leaves(optimizer_only.opt_state[0].mu)[kernel]
         )
-        assert [(x.shape, x.dtype) for x in jax.tree.leaves(real)] == [
-            (x.shape, x.dtype) for x in jax.tree.leaves(abstract)
-        ]
 
-    def test_a_checkpoint_with_every_leaf_gives_back_its_rng_values(self) -> None:
-        rebuilt = rebuilt_from(state(), held=lambda _: True)
+    def test_an_optimizer_state_of_another_may_be_taken(self, mesh: Mesh) -> None:
+        made = state().shard_model(RULES, mesh)
 
-        assert_equal_leaves(state(), rebuilt)
-
-    def test_only_rng_values_that_are_absent_are_made_anew(self) -> None:
-        saved = state()
-        rebuilt = rebuilt_from(saved, held=lambda name: "rngs/key" not in name)
-
-        stream: Any = rebuilt.graphother["dropout"]["rngs"]
-        assert_equal_leaves(
-            saved.graphother["dropout"]["rngs"]["count"], stream["count"]
+        taken = made.replace(opt_state=None).shard_optimizer_state(
+            made.opt_state, RULES
         )
-        assert [1832780943, 270669613] == jax.random.key_data(
-            stream["key"][...]
-        ).tolist()
-        assert_equal_leaves(saved.graphstate, rebuilt.graphstate)
-        assert_equal_leaves(saved.opt_state, rebuilt.opt_state)
 
-    def test_fresh_rng_values_lie_replicated_on_the_mesh(self) -> None:
-        mesh = jax.make_mesh((8,), ("x",))
+        assert_equal_leaves(made.opt_state, taken.opt_state)
 
-        rebuilt = rebuilt_from(state(), held=lambda _: False, mesh=mesh)
+    def test_without_an_optimizer_state_there_is_none_to_spread(
+        self, mesh: Mesh
+    ) -> None:
+        with pytest.raises(ValueError, match="expected an opt_state to shard"):
+            state().replace(opt_state=None).shard_optimizer_state(None, RULES)
 
-        others: Any = rebuilt.graphother
-        key = others["dropout"]["rngs"]["key"][...]
-        assert set(mesh.devices.flat) == key.devices()
-        assert key.is_fully_replicated
+    def test_rules_and_mesh_that_nobody_knows_are_asked_for(self, mesh: Mesh) -> None:
+        with pytest.raises(InvalidRequestError, match="expected partition_rules="):
+            state().shard_state(mesh=mesh)
+        with pytest.raises(InvalidRequestError, match="expected mesh="):
+            state().shard_state(RULES)
+
+    def test_leaves_go_where_those_of_another_state_lie(self, mesh: Mesh) -> None:
+        made, other = state(), state().shard_state(RULES, mesh)
+
+        back = made.shard_with_shape(other.shardings)
+        abstract = made.shard_with_shape(jax.eval_shape(lambda: other))
+
+        assert shardings(other, but="step") == shardings(back, but="step")
+        assert_equal_leaves(made, back)
+        assert_equal_leaves(made, abstract)
+
+    def test_it_constrains_under_jit(self, mesh: Mesh) -> None:
+        other = state().shard_state(RULES, mesh)
+        where = other.shardings
+
+        @jax.jit
+        def advance(current: EasyDeLState) -> EasyDeLState:
+            grads = jax.tree.map(jnp.ones_like, current.graphstate)
+            return current.apply_gradients(grads=grads).shard_with_shape(where)
+
+        assert shardings(other) == shardings(advance(other))
+
+    def test_a_sharding_for_no_leaf_is_refused(self, mesh: Mesh) -> None:
+        with pytest.raises(MismatchError, match=r"leaf 'opt_state/0/count': expected"):
+            state().replace(opt_state=None).shard_with_shape(state().shardings)
+
+    def test_gathered_leaves_are_whole_on_the_host(self, mesh: Mesh) -> None:
+        spread = state().shard_state(RULES, mesh)
+
+        gathered: Any = spread.gather_state()
+
+        assert_equal_leaves(spread, gathered)
+        kernel = gathered.graphstate["layers"][0]["kernel"].get_value()
+        assert isinstance(kernel, np.ndarray)
+        assert isinstance(gathered.opt_state[0].count, np.ndarray)
+        key = gathered.graphother["dropout"]["rngs"]["key"].get_value()
+        assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        assert spread.opt_state is spread.gather_model().opt_state
+        assert spread.graphstate is spread.gather_optimizer_state().graphstate
+
+    def test_gathering_no_optimizer_state_is_refused(self) -> None:
+        with pytest.raises(AssertionError, match="expected an opt_state to gather"):
+            state().replace(opt_state=None).gather_optimizer_state()
+
+    def test_an_optimizer_is_begun_where_its_parameters_lie(self, mesh: Mesh) -> None:
+        spread = state().replace(tx=None, opt_state=None).shard_model(RULES, mesh)
+
+        begun: Any = spread.init_tx(TX)
+        by_rules: Any = spread.init_tx(TX, RULES)
+
+        assert_equal_leaves(state().opt_state, begun.opt_state)
+        assert_equal_leaves(state().opt_state, by_rules.opt_state)
+        assert TX is begun.tx
+        moment = by_rules.opt_state[0].nu["layers"][11]["kernel"]
+        assert (mesh, P("x", "y")) == (
+            moment.get_value().sharding.mesh,
+            spec_of(moment),
+        )
 
 
-def rebuilt_from(
-    saved: EasyDeLState,
-    held: Callable[[str], bool],
-    mesh: jax.sharding.Mesh | None = None,
-) -> EasyDeLState:
-    """The state rebuilt of the leaves of another whose names are held."""
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(saved)
-    }
-    target = abstract_state(model, TX)
-    like, absent = without_absent_rng(target, {name for name in leaves if held(name)})
-    restored = jax.tree_util.tree_map_with_path(
-        lambda path, _: leaves[jax.tree_util.keystr(path, simple=True, separator="/")],
-        like,
-    )
-    return rebuild_state(target, restored, absent, mesh)
+def shardings(of: EasyDeLState, but: str = "") -> dict[str, Any]:
+    found = shardings_by_key(of)
+    found.pop(but, None)
+    return {key: str(sharding) for key, sharding in found.items()}

@@ -33,6 +33,10 @@ def test_the_example_and_the_command_line_print_what_the_readme_shows(
     with contextlib.redirect_stdout(printed):
         exec(compile(example.replace(ROOT, root), "README.md", "exec"), {})
     assert printed.getvalue().startswith("100 ")
+    with contextlib.redirect_stdout(printed):
+        models = "import storesvc_client as store\n" + blocks("python")[1]
+        exec(compile(models.replace(ROOT, root), "README.md", "exec"), {})
+    assert printed.getvalue().endswith("\n7 bfloat16\n")
 
     (session,) = [b for b in blocks("console") if "STORECTL_STORE" in b]
     first, *commands = re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", session, re.MULTILINE)

@@ -104,6 +104,8 @@ class LeafInfo:
     key: str
     path: tuple[PathPart, ...]
     """Its path in the tree: names, and numbers for indices and integer keys."""
+    path_kinds: str
+    """A letter for each part of the path; see ``LeafTable.path_kinds``."""
     kind: str
     """One of ``KINDS``."""
     dtype: str
@@ -122,6 +124,7 @@ class LeafInfo:
         return cls(
             key=leaf.key,
             path=path_of(leaf),
+            path_kinds=leaf.path_kinds,
             kind=KINDS[leaf.kind],
             dtype=leaf.dtype,
             shape=leaf.shape,

@@ -1,8 +1,9 @@
-"""Saving and restoring an ``EasyDeLState``.
+"""Saving and restoring models: an ``EasyDeLState``, or a module alone.
 
-A restore needs what a checkpoint does not hold: the code of the model (a factory)
-and the optimizer. Both run abstractly, so that no array exists before its shards
-arrive, each on the device where it stays.
+A restore needs what a checkpoint does not hold, the code: the model as a class or a
+factory, and the optimizer. Both run abstractly, so that no array exists before its
+shards arrive, each on the device where it stays. What was saved of the model's
+structure is compared with that code, and a difference is refused by its name.
 
 Example:
     with store.connect("ckpt.example:7070") as client:
@@ -11,26 +12,34 @@ Example:
         state = restore_state(run, model=make_model, tx=tx, mesh=mesh, rules=rules)
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, SupportsFloat
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, SupportsFloat, SupportsIndex
 
 from storesvc.format.names import Which
 from storesvc_client._run import Run
 from storesvc_client._save import Save
+from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import optax
-    from flax import nnx
-    from jax.sharding import Mesh, PartitionSpec
+    from jax.sharding import Mesh
+    from numpy.typing import DTypeLike
 
-    from storesvc_client.trees.easydel import EasyDeLState
+    from storesvc_client._client import Client
+    from storesvc_client._opened import Rules
 
-__all__ = ["restore_state", "save_state"]
+__all__ = ["restore_model", "restore_state", "save_model", "save_state"]
+
+DIRECTORY_RUN: Final = "local/state"
+"""The run of a store that is one directory of checkpoints."""
 
 
 def save_state(
     run: Run,
-    state: "EasyDeLState",
+    state: Any,
     *,
     metrics: Mapping[str, SupportsFloat] | None = None,
     labels: Mapping[str, str] | None = None,
@@ -39,22 +48,85 @@ def save_state(
 
     Args:
         run: The run that the checkpoint is to belong to.
-        state: The state. It may be donated as soon as this returns.
+        state: An ``EasyDeLState``: this library's, EasyDeL's, or any other pytree
+            with ``step``, ``graphdef``, ``graphstate``, ``graphother`` and
+            ``opt_state``. It may be donated as soon as this returns.
         metrics: Numbers to keep with the checkpoint.
         labels: Texts to keep with the checkpoint.
+
+    Raises:
+        StoreError: As ``Run.save``.
     """
-    return run.save(int(state.step), state, metrics=metrics, labels=labels)
+    # Lazily: `import storesvc_client` must not import jax.
+    from storesvc_client.trees.recipes import Recipe
+
+    recipe = Recipe.of(
+        state.graphdef, state.graphstate, state.graphother, state.opt_state
+    )
+    return run.save(
+        int(state.step),
+        state,
+        metrics=metrics,
+        labels=labels,
+        structure=recipe.pack(),
+    )
+
+
+def save_model(
+    run: Run,
+    step: SupportsIndex,
+    model: Any,
+    *,
+    metrics: Mapping[str, SupportsFloat] | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Save:
+    """Starts a save of a module without optimizer and step; see ``Run.save``.
+
+    Its leaves have the names that they have in a state, ``graphstate/...`` and
+    ``graphother/...``.
+
+    Args:
+        run: The run that the checkpoint is to belong to.
+        step: The step to save it at.
+        model: An NNX module, or anything with ``graphdef``, ``graphstate`` and
+            ``graphother``.
+        metrics: Numbers to keep with the checkpoint.
+        labels: Texts to keep with the checkpoint.
+
+    Raises:
+        InvalidRequestError: It is no module.
+        StoreError: As ``Run.save``.
+    """
+    from storesvc_client.trees.parts import split_module
+    from storesvc_client.trees.recipes import Recipe
+
+    try:
+        graphdef, graphstate, graphother = split_module(model)
+    except TypeError as e:
+        raise InvalidRequestError(f"save to {run.name}: {e}") from e
+    return run.save(
+        step,
+        {"graphstate": graphstate, "graphother": graphother},
+        metrics=metrics,
+        labels=labels,
+        structure=Recipe.of(graphdef, graphstate, graphother).pack(),
+    )
 
 
 def restore_state(
     run: Run,
     which: Which = "latest",
     *,
-    model: "Callable[[], nnx.Module]",
-    tx: "optax.GradientTransformation",
+    model: Any,
+    tx: "optax.GradientTransformation | None" = None,
     mesh: "Mesh | None" = None,
-    rules: "Sequence[tuple[str, PartitionSpec]] | None" = None,
-) -> "EasyDeLState":
+    rules: "Rules | None" = None,
+    opt_state: Literal["restore", "skip"] = "restore",
+    dtype: "DTypeLike | None" = None,
+    missing: Literal["error", "init"] = "error",
+    structure: Literal["check", "report"] = "check",
+    state_class: Any = None,
+) -> Any:
     """Returns the state of a checkpoint, on the mesh given.
 
     RNG counts and keys that the checkpoint lacks are made anew; those that it holds
@@ -63,30 +135,153 @@ def restore_state(
     Args:
         run: The run of the checkpoint.
         which: A step, or "latest".
-        model: Makes the module; it runs under ``nnx.eval_shape``.
+        model: The model: a class, a factory (a callable that takes nothing), a
+            module, or a state; modules and states may be abstract. Factories run
+            under ``nnx.eval_shape``. A class with a ``config_class``, such as those
+            of EasyDeL, gets the config and the dtypes that were saved.
         tx: The optimizer that the state was trained with.
-        mesh: The devices, in any shape.
-        rules: Pairs of a regex, searched in the leaf key, and the PartitionSpec of
-            the leaves that it finds; the first match decides.
+        mesh: The devices, in any shape. None: the mesh that the model names, and
+            else the sharding of each leaf of ``model``, or the default device.
+        rules: With ``mesh``: pairs of a regex, searched in the leaf key, and the
+            PartitionSpec of the leaves that it finds; the first match decides, and
+            axes that do not divide a leaf are dropped, which is logged. Or
+            "recorded", as it was saved. None: the rules that the model knows.
+        opt_state: Whether to restore the optimizer's state; inference skips it.
+        dtype: A floating-point dtype for the parameters, and for what ``tx`` keeps
+            in theirs. None: as they were saved.
+        missing: Whether Variables that the checkpoint lacks, such as those of LoRA,
+            are an error or are initialised by the model. With "init" a parameter
+            may also have become a frozen Variable of ``graphother``, or vice versa.
+        structure: Whether another config, structure or optimizer than the saved one
+            is an error, or is logged. Leaves must fit in any case.
+        state_class: The class to build by its ``create``; None: this library's
+            ``EasyDeLState``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
+        InvalidRequestError: An argument is not usable; ``tx`` is None though the
+            checkpoint holds the state of an optimizer.
         MismatchError: The checkpoint is not of this model and this optimizer.
     """
-    # Lazily: `import storesvc_client` must not import jax.
-    from storesvc_client.trees.rebuild import (
-        abstract_state,
-        rebuild_state,
-        without_absent_rng,
+    from storesvc_client.trees import rebuild
+    from storesvc_client.trees.easydel import EasyDeLState
+
+    options = rebuild.Options(
+        mesh=mesh,
+        rules=rules,
+        dtype=dtype,
+        missing=missing,
+        structure=structure,
+        opt_state=opt_state,
+    )
+    return rebuild.restore_state(
+        run.open(which),
+        model=model,
+        tx=tx,
+        state_class=state_class or EasyDeLState,
+        options=options,
     )
 
-    # "latest" may move between two calls; a step does not.
-    step = run.checkpoint(which).step
-    held = run.leaves(step)
-    target = abstract_state(model, tx)
-    if "step" in held and held["step"].kind == "python_scalar":
-        # So `EasyDeLState.create` counts; an array it becomes in the first jit.
-        target = target.replace(step=0)
-    like, absent = without_absent_rng(target, held)
-    restored = run.restore(step, like=like, mesh=mesh, rules=rules)
-    return rebuild_state(target, restored, absent, mesh)
+
+def restore_model(
+    run: Run,
+    which: Which = "latest",
+    *,
+    model: Any = None,
+    allow: Any = (),
+    mesh: "Mesh | None" = None,
+    rules: "Rules | None" = None,
+    dtype: "DTypeLike | None" = None,
+    missing: Literal["error", "init"] = "error",
+    structure: Literal["check", "report"] = "check",
+) -> Any:
+    """Returns the module of a checkpoint of a module, or of a state.
+
+    Args:
+        run: The run of the checkpoint.
+        which: A step, or "latest".
+        model: As of ``restore_state``. None builds the module of the structure that
+            was saved. Flax's own modules are known; nothing is imported by a name
+            that the checkpoint holds.
+        allow: Without ``model``: classes and functions of yours that the structure
+            may name.
+        mesh: As of ``restore_state``.
+        rules: As of ``restore_state``.
+        dtype: As of ``restore_state``.
+        missing: As of ``restore_state``.
+        structure: As of ``restore_state``.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        InvalidRequestError: An argument is not usable, or there is neither a
+            ``model`` nor a structure.
+        MismatchError: The checkpoint is not of this model.
+        StructureError: Without ``model``: the structure names what is not allowed,
+            or holds what is no data, such as a closure; give ``model``.
+    """
+    from storesvc_client.trees import rebuild
+
+    options = rebuild.Options(
+        mesh=mesh,
+        rules=rules,
+        dtype=dtype,
+        missing=missing,
+        structure=structure,
+        opt_state="skip",
+    )
+    return rebuild.restore_module(
+        run.open(which), model=model, allow=allow, options=options
+    )
+
+
+@contextmanager
+def opened_run(
+    where: "str | PathLike[str] | Run",
+    *,
+    client: "Client | None",
+    creating: bool = False,
+) -> Generator[tuple[Run, Which]]:
+    """Opens what ``EasyDeLState.save_state`` and ``load_state`` are told.
+
+    Args:
+        where: A run; with ``client`` the name of one, which may end in a step, such
+            as "prod/llama@latest"; without, a directory.
+        client: The store that a name is of.
+        creating: Whether a directory that is no store becomes one.
+
+    Raises:
+        InvalidRequestError: The name breaks the rules.
+        FileNotFoundError: The directory is no store, and none is to be made.
+    """
+    if isinstance(where, Run):
+        yield where, "latest"
+        return
+    if client is not None:
+        name, at, which = fspath(where).partition("@")
+        if creating and at:
+            raise InvalidRequestError(
+                f"expected a run to save to, got {fspath(where)!r}; a state is saved "
+                "at its own step"
+            )
+        yield client.run(name), _which(which, where)
+        return
+    from storesvc_client._client import connect
+
+    root = Path(where).absolute()
+    if not creating and not (root / "store.binpb").is_file():
+        raise FileNotFoundError(
+            f"expected a directory that a state was saved to, got {fspath(where)!r}; "
+            "give client= for the name of a run"
+        )
+    with connect(root.as_uri()) as embedded:
+        yield embedded.run(DIRECTORY_RUN), "latest"
+
+
+def _which(text: str, where: "str | PathLike[str]") -> Which:
+    if text in ("", "latest"):
+        return "latest"
+    if not (text.isascii() and text.isdecimal()):
+        raise InvalidRequestError(
+            f"expected a run and a step such as 'prod/llama@100', got {where!r}"
+        )
+    return int(text)

@@ -15,6 +15,7 @@ injective, so two paths share a key only where their parts have the same texts
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
@@ -37,6 +38,7 @@ class InvalidKeyError(ValueError):
     """A path or a key that the format does not admit."""
 
 
+@lru_cache(maxsize=4096)  # the keys of a tree share most of their parts
 def escape_part(text: str) -> str:
     """Returns a part as it stands in a key: never empty, "." or "..", and
     without "/" and control characters."""
@@ -45,6 +47,7 @@ def escape_part(text: str) -> str:
     return _UNSAFE.sub(lambda m: f"%{ord(m[0]):02X}", text)
 
 
+@lru_cache(maxsize=4096)
 def unescape_part(text: str) -> str:
     """Returns the part that ``escape_part`` escaped.
 

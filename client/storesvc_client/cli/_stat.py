@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,7 @@ from storesvc_client.cli._output import (
     pairs_text,
     print_fields,
     print_json,
+    printable,
     size_text,
     time_text,
 )
@@ -29,7 +30,7 @@ from storesvc_client.cli._selection import (
 
 if TYPE_CHECKING:
     from storesvc.format.trees import SavedSharding
-    from storesvc_client import Checkpoint, LeafInfo
+    from storesvc_client import LeafInfo, OpenCheckpoint
 
 
 @click.command()
@@ -49,23 +50,20 @@ def stat(
     with connection.open() as client:
         match path:
             case CheckpointPath(run, which):
-                # By its step from here on: another may be the latest by then.
-                checkpoint = client.run(run).checkpoint(which)
-                leaves = client.run(run).leaves(checkpoint.step)
-                _print_checkpoint(checkpoint, leaves, as_json=as_json)
+                _print_checkpoint(client.run(run).open(which), as_json=as_json)
             case LeafPath():
                 _print_leaf(select_leaf(client, path), as_json=as_json)
 
 
-def _print_checkpoint(
-    checkpoint: "Checkpoint", leaves: "Mapping[str, LeafInfo]", *, as_json: bool
-) -> None:
+def _print_checkpoint(opened: "OpenCheckpoint", *, as_json: bool) -> None:
+    checkpoint, leaves = opened.info, opened.leaves
+    model = _model(opened.structure)
     kinds = Counter(leaf.kind for leaf in leaves.values())
     dtypes = Counter(dtype_text(leaf) for leaf in leaves.values())
     meshes = sorted({_mesh_text(leaf.sharding) for leaf in leaves.values()} - {ABSENT})
     if as_json:
         counts = {"kinds": kinds, "dtypes": dtypes, "meshes": meshes}
-        print_json(json_value(checkpoint) | counts)
+        print_json(json_value(checkpoint) | counts | {"model": model})
         return
     fields = {
         "uid": checkpoint.uid,
@@ -78,10 +76,29 @@ def _print_checkpoint(
         "kinds": _counts_text(kinds),
         "dtypes": _counts_text(dtypes),
         "saved on": "; ".join(meshes) or ABSENT,
+        "model": _model_text(model),
         "metrics": pairs_text(checkpoint.metrics),
         "labels": pairs_text(checkpoint.labels),
     }
     print_fields(f"{checkpoint.run}@{checkpoint.step}", fields.items())
+
+
+def _model(structure: bytes) -> dict[str, Any] | None:
+    """Returns what a checkpoint says of its model; None where it says nothing."""
+    if not structure:
+        return None
+    from storesvc_client._documents import unpack_document
+
+    fields = unpack_document(structure)
+    return {name: fields.get(name) for name in ("model", "versions", "config")}
+
+
+def _model_text(model: dict[str, Any] | None) -> str:
+    if model is None:
+        return ABSENT
+    versions = model["versions"] if isinstance(model["versions"], dict) else {}
+    by = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return printable(f"{model['model']} ({by})" if by else str(model["model"]))
 
 
 def _print_leaf(selection: Selection, *, as_json: bool) -> None:

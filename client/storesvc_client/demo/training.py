@@ -6,7 +6,6 @@ masks that an uninterrupted one draws. The shardings of the result are those of 
 argument: left to the compiler they drift, and the next save would record them.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from storesvc.format.keys import join_key
 from storesvc.format.names import Which
 from storesvc_client import Run
 from storesvc_client.demo.corpus import Corpus
@@ -31,7 +29,7 @@ from storesvc_client.demo.model import (
 )
 from storesvc_client.easydel import restore_state
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.traversals import tree_path_to_string
+from storesvc_client.trees.partitioning import shardings_by_rules
 
 __all__ = ["Training"]
 
@@ -66,7 +64,7 @@ class Training:
         # As lists: two traces of `made` have equal leaves but, for the closures
         # in their graphdefs, not equal tree structures.
         abstract = jax.eval_shape(made)
-        shardings = jax.tree.leaves(_shardings(abstract, self._mesh))
+        shardings = jax.tree.leaves(shardings_by_rules(abstract, self._mesh, RULES))
         make_leaves = jax.jit(lambda: jax.tree.leaves(made()), out_shardings=shardings)
         state: EasyDeLState = jax.tree.unflatten(
             jax.tree.structure(abstract), make_leaves()
@@ -111,16 +109,6 @@ class Training:
             batch = jax.device_put(self._corpus.batch(step), rows)
             state, loss = advance(state, batch)
             yield state, Step(step=step, loss=float(loss), mesh=self._mesh_text)
-
-
-def _shardings(tree: Any, mesh: Mesh) -> Any:
-    def sharding(path: tuple[Any, ...], _: Any) -> NamedSharding:
-        key = join_key(tree_path_to_string(path))
-        return NamedSharding(
-            mesh, next(s for regex, s in RULES if re.search(regex, key))
-        )
-
-    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def _advance_with(

@@ -16,22 +16,43 @@ same fields, names and errors, for any NNX module. Two things it keeps true:
 (1, 3)
 """
 
-from collections.abc import Callable
-from typing import Any, Self, TypeAlias
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat, TypeAlias
 
 import jax
 import numpy as np
 import optax
 from flax import nnx, struct
+from jax.sharding import Mesh
 
-from storesvc_client.trees.traversals import (
-    GraphPath,
+from storesvc_client.errors import InvalidRequestError
+from storesvc_client.trees.casting import cast_floating
+from storesvc_client.trees.graphs import (
     GraphState,
-    graph_leaves,
+    merge_by_path,
     refine_graphs,
 )
+from storesvc_client.trees.partitioning import Rules, shardings_by_rules
+from storesvc_client.trees.parts import (
+    mesh_of,
+    partition_rules_of,
+    split_module,
+)
+from storesvc_client.trees.resharding import (
+    gather,
+    mesh_of_leaves,
+    reshard,
+    shardings_by_key,
+)
+
+if TYPE_CHECKING:
+    from storesvc_client import Checkpoint, Client, Run
 
 __all__ = ["EasyDeLState"]
+
+Where: TypeAlias = "str | PathLike[str] | Run"
+"""A run, the name of one on a client, or a directory; see ``save_state``."""
 
 
 class EasyDeLState(struct.PyTreeNode):
@@ -135,7 +156,7 @@ class EasyDeLState(struct.PyTreeNode):
         Raises:
             ValueError: ``tree`` has other paths than the module.
         """
-        return _merged(self.graphdef, tree, self.graphother)
+        return merge_by_path(self.graphdef, tree, self.graphother)
 
     def merge_to_state(self, tree: Any) -> Self:
         """Returns the state with the parameters of ``tree``.
@@ -143,7 +164,7 @@ class EasyDeLState(struct.PyTreeNode):
         Raises:
             ValueError: ``tree`` has other paths than ``graphstate``.
         """
-        _refuse_other_paths(set(graph_leaves(self.graphstate)), set(graph_leaves(tree)))
+        merge_by_path(self.graphdef, tree, self.graphother)  # refuses other paths
         return self.replace(graphstate=refine_graphs(tree))
 
     @property
@@ -155,6 +176,281 @@ class EasyDeLState(struct.PyTreeNode):
     def shardings(self) -> Any:
         """A tree like this one that holds the sharding of each leaf, or None."""
         return jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), self)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the model names, or else that the arrays lie on."""
+        return mesh_of(self.model) or mesh_of_leaves(self)
+
+    def init_tx(
+        self, tx: optax.GradientTransformation, partition_rules: Rules | None = None
+    ) -> Self:
+        """Returns the state with an optimizer and a fresh state of it.
+
+        Args:
+            tx: The optimizer.
+            partition_rules: How its state is spread. None: by the rules that the
+                model knows; without any, as ``tx.init`` leaves it, which for
+                moments is as their parameters lie.
+
+        Raises:
+            InvalidRequestError: There are rules and no mesh, or no rule matches a
+                leaf.
+        """
+        rules = partition_rules or partition_rules_of(self.model)
+        if rules is None:
+            return self.replace(tx=tx, opt_state=tx.init(self.graphstate))
+        abstract = self.replace(
+            tx=tx, opt_state=jax.eval_shape(tx.init, self.graphstate)
+        )
+        shardings = shardings_by_rules(abstract, self._mesh(None), rules).opt_state
+        init = jax.jit(
+            lambda graphstate: jax.tree.leaves(tx.init(graphstate)),
+            out_shardings=jax.tree.leaves(shardings),
+        )
+        treedef = jax.tree.structure(abstract.opt_state)
+        opt_state = jax.tree.unflatten(treedef, init(self.graphstate))
+        return self.replace(tx=tx, opt_state=opt_state)
+
+    def shard_model(
+        self, partition_rules: Rules | None = None, mesh: Mesh | None = None
+    ) -> Self:
+        """Returns the state with the model's leaves spread over a mesh.
+
+        Args:
+            partition_rules: Pairs of a regex, searched in the leaf key, and a
+                ``PartitionSpec``; the first match decides. None: the model's own.
+            mesh: The devices. None: the model's, or those that the arrays lie on.
+
+        Raises:
+            InvalidRequestError: No rules or no mesh are known, or no rule matches a
+                leaf.
+        """
+        sharded = self._sharded(self.replace(opt_state=None), partition_rules, mesh)
+        return self.replace(
+            graphstate=sharded.graphstate, graphother=sharded.graphother
+        )
+
+    def shard_optimizer_state(
+        self,
+        opt_state: optax.OptState | None = None,
+        partition_rules: Rules | None = None,
+        *,
+        mesh: Mesh | None = None,
+    ) -> Self:
+        """Returns the state with an optimizer state spread over a mesh.
+
+        Args:
+            opt_state: The optimizer state; None: this state's own.
+            partition_rules: As of ``shard_model``.
+            mesh: As of ``shard_model``.
+
+        Raises:
+            ValueError: There is no optimizer state.
+            InvalidRequestError: As ``shard_model``.
+        """
+        opt_state = self.opt_state if opt_state is None else opt_state
+        if opt_state is None:
+            raise ValueError("expected an opt_state to shard, got none; see init_tx")
+        empty: GraphState = nnx.State({})
+        only = self.replace(graphstate=empty, graphother=empty, opt_state=opt_state)
+        return self.replace(
+            opt_state=self._sharded(only, partition_rules, mesh).opt_state
+        )
+
+    def shard_state(
+        self, partition_rules: Rules | None = None, mesh: Mesh | None = None
+    ) -> Self:
+        """Returns the state with all leaves spread over a mesh.
+
+        A step that is a Python number becomes an array, as under ``jax.jit``.
+
+        Args:
+            partition_rules: As of ``shard_model``.
+            mesh: As of ``shard_model``.
+
+        Raises:
+            InvalidRequestError: As ``shard_model``.
+        """
+        step = self.step
+        if not isinstance(step, jax.Array):
+            step = jax.numpy.asarray(step, jax.numpy.int32)
+        return self._sharded(self.replace(step=step), partition_rules, mesh)
+
+    def shard_with_shape(self, shape: Any) -> Self:
+        """Returns the state with its leaves where those of another tree lie.
+
+        Args:
+            shape: A tree of leaves of the same names: shardings, such as
+                ``state.shardings``, or arrays, real or abstract, that have them.
+                Leaves without one stay where they are.
+
+        Raises:
+            MismatchError: A sharding is for no leaf of this state, or does not fit.
+        """
+        resharded: Self = reshard(self, shardings_by_key(shape))
+        return resharded
+
+    def gather_model(
+        self, partition_rules: Rules | None = None, mesh: Mesh | None = None
+    ) -> Self:
+        """Returns the state with the model's arrays whole on the host.
+
+        Args:
+            partition_rules: Taken as EasyDeL takes it; an array knows how it lies.
+            mesh: Likewise.
+        """
+        del partition_rules, mesh
+        return self.replace(
+            graphstate=gather(self.graphstate), graphother=gather(self.graphother)
+        )
+
+    def gather_optimizer_state(self, partition_rules: Rules | None = None) -> Self:
+        """Returns the state with the optimizer's arrays whole on the host.
+
+        Args:
+            partition_rules: As of ``gather_model``.
+
+        Raises:
+            AssertionError: There is no ``opt_state``.
+        """
+        del partition_rules
+        if self.opt_state is None:
+            raise AssertionError("expected an opt_state to gather, got none")
+        return self.replace(opt_state=gather(self.opt_state))
+
+    def gather_state(self) -> Self:
+        """Returns the state with all arrays whole on the host, as NumPy arrays."""
+        gathered: Self = gather(self)
+        return gathered
+
+    def save_state(
+        self,
+        save_directory: Where,
+        float_dtype: Any = None,
+        *,
+        client: "Client | None" = None,
+        save_optimizer: bool = True,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> "Checkpoint":
+        """Saves the state at its own step, and waits for the commit.
+
+        ``storesvc_client.easydel.save_state`` does the same in the background.
+
+        Args:
+            save_directory: Where to: a ``Run``; with ``client``, the name of a run
+                such as "prod/llama"; without it, a directory, which becomes a store
+                of its own and holds any number of steps.
+            float_dtype: The dtype of floating-point parameters in the checkpoint;
+                None: as they are.
+            client: The store that the run is in.
+            save_optimizer: Whether to save ``opt_state``.
+            metrics: Numbers to keep with the checkpoint.
+            labels: Texts to keep with the checkpoint.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            StoreError: As ``Run.save`` and ``Save.result``.
+        """
+        from storesvc_client.easydel import opened_run, save_state
+
+        state = self if save_optimizer else self.replace(opt_state=None)
+        if float_dtype is not None:
+            state = state.replace(
+                graphstate=cast_floating(state.graphstate, float_dtype)
+            )
+        with opened_run(save_directory, client=client, creating=True) as (run, _):
+            return save_state(run, state, metrics=metrics, labels=labels).result()
+
+    @classmethod
+    def load_state(
+        cls,
+        load_directory: Where,
+        *,
+        model: Any,
+        tx: optax.GradientTransformation | None = None,
+        client: "Client | None" = None,
+        mesh: Mesh | None = None,
+        partition_rules: Rules | None = None,
+        **options: Any,
+    ) -> Self:
+        """Returns a state that ``save_state`` saved.
+
+        Args:
+            load_directory: As of ``save_state``; the name of a run may end in a step
+                or tag, "prod/llama@100". Without one: the newest checkpoint.
+            model: As of ``storesvc_client.easydel.restore_state``.
+            tx: The optimizer that the state was trained with.
+            client: The store that the run is in.
+            mesh: The devices.
+            partition_rules: How the leaves are spread over them.
+            **options: The other arguments of ``restore_state``.
+
+        Raises:
+            FileNotFoundError: The directory holds no store.
+            StoreError: As ``restore_state``.
+        """
+        from storesvc_client.easydel import opened_run, restore_state
+
+        with opened_run(load_directory, client=client) as (run, which):
+            state: Self = restore_state(
+                run,
+                which,
+                model=model,
+                tx=tx,
+                mesh=mesh,
+                rules=partition_rules,
+                state_class=cls,
+                **options,
+            )
+            return state
+
+    def load_optimizer(
+        self, load_directory: Where, *, client: "Client | None" = None
+    ) -> Self:
+        """Returns the state with the optimizer state of a checkpoint.
+
+        Its arrays lie as those of this state's ``opt_state``, or where ``init_tx``
+        would put them.
+
+        Args:
+            load_directory: As of ``load_state``.
+            client: The store that the run is in.
+
+        Raises:
+            AssertionError: There is no ``tx``.
+            FileNotFoundError: The directory holds no store.
+            MismatchError: The checkpoint's is of another optimizer or model.
+        """
+        from storesvc_client.easydel import opened_run
+        from storesvc_client.trees.rebuild import restore_opt_state
+
+        if self.tx is None:
+            raise AssertionError("expected a state with tx to load for, got none")
+        with opened_run(load_directory, client=client) as (run, which):
+            return self.replace(opt_state=restore_opt_state(run.open(which), self))
+
+    def _sharded(self, state: Self, rules: Rules | None, mesh: Mesh | None) -> Self:
+        """The leaves of a state like this one, spread as this one's model says."""
+        rules = rules or partition_rules_of(self.model)
+        if rules is None:
+            raise InvalidRequestError(
+                "expected partition_rules=, as the model knows none, got None"
+            )
+        shardings = shardings_by_rules(state, self._mesh(mesh), rules)
+        sharded: Self = reshard(state, shardings_by_key(shardings))
+        return sharded
+
+    def _mesh(self, mesh: Mesh | None) -> Mesh:
+        found = mesh or self.mesh
+        if found is None:
+            raise InvalidRequestError(
+                "expected mesh=, as neither the model nor its arrays name one, got None"
+            )
+        return found
 
 
 def _size(leaf: Any) -> int:
@@ -176,11 +472,10 @@ def _parts(
     if model is not None:
         if given:
             raise ValueError(f"expected model or its parts, got model and {given}")
-        graphdef, *states = nnx.split(model, nnx.Param, ...)
-        graphstate, graphother = states
+        graphdef, graphstate, graphother = split_module(model)
     if graphdef is None or graphstate is None or graphother is None:
         raise ValueError(f"expected model or all of {list(parts)}, got {given}")
-    _merged(graphdef, graphstate, graphother)
+    merge_by_path(graphdef, graphstate, graphother)  # refuses other paths
     # The Variables of `split` are the module's own; those of `refine_graphs` new.
     return graphdef, refine_graphs(graphstate), refine_graphs(graphother)
 
@@ -193,30 +488,3 @@ def _initial_opt_state(
     if tx is None:
         raise ValueError("init_opt_state expected tx, got None")
     return tx.init(graphstate)
-
-
-def _merged(graphdef: "nnx.GraphDef[nnx.Module]", *states: Any) -> nnx.Module:
-    whole = refine_graphs(*states)
-    _refuse_other_paths(_paths_of(graphdef), set(graph_leaves(whole)))
-    return nnx.merge(graphdef, whole)
-
-
-def _paths_of(graphdef: "nnx.GraphDef[nnx.Module]") -> set[GraphPath]:
-    """The paths at which a module of this structure has leaves.
-
-    A GraphDef tells only how many there are; a module built of as many numbers
-    tells where each one went.
-    """
-    numbers = nnx.State(dict(enumerate(range(graphdef.num_leaves))))
-    return set(graph_leaves(nnx.state(nnx.merge(graphdef, numbers))))
-
-
-def _refuse_other_paths(expected: set[GraphPath], got: set[GraphPath]) -> None:
-    if expected == got:
-        return
-    missing = sorted(map(str, expected - got))
-    unexpected = sorted(map(str, got - expected))
-    raise ValueError(
-        f"expected the {len(expected)} leaves of the module, got {len(got)}: "
-        f"missing {missing}, unexpected {unexpected}"
-    )

@@ -27,6 +27,8 @@ from storesvc_client.trees.dicts import (
 __all__ = [
     "GraphPath",
     "GraphState",
+    "Identity",
+    "fill_graph",
     "fresh_leaf",
     "graph_leaves",
     "graph_paths",
@@ -91,7 +93,7 @@ def merge_by_path(graphdef: "nnx.GraphDef[M]", *graphs: Mapping[Any, Any]) -> M:
             one.
     """
     leaves = _leaves_of_all(graphs)
-    order, paths = _leaf_paths(_Identity(graphdef))
+    order, paths = _leaf_paths(Identity(graphdef))
     if leaves.keys() != paths:
         raise ValueError(_other_paths(paths, leaves.keys()))
     merged: M
@@ -100,9 +102,26 @@ def merge_by_path(graphdef: "nnx.GraphDef[M]", *graphs: Mapping[Any, Any]) -> M:
     return merged
 
 
+def fill_graph(graphdef: "nnx.GraphDef[M]", values: Mapping[GraphPath, Any]) -> M:
+    """Returns the module of a structure, each Variable as the structure says it is.
+
+    Args:
+        graphdef: The structure.
+        values: What the Variable or the array at each path holds.
+
+    Raises:
+        ValueError: The values are not at the paths of the structure.
+    """
+    order, paths = _leaf_paths(Identity(graphdef))
+    if values.keys() != paths:
+        raise ValueError(_other_paths(paths, values.keys()))
+    filled: M = nnx.merge(graphdef, [values[path] for path in order])
+    return filled
+
+
 def graph_paths(graphdef: "nnx.GraphDef[M]") -> frozenset[GraphPath]:
     """Returns the paths at which a module of this structure has leaves."""
-    return _leaf_paths(_Identity(graphdef))[1]
+    return _leaf_paths(Identity(graphdef))[1]
 
 
 def fresh_leaf(leaf: Any) -> Any:
@@ -117,7 +136,7 @@ def _leaves_of_all(graphs: Iterable[Mapping[Any, Any]]) -> dict[GraphPath, Any]:
     return leaves
 
 
-class _Identity:
+class Identity:
     """A key that is equal only to one of the same object.
 
     GraphDefs compare, and hash, by all that is in them: far too slow to look one up,
@@ -130,7 +149,7 @@ class _Identity:
         self.graphdef = graphdef
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.graphdef is other.graphdef
+        return isinstance(other, Identity) and self.graphdef is other.graphdef
 
     def __hash__(self) -> int:
         return id(self.graphdef)
@@ -138,7 +157,7 @@ class _Identity:
 
 @lru_cache(maxsize=8)
 def _leaf_paths(
-    key: _Identity,
+    key: Identity,
 ) -> tuple[tuple[GraphPath, ...], frozenset[GraphPath]]:
     """The paths in the structure's own order of leaves, and as a set."""
     order = tuple(_told_paths(key.graphdef) or _found_paths(key.graphdef))

@@ -8,7 +8,8 @@ question has an answer for both. Nothing here imports EasyDeL.
 ['bias', 'kernel']
 """
 
-from typing import Any, Protocol, runtime_checkable
+import inspect
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
@@ -16,7 +17,17 @@ from jax.sharding import Mesh, PartitionSpec
 from storesvc_client.trees.graphs import GraphState
 from storesvc_client.trees.partitioning import Rules
 
-__all__ = ["HasGraph", "is_module", "mesh_of", "partition_rules_of", "split_module"]
+__all__ = [
+    "HasGraph",
+    "is_module",
+    "mesh_of",
+    "partition_rules_of",
+    "setting_of",
+    "split_module",
+]
+
+_GRAPHS: Final = (nnx.Pytree, dict, list)
+"""What ``nnx.split`` takes: modules, such as nnx.Optimizer, and plain containers."""
 
 
 @runtime_checkable
@@ -44,11 +55,11 @@ def is_module(model: Any) -> bool:
     """Returns whether it is an instance that ``split_module`` takes."""
     if isinstance(model, type):  # of a class, all parts are there too, as properties
         return False
-    return isinstance(model, (nnx.Pytree, HasGraph))
+    return isinstance(model, _GRAPHS) or _has_parts(model)
 
 
 def split_module(
-    model: "HasGraph | nnx.Module | nnx.Pytree",
+    model: "HasGraph | nnx.Pytree | dict[str, Any] | list[Any]",
 ) -> tuple["nnx.GraphDef[Any]", GraphState, GraphState]:
     """Returns a model's structure, its parameters, and its other Variables.
 
@@ -62,17 +73,20 @@ def split_module(
         TypeError: It is no module and has no such parts.
     """
     parts: tuple[Any, Any, Any]
-    if isinstance(model, HasGraph):
+    if _has_parts(model):
         parts = model.graphdef, model.graphstate, model.graphother
-    elif isinstance(model, nnx.Pytree):  # a module, or such as nnx.Optimizer
+    elif isinstance(model, _GRAPHS):
         graphdef, *states = nnx.split(model, nnx.Param, ...)
         parts = graphdef, states[0], states[1]
     else:
         raise _no_module(model)
-    # Of a class, all parts are there too, as properties.
-    if not isinstance(parts[0], nnx.GraphDef):
-        raise _no_module(model)
     return parts
+
+
+def _has_parts(model: Any) -> TypeGuard[HasGraph]:
+    """Of a class, all parts are there too, as properties; and ``nnx.Rngs`` have a
+    stream by whatever name they are asked for."""
+    return isinstance(model, HasGraph) and isinstance(model.graphdef, nnx.GraphDef)
 
 
 def partition_rules_of(model: Any) -> Rules | None:
@@ -87,15 +101,24 @@ def partition_rules_of(model: Any) -> Rules | None:
     # EasyDeL says the same of a public method, the configuration's; but that one has
     # None where modules tell their own specs, and patterns that end before the
     # "/value" of a Variable. This method is in its protocol, and has neither.
-    ask = getattr(model, "_get_partition_rules", None)
+    ask = setting_of(model, "_get_partition_rules")
     if ask is not None:
         rules = ask(None)
     else:
-        ask = getattr(getattr(model, "config", None), "get_partition_rules", None)
+        ask = getattr(setting_of(model, "config"), "get_partition_rules", None)
         rules = None if ask is None else ask()
     if rules is None:
         return None
     return tuple(_checked(rule, model) for rule in rules)
+
+
+def setting_of(model: Any, name: str) -> Any:
+    """Returns an attribute of a model or of its class; None where neither has it.
+
+    ``nnx.Rngs`` answer any other way of asking with a stream of random numbers.
+    """
+    known = inspect.getattr_static(model, name, None) is not None
+    return getattr(model, name) if known else None
 
 
 def mesh_of(model: Any) -> Mesh | None:
@@ -103,7 +126,7 @@ def mesh_of(model: Any) -> Mesh | None:
 
     EasyDeL makes it, of all devices, when it is first asked for.
     """
-    for owner in (getattr(model, "config", None), model):
+    for owner in (setting_of(model, "config"), model):
         # The model's own raises where its configuration has none.
         mesh = getattr(owner, "mesh", None)
         if mesh is not None or hasattr(owner, "mesh"):

@@ -1,106 +1,267 @@
-"""Rebuilding an ``EasyDeLState`` from a checkpoint, in three steps.
+"""Rebuilding a state or a module from a checkpoint, in five steps.
 
-1. ``abstract_state`` describes the state that a model and an optimizer have, and
-   materialises nothing.
-2. ``without_absent_rng`` takes out of it the RNG counts and keys that a checkpoint
-   lacks (EasyDeL's own files hold none, for example). What is left is exactly what
-   the checkpoint must hold; the restore itself refuses any other difference.
-3. ``rebuild_state`` puts fresh counts and keys beside what was restored, and makes
-   the state of the whole. A count or key that was saved is never made anew: a run
-   that goes on must draw the numbers it would have drawn.
+1. *Draw* the blueprint: the caller's model, abstract; no array exists.
+2. *Compare* it with the recipe of the checkpoint: Variables, structure, optimizer.
+3. *Find* for each Variable the leaves that it comes from (``sourcing``). RNG counts
+   and keys that the checkpoint lacks are made anew; a count or key that was saved
+   never is: a run that goes on must draw the numbers it would have drawn. What else
+   is lacking is initialised only where that was asked for.
+4. *Restore* the leaves onto their devices. This refuses, listing all of them,
+   leaves that are missing, left over or of another shape or dtype.
+5. *Merge* the pieces by path, and make the state of them.
 """
 
-from collections.abc import Callable, Container
-from typing import TypeVar
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from storesvc.format.keys import join_key
-from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.traversals import (
-    GraphPath,
-    GraphState,
-    graph_leaves,
-    recreate_meta_values,
-    refine_graphs,
+from storesvc_client._opened import OpenCheckpoint
+from storesvc_client.errors import InvalidRequestError, MismatchError
+from storesvc_client.trees.blueprints import (
+    Blueprint,
+    ModelLike,
+    draw_blueprint,
+    stored_blueprint,
 )
+from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.flattening import list_problems
+from storesvc_client.trees.graphs import merge_by_path
+from storesvc_client.trees.partitioning import Rules, shardings_by_rules
+from storesvc_client.trees.parts import partition_rules_of
+from storesvc_client.trees.recipes import Recipe
+from storesvc_client.trees.resharding import reshard, shardings_by_key
+from storesvc_client.trees.sourcing import Sources
+from storesvc_client.trees.structure import decode_graphdef
 
-__all__ = ["abstract_state", "rebuild_state", "without_absent_rng"]
+__all__ = ["Options", "restore_module", "restore_opt_state", "restore_state"]
 
-M = TypeVar("M", bound=nnx.Module)
-
-
-def abstract_state(
-    model: Callable[[], nnx.Module], tx: optax.GradientTransformation
-) -> EasyDeLState:
-    """Returns the state of a new model, each array leaf a ShapeDtypeStruct.
-
-    Args:
-        model: Makes the module; it runs under ``nnx.eval_shape``.
-        tx: The optimizer.
-    """
-    state = EasyDeLState.create(model=nnx.eval_shape(model), tx=tx)
-    return state.replace(
-        step=jax.eval_shape(lambda: jnp.zeros((), jnp.int32)),
-        opt_state=jax.eval_shape(tx.init, state.graphstate),
-    )
+_log = logging.getLogger("storesvc_client")
 
 
-def without_absent_rng(
-    target: EasyDeLState, held: Container[str]
-) -> tuple[EasyDeLState, GraphState]:
-    """Returns the target without the RNG Variables that are not held, and those.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to restore; see ``storesvc_client.easydel.restore_state``."""
 
-    Args:
-        target: An abstract state.
-        held: The leaf keys of a checkpoint.
-    """
-    absent = {
-        path: variable
-        for path, variable in graph_leaves(target.graphother).items()
-        if isinstance(variable, nnx.RngState) and _key(path) not in held
-    }
-    present = {
-        path: variable
-        for path, variable in graph_leaves(target.graphother).items()
-        if path not in absent
-    }
-    return target.replace(graphother=refine_graphs(present)), refine_graphs(absent)
+    mesh: Mesh | None = None
+    rules: "Rules | Literal['recorded'] | None" = None
+    dtype: Any = None
+    missing: Literal["error", "init"] = "error"
+    structure: Literal["check", "report"] = "check"
+    opt_state: Literal["restore", "skip"] = "restore"
+
+    @property
+    def initialises(self) -> bool:
+        """Whether what the checkpoint lacks is made anew."""
+        return self.missing == "init"
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                raise InvalidRequestError(
+                    f"restore: expected {name}= {' or '.join(map(repr, allowed))}, "
+                    f"got {getattr(self, name)!r}"
+                )
 
 
-def _key(path: GraphPath) -> str:
-    return join_key(("graphother", *map(str, path), "value"))
+_ALLOWED: Final = {
+    "missing": ("error", "init"),
+    "structure": ("check", "report"),
+    "opt_state": ("restore", "skip"),
+}
 
 
-def rebuild_state(
-    target: EasyDeLState, restored: EasyDeLState, absent: GraphState, mesh: Mesh | None
-) -> EasyDeLState:
-    """Returns the whole state: what was restored, and fresh RNG Variables.
-
-    Args:
-        target: The abstract state, whole.
-        restored: What ``without_absent_rng`` left of it, with values.
-        absent: The RNG Variables that it took out.
-        mesh: Where the fresh values go, replicated; none: the default device.
-
-    Raises:
-        ValueError: The leaves are not those of the target's module.
-    """
-    fresh = recreate_meta_values(absent)
-    if mesh is not None:
-        replicated = PartitionSpec()
-        fresh = jax.device_put(fresh, NamedSharding(mesh, replicated))
-    whole = refine_graphs(restored.graphstate, restored.graphother, fresh)
-    graphstate, graphother = nnx.split_state(whole, nnx.Param, ...)
-    return EasyDeLState.create(
-        step=restored.step,
-        graphdef=target.graphdef,
+def restore_state(
+    opened: OpenCheckpoint,
+    *,
+    model: ModelLike,
+    tx: optax.GradientTransformation | None,
+    state_class: Any,
+    options: Options,
+) -> Any:
+    """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
+    recipe = _recipe_of(opened)
+    blueprint = _drawn(model, recipe, options)
+    options = _with_own_placement(blueprint, options)
+    holds = _holds_optimizer(opened, recipe)
+    if holds and tx is None and options.opt_state == "restore":
+        raise InvalidRequestError(
+            f"{opened.name} holds the state of an optimizer: expected tx=, got None; "
+            "give the optimizer, or opt_state='skip'"
+        )
+    abstract = None
+    if (
+        tx is not None
+        and options.opt_state == "restore"
+        and (holds or not options.initialises)
+    ):
+        abstract = jax.eval_shape(tx.init, blueprint.graphstate)
+    _compare(opened, recipe, blueprint, abstract, options)
+    sources = Sources.find(blueprint, opened.leaves, initialising=options.initialises)
+    like = {**sources.like(), "opt_state": abstract, **_step(opened, options)}
+    restored = {"step": 0, **_restored(opened, like, options)}
+    graphstate, graphother = sources.merge(restored, options.mesh, options.rules)
+    opt_state = restored["opt_state"]
+    if tx is not None and not holds and options.initialises:
+        opt_state = tx.init(graphstate)
+    return state_class.create(
+        step=restored["step"],
+        graphdef=blueprint.graphdef,
         graphstate=graphstate,
         graphother=graphother,
-        tx=target.tx,
-        opt_state=restored.opt_state,
+        tx=tx,
+        opt_state=opt_state,
     )
+
+
+def restore_module(
+    opened: OpenCheckpoint, *, model: ModelLike, allow: Any, options: Options
+) -> Any:
+    """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
+    recipe = _recipe_of(opened)
+    if model is None:
+        blueprint = _as_stored(opened, recipe, allow, options)
+    else:
+        blueprint = _drawn(model, recipe, options)
+        _compare(opened, recipe, blueprint, None, options)
+    options = _with_own_placement(blueprint, options)
+    sources = Sources.find(blueprint, opened.leaves, initialising=options.initialises)
+    restored = _restored(opened, sources.like(), options)
+    parts = sources.merge(restored, options.mesh, options.rules)
+    return merge_by_path(blueprint.graphdef, *parts)
+
+
+def restore_opt_state(opened: OpenCheckpoint, state: EasyDeLState) -> Any:
+    """Returns the optimizer state of a checkpoint for the parameters of a state.
+
+    Raises:
+        MismatchError: The checkpoint's is of another optimizer or other parameters.
+    """
+    assert state.tx is not None
+    recipe = Recipe.unpack(opened.structure) if opened.structure else None
+    like = state.opt_state
+    if like is None:
+        like = jax.eval_shape(state.tx.init, state.graphstate)
+        rules, mesh = partition_rules_of(state.model), state.mesh
+        if rules is not None and mesh is not None:
+            whole = state.replace(opt_state=like)
+            own = shardings_by_rules(whole, mesh, rules)
+            like = reshard(whole, shardings_by_key(own.replace(step=0))).opt_state
+    target = Recipe.of(state.graphdef, state.graphstate, state.graphother, like)
+    if recipe is not None:
+        _refuse(opened, recipe.optimizer_differences(target))
+    restored = opened.restore(like={"opt_state": like}, select=_opt_state_keys(opened))
+    return restored["opt_state"]
+
+
+def _recipe_of(opened: OpenCheckpoint) -> Recipe | None:
+    return Recipe.unpack(opened.structure) if opened.structure else None
+
+
+def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Blueprint:
+    blueprint = draw_blueprint(model, recipe)
+    return blueprint if options.dtype is None else blueprint.cast(options.dtype)
+
+
+def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
+    """The options with the mesh and the rules that the model knows itself, where
+    the caller named none."""
+    mesh, rules = options.mesh, options.rules
+    if rules is None and (own := blueprint.own_rules) is not None:
+        mesh, rules = mesh or blueprint.own_mesh, own
+    return options if mesh is None else replace(options, mesh=mesh, rules=rules)
+
+
+def _holds_optimizer(opened: OpenCheckpoint, recipe: Recipe | None) -> bool:
+    """Whether an optimizer was saved, be it one without a leaf."""
+    saved = recipe is not None and recipe.opt_state is not None
+    return saved or bool(_opt_state_keys(opened))
+
+
+def _compare(
+    opened: OpenCheckpoint,
+    recipe: Recipe | None,
+    blueprint: Blueprint,
+    opt_state: Any,
+    options: Options,
+) -> None:
+    """Refuses a model or an optimizer that is not the one that was saved."""
+    if recipe is None:
+        return
+    target = Recipe.of(
+        blueprint.graphdef, blueprint.graphstate, blueprint.graphother, opt_state
+    )
+    casting = options.dtype is not None
+    config = recipe.config_differences(target, casting=casting)
+    found = recipe.optimizer_differences(target)
+    found += recipe.model_differences(target, casting=casting)
+    if options.structure == "check":
+        # the config names in the caller's words what the structure shows
+        _refuse(opened, [*config, *found] if found else [])
+    if config or found:
+        _log.warning(
+            "%s was saved from another model: %s",
+            opened.name,
+            list_problems([*config, *found]),
+        )
+
+
+def _refuse(opened: OpenCheckpoint, problems: list[str]) -> None:
+    if problems:
+        raise MismatchError(
+            f"{opened.name} was saved from another model: {list_problems(problems)}; "
+            "mend the model, or give structure='report' to restore what fits"
+        )
+
+
+def _as_stored(
+    opened: OpenCheckpoint, recipe: Recipe | None, allow: Any, options: Options
+) -> Blueprint:
+    """The blueprint of the structure in the checkpoint."""
+    if recipe is None:
+        raise InvalidRequestError(
+            f"{opened.name} holds no structure of a module: expected model=, got None"
+        )
+    graphdef = decode_graphdef(recipe.graphdef, allow=allow)
+    blueprint = stored_blueprint(graphdef, opened.leaves)
+    return blueprint if options.dtype is None else blueprint.cast(options.dtype)
+
+
+def _step(opened: OpenCheckpoint, options: Options) -> dict[str, Any]:
+    """A step of the kind that was saved: a Python number counts in ``create``, an
+    array it becomes in the first ``jax.jit``. Without one, it may begin at 0."""
+    held = opened.leaves.get("step")
+    if held is None and options.initialises:
+        return {}
+    if held is not None and held.kind == "python_scalar":
+        return {"step": 0}
+    dtype = jnp.int32
+    if held is not None and jnp.issubdtype(held.dtype, jnp.integer):
+        dtype = held.dtype
+    return {"step": jax.ShapeDtypeStruct((), dtype)}
+
+
+def _restored(opened: OpenCheckpoint, like: Any, options: Options) -> Any:
+    skipped: set[str] = set()
+    if options.opt_state == "skip":
+        skipped.update(_opt_state_keys(opened))
+    if "step" not in like:  # of a state, a module takes the Variables
+        skipped.add("step")
+    select = [key for key in opened.leaves if key not in skipped]
+    return opened.restore(
+        like=like,
+        mesh=options.mesh,
+        rules=options.rules,
+        select=select,
+        cast=options.dtype,
+    )
+
+
+def _opt_state_keys(opened: OpenCheckpoint) -> list[str]:
+    return [
+        key for key in opened.leaves if key == "opt_state" or key[:10] == "opt_state/"
+    ]

@@ -1,0 +1,192 @@
+"""Where the Variables of a restored module come from.
+
+Most come from the leaves of the checkpoint that have their names. A Variable may
+stand in ``graphstate`` there and in ``graphother`` here: LoRA freezes parameters so.
+RNG counts and keys that the checkpoint lacks are made anew, and other Variables, if
+that was asked for, by the model's own initialisers.
+"""
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from storesvc.format.keys import join_key
+from storesvc_client.errors import InvalidRequestError
+from storesvc_client.trees.blueprints import PARTS, Blueprint
+from storesvc_client.trees.flattening import named_leaves
+from storesvc_client.trees.graphs import (
+    GraphPath,
+    GraphState,
+    graph_leaves,
+    refine_graphs,
+)
+from storesvc_client.trees.meta_values import recreate_meta_values
+from storesvc_client.trees.partitioning import Partitioner, Rules
+from storesvc_client.trees.parts import split_module
+
+__all__ = ["Sources"]
+
+Place: TypeAlias = tuple[str, GraphPath]
+"""The part of a state that a Variable is in, and its path there."""
+
+_OTHER: Final = dict(zip(PARTS, reversed(PARTS), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What each Variable of a blueprint comes from."""
+
+    blueprint: Blueprint
+    held: Mapping[Place, str]
+    """Variables that the checkpoint holds, and the part that it holds them in."""
+    recreated: Mapping[Place, Any]
+    """Counts and keys to make anew, abstract."""
+    initialised: Mapping[Place, Any]
+    """Variables to initialise, abstract."""
+
+    @classmethod
+    def find(
+        cls, blueprint: Blueprint, keys: Container[str], *, initialising: bool
+    ) -> "Sources":
+        """Returns the sources of a blueprint's Variables.
+
+        A Variable with no source counts as held, so that the restore names it.
+
+        Args:
+            blueprint: The model.
+            keys: The leaf keys of the checkpoint.
+            initialising: Whether what is lacking may be initialised, or lie in the
+                other part.
+        """
+        held: dict[Place, str] = {}
+        recreated: dict[Place, Any] = {}
+        initialised: dict[Place, Any] = {}
+        for place, leaf in _variables(blueprint):
+            part, path = place
+            if _holds(keys, part, path, leaf):
+                held[place] = part
+            elif isinstance(leaf, nnx.RngState):
+                recreated[place] = leaf
+            elif initialising and _holds(keys, _OTHER[part], path, leaf):
+                held[place] = _OTHER[part]
+            elif initialising:
+                initialised[place] = leaf
+            else:
+                held[place] = part
+        return cls(blueprint, held, recreated, initialised)
+
+    def like(self) -> dict[str, GraphState]:
+        """Returns the parts of the checkpoint to restore, abstract."""
+        parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
+        for (part, path), leaf in _variables(self.blueprint):
+            source = self.held.get((part, path))
+            if source is not None:
+                parts[source][path] = leaf
+        return {part: refine_graphs(leaves) for part, leaves in parts.items()}
+
+    def merge(
+        self,
+        restored: Mapping[str, Any],
+        mesh: Mesh | None,
+        rules: "Rules | Literal['recorded'] | None",
+    ) -> tuple[GraphState, GraphState]:
+        """Returns ``graphstate`` and ``graphother``, whole.
+
+        Args:
+            restored: What ``like`` became.
+            mesh: Where new values go; None: the default device.
+            rules: How they are spread.
+
+        Raises:
+            InvalidRequestError: Something is to be initialised, and the model came
+                as an instance.
+        """
+        found = {part: graph_leaves(restored[part]) for part in PARTS}
+        parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
+        for (part, path), source in self.held.items():
+            parts[part][path] = found[source][path]
+        for (part, path), leaf in self._recreated(mesh).items():
+            parts[part][path] = leaf
+        for (part, path), leaf in self._initialised(mesh, rules).items():
+            parts[part][path] = leaf
+        graphstate, graphother = (refine_graphs(parts[part]) for part in PARTS)
+        return graphstate, graphother
+
+    def _recreated(self, mesh: Mesh | None) -> dict[Place, Any]:
+        flat = {(part, *path): leaf for (part, path), leaf in self.recreated.items()}
+        fresh = recreate_meta_values(flat)
+        if mesh is not None:
+            fresh = jax.device_put(fresh, NamedSharding(mesh, PartitionSpec()))
+        return {(part, tuple(path)): leaf for (part, *path), leaf in fresh.items()}
+
+    def _initialised(
+        self, mesh: Mesh | None, rules: "Rules | Literal['recorded'] | None"
+    ) -> dict[Place, Any]:
+        if not self.initialised:
+            return {}
+        make = self.blueprint.make
+        if make is None:
+            raise InvalidRequestError(
+                f"missing='init' expected model= a class or a factory to initialise "
+                f"{len(self.initialised)} Variables with, got an instance"
+            )
+        places = list(self.initialised)
+
+        def values() -> list[Any]:
+            parts = dict(zip(PARTS, split_module(make())[1:], strict=True))
+            made = {part: graph_leaves(state) for part, state in parts.items()}
+            return [
+                _like(made[part][path], self.initialised[part, path])
+                for part, path in places
+            ]
+
+        # one program, so that XLA drops the initialisers of all other Variables
+        shardings = _shardings([*self.initialised.items()], mesh, rules)
+        made = jax.jit(values, out_shardings=shardings)()
+        return dict(zip(places, made, strict=True))
+
+
+def _variables(blueprint: Blueprint) -> Iterator[tuple[Place, Any]]:
+    for part in PARTS:
+        for path, leaf in graph_leaves(getattr(blueprint, part)).items():
+            yield (part, path), leaf
+
+
+def _holds(keys: Container[str], part: str, path: GraphPath, leaf: Any) -> bool:
+    prefix = join_key((part, *map(str, path)))
+    if not isinstance(leaf, nnx.Variable):
+        return prefix in keys
+    if hasattr(leaf.get_value(), "shape"):
+        return f"{prefix}/value" in keys
+    return all(f"{prefix}/{below.key}" in keys for below in named_leaves(leaf)[0])
+
+
+def _like(made: Any, wanted: Any) -> Any:
+    """The values that were made, in the dtypes that are wanted."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), made, wanted)
+
+
+def _shardings(
+    variables: list[tuple[Place, Any]],
+    mesh: Mesh | None,
+    rules: "Rules | Literal['recorded'] | None",
+) -> Any:
+    if mesh is None:
+        return None
+    # of what the checkpoint lacks, nothing is recorded
+    ordered = [("", PartitionSpec())] if isinstance(rules, str) or not rules else rules
+    partitioner = Partitioner(mesh, ordered)
+
+    def sharding(place: Place, leaf: Any) -> Sharding:
+        part, path = place
+        key = join_key((part, *map(str, path), "value"))
+        return partitioner.sharding(key, tuple(leaf.shape))
+
+    return [
+        jax.tree.map(lambda leaf, place=place: sharding(place, leaf), variable)
+        for place, variable in variables
+    ]

@@ -1,0 +1,125 @@
+"""Planning and rebuilding trees of many leaves, beside jax's own flattening.
+
+    python -m tests.bench.trees [--leaves 100000]
+
+What a save does before its first byte, and a restore before and after its last one,
+for a module of many small parameters. The floor is ``tree_flatten_with_path`` of the
+same state. Nothing is sent.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from storesvc.format.trees import pack_leaves, unpack_leaves
+from storesvc_client.trees.blueprints import draw_blueprint
+from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.flattening import named_leaves
+from storesvc_client.trees.graphs import merge_by_path, refine_graphs
+from storesvc_client.trees.recipes import Recipe
+from storesvc_client.trees.restoring import Target
+from storesvc_client.trees.snapshot import take_snapshot
+from storesvc_client.trees.sourcing import Sources
+from storesvc_proto.v1 import tree_pb2
+
+RULES = [("kernel", PartitionSpec()), ("", PartitionSpec())]
+
+
+class Many(nnx.Module):
+    """Layers of one kernel and one bias each."""
+
+    def __init__(self, layers: int, *, rngs: nnx.Rngs) -> None:
+        del rngs
+        self.layers = nnx.List([Layer() for _ in range(layers)])
+
+
+class Layer(nnx.Module):
+    """Two parameters that share their arrays with all others: only names matter."""
+
+    KERNEL, BIAS = jnp.ones((2, 2)), jnp.ones(2)
+
+    def __init__(self) -> None:
+        self.kernel, self.bias = nnx.Param(self.KERNEL), nnx.Param(self.BIAS)
+        self.use_bias, self.dtype, self.name = True, jnp.float32, "layer"
+
+
+def measure(leaves: int) -> dict[str, float]:
+    """Returns the seconds of each part, best of two."""
+    state = EasyDeLState.create(step=0, model=Many(leaves // 2, rngs=nnx.Rngs(0)))
+    parts = (state.graphdef, state.graphstate, state.graphother)
+    mesh = jax.make_mesh((1,), ("x",))
+    document = Recipe.of(*parts).pack()
+    tree = take_snapshot(state, document).tree
+    blueprint = draw_blueprint(state, None)
+    keys = dict.fromkeys(tree.by_key)
+    packed = b"".join(pack_leaves(tree))
+    print(
+        f"{leaves} leaves: recipe {len(document) / 1e3:.0f} kB, "
+        f"leaf table {len(packed) / 1e6:.1f} MB"
+    )
+
+    def choose() -> Any:
+        return Target.choose(
+            tree,
+            "bench",
+            rows=range(len(tree.leaves)),
+            like=state,
+            mesh=mesh,
+            rules=RULES,
+            cast=None,
+        )
+
+    def compare() -> Any:
+        return Recipe.unpack(document).model_differences(
+            Recipe.of(*parts), casting=False
+        )
+
+    tasks: dict[str, Callable[[], Any]] = {
+        "floor: tree_flatten_with_path": (
+            lambda: jax.tree_util.tree_flatten_with_path(state)
+        ),
+        "name leaves": lambda: named_leaves(state),
+        "save: snapshot": lambda: take_snapshot(state, document),
+        "save: recipe, of a known GraphDef": lambda: Recipe.of(*parts).pack(),
+        "restore: leaf table": lambda: unpack_leaves(
+            tree_pb2.LeafTable.FromString(packed)
+        ),
+        "restore: compare recipes": compare,
+        "restore: find sources": lambda: Sources.find(
+            blueprint, keys, initialising=False
+        ).like(),
+        "restore: match and place": choose,
+        "rebuild: refine_graphs": lambda: refine_graphs(state.graphstate),
+        "rebuild: merge": lambda: merge_by_path(*parts),
+    }
+    return {name: min(timed(task), timed(task)) for name, task in tasks.items()}
+
+
+def timed(task: Callable[[], Any]) -> float:
+    """Returns the seconds that a task takes."""
+    began = time.perf_counter()
+    task()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--leaves", type=int, default=100_000)
+    seconds = measure(parser.parse_args().leaves)
+    floor = next(iter(seconds.values()))
+    print(f"{'':34}{'seconds':>8}{'floors':>8}")
+    for name, value in seconds.items():
+        print(f"{name:34}{value:8.2f}{value / floor:8.1f}")
+    total = sum(v for k, v in seconds.items() if not k.startswith(("floor", "name")))
+    print(f"{'save and restore, all of it':34}{total:8.2f}{total / floor:8.1f}")
+
+
+if __name__ == "__main__":
+    main()

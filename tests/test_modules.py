@@ -1,0 +1,201 @@
+"""NNX modules through a store: what comes back computes what was saved."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import storesvc_client as store
+from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
+from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.flattening import named_leaves
+from storesvc_client.trees.parts import split_module
+from tests.modules import ALLOW, CASES, Case, modules
+
+
+def leaves(module: Any) -> dict[str, tuple[str, bytes]]:
+    """The type, dtype and bytes of each leaf, by path."""
+    _, *states = split_module(module)
+
+    def raw(value: Any) -> bytes:
+        if jnp.issubdtype(getattr(value, "dtype", int), jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+        return np.asarray(value).tobytes()
+
+    return {
+        leaf.key: (str(getattr(leaf.value, "dtype", "")), raw(leaf.value))
+        for leaf in named_leaves(states)[0]
+    }
+
+
+def assert_equal_outputs(expected: Any, actual: Any) -> None:
+    for one, other in zip(
+        jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other), strict=True)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_a_module_comes_back_by_its_code(run: store.Run, case: Case) -> None:
+    module = case.make()
+    save_model(run, 0, module).result()
+
+    # `jax.set_mesh`, which this one calls, does not work in an abstract call
+    model = case.make() if case is CASES["partitioned"] else case.make
+    back = restore_model(run, model=model)
+
+    assert leaves(module) == leaves(back)
+    assert_equal_outputs(case.call(module), case.call(back))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES.values() if not case.needs_template],
+    ids=[name for name, case in CASES.items() if not case.needs_template],
+)
+def test_a_module_comes_back_by_its_stored_structure(
+    run: store.Run, case: Case
+) -> None:
+    module = case.make()
+    save_model(run, 0, module).result()
+
+    back = restore_model(run, allow=case.allow)
+
+    assert type(module) is type(back)
+    assert leaves(module) == leaves(back)
+    assert_equal_outputs(case.call(module), case.call(back))
+
+
+def test_what_no_document_holds_comes_back_by_code_only(run: store.Run) -> None:
+    case = CASES["closure"]
+    save_model(run, 0, case.make()).result()
+
+    with pytest.raises(store.StoreError, match=r"template|model"):
+        restore_model(run, allow=case.allow)
+
+
+def test_a_class_that_is_not_allowed_is_named(run: store.Run) -> None:
+    case = CASES["perceptron"]
+    save_model(run, 0, case.make()).result()
+
+    with pytest.raises(store.StoreError, match=r"Perceptron.*allow"):
+        restore_model(run)
+
+
+def test_a_module_comes_back_on_a_mesh_in_another_dtype(run: store.Run) -> None:
+    case = CASES["perceptron"]
+    module = case.make()
+    save_model(run, 0, module).result()
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+
+    back = restore_model(
+        run,
+        allow=case.allow,
+        mesh=mesh,
+        rules=[("kernel", P("a", "b")), ("", P())],
+        dtype=jnp.bfloat16,
+    )
+
+    kernel = back.first.kernel.get_value()
+    assert (jnp.bfloat16, P("a", "b")) == (kernel.dtype, kernel.sharding.spec)
+    assert jnp.float32 == back.norm.mean.get_value().dtype
+
+
+def test_a_module_and_a_state_stand_for_each_other(run: store.Run) -> None:
+    module = CASES["perceptron"].make()
+    make = CASES["perceptron"].make
+    save_model(run, 0, module).result()
+    save_state(run, EasyDeLState.create(step=1, model=module)).result()
+
+    from_state = restore_model(run, 1, model=make)
+    from_model = restore_state(run, 0, model=make, missing="init")
+
+    assert leaves(module) == leaves(from_state) == leaves(from_model.model)
+    assert 0 == from_model.step
+
+
+def test_what_is_no_module_is_refused(run: store.Run) -> None:
+    with pytest.raises(store.InvalidRequestError, match="expected an nnx"):
+        save_model(run, 0, "no module")
+    run.save(0, {"x": jnp.ones(3)}).result()
+    with pytest.raises(store.InvalidRequestError, match="holds no structure"):
+        restore_model(run)
+
+
+_steps = iter(range(10**6))
+
+
+@given(module=modules())
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_any_module_comes_back(run: store.Run, module: Any) -> None:
+    step = next(_steps)
+    save_model(run, step, module).result()
+
+    back = restore_model(run, step, allow=ALLOW)
+
+    assert leaves(module) == leaves(back)
+    assert nnx.graphdef(module) == nnx.graphdef(back)
+
+
+_arrays = st.one_of(
+    st.builds(
+        lambda shape, dtype: (
+            np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+        ),
+        st.lists(st.integers(0, 3), max_size=3).map(tuple),
+        st.sampled_from(["float32", "int8", "bool", "uint16", "complex64"]),
+    ),
+    st.integers(0, 2**31).map(jax.random.key),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+)
+_trees = st.recursive(
+    _arrays,
+    lambda children: st.one_of(
+        st.lists(children, max_size=3),
+        st.dictionaries(st.text(max_size=4), children, max_size=3),
+        st.dictionaries(st.integers(-5, 20), children, max_size=3),
+        st.tuples(children, children),
+    ),
+    max_leaves=8,
+)
+
+
+@given(tree=_trees)
+@settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_any_tree_comes_back(run: store.Run, tree: Any) -> None:
+    try:
+        named, _ = named_leaves(tree)
+    except store.UnsupportedLeafError:  # such as a lone surrogate in a key
+        return
+    step = next(_steps)
+    run.save(step, tree).result()
+
+    back = run.restore(step, like=tree)
+
+    assert str(jax.tree.structure(tree)) == str(jax.tree.structure(back))
+    for leaf, other in zip(named, named_leaves(back)[0], strict=True):
+        assert type(leaf.value) is type(other.value)
+        assert leaf.key == other.key
+        if isinstance(leaf.value, jax.Array):
+            assert jax.random.key_data(leaf.value).tolist() == (
+                jax.random.key_data(other.value).tolist()
+            )
+        else:
+            np.testing.assert_array_equal(leaf.value, other.value, strict=True)

@@ -12,6 +12,11 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc.format.checksums import digest
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import RunName
+from storesvc.format.seal import seal, unseal
+from storesvc_proto.v1 import bucket_pb2, tree_pb2
 
 TREE = {
     "embed": {"kernel": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1)},
@@ -134,3 +139,35 @@ def test_swapped_chunks_are_data_loss(tmp_path: Path) -> None:
 
         with pytest.raises(store.DataLossError, match=r"leaf '[ab]' chunk 0"):
             run.restore(3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk_shape"), [((9,), (9,)), ((5,), (5,)), ((2, 7), (1, 7))], ids=str
+)
+def test_a_manifest_that_claims_another_shape_than_its_data_is_data_loss(
+    tmp_path: Path, shape: tuple[int, ...], chunk_shape: tuple[int, ...]
+) -> None:
+    """One that somebody wrote, with a record that vouches for it."""
+    with store.connect(tmp_path.as_uri()) as client:
+        client.run("tests/forged").save(3, {"x": np.arange(7, dtype=np.int16)})
+    folder = tmp_path / "data/tests/forged"
+    (manifest_file,) = (folder / "manifests").iterdir()
+    (record_file,) = (folder / "checkpoints").iterdir()
+    manifest = tree_pb2.Manifest.FromString(manifest_file.read_bytes())
+    manifest.leaves.rank[:] = [len(shape)]
+    manifest.leaves.shape[:] = shape
+    manifest.leaves.chunk_shape[:] = chunk_shape
+    forged = manifest.SerializeToString(deterministic=True)
+    record = unseal(record_file.read_bytes(), bucket_pb2.CheckpointRecord)
+    record.manifest_digest, record.manifest_bytes = digest(forged), len(forged)
+    places = RunPlaces(RunName("tests", "forged"))
+    (tmp_path / places.manifest(record.upload, digest(forged))).write_bytes(forged)
+    record_file.write_bytes(seal(record))
+
+    with (
+        store.connect(tmp_path.as_uri()) as client,
+        pytest.raises(
+            store.DataLossError, match="manifest: .*(leaf 'x'|1 chunks|checksums)"
+        ),
+    ):
+        client.run("tests/forged").restore(3)

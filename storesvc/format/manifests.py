@@ -7,6 +7,7 @@ nothing but the record. Its parts concatenate (``tree.proto``).
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from storesvc.format.checksums import digest
@@ -68,4 +69,17 @@ def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifes
         places = unpack_places(message.chunks)
     except (DecodeError, InvalidTreeError, InvalidChunksError) as e:
         raise CorruptManifestError(f"manifest: {e}") from e
+    _check_lengths(tree, places)
     return Manifest(tree, sums, places)
+
+
+def _check_lengths(tree: Tree, places: Places) -> None:
+    """Refuses chunks that are not as long as the shape of their leaf makes them."""
+    wrong = np.flatnonzero(places.length != tree.stored_lengths)
+    if wrong.size:
+        chunk = int(wrong[0])
+        raise CorruptManifestError(
+            f"manifest: {tree.describe_chunk(chunk)}: expected "
+            f"{tree.stored_lengths[chunk]} bytes by its shape, got "
+            f"{places.length[chunk]}"
+        )

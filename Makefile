@@ -1,13 +1,15 @@
 # `make demo` and `make test` set up all that they need, in .venv, on a machine
-# with Python 3.11, pip, make and gcc; `make check` is what CI runs.
+# with Python 3.11, pip, make and gcc; `make check` and `make test-easydel` are what
+# CI runs.
 
 .PHONY: demo test check lint types contract breaking wheel-test \
-        format proto lock clean
+        test-easydel format proto lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
-LOCK := requirements/dev.lock
 INSTALLED := $(VENV)/.installed
+EASYDEL_VENV := build/easydel/venv
+LOCKS := requirements/dev.lock requirements/easydel.lock
 CONTRACT := proto/storesvc_proto
 # What a test may read besides the installed package.
 TESTED := tests README.md pyproject.toml requirements
@@ -16,7 +18,7 @@ TESTED := tests README.md pyproject.toml requirements
 # behind it.
 PYTHON = $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
   'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
-PIP = $(PYTHON) -m pip --python $(BIN)/python
+pip = $(PYTHON) -m pip --python $(1)/bin/python
 
 # A caller's settings must not lead the virtual environments astray.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX
@@ -32,18 +34,21 @@ check: lint types contract breaking wheel-test
 
 # --- Setting up ---------------------------------------------------------------
 
+$(VENV)/.locked: requirements/dev.lock
+$(EASYDEL_VENV)/.locked: requirements/easydel.lock
+
 # Made anew when the lock changes, so that nothing stays that it no longer names.
 # pip works from outside, because Debian's Python makes no environment that has it.
-$(VENV)/.locked: $(LOCK)
+$(VENV)/.locked $(EASYDEL_VENV)/.locked:
 	@test -n "$(PYTHON)" || { echo "storesvc needs Python 3.11 or newer: no" \
 	  "python3.11 and no such python3 is on the PATH." >&2; exit 1; }
-	@echo "Installing the pinned dependencies into $(VENV): once, a minute or two."
-	@$(PYTHON) -m venv --clear --without-pip $(VENV)
-	@$(PIP) install --quiet --no-deps --require-hashes -r $(LOCK)
+	@echo "Installing the pinned dependencies into $(@D): once, a few minutes."
+	@$(PYTHON) -m venv --clear --without-pip $(@D)
+	@$(call pip,$(@D)) install --quiet --no-deps --require-hashes -r $<
 	@touch $@
 
-$(INSTALLED): $(VENV)/.locked pyproject.toml
-	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+$(INSTALLED) $(EASYDEL_VENV)/.installed: %/.installed: %/.locked pyproject.toml
+	@$(call pip,$*) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # --- Checking -----------------------------------------------------------------
@@ -80,10 +85,11 @@ breaking: $(INSTALLED)
 wheel-test: WHEEL_VENV := $(CURDIR)/build/wheel/venv
 wheel-test: $(INSTALLED)
 	@rm -rf build/wheel && mkdir -p build/wheel/run
-	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(call pip,$(VENV)) wheel --quiet --no-deps --no-build-isolation \
+	  --wheel-dir build/wheel .
 	@$(BIN)/python -m venv --without-pip $(WHEEL_VENV)
-	@$(PYTHON) -m pip --python $(WHEEL_VENV)/bin/python install --quiet --no-deps \
-	  --no-index build/wheel/storesvc-*.whl
+	@$(call pip,$(WHEEL_VENV)) install --quiet --no-deps --no-index \
+	  build/wheel/storesvc-*.whl
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  >$$(echo $(WHEEL_VENV)/lib/python3.*/site-packages)/borrowed.pth
 	@cp -r $(TESTED) build/wheel/run
@@ -91,6 +97,14 @@ wheel-test: $(INSTALLED)
 	  where = storesvc_client.__file__; print("Testing", where); \
 	  sys.exit(not where.startswith(sys.prefix))'
 	cd build/wheel/run && $(WHEEL_VENV)/bin/python -m pytest
+
+# Beside the real easydel and the jax and flax that it pins: its states and helpers
+# against ours, then our own tests. Importing easydel changes a process (jax's flags,
+# the recursion limit), so each half has one of its own.
+test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest
+test-easydel: $(EASYDEL_VENV)/.installed
+	$(EASYDEL_PYTEST) tests/easydel
+	$(EASYDEL_PYTEST) --ignore=tests/easydel
 
 # --- Changing -----------------------------------------------------------------
 
@@ -102,13 +116,15 @@ proto: $(INSTALLED)
 	@rm -f $(CONTRACT)/v1/*_pb2*
 	proto/generate.sh proto $(CURDIR)/$(BIN)/python
 
-# Keeps every pin that still fits; `rm requirements/dev.lock` first for the newest.
+# Keeps every pin that still fits; remove a lock first for the newest of all.
+# requirements/<group>.lock: all extras, and the dependency group of that name.
 lock:
 	@test -x $(BIN)/uv || { echo "Run 'make test' first: it installs uv." >&2; exit 1; }
-	@$(BIN)/uv pip compile pyproject.toml --all-extras --group dev \
+	@$(foreach lock,$(LOCKS),$(BIN)/uv pip compile pyproject.toml \
+	  --all-extras --group $(basename $(notdir $(lock))) \
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	  --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
-	  --custom-compile-command "make lock" --quiet --output-file $(LOCK)
+	  --custom-compile-command "make lock" --quiet --output-file $(lock) &&) true
 
 clean:
 	rm -rf build $(VENV) .*_cache .hypothesis

@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 # before anything imports jax: eight devices to spread arrays over
@@ -13,6 +14,9 @@ import pytest
 
 import storesvc_client as store
 from tests.server_process import ServerProcess
+
+# It has an environment of its own: make test-easydel.
+collect_ignore = [] if find_spec("easydel") else ["easydel"]
 
 
 @pytest.fixture

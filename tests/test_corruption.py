@@ -167,7 +167,7 @@ def test_a_manifest_that_claims_another_shape_than_its_data_is_data_loss(
     with (
         store.connect(tmp_path.as_uri()) as client,
         pytest.raises(
-            store.DataLossError, match="manifest: .*(leaf 'x'|1 chunks|checksums)"
+            store.DataLossError, match=r"manifest: .*(leaf 'x'|1 chunks|checksums)"
         ),
     ):
         client.run("tests/forged").restore(3)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -51,8 +50,8 @@ def test_a_module_comes_back_by_its_code(run: store.Run, case: Case) -> None:
     model = case.make() if case is CASES["partitioned"] else case.make
     back = restore_model(run, model=model)
 
+    assert type(module) is type(back)
     assert leaves(module) == leaves(back)
-    assert_equal_outputs(case.call(module), case.call(back))
 
 
 @pytest.mark.parametrize(
@@ -146,56 +145,3 @@ def test_any_module_comes_back(run: store.Run, module: Any) -> None:
 
     assert leaves(module) == leaves(back)
     assert nnx.graphdef(module) == nnx.graphdef(back)
-
-
-_arrays = st.one_of(
-    st.builds(
-        lambda shape, dtype: (
-            np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
-        ),
-        st.lists(st.integers(0, 3), max_size=3).map(tuple),
-        st.sampled_from(["float32", "int8", "bool", "uint16", "complex64"]),
-    ),
-    st.integers(0, 2**31).map(jax.random.key),
-    st.booleans(),
-    st.integers(-(2**63), 2**63 - 1),
-    st.floats(allow_nan=False),
-)
-_trees = st.recursive(
-    _arrays,
-    lambda children: st.one_of(
-        st.lists(children, max_size=3),
-        st.dictionaries(st.text(max_size=4), children, max_size=3),
-        st.dictionaries(st.integers(-5, 20), children, max_size=3),
-        st.tuples(children, children),
-    ),
-    max_leaves=8,
-)
-
-
-@given(tree=_trees)
-@settings(
-    max_examples=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-def test_any_tree_comes_back(run: store.Run, tree: Any) -> None:
-    try:
-        named, _ = named_leaves(tree)
-    except store.UnsupportedLeafError:  # such as a lone surrogate in a key
-        return
-    step = next(_steps)
-    run.save(step, tree).result()
-
-    back = run.restore(step, like=tree)
-
-    assert str(jax.tree.structure(tree)) == str(jax.tree.structure(back))
-    for leaf, other in zip(named, named_leaves(back)[0], strict=True):
-        assert type(leaf.value) is type(other.value)
-        assert leaf.key == other.key
-        if isinstance(leaf.value, jax.Array):
-            assert jax.random.key_data(leaf.value).tolist() == (
-                jax.random.key_data(other.value).tolist()
-            )
-        else:
-            np.testing.assert_array_equal(leaf.value, other.value, strict=True)

@@ -1,4 +1,4 @@
-"""What is installed keeps what pyproject.toml and the lock promise."""
+"""What is installed keeps what pyproject.toml and the locks promise."""
 
 import re
 import subprocess
@@ -13,11 +13,13 @@ import storesvc_proto.v1
 from storesvc_proto.v1 import errors_pb2_grpc
 
 ROOT = Path(__file__).parents[1]
-LOCK = ROOT / "requirements" / "dev.lock"
+LOCKS = [ROOT / "requirements" / f"{group}.lock" for group in ("dev", "easydel")]
+
+each_lock = pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
 
 
-def pinned(lock: str) -> set[str]:
-    return set(re.findall(r"^([\w.-]+)==", lock, flags=re.MULTILINE))
+def pinned(lock: Path) -> set[str]:
+    return set(re.findall(r"^([\w.-]+)==", lock.read_text(), flags=re.MULTILINE))
 
 
 def normalized(requirement: str) -> str:
@@ -46,17 +48,25 @@ def test_the_floor_of_protobuf_is_the_generated_codes_version() -> None:
     assert f"protobuf>={floor}" in (requires("storesvc") or ())
 
 
-def test_the_lock_names_no_registry_and_no_folder() -> None:
+@each_lock
+def test_a_lock_names_no_registry_and_no_folder(lock: Path) -> None:
     # Neither an address nor a path can be written without one.
-    assert "/" not in LOCK.read_text()
+    assert "/" not in lock.read_text()
 
 
-def test_the_lock_pins_every_dependency_by_hash() -> None:
-    lock = LOCK.read_text()
-    entries = re.split(r"\n(?=[\w.-]+==)", lock)[1:]
+@each_lock
+def test_a_lock_pins_every_dependency_by_hash(lock: Path) -> None:
+    entries = re.split(r"\n(?=[\w.-]+==)", lock.read_text())[1:]
 
     assert {normalized(r) for r in requires("storesvc") or ()} <= pinned(lock)
     assert [] == [e for e in entries if "--hash=sha256:" not in e]
+
+
+def test_the_lock_with_easydel_leaves_torch_out() -> None:
+    _, easydel = map(pinned, LOCKS)
+
+    assert "easydel" in easydel
+    assert set() == {name for name in easydel if re.match("torch|nvidia", name)}
 
 
 @pytest.mark.parametrize("command", [[], ["--help"], ["ls", "--help"]])

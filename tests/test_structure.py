@@ -200,7 +200,8 @@ def test_a_template_of_another_structure_says_where() -> None:
         decode_graphdef(stored(saved), template=template)
 
     assert (
-        "the template has another structure: epsilon: saved 1e-06, target has 0.001"
+        "the template has another structure: "
+        "epsilon: expected 1e-06 as saved, got 0.001"
     ) == str(e.value)
 
 

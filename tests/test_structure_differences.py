@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def test_a_row_is_a_setting_by_path() -> None:
 
 
 def test_a_setting_that_differs_is_named_with_both_values() -> None:
-    assert ["norm/epsilon: saved 1e-06, target has 0.001"] == differences(
+    assert ["norm/epsilon: expected 1e-06 as saved, got 0.001"] == differences(
         norm(epsilon=1e-6), norm(epsilon=1e-3)
     )
 
@@ -63,12 +63,12 @@ def test_a_missing_layer_is_one_difference() -> None:
         return stored(nnx.List(many))
 
     assert [
-        "2: saved flax.nnx.Linear, target has nothing",
-        "_length: saved 3, target has 2",
+        "2: expected flax.nnx.Linear as saved, got nothing",
+        "_length: expected 3 as saved, got 2",
     ] == differences(layers(3), layers(2))
     assert [
-        "_length: saved 2, target has 3",
-        "2: saved nothing, target has flax.nnx.Linear",
+        "_length: expected 2 as saved, got 3",
+        "2: expected nothing as saved, got flax.nnx.Linear",
     ] == differences(layers(2), layers(3))
 
 
@@ -76,11 +76,11 @@ def test_another_class_is_one_difference() -> None:
     saved = stored(nnx.Dict(a=nnx.Linear(2, 2, rngs=rngs())))
     target = stored(nnx.Dict(a=nnx.BatchNorm(2, rngs=rngs())))
 
-    assert ["a: saved flax.nnx.Linear, target has flax.nnx.BatchNorm"] == differences(
-        saved, target
-    )
     assert [
-        "the module itself: saved flax.nnx.Dict, target has flax.nnx.List"
+        "a: expected flax.nnx.Linear as saved, got flax.nnx.BatchNorm"
+    ] == differences(saved, target)
+    assert [
+        "the module itself: expected flax.nnx.Dict as saved, got flax.nnx.List"
     ] == differences(saved, stored(nnx.List([])))
 
 
@@ -91,7 +91,7 @@ def test_a_variable_that_is_no_longer_shared_is_a_difference() -> None:
 
     found = differences(stored(tied), stored(apart))
 
-    assert "encoder: saved the same as again, target has flax.nnx.Linear" in found
+    assert "encoder: expected the same as again as saved, got flax.nnx.Linear" in found
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,32 @@ def test_what_is_none_may_be_absent() -> None:
 def test_what_a_function_closes_over_is_a_difference() -> None:
     cubed, squared = (stored(Closure(rngs=rngs(), power=power)) for power in (3, 2))
 
-    assert ["act/power: saved 3, target has 2"] == differences(cubed, squared)
+    assert ["act/power: expected 3 as saved, got 2"] == differences(cubed, squared)
+
+
+class Backend:
+    """An object of a module that works something out when it is first asked."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @cached_property
+    def known(self) -> list[str]:
+        """The names that there are."""
+        return [self.name, "others"]
+
+
+def test_what_an_object_worked_out_is_no_difference() -> None:
+    used, unused = Backend("flash"), Backend("flash")
+    assert ["flash", "others"] == used.known
+
+    documents = [
+        stored(Holder({"backend": nnx.static(backend)}))
+        for backend in (used, unused, Backend("vanilla"))
+    ]
+
+    assert [] == differences(documents[0], documents[1])
+    assert 1 == len(differences(documents[0], documents[2]))
 
 
 def test_a_mesh_is_no_difference() -> None:
@@ -173,8 +198,8 @@ def test_keys_that_are_numbers_or_names_are_told_apart() -> None:
     found = differences(stored({0: linear}), stored({"0": linear}))
 
     assert [
-        "0: saved flax.nnx.Linear, target has nothing",
-        "'0': saved nothing, target has flax.nnx.Linear",
+        "0: expected flax.nnx.Linear as saved, got nothing",
+        "'0': expected nothing as saved, got flax.nnx.Linear",
     ] == found
 
 

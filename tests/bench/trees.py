@@ -56,7 +56,7 @@ def measure(leaves: int) -> dict[str, float]:
     mesh = jax.make_mesh((1,), ("x",))
     document = Recipe.of(*parts).pack()
     tree = take_snapshot(state, document).tree
-    blueprint = draw_blueprint(state, None)
+    blueprint = draw_blueprint(state, None, None)
     keys = dict.fromkeys(tree.by_key)
     packed = b"".join(pack_leaves(tree))
     print(

@@ -42,6 +42,8 @@ from storesvc_client.trees.structure import Opaque
 
 __all__ = ["PARTS", "Blueprint", "ModelLike", "draw_blueprint", "stored_blueprint"]
 
+Parts: TypeAlias = tuple["nnx.GraphDef[Any]", GraphState, GraphState]
+
 PARTS: Final = ("graphstate", "graphother")
 """The parts of a state that hold Variables."""
 
@@ -82,7 +84,9 @@ class Blueprint:
         return merge_by_path(self.graphdef, self.graphstate, self.graphother)
 
 
-def draw_blueprint(model: ModelLike, recipe: Recipe | None) -> Blueprint:
+def draw_blueprint(
+    model: ModelLike, recipe: Recipe | None, mesh: Mesh | None
+) -> Blueprint:
     """Returns the blueprint of a model.
 
     Args:
@@ -90,29 +94,45 @@ def draw_blueprint(model: ModelLike, recipe: Recipe | None) -> Blueprint:
             gets the config and the dtypes of the recipe; another class is called
             with ``rngs`` if it takes that, and nothing else.
         recipe: Of the checkpoint, if it has one.
+        mesh: What the config of such a class is told, if it asks for a mesh.
 
     Raises:
         InvalidRequestError: ``model`` is none of these, or a class that needs a
             config where the recipe has none.
     """
     make: Callable[[], Any] | None = None
-    module = model
     if isinstance(model, type):
-        make = _maker(model, recipe)
+        make = _maker(model, recipe, mesh)
     elif not is_module(model) and callable(model):
         make = model
-    if make is not None:
-        module = nnx.eval_shape(make)
     try:
-        graphdef, graphstate, graphother = split_module(module)
+        parts = split_module(model) if make is None else _abstract_parts(make)
     except TypeError as e:
         raise InvalidRequestError(
             "expected model= a module class, a factory, a module or a state, got "
             f"{type(model).__name__}: {e}"
         ) from e
+    graphdef, graphstate, graphother = parts
     return Blueprint(
         graphdef=graphdef, graphstate=graphstate, graphother=graphother, make=make
     )
+
+
+def _abstract_parts(make: Callable[[], Any]) -> Parts:
+    """The parts of what a factory makes, computing none of their arrays.
+
+    ``nnx.eval_shape`` would return a module, whose bare arrays, abstract then, some
+    releases of flax no longer take for leaves.
+    """
+    graphdefs = []
+
+    def states() -> tuple[GraphState, GraphState]:
+        graphdef, *states = split_module(make())
+        graphdefs.append(graphdef)
+        return states[0], states[1]
+
+    graphstate, graphother = jax.eval_shape(states)
+    return graphdefs[0], graphstate, graphother
 
 
 def stored_blueprint(
@@ -171,27 +191,49 @@ def _stand_in(leaf: LeafInfo) -> Any:
     return np.broadcast_to(np.zeros((), dtype), leaf.shape)  # of no size in memory
 
 
-def _maker(model: type, recipe: Recipe | None) -> Callable[[], Any]:
-    config_class: Any = getattr(model, "config_class", None)
+def _maker(model: type, recipe: Recipe | None, mesh: Mesh | None) -> Callable[[], Any]:
     # of its class, flax's metaclass shows only *args and **kwargs
     accepted = inspect.signature(model.__init__).parameters  # type: ignore[misc]
+    config_class = _config_class(model)
     if not hasattr(config_class, "from_dict") or "config" not in accepted:
+        _refuse_needs(model, accepted)
         takes_rngs = "rngs" in accepted
         return lambda: nnx_init(model, _add_rngs=takes_rngs, _lazy=False)
-    if recipe is None or recipe.config is None:
+    fields = None if recipe is None else recipe.decoded_config()
+    if recipe is None or not isinstance(fields, dict):
         raise InvalidRequestError(
             f"expected a checkpoint with the config of a {model.__name__}, got none; "
             "give a factory, model=lambda: ..."
         )
-    config = recipe.decoded_config()
-    if not isinstance(config, dict):
+    config = config_class.from_dict(
+        {name: value for name, value in fields.items() if not isinstance(value, Opaque)}
+    )
+    if mesh is not None and hasattr(config, "set_model_mesh"):
+        config.set_model_mesh(mesh)  # EasyDeL's models compute on that of their config
+    arguments = recipe.decoded_arguments()
+    taken = {name: arguments[name] for name in arguments if name in accepted}
+    return lambda: model(config=config, **taken, rngs=nnx.Rngs(0))
+
+
+def _refuse_needs(model: type, accepted: Mapping[str, inspect.Parameter]) -> None:
+    """Refuses a class that cannot be called with rngs alone."""
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        name
+        for name, parameter in list(accepted.items())[1:]  # the first is self
+        if parameter.default is parameter.empty
+        and parameter.kind not in open_ended
+        and name != "rngs"
+    ]
+    if needed:
         raise InvalidRequestError(
-            f"expected the config of a {model.__name__}, got a "
-            f"{type(config).__name__}; give a factory, model=lambda: ..."
+            f"expected a class that needs no arguments but rngs, got {model.__name__}, "
+            f"which needs {', '.join(needed)}; give a factory, model=lambda: ..."
         )
-    plain = {k: v for k, v in config.items() if not isinstance(v, Opaque)}
-    arguments = {
-        "config": config_class.from_dict(plain),
-        **{k: v for k, v in recipe.decoded_arguments().items() if k in accepted},
-    }
-    return lambda: model(**arguments, rngs=nnx.Rngs(0))
+
+
+def _config_class(model: type) -> Any:
+    """The class of a model's config: EasyDeL documents the first name, and sets the
+    second."""
+    named = getattr(model, "config_class", None)
+    return named or getattr(model, "_config_class", None)

@@ -4,7 +4,7 @@ What only says where a model runs (its mesh) or which release wrote it is no
 difference; nor is a list for a tuple, which is what JSON made of it.
 
 >>> config_differences({"eps": 1e-06, "sizes": (1, 2)}, {"eps": 0.001, "sizes": [1, 2]})
-['eps: saved 1e-06, target has 0.001']
+['eps: expected 1e-06 as saved, got 0.001']
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,8 +27,8 @@ def config_differences(saved: Any, target: Any) -> list[str]:
     before, after = dict(_rows(saved, "")), dict(_rows(target, ""))
     keys = [*before, *(key for key in after if key not in before)]
     return [
-        f"{key or 'config'}: saved {before.get(key, _ABSENT)}, "
-        f"target has {after.get(key, _ABSENT)}"
+        f"{key or 'config'}: expected {before.get(key, _ABSENT)} as saved, "
+        f"got {after.get(key, _ABSENT)}"
         for key in keys
         if before.get(key, _ABSENT) != after.get(key, _ABSENT)
     ]

@@ -9,7 +9,7 @@ question has an answer for both. Nothing here imports EasyDeL.
 """
 
 import inspect
-from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
@@ -25,9 +25,6 @@ __all__ = [
     "setting_of",
     "split_module",
 ]
-
-_GRAPHS: Final = (nnx.Pytree, dict, list)
-"""What ``nnx.split`` takes: modules, such as nnx.Optimizer, and plain containers."""
 
 
 @runtime_checkable
@@ -55,7 +52,7 @@ def is_module(model: Any) -> bool:
     """Returns whether it is an instance that ``split_module`` takes."""
     if isinstance(model, type):  # of a class, all parts are there too, as properties
         return False
-    return isinstance(model, _GRAPHS) or _has_parts(model)
+    return _is_graph(model) or _has_parts(model)
 
 
 def split_module(
@@ -75,12 +72,20 @@ def split_module(
     parts: tuple[Any, Any, Any]
     if _has_parts(model):
         parts = model.graphdef, model.graphstate, model.graphother
-    elif isinstance(model, _GRAPHS):
+    elif _is_graph(model):
         graphdef, *states = nnx.split(model, nnx.Param, ...)
         parts = graphdef, states[0], states[1]
     else:
         raise _no_module(model)
     return parts
+
+
+def _is_graph(model: Any) -> bool:
+    """Whether it is a module, such as nnx.Optimizer, or a dict or list of some."""
+    if isinstance(model, (dict, list)):
+        items = model.values() if isinstance(model, dict) else model
+        return any(isinstance(item, nnx.Variable) or _is_graph(item) for item in items)
+    return isinstance(model, nnx.Pytree)
 
 
 def _has_parts(model: Any) -> TypeGuard[HasGraph]:

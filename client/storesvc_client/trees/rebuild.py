@@ -68,6 +68,9 @@ class Options:
                 )
 
 
+_SHOWN: Final = 5
+"""Places of the structure that one message lists beside fields of the config."""
+
 _ALLOWED: Final = {
     "missing": ("error", "init"),
     "structure": ("check", "report"),
@@ -163,7 +166,7 @@ def _recipe_of(opened: OpenCheckpoint) -> Recipe | None:
 
 
 def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Blueprint:
-    blueprint = draw_blueprint(model, recipe)
+    blueprint = draw_blueprint(model, recipe, options.mesh)
     return blueprint if options.dtype is None else blueprint.cast(options.dtype)
 
 
@@ -199,9 +202,11 @@ def _compare(
     config = recipe.config_differences(target, casting=casting)
     found = recipe.optimizer_differences(target)
     found += recipe.model_differences(target, casting=casting)
-    if options.structure == "check":
-        # the config names in the caller's words what the structure shows
-        _refuse(opened, [*config, *found] if found else [])
+    if config and len(found) > _SHOWN:
+        # the config names in the caller's words what the structure shows everywhere
+        found[_SHOWN:] = [f"and {len(found) - _SHOWN} more places of the structure"]
+    if found and options.structure == "check":
+        _refuse(opened, [*config, *found])
     if config or found:
         _log.warning(
             "%s was saved from another model: %s",
@@ -213,8 +218,9 @@ def _compare(
 def _refuse(opened: OpenCheckpoint, problems: list[str]) -> None:
     if problems:
         raise MismatchError(
-            f"{opened.name} was saved from another model: {list_problems(problems)}; "
-            "mend the model, or give structure='report' to restore what fits"
+            f"{opened.name} was saved from another model or optimizer: "
+            f"{list_problems(problems)}; mend what is given, or restore with "
+            "structure='report' what fits"
         )
 
 

@@ -178,8 +178,8 @@ class Recipe:
         if saved is None or other is None:
             return []
         return [
-            f"{key}: saved {saved.get(key, 'nothing')}, "
-            f"target has {other.get(key, 'nothing')}"
+            f"{key}: expected {saved.get(key, 'nothing')} as saved, "
+            f"got {other.get(key, 'nothing')}"
             for key in {**saved, **other}
             if saved.get(key) != other.get(key)
         ]
@@ -192,7 +192,7 @@ class Recipe:
             casting: As of ``config_differences``.
         """
         found = [
-            f"{key}: saved a {kind}, target has a {target.variables[key]}"
+            f"{key}: expected a {kind} as saved, got a {target.variables[key]}"
             for key, kind in self.variables.items()
             if target.variables.get(key, kind) != kind
         ]

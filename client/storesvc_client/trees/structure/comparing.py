@@ -56,10 +56,10 @@ def differences(saved: JSON, target: JSON, *, ignore: Iterable[str] = ()) -> lis
     found = []
     for path, text in _tops(ours, theirs):
         other = theirs.get(path, _ABSENT)
-        found.append(f"{path or _ROOT}: saved {text}, target has {other}")
+        found.append(f"{path or _ROOT}: expected {text} as saved, got {other}")
     for path, text in _tops(theirs, ours):
         if path not in ours:
-            found.append(f"{path or _ROOT}: saved nothing, target has {text}")
+            found.append(f"{path or _ROOT}: expected nothing as saved, got {text}")
     return found
 
 

@@ -8,6 +8,7 @@ closes over, the fields of an object. It holds no address, and nothing of the me
 
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
@@ -111,7 +112,15 @@ def _fields(value: Any) -> Mapping[str, Any]:
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
     found = getattr(value, "__dict__", None)
-    return found if isinstance(found, Mapping) else {}
+    if not isinstance(found, Mapping):
+        return {}
+    # what was computed when first asked for says nothing, and is not always there
+    return {name: found[name] for name in found if not _is_cached(value, name)}
+
+
+def _is_cached(value: Any, name: str) -> bool:
+    computed = inspect.getattr_static(type(value), name, None)
+    return isinstance(computed, functools.cached_property)
 
 
 def _settings(value: Any) -> Mapping[str, Any] | None:

@@ -1,16 +1,28 @@
 """Where restored leaves lie: rules on a mesh, and what a mesh cannot do."""
 
 import logging
+import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
-from storesvc_client.trees.partitioning import shardings_by_rules
+from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.flattening import named_leaves
+from storesvc_client.trees.partitioning import Partitioner, shardings_by_rules
+from storesvc_client.trees.resharding import (
+    follow_parameters,
+    required_shardings,
+    reshard,
+    shardings_by_key,
+)
 
 
 @pytest.fixture
@@ -108,3 +120,203 @@ def test_rules_make_the_shardings_of_a_tree(mesh: Mesh) -> None:
     } == shardings
     with pytest.raises(store.InvalidRequestError, match="leaf 'kernel': no rule"):
         shardings_by_rules(tree, mesh, [])
+
+
+@pytest.mark.parametrize(
+    ("rules", "match"),
+    [
+        ({"kernel": P()}, r"rules: expected a list of \(regex, Part.*, got dict"),
+        ("recorded", "rules: expected a list .*, got 'recorded'; only a restore"),
+        ("kernel", r"rules: expected a list .*, got 'kernel'$"),
+        (None, "rules: expected a list .*, got None"),
+        (["kernel", P()], r"rule 0: expected \(regex, PartitionSpec\), got 'kernel'"),
+        ([("", P()), ("a", P(), 1)], r"rule 1: expected .*, got \('a', .*, 1\)"),
+        ([["kernel", P()]], r"rule 0: expected .*, got \['kernel', "),
+        ([P("a", "b")], "rule 0: expected .*, got P"),
+        ([(b"kernel", P())], "rule 0: expected .*, got .b'kernel'"),
+        ([("k", None)], "rule 'k': expected a PartitionSpec, got None"),
+        ([("k", P("a", "a"))], "rule 'k': expected each axis at most once, got P"),
+    ],
+    ids=str,
+)
+def test_what_are_no_rules_is_refused(mesh: Mesh, rules: Any, match: str) -> None:
+    with pytest.raises(store.InvalidRequestError, match=match):
+        shardings_by_rules({"kernel": jnp.ones((8, 4))}, mesh, rules)
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (jax.devices()[0], r"mesh: expected a jax.sharding.Mesh, got \w*Device"),
+        (np.array(jax.devices()), "mesh: expected .*, got ndarray"),
+        (AbstractMesh((2,), ("a",)), "mesh: expected .*, got AbstractMesh"),
+        (None, "mesh: expected .*, got None"),
+        (Mesh(np.empty((), object), ()), "mesh: expected .*, got an empty one"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_mesh_is_refused(run: store.Run, other: Any, match: str) -> None:
+    run.save(0, {"x": jnp.ones(3)}).result()
+
+    with pytest.raises(store.InvalidRequestError, match=match):
+        shardings_by_rules({"x": jnp.ones(3)}, other, [("", P())])
+    if other is not None:
+        with pytest.raises(store.InvalidRequestError, match=match):
+            run.restore(0, mesh=other, rules=[("", P())])
+        with pytest.raises(store.InvalidRequestError, match=match):
+            run.restore(0, mesh=other, rules="recorded")
+
+
+def test_a_leaf_that_no_rule_matches_is_named_once(mesh: Mesh) -> None:
+    partitioner = Partitioner(mesh, [("bias", P("a"))])
+
+    assert P("a") == partitioner.leaf_sharding("bias", (8,)).spec
+    with pytest.raises(store.InvalidRequestError) as caught:
+        partitioner.leaf_sharding("kernel", (8, 4))
+    assert (
+        "leaf 'kernel': no rule matches; end the rules with ('', PartitionSpec())"
+        == str(caught.value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "match"),
+    [
+        (None, "expected shardings, or arrays that have them, got none in a NoneType"),
+        ({"a": np.ones(2), "b": 1}, "expected shardings, or .*, got none in a dict"),
+        ({"x": jax.ShapeDtypeStruct((2,), jnp.float32)}, "got none in a dict"),
+        ({"x": P("a")}, r"leaf 'x': expected a Sharding, or an array .*, got P.*'a'"),
+        ({"x": jnp.ones(2), "y": {"z": P()}}, "leaf 'y/z': expected a Sharding"),
+        ({"x": "a"}, "leaf 'x': expected a Sharding, or an array .*, got 'a'"),
+    ],
+    ids=str,
+)
+def test_a_tree_that_holds_no_sharding_is_refused(tree: Any, match: str) -> None:
+    with pytest.raises(store.InvalidRequestError, match=match):
+        required_shardings(tree)
+
+
+def test_the_shardings_of_a_tree_are_those_of_its_leaves(mesh: Mesh) -> None:
+    spread = NamedSharding(mesh, P("a"))
+    array = jax.device_put(jnp.ones(8), spread)
+    abstract = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=spread)
+
+    found = required_shardings({"x": array, "y": [abstract, spread, 1, np.ones(2)]})
+
+    assert {"x": spread, "y/0": spread, "y/1": spread} == found
+
+
+class Model(nnx.Module):
+    """Layers whose moments are to lie as they do."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.fc1 = nnx.Linear(4, 8, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.mu = nnx.Param(jnp.ones((8, 2)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.fc1(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.mu[...]
+
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+RULES = [("layers.*kernel", P("a", "b")), ("kernel|mu", P("b")), ("", P())]
+
+
+def placed_state(mesh: Mesh) -> Any:
+    """A state on a mesh whose optimizer state lies as its parameters."""
+    state: Any = EasyDeLState.create(model=Model(rngs=nnx.Rngs(0)))
+    state = state.shard_state(RULES, mesh)
+    abstract = jax.eval_shape(TX.init, state.graphstate)
+    where = follow_parameters(abstract, state.graphstate)
+    started = state.replace(tx=TX, opt_state=TX.init(state.graphstate))
+    return reshard(started, where)
+
+
+def test_an_optimizer_state_follows_the_parameters(mesh: Mesh) -> None:
+    state: Any = EasyDeLState.create(model=Model(rngs=nnx.Rngs(0)))
+    state = state.shard_state(RULES, mesh)
+    abstract = jax.eval_shape(TX.init, state.graphstate)
+
+    found = follow_parameters(abstract, state.graphstate)
+
+    named = {x.key for x in named_leaves({"opt_state": abstract})[0]}
+    assert named == found.keys()
+    whole = NamedSharding(mesh, P())
+    for key, sharding in shardings_by_key(state.graphstate).items():
+        assert sharding == found.pop(f"opt_state/1/0/mu/{key}")
+        assert sharding == found.pop(f"opt_state/1/0/nu/{key}")
+    assert {"opt_state/1/0/count": whole} == found
+
+
+def test_a_placed_optimizer_state_updates_under_jit(mesh: Mesh) -> None:
+    state = placed_state(mesh)
+    before = shardings_by_key(state.opt_state)
+
+    @jax.jit
+    def advance(current: Any) -> Any:
+        grads = jax.grad(lambda g: jnp.sum(current.merge(g)(jnp.ones((2, 4)))))(
+            current.graphstate
+        )
+        return current.apply_gradients(grads=grads)
+
+    after = advance(advance(state))
+
+    assert 2 == after.step
+    assert 2 == after.opt_state[1][0].count
+    for key, sharding in shardings_by_key(after.opt_state).items():
+        assert before[key].device_set == sharding.device_set
+    kernel = after.opt_state[1][0].mu["layers"][1]["kernel"].get_value()
+    assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("a", "b")), 2)
+
+
+def test_only_leaves_of_the_shape_follow_a_parameter(mesh: Mesh) -> None:
+    spread, other = NamedSharding(mesh, P("a")), NamedSharding(mesh, P("b"))
+    made = {
+        "kernel": jax.device_put(jnp.ones((8, 4)), spread),
+        "mu": {"kernel": jax.device_put(jnp.ones((4, 2)), other)},
+    }
+    factored = {
+        "mu": {"kernel": jnp.ones((8, 4)), "mu": {"kernel": jnp.ones((4, 2))}},
+        "row": {"kernel": jnp.ones(8), "xkernel": jnp.ones((8, 4))},
+    }
+
+    found = follow_parameters(factored, made)
+
+    whole = NamedSharding(mesh, P())
+    assert {
+        "opt_state/mu/kernel": spread,
+        "opt_state/mu/mu/kernel": other,
+        "opt_state/row/kernel": whole,
+        "opt_state/row/xkernel": whole,
+    } == found
+
+
+def test_without_a_mesh_only_what_follows_is_placed(mesh: Mesh) -> None:
+    single = SingleDeviceSharding(jax.devices()[1])
+    made = {"kernel": jax.device_put(jnp.ones(4), single), "host": np.ones(2)}
+    moments = {"mu": made, "count": jnp.zeros(())}
+
+    assert {"opt_state/mu/kernel": single} == follow_parameters(moments, made)
+    assert {
+        "opt_state/mu/kernel": single,
+        "opt_state/mu/host": NamedSharding(mesh, P()),
+        "opt_state/count": NamedSharding(mesh, P()),
+    } == follow_parameters(moments, made, mesh)
+    with pytest.raises(store.InvalidRequestError, match="mesh: expected a jax"):
+        follow_parameters(moments, made, jax.devices()[0])
+
+
+def test_many_leaves_follow_in_seconds(mesh: Mesh) -> None:
+    spread = NamedSharding(mesh, P("a"))
+    leaf = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=spread)
+    layers = {"layers": [{"a": {"kernel": leaf, "bias": leaf}} for _ in range(10_000)]}
+    began = time.perf_counter()
+
+    found = follow_parameters((layers, layers), layers)
+
+    assert 30 > time.perf_counter() - began
+    assert 40_000 == len(found)
+    assert {spread} == set(found.values())

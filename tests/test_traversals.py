@@ -253,6 +253,18 @@ class TestRecreateMetaValues:
         data = jax.random.key_data(fresh["k"][...]).reshape(6, 2).tolist()
         assert 6 == len(set(map(tuple, data)))
 
+    def test_hooks_do_not_decide_what_is_made(self) -> None:
+        old = nnx.RngKey(jax.random.split(jax.random.key(1, impl="rbg"), 3), tag="t")
+        old.set_metadata(
+            on_get_value=lambda _, value: jnp.ones(7),
+            on_set_value=lambda _, value: None,
+        )
+
+        made = recreate_meta_values({"a": old})["a"].get_raw_value()
+
+        assert (3,) == made.shape
+        assert "rbg" == str(jax.random.key_impl(made))
+
     def test_the_metadata_of_a_variable_stays(self) -> None:
         fresh = recreate_meta_values({"k": key(), "c": count()})
 

@@ -63,6 +63,35 @@ def params(state: Any) -> dict[Any, Any]:
     }
 
 
+def with_hooks(variable: Any, **hooks: Any) -> Any:
+    """The Variable with hooks; at its making, some releases warn of them."""
+    variable.set_metadata(**hooks)
+    return variable
+
+
+def hooked(value: Any) -> Any:
+    """A parameter that doubles what is read of it, and negates what is written."""
+    return with_hooks(
+        nnx.Param(value),
+        on_get_value=lambda _, value: value * 2,
+        on_set_value=lambda _, value: -value,
+        on_create_value=lambda _, value: value + 1,
+    )
+
+
+class Tied(nnx.Module):
+    """A Variable in two modules, and a module and a list under two names."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.encoder = nnx.Linear(2, 2, rngs=rngs)
+        self.decoder = nnx.Linear(2, 2, rngs=rngs)
+        self.decoder.kernel = self.encoder.kernel
+        self.again = self.encoder
+        self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs)])
+        self.more = nnx.Dict({"x": self.layers})
+        self.myself = self
+
+
 def as_text(layers: Any) -> dict[str, Any]:
     """The layers with text for their numbers."""
     return {str(i): layers[i] for i in layers}
@@ -296,6 +325,40 @@ class TestMergeStateAndTree:
         with pytest.raises(ValueError, match=r"\['a'\]: expected none, got \(1,\)"):
             merge_state_and_tree({"a": jnp.ones(1)}, state)
 
+    def test_values_are_read_and_written_without_hooks(self) -> None:
+        tree = {"a": hooked(jnp.full(2, 3.0))}
+        state: Any = nnx.State({"a": hooked(jnp.ones(2))})
+
+        merged: Any = merge_state_and_tree(tree, state)
+
+        assert [3, 3] == merged["a"].get_raw_value().tolist()
+        assert [6, 6] == merged["a"].get_value().tolist()
+
+    def test_hooks_do_not_decide_what_fits_or_is_recreated(self) -> None:
+        wide = {"on_get_value": lambda _, value: value.reshape(1, 2)}
+        abstract: Any = jax.ShapeDtypeStruct((), jnp.uint32)
+        count = nnx.RngCount(abstract, tag="t")
+        count.set_metadata(on_get_value=lambda _, value: jnp.ones(3))
+        state: Any = nnx.State(
+            {"a": with_hooks(nnx.Param(jnp.ones(2)), **wide), "count": count}
+        )
+
+        merged: Any = merge_state_and_tree({"a": jnp.zeros(2)}, state)
+
+        assert [0, 0] == merged["a"].get_raw_value().tolist()
+        assert 0 == merged["count"].get_raw_value()
+
+    def test_a_variable_of_two_paths_takes_one_value(self) -> None:
+        shared = nnx.Param(jnp.ones(2))
+        state: Any = nnx.State({"a": shared, "b": shared})
+        nan = jnp.full(2, jnp.nan)
+
+        merged: Any = merge_state_and_tree({"a": nan, "b": np.asarray(nan)}, state)
+
+        assert np.isnan(merged["a"].get_value()).all()
+        with pytest.raises(ValueError, match=r"leaf \['b'\]: expected the value of"):
+            merge_state_and_tree({"a": jnp.zeros(2), "b": jnp.ones(2)}, state)
+
     def test_what_is_no_mapping_is_a_type_error(self) -> None:
         with pytest.raises(TypeError, match="got list"):
             merge_state_and_tree([1], split()[1])  # type: ignore[arg-type]  # tested
@@ -330,3 +393,65 @@ class TestMergeModelAndTree:
     def test_a_missing_parameter_is_refused(self) -> None:
         with pytest.raises(ValueError, match="26 of 26 parameters do not fit"):
             merge_model_and_tree(Model(rngs=nnx.Rngs(0)), {})
+
+    def test_hooks_change_no_value(self) -> None:
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        model.kernel = hooked(jnp.ones((2, 2)))
+        tree = nnx.state(model)
+
+        merged: Any = merge_model_and_tree(model, tree)
+
+        assert [[1, 1], [1, 1]] == merged.kernel.get_raw_value().tolist()
+        assert [[1, 1], [1, 1]] == model.kernel.get_raw_value().tolist()
+
+    @pytest.mark.parametrize(
+        "second",
+        [
+            ("decoder", "kernel"),
+            ("encoder", "kernel"),
+            ("myself", "encoder", "kernel"),
+            ("myself", "myself", "decoder", "kernel"),
+        ],
+        ids=str,
+    )
+    def test_a_tied_parameter_takes_one_value(self, second: Any) -> None:
+        model = Tied(rngs=nnx.Rngs(0))
+        tree = params(nnx.state(model))
+        equal = np.full((2, 2), 7, np.float32)
+
+        merged: Any = merge_model_and_tree(model, {**tree, second: equal})
+
+        assert merged.decoder.kernel is merged.encoder.kernel
+        with pytest.raises(ValueError, match="same parameter, got another") as caught:
+            merge_model_and_tree(model, {**tree, second: jnp.zeros((2, 2))})
+        assert "['again']['kernel']" in str(caught.value)
+        assert "1 of 5 parameters do not fit" in str(caught.value)
+
+    def test_a_tied_list_is_addressed_by_its_digits_too(self) -> None:
+        model = Tied(rngs=nnx.Rngs(0))
+        tree = {**params(nnx.state(model)), ("more", "x", "0", "bias"): jnp.ones(2)}
+
+        with pytest.raises(ValueError, match=r"\['more'\]\['x'\]\['0'\]\['bias'\]: "):
+            merge_model_and_tree(model, tree)
+
+    def test_what_else_is_tied_is_ignored_as_ever(self) -> None:
+        model: Any = Tied(rngs=nnx.Rngs(0))
+        model.stat = nnx.BatchStat(jnp.ones(2))
+        model.other = model.stat
+        tree = {**params(nnx.state(model)), ("other",): 1, ("stat",): 2}
+
+        merge_model_and_tree(model, tree)
+
+    def test_values_that_cannot_be_compared_are_not_taken_for_one(self) -> None:
+        model = Tied(rngs=nnx.Rngs(0))
+        tree = {**params(nnx.state(model)), ("decoder", "kernel"): jnp.ones((2, 2))}
+
+        def merged(tree: Any) -> Any:
+            return nnx.state(merge_model_and_tree(model, tree))
+
+        with pytest.raises(ValueError, match="same parameter, got another"):
+            jax.eval_shape(merged, tree)
+        abstract = jax.eval_shape(lambda: tree)
+        assert isinstance(
+            merged(abstract)["again"]["kernel"].get_value(), jax.ShapeDtypeStruct
+        )

@@ -127,6 +127,14 @@ class TestRedefineState:
         with pytest.raises(ValueError, match="cannot be made up"):
             redefine_state({}, {"a": nnx.Param(jnp.ones(1))})
 
+    def test_hooks_make_no_value_of_none(self) -> None:
+        empty = nnx.Param(None)
+        empty.set_metadata(on_get_value=lambda _, value: jnp.ones(1))
+
+        whole = redefine_state({}, {("a",): empty})
+
+        assert whole["a",].get_raw_value() is None
+
     def test_what_the_state_has_is_not_overwritten(self) -> None:
         with pytest.raises(ValueError, match="expected none in the state, got one"):
             redefine_state(rng(), rng())

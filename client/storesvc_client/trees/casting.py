@@ -5,19 +5,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from storesvc.format.dtypes import DTYPES
+from storesvc_client.errors import InvalidRequestError
+from storesvc_client.trees.matching import cast_name
+from storesvc_client.trees.placing import would_narrow
+
 __all__ = ["cast_floating"]
 
 
 def cast_floating(tree: Any, dtype: Any) -> Any:
-    """Returns the tree with its floating-point arrays, real or abstract, in a dtype."""
+    """Returns the tree with its floating-point arrays, real or abstract, in a dtype.
+
+    Host arrays stay on the host. All else stays: Python numbers, integers, complex
+    numbers, PRNG keys.
+
+    Raises:
+        InvalidRequestError: It is no floating-point dtype of the format, or one that
+            jax would narrow on a device.
+    """
+    name = cast_name(dtype)
+    if name is None:
+        raise InvalidRequestError(
+            "cast: expected a floating-point dtype such as 'bfloat16', got None"
+        )
+    to = DTYPES[name]
 
     def cast(leaf: Any) -> Any:
         found = getattr(leaf, "dtype", None)
         if found is None or not jnp.issubdtype(found, jnp.floating):
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            sharding = leaf.sharding
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-        return leaf.astype(dtype)
+            return jax.ShapeDtypeStruct(leaf.shape, to, sharding=leaf.sharding)
+        if isinstance(leaf, jax.Array) and would_narrow(name):
+            raise InvalidRequestError(
+                f"cast: jax would narrow {name} on a device; set jax_enable_x64"
+            )
+        return leaf.astype(to)
 
     return jax.tree.map(cast, tree)

@@ -18,7 +18,12 @@ from flax import nnx
 
 from storesvc_client.trees.dicts import GraphPath, path_text
 
-__all__ = ["MetaValueRecreator", "recreate_meta_values", "recreated_leaf"]
+__all__ = [
+    "MetaValueRecreator",
+    "recreate_meta_values",
+    "recreated_leaf",
+    "stored_value",
+]
 
 _RBG_WORDS = 4
 """Trailing dimension of raw ``rbg`` key data; ``threefry2x32`` has 2."""
@@ -95,15 +100,25 @@ def recreated_leaf(leaf: Any, recreator: MetaValueRecreator, path: GraphPath) ->
     """
     match leaf:
         case nnx.RngCount():
-            shape = _shape(leaf.get_value())
+            shape = _shape(stored_value(leaf))
             return leaf.replace(jnp.broadcast_to(recreator.get_count(), shape))
         case nnx.RngKey():
-            return leaf.replace(_like_key(leaf.get_value(), recreator))
+            return leaf.replace(_like_key(stored_value(leaf), recreator))
         case _:
             raise TypeError(
                 f"leaf {path_text(path)}: expected RngCount or RngKey, "
                 f"got {type(leaf).__name__}"
             )
+
+
+def stored_value(variable: "nnx.Variable[Any]") -> Any:
+    """Returns what a Variable holds, read without its hooks.
+
+    A hook says what a model computes with, such as a dequantised weight: what it
+    makes of a value is not to be taken for the value.
+    """
+    value: Any = variable.get_raw_value()
+    return value[...] if variable.get_metadata().get("ref") else value
 
 
 def _like_key(value: Any, recreator: MetaValueRecreator) -> jax.Array:

@@ -9,13 +9,13 @@ What was dropped is kept in ``dropped``, and ``report`` logs it.
 
 >>> mesh = jax.make_mesh((1,), ("tp",))
 >>> rules = [("kernel", PartitionSpec(None, "tp")), ("", PartitionSpec())]
->>> Partitioner(mesh, rules).sharding("layers/0/kernel", (4, 8)).spec
-PartitionSpec(None, 'tp')
+>>> tuple(Partitioner(mesh, rules).sharding("layers/0/kernel", (4, 8)).spec)
+(None, 'tp')
 """
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, Final, TypeAlias
 
@@ -27,7 +27,7 @@ from storesvc.format.trees import SavedSharding
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.traversals import tree_path_to_string
 
-__all__ = ["RECORDED", "Partitioner", "Rules", "shardings_by_rules"]
+__all__ = ["RECORDED", "Partitioner", "Rules", "check_mesh", "shardings_by_rules"]
 
 Rules: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 
@@ -45,19 +45,20 @@ class Partitioner:
         """Prepares the rules.
 
         Raises:
-            InvalidRequestError: One is no regular expression, no spec, or names an
-                axis that the mesh lacks.
+            InvalidRequestError: They are no pairs, one is no regular expression, no
+                spec, or names an axis that the mesh lacks; or it is no mesh.
         """
+        check_mesh(mesh)
         self.mesh = mesh
         self.dropped: list[str] = []
-        self._rules = [_compiled(mesh, pattern, spec) for pattern, spec in rules]
+        self._rules = [_compiled(mesh, *pair) for pair in _pairs(rules)]
         self._fits: dict[tuple[PartitionSpec, tuple[int, ...]], NamedSharding] = {}
 
     def sharding(self, key: str, shape: tuple[int, ...]) -> NamedSharding:
         """Returns how a leaf is spread.
 
         Raises:
-            ValueError: No rule matches.
+            ValueError: No rule matches; the caller knows what to say of which leaf.
         """
         if not shape:  # nothing to split, so every rule means the same
             return NamedSharding(self.mesh, PartitionSpec())
@@ -65,6 +66,17 @@ class Partitioner:
             if pattern.search(key):
                 return self._fitted(key, shape, spec)
         raise ValueError("no rule matches; end the rules with ('', PartitionSpec())")
+
+    def leaf_sharding(self, key: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Returns how a leaf is spread.
+
+        Raises:
+            InvalidRequestError: No rule matches; the message names the leaf.
+        """
+        try:
+            return self.sharding(key, shape)
+        except ValueError as e:
+            raise InvalidRequestError(f"leaf {key!r}: {e}") from e
 
     def recorded(
         self, key: str, shape: tuple[int, ...], saved: SavedSharding | None
@@ -122,20 +134,47 @@ def shardings_by_rules(tree: Any, mesh: Mesh, rules: Rules) -> Any:
         rules: See the module.
 
     Raises:
-        InvalidRequestError: A rule is not usable, or none matches a leaf.
+        InvalidRequestError: The mesh or a rule is not usable, or none matches a leaf.
     """
     partitioner = Partitioner(mesh, rules)
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         key = join_key(tree_path_to_string(path))
-        try:
-            return partitioner.sharding(key, tuple(getattr(leaf, "shape", ())))
-        except ValueError as e:
-            raise InvalidRequestError(f"leaf {key!r}: {e}") from e
+        return partitioner.leaf_sharding(key, tuple(getattr(leaf, "shape", ())))
 
     shardings = jax.tree_util.tree_map_with_path(sharding, tree)
     partitioner.report()
     return shardings
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuses what is no mesh of devices.
+
+    Raises:
+        InvalidRequestError: It is none, or is abstract or empty.
+    """
+    if not isinstance(mesh, Mesh) or mesh.empty:
+        got = "an empty one" if isinstance(mesh, Mesh) else type(mesh).__name__
+        raise InvalidRequestError(
+            f"mesh: expected a jax.sharding.Mesh, got {'None' if mesh is None else got}"
+        )
+
+
+def _pairs(rules: Any) -> Iterator[tuple[str, PartitionSpec]]:
+    if not isinstance(rules, Sequence) or isinstance(rules, (str, bytes)):
+        plain = rules is None or isinstance(rules, (str, bytes))
+        got = repr(rules) if plain else type(rules).__name__
+        hint = "; only a restore knows how leaves lay" if rules == RECORDED else ""
+        raise InvalidRequestError(
+            f"rules: expected a list of (regex, PartitionSpec) pairs, got {got}{hint}"
+        )
+    for index, rule in enumerate(rules):
+        is_pair = isinstance(rule, tuple) and len(rule) == 2
+        if not is_pair or not isinstance(rule[0], str):
+            raise InvalidRequestError(
+                f"rule {index}: expected (regex, PartitionSpec), got {rule!r}"
+            )
+        yield rule
 
 
 def _compiled(
@@ -145,11 +184,16 @@ def _compiled(
         raise InvalidRequestError(
             f"rule {pattern!r}: expected a PartitionSpec, got {spec!r}"
         )
-    unknown = [axis for axes in spec for axis in _names(axes) if axis not in mesh.shape]
+    named = [axis for axes in spec for axis in _names(axes)]
+    unknown = [axis for axis in named if axis not in mesh.shape]
     if unknown:
         raise InvalidRequestError(
             f"rule {pattern!r}: expected axes of the mesh, {tuple(mesh.axis_names)}, "
             f"got {unknown[0]!r}"
+        )
+    if len(named) != len(set(named)):
+        raise InvalidRequestError(
+            f"rule {pattern!r}: expected each axis at most once, got {spec!r}"
         )
     try:
         return re.compile(pattern), spec

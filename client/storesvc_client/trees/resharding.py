@@ -5,18 +5,26 @@ which compare by identity. So shardings are matched with leaves by key, never by
 structure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from storesvc_client.errors import MismatchError
-from storesvc_client.trees.flattening import list_problems, named_leaves
+from storesvc_client.errors import InvalidRequestError, MismatchError
+from storesvc_client.trees.flattening import list_problems, named_leaves, signature
+from storesvc_client.trees.partitioning import check_mesh
 
-__all__ = ["gather", "mesh_of_leaves", "reshard", "shardings_by_key"]
+__all__ = [
+    "follow_parameters",
+    "gather",
+    "mesh_of_leaves",
+    "required_shardings",
+    "reshard",
+    "shardings_by_key",
+]
 
 
 def shardings_by_key(tree: Any) -> dict[str, Sharding]:
@@ -30,6 +38,87 @@ def shardings_by_key(tree: Any) -> dict[str, Sharding]:
         if isinstance(sharding, Sharding):
             found[leaf.key] = sharding
     return found
+
+
+def required_shardings(tree: Any) -> dict[str, Sharding]:
+    """Returns the shardings of a tree that a caller gave for nothing else.
+
+    Raises:
+        InvalidRequestError: It holds none, or leaves that never have one, such as a
+            ``PartitionSpec``, which says nothing of the devices.
+    """
+    leaves, _ = named_leaves(tree)
+    problems = [
+        f"leaf {leaf.key!r}: expected a Sharding, or an array that has one, "
+        f"got {leaf.value!r}"
+        for leaf in leaves
+        if not _may_have_sharding(leaf.value)
+    ]
+    if problems:
+        raise InvalidRequestError(list_problems(problems))
+    found = shardings_by_key(tree)
+    if not found:
+        raise InvalidRequestError(
+            "expected shardings, or arrays that have them, got none in a "
+            f"{type(tree).__name__}"
+        )
+    return found
+
+
+def _may_have_sharding(leaf: Any) -> bool:
+    """Whether it is a sharding, or what a state has for leaves: arrays, of which
+    some lie nowhere, and Python numbers."""
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return is_array or isinstance(leaf, Sharding) or signature(leaf) is not None
+
+
+def follow_parameters(
+    opt_state: Any, parameters: Any, mesh: Mesh | None = None
+) -> dict[str, Sharding]:
+    """Returns the shardings, by leaf key, of an optimizer state that is to lie as its
+    parameters.
+
+    A moment goes by the name of its parameter: ``opt_state/0/mu/fc1/kernel/value``
+    lies as ``fc1/kernel/value``, if it has the shape of it. Among several such
+    parameters the longest name decides. All else, such as counts, is whole on each
+    device of the mesh.
+
+    Args:
+        opt_state: The optimizer state; its leaves may be abstract.
+        parameters: The ``graphstate`` that it is of, whose leaves have shardings.
+        mesh: Where all else goes. None: where the parameters lie, if that is one
+            mesh; if not, the result is without it.
+
+    Raises:
+        InvalidRequestError: It is no mesh.
+    """
+    if mesh is not None:
+        check_mesh(mesh)
+    over = mesh or mesh_of_leaves(parameters)
+    whole = None if over is None else NamedSharding(over, PartitionSpec())
+    lie = shardings_by_key(parameters)
+    shapes = {x.key: _shape(x.value) for x in named_leaves(parameters)[0]}
+    found: dict[str, Sharding] = {}
+    for leaf in named_leaves({"opt_state": opt_state})[0]:
+        shape = _shape(leaf.value)
+        names = (name for name in _suffixes(leaf.key) if name in lie)
+        fits = (lie[name] for name in names if shapes[name] == shape)
+        sharding = next(fits, whole)
+        if sharding is not None:
+            found[leaf.key] = sharding
+    return found
+
+
+def _suffixes(key: str) -> Iterator[str]:
+    """What is left of a key without its first part, its first two, ..."""
+    at = key.find("/")
+    while at >= 0:
+        yield key[at + 1 :]
+        at = key.find("/", at + 1)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(getattr(leaf, "shape", ()))
 
 
 def reshard(tree: Any, shardings: Mapping[str, Sharding]) -> Any:

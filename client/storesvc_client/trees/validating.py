@@ -12,7 +12,11 @@ from flax import nnx
 
 from storesvc_client.trees.dicts import path_text
 from storesvc_client.trees.graphs import fresh_leaf
-from storesvc_client.trees.meta_values import MetaValueRecreator, recreated_leaf
+from storesvc_client.trees.meta_values import (
+    MetaValueRecreator,
+    recreated_leaf,
+    stored_value,
+)
 
 __all__ = [
     "StateValidationResult",
@@ -162,7 +166,7 @@ def redefine_state(
             raise ValueError(f"leaf {_place(key)}: expected none in the state, got one")
         match value:
             case nnx.Param():
-                if value.get_value() is not None:
+                if stored_value(value) is not None:
                     raise ValueError(
                         f"leaf {_place(key)}: expected a Param without a value, got "
                         "one that cannot be made up"

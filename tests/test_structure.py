@@ -188,7 +188,7 @@ def test_a_class_that_was_not_allowed_is_named_with_its_place() -> None:
     assert (
         "structure a/0: expected an nnx.Module class that is allowed, got "
         "'tests.test_structure:local_module.<locals>.Local'; if it is yours, pass it "
-        "in allow=; or pass template="
+        "in allow=; or give the model's code in model=, or pass template="
     ) == str(e.value)
 
 

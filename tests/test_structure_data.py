@@ -130,7 +130,9 @@ def test_data_that_contains_itself_is_described() -> None:
 
 
 def test_an_integer_too_long_for_a_setting_is_described() -> None:
-    assert Opaque({"class": "builtins:int", "fields": []}) == back(1 << 100)
+    fields = [["(value)", "0x10000000000000000000000000"]]
+
+    assert Opaque({"class": "builtins:int", "fields": fields}) == back(1 << 100)
 
 
 @pytest.mark.parametrize(

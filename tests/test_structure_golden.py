@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from storesvc_client.trees.structure import (
+    common_differences,
     decode_graphdef,
     differences,
     encode_graphdef,
@@ -93,6 +94,15 @@ def test_a_module_has_the_same_document_in_any_release(file: Path) -> None:
 
     # attention has this attribute since flax 0.12.4
     assert [] == [text for text in found if "num_kv_heads: " not in text]
+
+
+@pytest.mark.parametrize("file", FILES, ids=id_of)
+def test_a_module_has_no_common_differences_in_any_release(file: Path) -> None:
+    document = json.loads(file.read_text())
+    own = encode_graphdef(made(case_of(file))[0])
+
+    assert [] == common_differences(document, own)
+    assert [] == common_differences(own, document)
 
 
 def test_two_releases_of_flax_have_documents_of_every_case() -> None:

@@ -256,7 +256,7 @@ class Watched(nnx.Module):
 def test_no_property_of_a_class_is_set() -> None:
     name = f"{Watched.__module__}:{Watched.__qualname__}"
 
-    with pytest.raises(StructureError, match="a property of it"):
+    with pytest.raises(StructureError, match="a method or property of it"):
         decode_graphdef(node([["switch", {"static": 1}]], name), allow=[Watched])
 
     assert not Watched.touched
@@ -432,7 +432,8 @@ def test_what_is_refused_names_place_and_advice() -> None:
 
     assert (
         "structure dot_general: expected a function that is allowed, got 'os:system'; "
-        "if it is yours, pass it in allow=; or pass template="
+        "if it is yours, pass it in allow=; or give the model's code in model=, or "
+        "pass template="
     ) == str(e.value)
 
 

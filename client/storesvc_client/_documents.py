@@ -11,43 +11,83 @@ from typing import Any, Final
 
 from storesvc_client.errors import StructureError
 
-MAX_BYTES: Final = 256 << 20
+MAX_BYTES: Final = 128 << 20
 """Of a document, decompressed: few bytes must not become all of the memory."""
 
+MAX_TOKENS: Final = 5_000_000
+"""Commas, colons and opening brackets: each may become an object of Python, of 80 bytes
+on average. A module of 40,000 small layers has as many."""
+
 _PLACE: Final = "structure of the checkpoint"
+_ADVICE: Final = "use run.restore(like=), or another checkpoint"
 
 
 def pack_document(fields: Mapping[str, Any]) -> bytes:
-    """Returns a document."""
-    text = json.dumps(fields, separators=(",", ":"), allow_nan=False)
-    return zlib.compress(text.encode(), 1)
+    """Returns a document.
+
+    Raises:
+        StructureError: It is so large that no reader would take it.
+    """
+    text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+    _check_size(text)
+    return zlib.compress(text, 1)
 
 
 def unpack_document(document: bytes) -> dict[str, Any]:
     """Returns the fields of a document.
 
     Raises:
-        StructureError: It is none.
+        StructureError: It is none, or too large.
     """
     try:
-        unpacker = zlib.decompressobj()
-        text = unpacker.decompress(document, MAX_BYTES)
-        if not unpacker.eof:
-            raise StructureError(
-                f"{_PLACE}: expected at most {MAX_BYTES} bytes, got more, or a part of "
-                "it; use another checkpoint"
-            )
+        text = _decompressed(document)
+        _check_size(text)
         fields = json.loads(text)
+    except StructureError:
+        raise
     except (zlib.error, ValueError, RecursionError) as e:
-        if isinstance(e, StructureError):
-            raise
+        what = ascii(str(e))[1:-1][:200]
         raise StructureError(
-            f"{_PLACE}: expected compressed JSON, got other bytes ({e}); use "
-            "run.restore(like=), or another checkpoint"
+            f"{_PLACE}: expected compressed JSON, got other bytes ({what}); {_ADVICE}"
+        ) from e
+    except MemoryError as e:
+        raise StructureError(
+            f"{_PLACE}: expected what fits into memory, got more; {_ADVICE}"
         ) from e
     if not isinstance(fields, dict):
         raise StructureError(
-            f"{_PLACE}: expected fields, got a {type(fields).__name__}; use "
-            "run.restore(like=), or another checkpoint"
+            f"{_PLACE}: expected fields, got a {type(fields).__name__}; {_ADVICE}"
         )
     return fields
+
+
+def _decompressed(document: bytes) -> bytes:
+    unpacker = zlib.decompressobj()
+    text = unpacker.decompress(document, MAX_BYTES + 1)
+    if not unpacker.eof and len(text) <= MAX_BYTES:
+        raise StructureError(
+            f"{_PLACE}: expected all of it, got a document that was cut short; "
+            f"{_ADVICE}"
+        )
+    if unpacker.unused_data:
+        raise StructureError(
+            f"{_PLACE}: expected nothing after its end, got "
+            f"{len(unpacker.unused_data)} bytes; {_ADVICE}"
+        )
+    return text
+
+
+def _check_size(text: bytes) -> None:
+    if len(text) > MAX_BYTES:
+        raise StructureError(
+            f"{_PLACE}: too large: expected at most {MAX_BYTES} bytes, got more; "
+            f"{_ADVICE}"
+        )
+    tokens = sum(map(text.count, (b",", b":", b"[", b"{")))
+    if tokens > MAX_TOKENS:
+        raise StructureError(
+            f"{_PLACE}: too large: expected at most {MAX_TOKENS} values, got {tokens}; "
+            f"{_ADVICE}"
+        )
+    if not text.isascii():  # a text of one other character takes four times the memory
+        raise StructureError(f"{_PLACE}: expected ASCII, got other bytes; {_ADVICE}")

@@ -14,7 +14,12 @@ Four things it keeps true:
 """
 
 from storesvc_client.errors import StructureError
-from storesvc_client.trees.structure.comparing import differences, fingerprint, rows
+from storesvc_client.trees.structure.comparing import (
+    common_differences,
+    differences,
+    fingerprint,
+    rows,
+)
 from storesvc_client.trees.structure.data import Opaque, decode_data, encode_data
 from storesvc_client.trees.structure.decoding import decode_graphdef
 from storesvc_client.trees.structure.encoding import encode_graphdef
@@ -22,6 +27,7 @@ from storesvc_client.trees.structure.encoding import encode_graphdef
 __all__ = [
     "Opaque",
     "StructureError",
+    "common_differences",
     "decode_data",
     "decode_graphdef",
     "differences",

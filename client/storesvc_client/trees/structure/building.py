@@ -1,8 +1,9 @@
 """From a document to a hollow module.
 
 It is built as flax itself builds one: an object of the class without its constructor,
-then its attributes. No attribute is set that Python or flax would act on: names of the
-form ``__class__``, what flax keeps for itself, and what the class computes.
+then its attributes. No attribute is set that Python, flax or the class would act on:
+names of the form ``__class__``, what flax keeps for itself, methods, and what the class
+computes. Nor is a hook of a Variable, which flax would call.
 """
 
 import inspect
@@ -22,10 +23,10 @@ from storesvc_client.trees.structure.hollow import (
     setup_state,
     stored_key,
 )
-from storesvc_client.trees.structure.limits import JSON
+from storesvc_client.trees.structure.limits import JSON, MAX_NAME
 from storesvc_client.trees.structure.names import Table
 from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
-from storesvc_client.trees.structure.refusals import Place, refusal, shown
+from storesvc_client.trees.structure.refusals import CODE, Place, refusal, shown
 from storesvc_client.trees.structure.values import ValueDecoder
 
 _KEYS: Final[dict[str, set[str]]] = {
@@ -94,19 +95,34 @@ class Builder:
                 raise refusal(self._here, "different keys", f"{shown(key)} twice")
             names.add(str(key))
             self._path.append(key)
-            attributes[stored_key(cls, key)] = self.child(child)
+            held = self.child(child)
+            self._check_data(node, key, child)
+            attributes[stored_key(cls, key)] = held
             self._path.pop()
         return node
+
+    def _check_data(self, node: Any, key: int | str, child: JSON) -> None:
+        """Refuses what would stay in the GraphDef, placeholders and all."""
+        cls = type(node)
+        if "static" in child or not cls._pytree__is_pytree:
+            return
+        is_data = vars(node)[NODES].get(stored_key(cls, key), False)
+        if not is_data and _is_inhabited(child):
+            raise refusal(
+                self._here, "modules and arrays to be data", "a static one", CODE
+            )
 
     def _check_attribute(self, cls: type[Any], key: int | str) -> None:
         if isinstance(key, int) or (cls, key) in self._attributes:
             return  # layers of one kind have the same ones
         if key.startswith(("__", RESERVED)):
             raise refusal(self._here, "names of attributes", shown(key))
-        computed = inspect.getattr_static(cls, key, None)
-        if hasattr(type(computed), "__set__"):
+        if _is_taken(cls, key):
             raise refusal(
-                self._here, "names of attributes", f"{shown(key)}, a property of it"
+                self._here,
+                "names of attributes",
+                f"{shown(key)}, a method or property of it",
+                CODE,
             )
         self._attributes.add((cls, key))
 
@@ -134,11 +150,16 @@ class Builder:
         for key, item in pairs_of(value.get("metadata"), place):
             if not isinstance(key, str) or key.startswith("__"):
                 raise refusal(place, "names of metadata", shown(key))
+            if key.startswith("on_"):
+                got = f"{shown(key)}, a hook that flax calls"
+                raise refusal(place, "plain metadata", got, CODE)
             stored[key] = self._values.decode(item, f"{place}@{shown(key)}")
         if any(type(stored.get(key, False)) is not bool for key in metadata.USUAL):
             raise refusal(place, "flags of Variables", shown(value["metadata"]))
         if stored.get("hijax"):
             raise refusal(place, "a Variable", "one of hijax, which none writes")
+        if stored.get("ref"):
+            raise refusal(place, "a Variable of arrays", "one of references", CODE)
         self.paths.append(tuple(self._path))
         variable = cls.from_metadata(placeholder(), metadata.native(stored))
         self._keep(value, variable)
@@ -212,3 +233,28 @@ class Builder:
     def _check_key(self, key: Any) -> None:
         if type(key) not in (int, str):
             raise refusal(self._here, "keys to be names or numbers", shown(key))
+        if type(key) is str and len(key) > MAX_NAME:
+            raise refusal(
+                self._here, f"keys of at most {MAX_NAME} characters", shown(key)
+            )
+
+
+def _is_taken(cls: type[Any], key: str) -> bool:
+    """Whether a class has a method of that name, or computes it."""
+    found = inspect.getattr_static(cls, key, None)
+    if not callable(found) and not hasattr(type(found), "__get__"):
+        return False
+    home = next(base for base in cls.__mro__ if key in vars(base))
+    declared = callable(found) and key in inspect.get_annotations(home)
+    return not declared  # as a field is, whose default may be an activation
+
+
+def _is_inhabited(child: JSON) -> bool:
+    """Whether a child is more than static values in containers; it is well-formed."""
+    children = [child]
+    for inner in children:  # which grows meanwhile
+        if "container" in inner:
+            children.extend(item for _, item in inner["items"])
+        elif "static" not in inner:
+            return True
+    return False

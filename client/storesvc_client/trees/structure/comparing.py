@@ -6,10 +6,11 @@ A document's rows say what a model is, one setting each, by path::
     layers/0/epsilon      1e-06
     layers/0/scale        flax.nnx.Param
 
-They leave out where a model runs (meshes) and who wrote a setting (versions). A tuple
-and a list are the same, and so are a string and an enumeration's member that equals it:
-a configuration that went through JSON is the same configuration. What is None may as
-well be absent, as newer releases of flax give their layers new attributes.
+They leave out settings of where a model runs (meshes), and of who wrote them
+(versions). A tuple and a list are the same, and so are a string and an enumeration's
+member that equals it: a configuration that went through JSON is the same configuration.
+What is None may as well be absent, as newer releases of flax give their layers new
+attributes.
 """
 
 import hashlib
@@ -21,12 +22,18 @@ from storesvc_client.trees.structure.descriptions import IGNORED
 from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.plain import pairs_of, tag_of
 from storesvc_client.trees.structure.refusals import refusal, shown
-from storesvc_client.trees.structure.texts import parts_of, text_of
+from storesvc_client.trees.structure.texts import Texts, parts_of, short
 
 _PLACE: Final = "the structure"
 _ROOT: Final = "the module itself"
 _ABSENT: Final = "nothing"
 _NONE: Final = repr(None)
+
+_MAX_PATH: Final = 240
+"""Characters of a path; of a longer one, a part and a digest tell it."""
+
+_MAX_ROWS: Final = 1 << 28
+"""Characters of all rows. A module of 100,000 small layers takes a third of that."""
 
 
 def rows(document: JSON) -> dict[str, str]:
@@ -53,14 +60,44 @@ def differences(saved: JSON, target: JSON, *, ignore: Iterable[str] = ()) -> lis
     """
     ignored = IGNORED | frozenset(ignore)
     ours, theirs = _rows(saved, ignored), _rows(target, ignored)
-    found = []
-    for path, text in _tops(ours, theirs):
-        other = theirs.get(path, _ABSENT)
-        found.append(f"{path or _ROOT}: expected {text} as saved, got {other}")
-    for path, text in _tops(theirs, ours):
-        if path not in ours:
-            found.append(f"{path or _ROOT}: expected nothing as saved, got {text}")
+    found = [
+        _difference(path, text, theirs.get(path, _ABSENT))
+        for path, text in _tops(ours, theirs)
+    ]
+    found += [
+        _difference(path, _ABSENT, text)
+        for path, text in _tops(theirs, ours)
+        if path not in ours
+    ]
     return found
+
+
+def common_differences(
+    saved: JSON, target: JSON, *, ignore: Iterable[str] = ()
+) -> list[str]:
+    """Returns where two documents differ in what both of them say.
+
+    It is for documents of two releases of flax, which add and rename attributes: what
+    only one of them has is left out.
+
+    Args:
+        saved: As of ``differences``.
+        target: As of ``differences``.
+        ignore: As of ``differences``.
+
+    Raises:
+        StructureError: A document is malformed.
+    """
+    ignored = IGNORED | frozenset(ignore)
+    ours, theirs = _rows(saved, ignored), _rows(target, ignored)
+    common = {path: text for path, text in ours.items() if path in theirs}
+    return [
+        _difference(path, text, theirs[path]) for path, text in _tops(common, theirs)
+    ]
+
+
+def _difference(path: str, saved: str, target: str) -> str:
+    return f"{path or _ROOT}: expected {saved} as saved, got {target}"
 
 
 def fingerprint(document: JSON) -> str:
@@ -105,6 +142,9 @@ class _Rows:
         self.texts: dict[str, str] = {}
         self._ignored = ignored
         self._paths: dict[int, str] = {}
+        self._texts = Texts()
+        self._repeats: dict[str, int] = {}
+        self._size = 0
 
     def add_child(self, path: str, child: JSON) -> None:
         """Adds the rows of what a module or container holds."""
@@ -117,34 +157,46 @@ class _Rows:
             self._add(path, f"the same as {self._first(path, child['ref'])}")
         else:
             self._remember(path, child)
-            self._add(path, _title(path, tag, child[tag]))
+            self._add(path, _title(path, tag, child))
             self._add_parts(path, tag, child)
 
     def _add_parts(self, path: str, tag: str, child: JSON) -> None:
         for key, item in pairs_of(child.get(_CHILDREN[tag], []), path):
-            if self._is_ignored(key):
+            is_value = tag == "variable" or (
+                isinstance(item, dict) and "static" in item
+            )
+            if is_value and self._is_ignored(key):  # but never a module of that name
                 continue
             if tag == "variable":
-                self._add_value(f"{path}@{_escaped(key)}", item)
+                self._add_value(_bounded(f"{path}@{_key_text(key)}"), item)
             else:
                 self.add_child(_joined(path, _child_key(key)), item)
 
     def _add_value(self, path: str, value: JSON) -> None:
         """Adds the row of a value, or those of its parts."""
-        text = text_of(value, path)
+        text = self._texts.text_of(value, path)
         if text is not None:
             self._add(path, text)
             return
-        title, parts = parts_of(value, path)
-        self._add(path, title)
-        for key, item in parts:
+        parts = parts_of(value, path)
+        self._add(path, parts.title)
+        for key, item in parts.pairs:
             if not self._is_ignored(key):
-                self._add_value(_joined(path, _value_key(key, path)), item)
+                self._add_value(_joined(path, self._value_key(key, path)), item)
 
     def _add(self, path: str, text: str) -> None:
-        while path in self.texts:  # such as keys 1 and "1" side by side
-            path += "'"
-        self.texts[path] = text
+        own = path
+        while own in self.texts:  # such as keys 1 and "1" side by side
+            self._repeats[path] = self._repeats.get(path, 0) + 1
+            own = f"{path}'{self._repeats[path]}"
+        self.texts[own] = text
+        self._size += len(own) + len(text)
+        if self._size > _MAX_ROWS:
+            raise refusal(_PLACE, f"settings of {_MAX_ROWS} characters", "more")
+
+    def _value_key(self, key: JSON, path: str) -> str:
+        text = key if isinstance(key, str) else self._texts.text_of(key, path)
+        return _key_text(text or "...")
 
     def _is_ignored(self, key: JSON) -> bool:
         return isinstance(key, str) and key in self._ignored
@@ -173,7 +225,8 @@ _CHILDREN: Final = {
 """Under which key a child keeps its parts, by what it is."""
 
 
-def _title(path: str, tag: str, name: JSON) -> str:
+def _title(path: str, tag: str, child: dict[str, JSON]) -> str:
+    name = child[tag]
     if tag == "leaf":
         return "an array"
     if isinstance(name, dict):
@@ -181,25 +234,29 @@ def _title(path: str, tag: str, name: JSON) -> str:
         name = name.get("class") if isinstance(name, dict) else name
     if not isinstance(name, str):
         raise refusal(path or _PLACE, "a name", shown(name))
-    # a list that went through JSON was a tuple, perhaps
-    return "list" if name == "tuple" else name.replace(":", ".")
+    if tag == "container" and name in {"list", "tuple"}:
+        # a list that went through JSON was a tuple, perhaps
+        return f"list of {len(pairs_of(child.get('items', []), path))}"
+    return short(name.replace(":", "."))
 
 
 def _joined(path: str, key: str) -> str:
-    return f"{path}/{key}" if path else key
+    return _bounded(f"{path}/{key}") if path else key
+
+
+def _bounded(path: str) -> str:
+    if len(path) <= _MAX_PATH:
+        return path
+    digest = hashlib.sha256(path.encode()).hexdigest()[:16]
+    return f"{path[:100]}...{path[-80:]} ({digest})"
 
 
 def _child_key(key: JSON) -> str:
     """The string "0" is another key than the number: state trees tell them apart."""
     is_number = isinstance(key, str) and key.lstrip("-").isdecimal()
-    return f"'{key}'" if is_number else _escaped(key)
+    return short(f"'{key}'") if is_number else _key_text(key)
 
 
-def _value_key(key: JSON, path: str) -> str:
-    text = key if isinstance(key, str) else text_of(key, path)
-    return _escaped(text or "...")
-
-
-def _escaped(key: Any) -> str:
+def _key_text(key: Any) -> str:
     text = str(key) if isinstance(key, (str, int)) else shown(key)
-    return text.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
+    return short(text.replace("%", "%25").replace("/", "%2F").replace("@", "%40"))

@@ -17,6 +17,7 @@ from storesvc_client.trees.structure.encoding import FORMAT, encode_graphdef
 from storesvc_client.trees.structure.hollow import filled, hollow
 from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.names import Allowed, Table
+from storesvc_client.trees.structure.plain import tag_of
 from storesvc_client.trees.structure.refusals import refusal, shown
 from storesvc_client.trees.structure.values import FAILURES
 from storesvc_client.trees.traversals import graph_leaves
@@ -53,7 +54,7 @@ def decode_graphdef(
     except StructureError:
         raise
     except FAILURES as e:
-        what = f"{type(e).__name__}: {str(e)[:200]}"
+        what = f"{type(e).__name__}: {e}"
         raise refusal(_PLACE, "a module that flax can split", what) from e
     if held != builder.paths:
         raise refusal(
@@ -73,7 +74,10 @@ def root_of(document: JSON) -> JSON:
     if document.get("format") != FORMAT:
         advice = "a newer release of this library may read it"
         raise refusal(_PLACE, FORMAT, shown(document.get("format")), advice)
-    return document["root"]
+    root = document["root"]
+    if not isinstance(root, dict) or tag_of(root, ("node", "container")) is None:
+        raise refusal(_PLACE, "a module or container at its root", shown(root))
+    return root
 
 
 def _paths(state: Any) -> list[tuple[Any, ...]]:

@@ -6,16 +6,18 @@ another seed or with no arrays at all: names of classes and functions, what a fu
 closes over, the fields of an object. It holds no address, and nothing of the mesh.
 """
 
-import dataclasses
 import functools
-import inspect
+import hashlib
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 import jax
+import numpy as np
 from flax import nnx
 
+from storesvc_client.trees.structure.codes import code_name, facts_of
+from storesvc_client.trees.structure.contents import digest_of, fields_of
 from storesvc_client.trees.structure.limits import JSON
 
 TOPOLOGY: Final = frozenset(
@@ -68,6 +70,9 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
     if isinstance(value, types.MethodType):
         of = inner(value.__self__)
         return {"function": soft_name(value.__func__), "fields": [["self", of]]}
+    if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+        of = inner(value.__self__)
+        return {"function": f"builtins:{value.__qualname__}", "fields": [["self", of]]}
     if isinstance(value, functools.partial):
         fields = {"function": value.func, "args": value.args, **value.keywords}
         return {"function": "functools:partial", "fields": _pairs(fields, inner)}
@@ -77,18 +82,35 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
     if isinstance(value, (nnx.Variable, *_PLACES)):
         return {"class": name}
     if is_array(value):
-        return {"array": str(value.dtype), "shape": list(map(str, value.shape))}
+        return _array(value, inner)
     if callable(value) and hasattr(value, "__wrapped__"):  # of jit, custom_jvp, ...
         return {
             "function": soft_name(value),
             "fields": [["of", inner(value.__wrapped__)]],
         }
-    return {"class": name, "fields": _pairs(_fields(value), inner)}
+    return {"class": name, "fields": _pairs(fields_of(value), inner)}
+
+
+def cut_short(value: Any) -> dict[str, JSON]:
+    """Returns the description of what lies too deep, or is one part too many."""
+    cut = {"class": soft_name(type(value)), "cut": True}
+    digest = digest_of(value)
+    return cut if digest is None else {**cut, "digest": digest}
 
 
 def is_array(value: Any) -> bool:
     """Returns whether a value is an array, abstract or not."""
     return hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple)
+
+
+def _array(value: Any, inner: Describe) -> dict[str, JSON]:
+    described = {"array": str(value.dtype), "shape": list(map(str, value.shape))}
+    if not isinstance(value, (np.ndarray, np.generic)):  # drawn by a seed, or abstract
+        return described
+    if value.dtype.hasobject:
+        return {**described, "fields": [["items", inner(value.tolist())]]}
+    content = np.ascontiguousarray(value).tobytes()
+    return {**described, "digest": hashlib.sha256(content).hexdigest()}
 
 
 def _function(value: types.FunctionType, inner: Describe) -> dict[str, JSON]:
@@ -102,37 +124,10 @@ def _function(value: types.FunctionType, inner: Describe) -> dict[str, JSON]:
     fields = {**cells, **(value.__kwdefaults__ or {})}
     if value.__defaults__:
         fields["defaults"] = value.__defaults__
-    return {"function": soft_name(value), "fields": _pairs(fields, inner)}
-
-
-def _fields(value: Any) -> Mapping[str, Any]:
-    found = _settings(value)
-    if found is not None:
-        return found
-    if dataclasses.is_dataclass(value):
-        return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-    found = getattr(value, "__dict__", None)
-    if not isinstance(found, Mapping):
-        return {}
-    # what was computed when first asked for says nothing, and is not always there
-    return {name: found[name] for name in found if not _is_cached(value, name)}
-
-
-def _is_cached(value: Any, name: str) -> bool:
-    computed = inspect.getattr_static(type(value), name, None)
-    return isinstance(computed, functools.cached_property)
-
-
-def _settings(value: Any) -> Mapping[str, Any] | None:
-    """What a configuration says of itself, if it does."""
-    to_dict = getattr(value, "to_dict", None)
-    if not isinstance(to_dict, types.MethodType):
-        return None
-    try:
-        found = to_dict()
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
-        return None  # it asks for arguments, or for more than there is
-    return found if isinstance(found, Mapping) else None
+    facts = facts_of(value)
+    if facts is not None:
+        fields["(code)"] = facts  # a key that no variable has
+    return {"function": code_name(value), "fields": _pairs(fields, inner)}
 
 
 def _pairs(fields: Mapping[str, Any], inner: Describe) -> list[JSON]:

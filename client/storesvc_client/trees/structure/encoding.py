@@ -25,6 +25,7 @@ from flax.core import FrozenDict
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from storesvc_client.errors import UnsupportedLeafError
+from storesvc_client.trees.structure.contents import is_cached
 from storesvc_client.trees.structure.descriptions import soft_name
 from storesvc_client.trees.structure.hollow import (
     NODES,
@@ -94,6 +95,7 @@ class _Encoder:
         self._kinds: dict[type[Any], _Kind] = {}
         self._statics: dict[tuple[Any, int], list[JSON]] = {}
         self._shared = 0
+        self._cached: dict[tuple[type[Any], Any], bool] = {}
 
     def child(self, value: Any) -> dict[str, JSON]:
         """Returns what a module or container holds, as JSON."""
@@ -145,7 +147,12 @@ class _Encoder:
             for key, value in vars(node).items()
             if not (isinstance(key, str) and key.startswith(RESERVED))
         }
-        document["attributes"] = self._children(attributes)
+        children = self._children(attributes)
+        document["attributes"] = [
+            [key, child]
+            for key, child in children
+            if not ("static" in child and self._is_cached(cls, key))
+        ]
         document["data"] = self._data(cls, vars(node).get(NODES, {}))
         if any(flags := setup_flags(vars(node).get(STATE))):
             document["state"] = flags
@@ -156,10 +163,20 @@ class _Encoder:
         known = self._flags.get((id(flags), cls))
         if known is None:
             keyed = {
-                portable_key(cls, key): bool(is_data) for key, is_data in flags.items()
+                portable_key(cls, key): bool(is_data)
+                for key, is_data in flags.items()
+                if is_data or not self._is_cached(cls, key)
             }
             known = [[key, keyed[key]] for key in sorted(keyed, key=key_order)]
             self._flags[id(flags), cls] = known
+        return known
+
+    def _is_cached(self, cls: type[Any], key: Any) -> bool:
+        """Whether an attribute is there only if someone has asked for it."""
+        known = self._cached.get((cls, key))
+        if known is None:
+            known = isinstance(key, str) and is_cached(cls, key)
+            self._cached[cls, key] = known
         return known
 
     def _container(self, value: Any) -> dict[str, JSON]:

@@ -26,7 +26,7 @@ Leaf: TypeAlias = "np.ndarray[Any, Any]"
 
 def placeholder() -> Leaf:
     """Returns a leaf that is told from all others by its id."""
-    return np.empty((), np.float32)
+    return np.zeros((), np.float32)
 
 
 def hollow(graphdef: "nnx.GraphDef[Any]") -> tuple[Any, list[Leaf]]:

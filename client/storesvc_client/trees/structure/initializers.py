@@ -100,7 +100,8 @@ def call(name: str, arguments: dict[str, Any]) -> Any:
     """
     if name == WITH_METADATA:
         initializer = arguments.pop(_INITIALIZER, None)
-        if not callable(initializer) or any(k.startswith("on_") for k in arguments):
+        hooks = any(k.startswith("on_") or k.endswith("_hooks") for k in arguments)
+        if not callable(initializer) or hooks:
             raise TypeError("expected an initializer and its metadata")
         native = {native_name(key): value for key, value in arguments.items()}
         return nnx.with_metadata(initializer, **native)

@@ -29,9 +29,15 @@ MAX_BITS: Final = 64
 """Of one integer. Longer ones take long to write down, and as keys of a dict they can
 be chosen to have one hash."""
 
-MAX_COMPOUND_KEYS: Final = 1000
+MAX_COMPOUND_KEYS: Final = 100
 """Keys of one dict, or items of one set, that are tuples and the like: their hashes
 can be chosen too."""
+
+MAX_KEY_PARTS: Final = 16
+"""Values of such a key, as it is hashed anew each time."""
+
+MAX_NAME: Final = 1000
+"""Characters of a key of a module or of JSON, which messages and paths repeat."""
 
 
 def check_json(document: JSON, place: Place) -> None:
@@ -67,6 +73,8 @@ def _check_keys(value: dict[Any, Any], place: Place) -> None:
     for key in value:
         if type(key) is not str:
             raise refusal(place, "keys of JSON objects to be strings", shown(key))
+        if len(key) > MAX_NAME:
+            raise refusal(place, f"keys of at most {MAX_NAME} characters", shown(key))
 
 
 def _check_scalar(value: Any, place: Place) -> None:

@@ -25,7 +25,7 @@ from flax import nnx
 from flax.nnx import bridge
 
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.structure.refusals import Place, refusal, shown
+from storesvc_client.trees.structure.refusals import CODE, Place, refusal, shown
 
 Allowed: TypeAlias = Iterable[Any] | Mapping[str, Any]
 """Classes and functions of a caller, or the same by the names that documents use."""
@@ -207,25 +207,58 @@ class Table:
         if type(name) is not str:
             raise refusal(place, f"the name of {what}", shown(name))
         if name not in self._objects:
-            advice = "if it is yours, pass it in allow=; or pass template="
+            advice = f"if it is yours, pass it in allow=; or {CODE}"
             raise refusal(place, f"{what} that is allowed", shown(name), advice)
         return self._objects[name]
 
 
 def _named(allow: Allowed) -> dict[str, Any]:
-    pairs = allow.items() if isinstance(allow, Mapping) else map(_own_name, allow)
-    given = dict(pairs)
+    if isinstance(allow, Mapping):  # which says by itself what each name stands for
+        given = dict(allow)
+    else:
+        if isinstance(allow, (type, str)) or not isinstance(allow, Iterable):
+            raise InvalidRequestError(
+                f"allow: expected a list of classes and functions, got {_kind(allow)}"
+            )
+        given = _by_own_name(allow)
     for name, value in given.items():
         if not callable(value) or not isinstance(name, str):
+            raise _unnamed(value)
+    return given
+
+
+def _by_own_name(allow: Iterable[Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for value in allow:
+        name = _own_name(value)
+        if name is None:
+            raise _unnamed(value)
+        if given.setdefault(name, value) is not value:
             raise InvalidRequestError(
-                f"allow: expected classes and functions that have a name, got "
-                f"{value!r}; pass it as {{'module:name': it}}"
+                f"allow: expected one object of the name {name}, got two; pass "
+                f"{{{name!r}: the one that is meant}}"
+            )
+        if BUILT_IN.get(name, value) is not value:
+            raise InvalidRequestError(
+                f"allow: expected {name} to be the library's own, got another object "
+                f"of that name; pass {{{name!r}: it}} to put it in its place"
             )
     return given
 
 
-def _own_name(value: Any) -> tuple[str | None, Any]:
+def _own_name(value: Any) -> str | None:
     module = getattr(value, "__module__", None)
     qualname = getattr(value, "__qualname__", None)
     named = isinstance(module, str) and isinstance(qualname, str)
-    return (f"{module}:{qualname}" if named else None), value
+    return f"{module}:{qualname}" if named else None
+
+
+def _unnamed(value: Any) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"allow: expected classes and functions that have a name, got {value!r}; "
+        "pass it as {'module:name': it}"
+    )
+
+
+def _kind(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"

@@ -20,8 +20,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from storesvc.format.dtypes import DTYPES
-from storesvc_client.trees.structure.limits import JSON, MAX_BITS, MAX_COMPOUND_KEYS
-from storesvc_client.trees.structure.refusals import Place, refusal, shown
+from storesvc_client.errors import StructureError
+from storesvc_client.trees.structure.limits import (
+    JSON,
+    MAX_BITS,
+    MAX_COMPOUND_KEYS,
+    MAX_KEY_PARTS,
+)
+from storesvc_client.trees.structure.refusals import Place, Within, refusal, shown
 
 Encode: TypeAlias = Callable[[Any], JSON]
 Decode: TypeAlias = Callable[[JSON, Place], Any]
@@ -55,9 +61,11 @@ def encode_plain(value: Any, encode: Encode) -> JSON:
     if kind in _SEQUENCES:
         return {_SEQUENCES[kind]: [encode(item) for item in value]}
     if kind is dict:
-        return {"dict": [[encode(k), encode(v)] for k, v in value.items()]}
+        pairs = [[encode(k), encode(v)] for k, v in value.items()]
+        return {"dict": pairs} if _are_keys(k for k, _ in pairs) else NOT_PLAIN
     if kind in _SETS:
-        return {_SETS[kind]: in_order(encode(item) for item in value)}
+        items = in_order(encode(item) for item in value)
+        return {_SETS[kind]: items} if _are_keys(items) else NOT_PLAIN
     if value is Ellipsis:
         return {"ellipsis": True}
     if isinstance(value, PartitionSpec):
@@ -148,29 +156,52 @@ def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
         StructureError: They have not.
     """
     found: dict[Any, Any] = {}
-    for key, item in pairs_of(value, place):
-        decoded = decode(key, place)
-        _check_key(decoded, len(found), place)
-        if decoded in found:
+    pairs = pairs_of(value, place)
+    _check_keys((key for key, _ in pairs), place)
+    for key, item in pairs:
+        decoded, inner = decode(key, place), decode(item, Within(place, key))
+        before = len(found)
+        try:
+            found[decoded] = inner
+        except (TypeError, ValueError) as e:
+            raise _unhashable(decoded, place) from e
+        if len(found) == before:
             raise refusal(place, "different keys", f"{shown(key)} twice")
-        found[decoded] = decode(item, f"{place}/{shown(key)}")
     return found
 
 
-def _check_key(value: Any, count: int, place: Place) -> None:
-    if type(value) in SCALARS or type(value) is float:
-        return
-    if count >= MAX_COMPOUND_KEYS:
-        raise refusal(place, f"at most {MAX_COMPOUND_KEYS} keys of this kind", "more")
-    try:
-        hash(value)
-    except (TypeError, ValueError) as e:
-        raise refusal(place, "hashable values", f"a {type(value).__name__}") from e
+def _check_keys(keys: Iterable[JSON], place: Place) -> None:
+    """Refuses keys that take long to tell apart, as one hash may be chosen for all."""
+    if not _are_keys(keys):
+        raise refusal(
+            place,
+            f"at most {MAX_COMPOUND_KEYS} keys of {MAX_KEY_PARTS} parts each",
+            "more",
+        )
+
+
+def _are_keys(keys: Iterable[JSON]) -> bool:
+    compound = [key for key in keys if isinstance(key, dict) and "float" not in key]
+    return len(compound) <= MAX_COMPOUND_KEYS and all(map(_is_small, compound))
+
+
+def _is_small(key: JSON) -> bool:
+    parts = [key]
+    for part in parts:  # which grows meanwhile
+        if isinstance(part, (dict, list)):
+            parts.extend(part.values() if isinstance(part, dict) else part)
+        if len(parts) > 3 * MAX_KEY_PARTS:  # a tuple of one takes three
+            return False
+    return sum(not isinstance(part, (dict, list)) for part in parts) <= MAX_KEY_PARTS
+
+
+def _unhashable(value: Any, place: Place) -> StructureError:
+    return refusal(place, "hashable values", f"a {type(value).__name__}")
 
 
 def _decode_items(value: JSON, place: Place, decode: Decode) -> list[Any]:
     items = items_of(value, place)
-    return [decode(item, f"{place}/{i}") for i, item in enumerate(items)]
+    return [decode(item, Within(place, i)) for i, item in enumerate(items)]
 
 
 def _decode_list(value: JSON, place: Place, decode: Decode) -> Any:
@@ -182,18 +213,21 @@ def _decode_tuple(value: JSON, place: Place, decode: Decode) -> Any:
 
 
 def _decode_set(value: JSON, place: Place, decode: Decode) -> Any:
-    return _unique(_decode_items(value["set"], place, decode), place)
+    return _unique(value["set"], place, decode)
 
 
 def _decode_frozenset(value: JSON, place: Place, decode: Decode) -> Any:
-    return frozenset(_unique(_decode_items(value["frozenset"], place, decode), place))
+    return frozenset(_unique(value["frozenset"], place, decode))
 
 
-def _unique(items: list[Any], place: Place) -> set[Any]:
+def _unique(value: JSON, place: Place, decode: Decode) -> set[Any]:
+    _check_keys(items_of(value, place), place)
     found: set[Any] = set()
-    for item in items:
-        _check_key(item, len(found), place)
-        found.add(item)
+    for item in _decode_items(value, place, decode):
+        try:
+            found.add(item)
+        except (TypeError, ValueError) as e:
+            raise _unhashable(item, place) from e
     return found
 
 

@@ -10,14 +10,58 @@ OTHER: Final = "the document is damaged or not of this library; use another chec
 Place: TypeAlias = object
 """What ``str`` makes the place of; made only where it is told."""
 
+CODE: Final = "give the model's code in model=, or pass template="
+"""What to do about a value that no document can hold."""
+
+MAX_WORDS: Final = 200
+"""Characters of a text that a document has a say in."""
+
 _SHOWN: Final = 80
+
+
+class Within:
+    """A place within another; only a refusal needs its text."""
+
+    __slots__ = ("_key", "_outer")
+
+    def __init__(self, outer: Place, key: object) -> None:
+        self._outer = outer
+        self._key = key
+
+    def __str__(self) -> str:
+        """Returns the keys, from the outermost on."""
+        parts: list[str] = []
+        place: Place = self
+        while isinstance(place, Within):
+            key = place._key  # noqa: SLF001 - its own class
+            parts.append(str(key) if type(key) is int else shown(key))
+            place = place._outer  # noqa: SLF001 - its own class
+        return "/".join([str(place), *reversed(parts)])
 
 
 def refusal(
     place: Place, expected: str, got: str, advice: str = OTHER
 ) -> StructureError:
     """Returns the error for a place of a document."""
-    return StructureError(f"{place}: expected {expected}, got {got}; {advice}")
+    where, what, found = map(printable, (str(place), expected, got))
+    return StructureError(f"{where}: expected {what}, got {found}; {advice}")
+
+
+def printable(text: str) -> str:
+    """Returns a text of a document for a terminal: ASCII, one line, and not long."""
+    half = MAX_WORDS // 2
+    if len(text) > MAX_WORDS:
+        text = f"{text[:half]}...{text[-half:]}"
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Returns a text without what a terminal would act on."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in text
+    )
 
 
 def shown(value: Any) -> str:

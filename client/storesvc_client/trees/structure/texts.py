@@ -4,37 +4,76 @@ A value has one text, if a short one says all; else it has parts.
 """
 
 import hashlib
+import json
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Final
 
 from storesvc_client.trees.structure.limits import JSON
 from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
-from storesvc_client.trees.structure.refusals import Place, refusal, shown
+from storesvc_client.trees.structure.refusals import Place, escaped, refusal, shown
 from storesvc_client.trees.structure.values import MAPPINGS
 
-MAX_TEXT: Final = 400
+MAX_TEXT: Final = 200
 """Characters of one text; a longer value is told by its parts."""
 
-Parts: TypeAlias = tuple[str, list[tuple[Any, Any]]]
-"""A title, and the parts by key."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A value that has parts."""
+
+    title: str
+    """Its own row; says how many there are, as an absent one is as good as None."""
+    pairs: list[tuple[Any, Any]]
+    name: str
+    """What stands before the parts on a line."""
 
 
-def text_of(value: JSON, place: Place) -> str | None:
-    """Returns a value as one text; None if it needs parts.
+class Texts:
+    """The texts of the values of one document, which is kept meanwhile."""
 
-    Raises:
-        StructureError: The value is malformed.
-    """
-    if not isinstance(value, dict):
-        if isinstance(value, list):
+    def __init__(self) -> None:
+        # a value nested deeply is asked for at each level
+        self._known: dict[int, str | None] = {}
+
+    def text_of(self, value: JSON, place: Place) -> str | None:
+        """Returns a value as one text; None if it needs parts.
+
+        Raises:
+            StructureError: The value is malformed.
+        """
+        if not isinstance(value, dict):
+            if isinstance(value, list):
+                raise refusal(place, "a value", shown(value))
+            return short(ascii(value))
+        if id(value) not in self._known:
+            self._known[id(value)] = self._text(value, place)
+        return self._known[id(value)]
+
+    def _text(self, value: dict[str, JSON], place: Place) -> str | None:
+        tag = tag_of(value, _TEXTS)
+        if tag is not None:
+            return _TEXTS[tag](value, place)
+        if tag_of(value, PARTS) is None:
             raise refusal(place, "a value", shown(value))
-        return _short(ascii(value))
-    tag = tag_of(value, _TEXTS)
-    if tag is not None:
-        return _TEXTS[tag](value, place)
-    if tag_of(value, PARTS) is None:
-        raise refusal(place, "a value", shown(value))
-    return _line(value, place)
+        return self._line(value, place)
+
+    def _line(self, value: dict[str, JSON], place: Place) -> str | None:
+        """The parts on one line; None if that is long, or a part has no text."""
+        if tag_of(value, _MANY_LINES):
+            return None
+        parts = parts_of(value, place)
+        texts: list[str] = []
+        length = len(parts.name)
+        for key, item in parts.pairs:
+            text = self.text_of(item, place)
+            if text is None:
+                return None
+            texts.append(text if isinstance(key, int) else f"{shown(key)}={text}")
+            length += len(texts[-1]) + 2
+            if length > MAX_TEXT:
+                return None
+        return f"{parts.name}({', '.join(texts)})"
 
 
 def parts_of(value: JSON, place: Place) -> Parts:
@@ -44,33 +83,13 @@ def parts_of(value: JSON, place: Place) -> Parts:
     return PARTS[tag](value, place)
 
 
-def _short(text: str) -> str:
-    if len(text) <= MAX_TEXT:
-        return text
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"{text[: MAX_TEXT // 2]}... ({len(text)} characters, {digest[:16]})"
-
-
-def _line(value: JSON, place: Place) -> str | None:
-    """The parts on one line; None if that is long, or a part has no text.
-
-    It stops where the line is full: a value nested deeply is tried at each level.
-    """
-    if tag_of(value, _MANY_LINES):
-        return None
-    title, parts = parts_of(value, place)
-    texts: list[str] = []
-    length = len(title)
-    for key, item in parts:
-        text = text_of(item, place)
-        if text is None:
-            return None
-        texts.append(text if isinstance(key, int) else f"{shown(key)}={text}")
-        length += len(texts[-1]) + 2
-        if length > MAX_TEXT:
-            return None
-    name = "" if title in _UNNAMED else title
-    return f"{name}({', '.join(texts)})"
+def short(text: str) -> str:
+    """Returns a text that can be told from others, and shown."""
+    plain = escaped(text[: MAX_TEXT + 1])
+    if len(plain) <= MAX_TEXT:
+        return plain
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{plain[: MAX_TEXT // 2]}... ({len(text)} characters, {digest[:16]})"
 
 
 def _name(value: JSON, place: Place) -> str:
@@ -80,63 +99,96 @@ def _name(value: JSON, place: Place) -> str:
 
 
 def _named_text(tag: str) -> Callable[[JSON, Place], str]:
-    return lambda value, place: _short(_name(value[tag], place))
+    return lambda value, place: short(_name(value[tag], place))
 
 
 def _enum_text(value: JSON, place: Place) -> str:
     if isinstance(value.get("value"), str):  # what JSON leaves of it
-        return _short(ascii(value["value"]))
+        return short(ascii(value["value"]))
     member = _name(value.get("member"), place)
-    return _short(f"{_name(value['enum'], place)}.{member}")
+    return short(f"{_name(value['enum'], place)}.{member}")
 
 
 def _scalar_text(value: JSON, place: Place) -> str:
     data = _name(value.get("data"), place)
-    return _short(f"{_name(value['scalar'], place)} of bytes {data}")
+    return short(f"{_name(value['scalar'], place)} of bytes {data}")
 
 
 def _numbered(items: JSON, place: Place) -> list[tuple[Any, Any]]:
     return list(enumerate(items_of(items, place)))
 
 
-def _sequence(tag: str, title: str) -> Callable[[JSON, Place], Parts]:
-    return lambda value, place: (title, _numbered(value[tag], place))
+def _sequence(tag: str, title: str, name: str) -> Callable[[JSON, Place], Parts]:
+    def parts(value: JSON, place: Place) -> Parts:
+        pairs = _numbered(value[tag], place)
+        return Parts(title=f"{title} of {len(pairs)}", pairs=pairs, name=name)
+
+    return parts
 
 
 def _mapping(tag: str) -> Callable[[JSON, Place], Parts]:
-    return lambda value, place: ("a dict", pairs_of(value[tag], place))
+    return lambda value, place: _titled("a dict", pairs_of(value[tag], place))
+
+
+def _ordered(tag: str) -> Callable[[JSON, Place], Parts]:
+    def parts(value: JSON, place: Place) -> Parts:
+        pairs = pairs_of(value[tag], place)
+        keys = [
+            key if isinstance(key, str) else json.dumps(key, sort_keys=True)
+            for key, item in pairs
+            if item is not None
+        ]
+        return _titled(short(f"a dict in the order {', '.join(keys)}"), pairs)
+
+    return parts
+
+
+def _titled(title: str, pairs: list[tuple[Any, Any]]) -> Parts:
+    return Parts(title=title, pairs=pairs, name=title)
 
 
 def _call(value: JSON, place: Place) -> Parts:
-    return _name(value["call"], place), pairs_of(value.get("arguments"), place)
+    name = short(_name(value["call"], place))
+    return _titled(name, pairs_of(value.get("arguments"), place))
 
 
 def _linen(value: JSON, place: Place) -> Parts:
-    return _name(value["linen"], place), pairs_of(value.get("fields"), place)
+    name = short(_name(value["linen"], place))
+    return _titled(name, pairs_of(value.get("fields"), place))
 
 
 def _named_tuple(value: JSON, place: Place) -> Parts:
-    return _name(value["named_tuple"], place), _numbered(value.get("items"), place)
+    name = short(_name(value["named_tuple"], place))
+    return _titled(name, _numbered(value.get("items"), place))
 
 
 def _partial(value: JSON, place: Place) -> Parts:
     args = [value["partial"], *items_of(value.get("args"), place)]
-    return "partial", [*enumerate(args), *pairs_of(value.get("keywords"), place)]
+    pairs = [*enumerate(args), *pairs_of(value.get("keywords"), place)]
+    title = f"partial of {len(args)} arguments"
+    return Parts(title=title, pairs=pairs, name="partial")
 
 
 def _opaque(value: JSON, place: Place) -> Parts:
     described = value["opaque"]
     if not isinstance(described, dict):
         raise refusal(place, "a description", shown(described))
+    end = " (cut short)" if described.get("cut") else ""
+    if "digest" in described:
+        end += f" of digest {_name(described['digest'], place)[:16]}"
+    parts = pairs_of(described.get("fields", []), place)
     if "array" in described:
         shape = ", ".join(map(shown, items_of(described.get("shape"), place)))
-        return f"an array {shown(described['array'])} ({shape})", []
+        title = f"an array {shown(described['array'])} ({shape}){end}"
+        return _titled(short(title), parts)
     name = _name(described.get("function") or described.get("class"), place)
-    return name, pairs_of(described.get("fields", []), place)
+    # a wrapper often bears the name of what it wraps
+    title = short(f"described {name}{end}")
+    return _titled(title, parts)
 
 
 _TEXTS: Final[dict[str, Callable[[JSON, Place], str]]] = {
-    "bytes": lambda value, _: _short(f"bytes {shown(value['bytes'])}"),
+    "bytes": lambda value, place: short(f"bytes {_name(value['bytes'], place)}"),
     "class": _named_text("class"),
     "dtype": _named_text("dtype"),
     "ellipsis": lambda *_: "...",
@@ -149,18 +201,18 @@ _TEXTS: Final[dict[str, Callable[[JSON, Place], str]]] = {
 PARTS: Final[dict[str, Callable[[JSON, Place], Parts]]] = {
     "call": _call,
     "dict": _mapping("dict"),
-    "frozenset": _sequence("frozenset", "a set"),
+    "frozenset": _sequence("frozenset", "a set", "a set"),
     "linen": _linen,
-    "list": _sequence("list", "a sequence"),
+    "list": _sequence("list", "a sequence", ""),
     "named_tuple": _named_tuple,
     "opaque": _opaque,
     "partial": _partial,
-    "set": _sequence("set", "a set"),
-    "spec": _sequence("spec", "PartitionSpec"),
-    "tuple": _sequence("tuple", "a sequence"),
+    "set": _sequence("set", "a set", "a set"),
+    "spec": _sequence("spec", "PartitionSpec", "PartitionSpec"),
+    "tuple": _sequence("tuple", "a sequence", ""),
     **{tag: _mapping(tag) for tag in MAPPINGS},
+    **{tag: _ordered(tag) for tag in ("ordered_dict", "state_axes")},
 }
 """The values that have parts, by tag."""
 
 _MANY_LINES: Final = frozenset({"dict", "linen", "opaque", *MAPPINGS})
-_UNNAMED: Final = frozenset({"a sequence"})

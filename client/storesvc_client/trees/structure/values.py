@@ -29,6 +29,7 @@ from storesvc_client.trees.structure import initializers
 from storesvc_client.trees.structure.descriptions import (
     MAX_DESCRIBED,
     MAX_PARTS,
+    cut_short,
     describe,
     soft_name,
 )
@@ -44,7 +45,13 @@ from storesvc_client.trees.structure.plain import (
     items_of,
     tag_of,
 )
-from storesvc_client.trees.structure.refusals import Place, refusal, shown
+from storesvc_client.trees.structure.refusals import (
+    CODE,
+    Place,
+    Within,
+    refusal,
+    shown,
+)
 
 MAPPINGS: Final[dict[str, Callable[[dict[Any, Any]], Any]]] = {
     "frozen_dict": FrozenDict,
@@ -100,13 +107,15 @@ class ValueEncoder:
     def _encode_part(self, value: Any) -> JSON:
         self._parts += 1
         if self._parts > MAX_PARTS:
-            return {"opaque": {"class": soft_name(type(value))}}
+            return {"opaque": cut_short(value)}
         return self._guarded(value)
 
     def _guarded(self, value: Any) -> JSON:
         """What contains itself is described once."""
-        if id(value) in self._busy or len(self._busy) >= MAX_NESTED:
+        if id(value) in self._busy:
             return {"opaque": {"class": soft_name(type(value))}}
+        if len(self._busy) >= MAX_NESTED:
+            return {"opaque": cut_short(value)}
         self._busy.add(id(value))
         try:
             return self._encode(value)
@@ -170,7 +179,7 @@ class ValueEncoder:
 
     def _opaque(self, value: Any) -> JSON:
         if self._described >= MAX_DESCRIBED:
-            return {"opaque": {"class": soft_name(type(value))}}
+            return {"opaque": cut_short(value)}
         if not self._described:
             self._parts = 0
         self._described += 1
@@ -237,7 +246,7 @@ class ValueDecoder:
             raise refusal(place, f"{len(cls._fields)} items", f"{len(items)}")
         # not cls(*items): a subclass may do anything in its constructor
         return tuple.__new__(
-            cls, [self.decode(item, f"{place}/{i}") for i, item in enumerate(items)]
+            cls, [self.decode(item, Within(place, i)) for i, item in enumerate(items)]
         )
 
     def _linen(self, value: JSON, place: Place) -> Any:
@@ -253,7 +262,7 @@ class ValueDecoder:
         if not callable(function) or isinstance(function, type):
             raise refusal(place, "a function", f"a {type(function).__name__}")
         args = items_of(value.get("args"), place)
-        decoded = [self.decode(item, f"{place}/{i}") for i, item in enumerate(args)]
+        decoded = [self.decode(item, Within(place, i)) for i, item in enumerate(args)]
         keywords = self._keywords(value.get("keywords"), place)
         return functools.partial(function, *decoded, **keywords)
 
@@ -276,7 +285,7 @@ class ValueDecoder:
             place,
             "a value that a document can hold",
             f"only the description of {name}",
-            "pass template=, a module of this structure that has it",
+            CODE,
         )
 
     def _keywords(self, value: JSON, place: Place) -> dict[str, Any]:

@@ -14,7 +14,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
-from storesvc_client.easydel import restore_state, save_model, save_state
+from storesvc_client.easydel import (
+    restore_model,
+    restore_state,
+    save_model,
+    save_state,
+)
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.flattening import named_leaves
 from storesvc_client.trees.resharding import shardings_by_key
@@ -466,3 +471,170 @@ def test_an_unknown_step_is_not_found(run: store.Run, state: EasyDeLState) -> No
 
     with pytest.raises(store.NotFoundError, match="nearest"):
         restore_state(run, 5, model=make_model, tx=TX)
+
+
+def test_a_state_lies_and_goes_on_where_a_given_one_does(
+    run: store.Run, state: EasyDeLState, mesh: Mesh
+) -> None:
+    spread = state.shard_state([("fc1.*kernel", P("a", "b")), ("", P())], mesh)
+    save_state(run, spread).result()
+    abstract = jax.eval_shape(lambda: spread).shard_with_shape(spread.shardings)
+
+    for model in (spread, abstract, spread.replace(opt_state=None)):
+        back = restore_state(run, model=model, tx=TX)
+
+        assert shardings_by_key(spread) == shardings_by_key(back)
+        assert leaves(jax.jit(advance)(spread)) == leaves(jax.jit(advance)(back))
+
+
+class Odd(nnx.Module):
+    """Variables that are no device arrays, and a bare array."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+        self.bare = jnp.arange(3.0)
+        self.number: Any = nnx.Variable(3)
+        self.ratio: Any = nnx.Variable(0.25)
+        self.wide: Any = nnx.Variable(np.arange(2, dtype=np.int64))
+        self.nothing: Any = nnx.Variable(None)
+
+
+def test_what_is_no_device_array_comes_back_as_it_was(run: store.Run) -> None:
+    made = EasyDeLState.create(model=Odd(rngs=nnx.Rngs(3)), step=2)
+    save_state(run, made).result()
+
+    for model in (Odd, lambda: Odd(rngs=nnx.Rngs(0)), Odd(rngs=nnx.Rngs(0))):
+        back: Any = restore_state(run, model=model)
+
+        assert leaves(made) == leaves(back)
+        number, wide = (
+            back.graphother[name].get_value() for name in ("number", "wide")
+        )
+        assert (int, np.ndarray) == (type(number), type(wide))
+        assert [0.0, 1.0, 2.0] == back.model.bare.tolist()
+
+
+@pytest.mark.parametrize("step", [np.int64(5), np.asarray(5), 5, jnp.asarray(5)])
+def test_a_step_of_any_integer_kind_comes_back(run: store.Run, step: Any) -> None:
+    made = EasyDeLState.create(model=Plain(rngs=nnx.Rngs(0)), step=step)
+    save_state(run, made).result()
+
+    back = restore_state(run, model=Plain)
+
+    assert 5 == back.step
+    assert type(step) is type(back.step)
+
+
+@pytest.mark.parametrize("step", [2.7, True, None, np.zeros(2), jnp.asarray(2.7)])
+def test_a_step_that_is_no_integer_is_refused(run: store.Run, step: Any) -> None:
+    made = EasyDeLState.create(model=Plain(rngs=nnx.Rngs(0))).replace(step=step)
+
+    with pytest.raises(store.InvalidRequestError, match="expected an integer in the"):
+        save_state(run, made)
+
+
+class Hooked(nnx.Module):
+    def __init__(self) -> None:
+        self.doubled = nnx.Param(jnp.ones(2), on_get_value=lambda _, x: x * 2)
+
+
+@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
+def test_a_hook_of_a_variable_changes_nothing_that_is_kept(run: store.Run) -> None:
+    save_model(run, 0, Hooked()).result()
+
+    back = restore_state(run, 0, model=Hooked, missing="init")
+
+    assert [2.0, 2.0] == back.model.doubled.get_value().tolist()
+    assert [1.0, 1.0] == back.model.doubled.get_raw_value().tolist()
+
+
+def test_scalars_of_an_optimizer_keep_their_dtype_in_a_cast(run: store.Run) -> None:
+    tx = optax.inject_hyperparams(optax.adam)(1e-3, b2=0.999)
+    made = EasyDeLState.create(model=make_model(), tx=tx, init_opt_state=True)
+    save_state(run, made).result()
+
+    back: Any = restore_state(run, model=make_model, tx=tx, dtype=jnp.bfloat16)
+
+    assert jnp.float32 == back.opt_state.hyperparams["b2"].dtype
+    assert np.float32(0.999) == float(back.opt_state.hyperparams["b2"])
+    moment = back.opt_state.inner_state[0].mu["fc1"]["kernel"].get_value()
+    assert jnp.bfloat16 == moment.dtype
+
+
+def test_an_optimizer_begins_anew_where_none_was_saved(run: store.Run) -> None:
+    made = EasyDeLState.create(step=1, model=make_model())
+    save_state(run, made).result()
+
+    with pytest.raises(store.InvalidRequestError, match="holds no state of an opt"):
+        restore_state(run, model=make_model, tx=TX)
+    begun = restore_state(run, model=make_model, tx=TX, missing="init")
+    skipped = restore_state(
+        run, model=make_model, tx=TX, missing="init", opt_state="skip"
+    )
+
+    assert leaves(made.init_tx(TX)) == leaves(begun)
+    assert skipped.opt_state is None
+
+
+def test_a_broken_document_stops_nobody_who_has_the_code(
+    run: store.Run, state: EasyDeLState, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.save(2, state, structure=b"garbage").result()
+
+    back = restore_state(run, model=make_model, tx=TX, structure="report")
+
+    assert leaves(state) == leaves(back)
+    assert "nothing is compared with its model" in caplog.text
+
+
+class Boastful(nnx.Module):
+    """Its config cannot be told."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+
+    @property
+    def config(self) -> Any:
+        raise RuntimeError("not now")
+
+
+def test_a_config_that_cannot_be_told_stops_no_save(
+    run: store.Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_model(run, 0, Boastful(rngs=nnx.Rngs(0))).result()
+
+    restore_state(run, 0, model=Boastful, missing="init")
+    assert "a setting of the model is not kept with it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (
+            lambda run: restore_state(run, model=Plain, tx=optax.adam),
+            "tx: expected an op",
+        ),
+        (
+            lambda run: restore_state("prod/x", model=Plain),  # type: ignore[arg-type]  # the mistake
+            "expected a Run",
+        ),
+        (lambda run: save_state(run, {"a": 1}), "expected a state with step, graphdef"),
+        (lambda run: save_state(run, Plain(rngs=nnx.Rngs(0))), "save a module with"),
+        (
+            lambda run: restore_state(run, model=Plain, state_class=dict),
+            "state_class: ",
+        ),
+        (
+            lambda run: restore_model(run, model=Plain, allow=[Plain]),
+            "expected model= or allow=, got both",
+        ),
+    ],
+    ids=["tx", "run", "dict", "module", "class", "allow"],
+)
+def test_a_wrong_argument_is_told_by_its_name(
+    run: store.Run, call: Any, match: str
+) -> None:
+    save_state(run, EasyDeLState.create(model=Plain(rngs=nnx.Rngs(0)))).result()
+
+    with pytest.raises(store.InvalidRequestError, match=match):
+        call(run)

@@ -107,6 +107,26 @@ def test_a_module_comes_back_on_a_mesh_in_another_dtype(run: store.Run) -> None:
     assert jnp.float32 == back.norm.mean.get_value().dtype
 
 
+class Named(nnx.Module):
+    """Its kernel names the axes of a mesh."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        init = nnx.with_partitioning(nnx.initializers.ones, ("a", "b"))
+        self.linear = nnx.Linear(8, 8, kernel_init=init, rngs=rngs)
+
+
+def test_a_module_that_names_axes_is_made_on_the_mesh(run: store.Run) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    with jax.set_mesh(mesh):
+        module = Named(rngs=nnx.Rngs(0))
+    save_model(run, 0, module).result()
+
+    back = restore_model(run, model=Named, mesh=mesh, rules=[("", P("b"))])
+
+    assert leaves(module) == leaves(back)
+    assert P("b") == back.linear.kernel.get_value().sharding.spec
+
+
 def test_a_module_and_a_state_stand_for_each_other(run: store.Run) -> None:
     module = CASES["perceptron"].make()
     make = CASES["perceptron"].make

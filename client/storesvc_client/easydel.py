@@ -12,6 +12,7 @@ Example:
         state = restore_state(run, model=make_model, tx=tx, mesh=mesh, rules=rules)
 """
 
+import operator
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from os import PathLike, fspath
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, SupportsFloat, SupportsIn
 from storesvc.format.names import Which
 from storesvc_client._run import Run
 from storesvc_client._save import Save
-from storesvc_client.errors import InvalidRequestError
+from storesvc_client.errors import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
     import optax
@@ -60,11 +61,20 @@ def save_state(
     # Lazily: `import storesvc_client` must not import jax.
     from storesvc_client.trees.recipes import Recipe
 
+    _check_run(run)
+    parts = ("step", "graphdef", "graphstate", "graphother", "opt_state")
+    lacking = [part for part in parts if not hasattr(state, part)]
+    if lacking or isinstance(state, type):
+        raise InvalidRequestError(
+            f"save to {run.name}: expected a state with {', '.join(parts)}, got a "
+            f"{type(state).__name__} without {', '.join(lacking) or 'values'}; save "
+            "a module with save_model, any other tree with run.save"
+        )
     recipe = Recipe.of(
         state.graphdef, state.graphstate, state.graphother, state.opt_state
     )
     return run.save(
-        int(state.step),
+        _step_of(run, state.step),
         state,
         metrics=metrics,
         labels=labels,
@@ -100,6 +110,7 @@ def save_model(
     from storesvc_client.trees.parts import split_module
     from storesvc_client.trees.recipes import Recipe
 
+    _check_run(run)
     try:
         graphdef, graphstate, graphother = split_module(model)
     except TypeError as e:
@@ -166,6 +177,12 @@ def restore_state(
     from storesvc_client.trees import rebuild
     from storesvc_client.trees.easydel import EasyDeLState
 
+    _check_run(run)
+    if state_class is not None and not hasattr(state_class, "create"):
+        raise InvalidRequestError(
+            "state_class: expected a class with the create() of EasyDeLState, got "
+            f"{state_class!r}"
+        )
     options = rebuild.Options(
         mesh=mesh,
         rules=rules,
@@ -221,6 +238,11 @@ def restore_model(
     """
     from storesvc_client.trees import rebuild
 
+    _check_run(run)
+    if model is not None and allow:
+        raise InvalidRequestError(
+            "expected model= or allow=, got both; allow= is for restoring without code"
+        )
     options = rebuild.Options(
         mesh=mesh,
         rules=rules,
@@ -257,6 +279,10 @@ def opened_run(
         yield where, "latest"
         return
     if client is not None:
+        if not hasattr(client, "run"):
+            raise InvalidRequestError(
+                f"client: expected a Client, of connect(), got {client!r}"
+            )
         name, at, which = fspath(where).partition("@")
         if creating and at:
             raise InvalidRequestError(
@@ -267,6 +293,11 @@ def opened_run(
         return
     from storesvc_client._client import connect
 
+    if any(sign in fspath(where) for sign in ("@", "://")):
+        raise InvalidRequestError(
+            f"expected a directory, got {fspath(where)!r}; give client= for the name "
+            "of a run"
+        )
     root = Path(where).absolute()
     if not creating and not (root / "store.binpb").is_file():
         raise FileNotFoundError(
@@ -274,14 +305,39 @@ def opened_run(
             "give client= for the name of a run"
         )
     with connect(root.as_uri()) as embedded:
-        yield embedded.run(DIRECTORY_RUN), "latest"
+        run = embedded.run(DIRECTORY_RUN)
+        try:
+            if not creating:
+                run.latest()
+        except NotFoundError as e:
+            raise FileNotFoundError(f"no state was saved to {fspath(where)!r}") from e
+        yield run, "latest"
 
 
 def _which(text: str, where: "str | PathLike[str]") -> Which:
     if text in ("", "latest"):
         return "latest"
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise InvalidRequestError(
             f"expected a run and a step such as 'prod/llama@100', got {where!r}"
         )
     return int(text)
+
+
+def _check_run(run: Any) -> None:
+    if not isinstance(run, Run):
+        raise InvalidRequestError(
+            f"expected a Run, such as client.run('prod/llama'), got {run!r}"
+        )
+
+
+def _step_of(run: Run, step: Any) -> int:
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        return operator.index(step)
+    except TypeError as e:
+        raise InvalidRequestError(
+            f"save to {run.name}: expected an integer in the step of the state, got "
+            f"{step!r}"
+        ) from e

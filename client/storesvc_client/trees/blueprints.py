@@ -7,6 +7,7 @@ factory, a class, or a module or state that is already there.
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -40,7 +41,14 @@ from storesvc_client.trees.parts import (
 from storesvc_client.trees.recipes import Recipe
 from storesvc_client.trees.structure import Opaque
 
-__all__ = ["PARTS", "Blueprint", "ModelLike", "draw_blueprint", "stored_blueprint"]
+__all__ = [
+    "PARTS",
+    "Blueprint",
+    "ModelLike",
+    "draw_blueprint",
+    "stand_in",
+    "stored_blueprint",
+]
 
 Parts: TypeAlias = tuple["nnx.GraphDef[Any]", GraphState, GraphState]
 
@@ -66,22 +74,17 @@ class Blueprint:
     make: Callable[[], Any] | None
     """Makes the module with all its values; None where only an instance was given."""
 
-    @property
-    def own_mesh(self) -> Mesh | None:
-        """The mesh that the model names itself."""
-        return mesh_of(self._module())
+    def own_placement(self) -> tuple[Mesh | None, Rules | None]:
+        """Returns the mesh and the partition rules that the model knows itself.
 
-    @property
-    def own_rules(self) -> Rules | None:
-        """The partition rules that the model knows itself."""
-        return partition_rules_of(self._module())
+        Only for a caller's own model: it is asked by calling it.
+        """
+        module = merge_by_path(self.graphdef, self.graphstate, self.graphother)
+        return mesh_of(module), partition_rules_of(module)
 
     def cast(self, dtype: Any) -> "Blueprint":
         """Returns it with its floating-point parameters in a dtype."""
         return replace(self, graphstate=cast_floating(self.graphstate, dtype))
-
-    def _module(self) -> Any:
-        return merge_by_path(self.graphdef, self.graphstate, self.graphother)
 
 
 def draw_blueprint(
@@ -105,20 +108,24 @@ def draw_blueprint(
         make = _maker(model, recipe, mesh)
     elif not is_module(model) and callable(model):
         make = model
-    try:
-        parts = split_module(model) if make is None else _abstract_parts(make)
-    except TypeError as e:
-        raise InvalidRequestError(
-            "expected model= a module class, a factory, a module or a state, got "
-            f"{type(model).__name__}: {e}"
-        ) from e
-    graphdef, graphstate, graphother = parts
+    graphdef, graphstate, graphother = (
+        _parts(model) if make is None else _abstract_parts(make, mesh)
+    )
     return Blueprint(
         graphdef=graphdef, graphstate=graphstate, graphother=graphother, make=make
     )
 
 
-def _abstract_parts(make: Callable[[], Any]) -> Parts:
+def _parts(module: Any) -> Parts:
+    try:
+        return split_module(module)
+    except TypeError as e:
+        raise InvalidRequestError(
+            f"expected model= a module class, a factory, a module or a state: {e}"
+        ) from e
+
+
+def _abstract_parts(make: Callable[[], Any], mesh: Mesh | None) -> Parts:
     """The parts of what a factory makes, computing none of their arrays.
 
     ``nnx.eval_shape`` would return a module, whose bare arrays, abstract then, some
@@ -127,12 +134,26 @@ def _abstract_parts(make: Callable[[], Any]) -> Parts:
     graphdefs = []
 
     def states() -> tuple[GraphState, GraphState]:
-        graphdef, *states = split_module(make())
+        module = make()
+        _mark_arrays(module)
+        graphdef, *states = _parts(module)
         graphdefs.append(graphdef)
         return states[0], states[1]
 
-    graphstate, graphother = jax.eval_shape(states)
+    # Variables that name axes of a mesh want one to be set when they are made.
+    with jax.set_mesh(mesh) if mesh is not None else nullcontext():
+        graphstate, graphother = jax.eval_shape(states)
     return graphdefs[0], graphstate, graphother
+
+
+def _mark_arrays(module: Any) -> None:
+    """Marks bare arrays as data: flax does so for arrays, and not for the tracers that
+    stand for them here."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, jax.core.Tracer):
+                    setattr(node, name, nnx.data(value))
 
 
 def stored_blueprint(
@@ -158,14 +179,16 @@ def stored_blueprint(
         end = ends[0] if ends else len(path)  # merging refuses what is no path
         part_of[path[:end]] = str(leaf.path[0])
         kinds = leaf.path_kinds[1 + end :]
-        below[path[:end]].append((path[end:], kinds, _stand_in(leaf)))
+        below[path[:end]].append((path[end:], kinds, stand_in(leaf)))
+    values = {path: _filled(leaves) for path, leaves in below.items()}
     try:
-        module = fill_graph(graphdef, {p: _filled(b) for p, b in below.items()})
+        module = fill_graph(graphdef, values)
     except ValueError as e:
         raise MismatchError(f"the structure does not fit its leaves: {e}") from e
     parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
-    for path, variable in graph_leaves(nnx.state(module)).items():
-        parts[part_of[path]][path] = variable
+    # some releases of flax take an abstract array, bare in a module, for no leaf
+    for path, leaf in {**values, **graph_leaves(nnx.state(module))}.items():
+        parts[part_of[path]][path] = leaf
     graphstate, graphother = (refine_graphs(parts[part]) for part in PARTS)
     return Blueprint(
         graphdef=graphdef, graphstate=graphstate, graphother=graphother, make=None
@@ -178,8 +201,8 @@ def _filled(below: list[Below]) -> Any:
     return nest((path[1:], kinds[1:], leaf) for path, kinds, leaf in below)
 
 
-def _stand_in(leaf: LeafInfo) -> Any:
-    """An abstract value that a saved leaf can take the place of."""
+def stand_in(leaf: LeafInfo) -> Any:
+    """Returns an abstract value that a saved leaf can take the place of."""
     if leaf.kind == "python_scalar":
         return {"bool": False, "int64": 0, "float64": 0.0}.get(leaf.dtype, 0j)
     if leaf.prng_impl is not None:
@@ -188,7 +211,10 @@ def _stand_in(leaf: LeafInfo) -> Any:
     dtype = DTYPES[leaf.dtype]
     if leaf.kind == "array":
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
-    return np.broadcast_to(np.zeros((), dtype), leaf.shape)  # of no size in memory
+    zero = np.zeros((), dtype)
+    if leaf.kind == "host_scalar":
+        return zero[()]
+    return np.broadcast_to(zero, leaf.shape)  # of no size in memory
 
 
 def _maker(model: type, recipe: Recipe | None, mesh: Mesh | None) -> Callable[[], Any]:
@@ -205,14 +231,27 @@ def _maker(model: type, recipe: Recipe | None, mesh: Mesh | None) -> Callable[[]
             f"expected a checkpoint with the config of a {model.__name__}, got none; "
             "give a factory, model=lambda: ..."
         )
-    config = config_class.from_dict(
-        {name: value for name, value in fields.items() if not isinstance(value, Opaque)}
-    )
+    config = _config(config_class, fields)
     if mesh is not None and hasattr(config, "set_model_mesh"):
         config.set_model_mesh(mesh)  # EasyDeL's models compute on that of their config
     arguments = recipe.decoded_arguments()
     taken = {name: arguments[name] for name in arguments if name in accepted}
     return lambda: model(config=config, **taken, rngs=nnx.Rngs(0))
+
+
+def _config(config_class: Any, fields: dict[Any, Any]) -> Any:
+    plain = {
+        name: value
+        for name, value in fields.items()
+        if isinstance(name, str) and not isinstance(value, Opaque)
+    }
+    try:
+        return config_class.from_dict(plain)
+    except (TypeError, ValueError, LookupError, AttributeError) as e:
+        raise MismatchError(
+            f"expected a config that {config_class.__name__} takes, got one that it "
+            f"refuses ({type(e).__name__}: {e}); give a factory, model=lambda: ..."
+        ) from e
 
 
 def _refuse_needs(model: type, accepted: Mapping[str, inspect.Parameter]) -> None:

@@ -18,7 +18,7 @@ same fields, names and errors, for any NNX module. Two things it keeps true:
 
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Self, SupportsFloat, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeAlias
 
 import jax
 import numpy as np
@@ -28,11 +28,14 @@ from jax.sharding import Mesh
 
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.casting import cast_floating
+from storesvc_client.trees.flattening import list_problems
 from storesvc_client.trees.graphs import (
     GraphState,
+    graph_leaves,
     merge_by_path,
     refine_graphs,
 )
+from storesvc_client.trees.optimizers import init_opt_state
 from storesvc_client.trees.partitioning import Rules, shardings_by_rules
 from storesvc_client.trees.parts import (
     mesh_of,
@@ -42,6 +45,7 @@ from storesvc_client.trees.parts import (
 from storesvc_client.trees.resharding import (
     gather,
     mesh_of_leaves,
+    required_shardings,
     reshard,
     shardings_by_key,
 )
@@ -161,11 +165,15 @@ class EasyDeLState(struct.PyTreeNode):
     def merge_to_state(self, tree: Any) -> Self:
         """Returns the state with the parameters of ``tree``.
 
+        Args:
+            tree: A tree like ``graphstate``, of Variables or of bare arrays.
+
         Raises:
-            ValueError: ``tree`` has other paths than ``graphstate``.
+            ValueError: ``tree`` has other paths than ``graphstate``, or Variables of
+                another type or shape there.
         """
         merge_by_path(self.graphdef, tree, self.graphother)  # refuses other paths
-        return self.replace(graphstate=refine_graphs(tree))
+        return self.replace(graphstate=_alike(self.graphstate, tree))
 
     @property
     def size(self) -> int:
@@ -198,18 +206,8 @@ class EasyDeLState(struct.PyTreeNode):
                 leaf.
         """
         rules = partition_rules or partition_rules_of(self.model)
-        if rules is None:
-            return self.replace(tx=tx, opt_state=tx.init(self.graphstate))
-        abstract = self.replace(
-            tx=tx, opt_state=jax.eval_shape(tx.init, self.graphstate)
-        )
-        shardings = shardings_by_rules(abstract, self._mesh(None), rules).opt_state
-        init = jax.jit(
-            lambda graphstate: jax.tree.leaves(tx.init(graphstate)),
-            out_shardings=jax.tree.leaves(shardings),
-        )
-        treedef = jax.tree.structure(abstract.opt_state)
-        opt_state = jax.tree.unflatten(treedef, init(self.graphstate))
+        mesh = None if rules is None else self._mesh(None)
+        opt_state = init_opt_state(tx, self.graphstate, mesh=mesh, rules=rules)
         return self.replace(tx=tx, opt_state=opt_state)
 
     def shard_model(
@@ -287,8 +285,9 @@ class EasyDeLState(struct.PyTreeNode):
 
         Raises:
             MismatchError: A sharding is for no leaf of this state, or does not fit.
+            InvalidRequestError: There is no sharding in the tree.
         """
-        resharded: Self = reshard(self, shardings_by_key(shape))
+        resharded: Self = reshard(self, required_shardings(shape))
         return resharded
 
     def gather_model(
@@ -337,6 +336,8 @@ class EasyDeLState(struct.PyTreeNode):
         """Saves the state at its own step, and waits for the commit.
 
         ``storesvc_client.easydel.save_state`` does the same in the background.
+        EasyDeL's ``verbose``, ``mismatch_allowed`` and ``enable`` are not taken: a
+        save is never partial, and each process that calls this saves.
 
         Args:
             save_directory: Where to: a ``Run``; with ``client``, the name of a run
@@ -374,23 +375,29 @@ class EasyDeLState(struct.PyTreeNode):
         tx: optax.GradientTransformation | None = None,
         client: "Client | None" = None,
         mesh: Mesh | None = None,
-        partition_rules: Rules | None = None,
-        **options: Any,
+        partition_rules: "Rules | Literal['recorded'] | None" = None,
+        opt_state: Literal["restore", "skip"] = "restore",
+        dtype: Any = None,
+        missing: Literal["error", "init"] = "error",
+        structure: Literal["check", "report"] = "check",
     ) -> Self:
         """Returns a state that ``save_state`` saved.
 
         Args:
-            load_directory: As of ``save_state``; the name of a run may end in a step
-                or tag, "prod/llama@100". Without one: the newest checkpoint.
+            load_directory: As of ``save_state``; the name of a run may end in a step,
+                "prod/llama@100". Without one: the newest checkpoint.
             model: As of ``storesvc_client.easydel.restore_state``.
             tx: The optimizer that the state was trained with.
             client: The store that the run is in.
             mesh: The devices.
             partition_rules: How the leaves are spread over them.
-            **options: The other arguments of ``restore_state``.
+            opt_state: As of ``restore_state``.
+            dtype: As of ``restore_state``.
+            missing: As of ``restore_state``.
+            structure: As of ``restore_state``.
 
         Raises:
-            FileNotFoundError: The directory holds no store.
+            FileNotFoundError: The directory holds no state.
             StoreError: As ``restore_state``.
         """
         from storesvc_client.easydel import opened_run, restore_state
@@ -403,8 +410,11 @@ class EasyDeLState(struct.PyTreeNode):
                 tx=tx,
                 mesh=mesh,
                 rules=partition_rules,
+                opt_state=opt_state,
+                dtype=dtype,
+                missing=missing,
+                structure=structure,
                 state_class=cls,
-                **options,
             )
             return state
 
@@ -422,7 +432,7 @@ class EasyDeLState(struct.PyTreeNode):
 
         Raises:
             AssertionError: There is no ``tx``.
-            FileNotFoundError: The directory holds no store.
+            FileNotFoundError: The directory holds no state.
             MismatchError: The checkpoint's is of another optimizer or model.
         """
         from storesvc_client.easydel import opened_run
@@ -451,6 +461,31 @@ class EasyDeLState(struct.PyTreeNode):
                 "expected mesh=, as neither the model nor its arrays name one, got None"
             )
         return found
+
+
+def _alike(graphstate: GraphState, tree: Any) -> GraphState:
+    """The Variables of a state with the values of a tree that has the same paths."""
+    own, given = graph_leaves(graphstate), graph_leaves(tree)
+    problems, alike = [], {}
+    for path, variable in own.items():
+        value = given[path]
+        bare = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+        expected, got = _kind(variable), _kind(value)
+        other_type = isinstance(value, nnx.Variable) and type(value) is not type(
+            variable
+        )
+        if other_type or np.shape(bare) != np.shape(variable.get_raw_value()):
+            problems.append(f"leaf {path}: expected {expected}, got {got}")
+        alike[path] = variable.replace(bare)
+    if problems:
+        raise ValueError(list_problems(problems))
+    return refine_graphs(alike)
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, nnx.Variable):
+        return f"{type(leaf).__name__} {np.shape(leaf.get_raw_value())}"
+    return f"an array {np.shape(leaf)}"
 
 
 def _size(leaf: Any) -> int:
@@ -487,4 +522,4 @@ def _initial_opt_state(
         raise ValueError("expected init_opt_state or opt_state, got both")
     if tx is None:
         raise ValueError("init_opt_state expected tx, got None")
-    return tx.init(graphstate)
+    return init_opt_state(tx, graphstate, mesh=None, rules=None)

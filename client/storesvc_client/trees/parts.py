@@ -82,7 +82,7 @@ def split_module(
 
 def _is_graph(model: Any) -> bool:
     """Whether it is a module, such as nnx.Optimizer, or a dict or list of some."""
-    if isinstance(model, (dict, list)):
+    if isinstance(model, (dict, list, tuple)):
         items = model.values() if isinstance(model, dict) else model
         return any(isinstance(item, nnx.Variable) or _is_graph(item) for item in items)
     return isinstance(model, nnx.Pytree)
@@ -110,7 +110,7 @@ def partition_rules_of(model: Any) -> Rules | None:
     if ask is not None:
         rules = ask(None)
     else:
-        ask = getattr(setting_of(model, "config"), "get_partition_rules", None)
+        ask = getattr(_config_of(model), "get_partition_rules", None)
         rules = None if ask is None else ask()
     if rules is None:
         return None
@@ -126,12 +126,20 @@ def setting_of(model: Any, name: str) -> Any:
     return getattr(model, name) if known else None
 
 
+def _config_of(model: Any) -> Any:
+    """The config of a model; None where it has none, or cannot tell it."""
+    try:
+        return setting_of(model, "config")
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return None
+
+
 def mesh_of(model: Any) -> Mesh | None:
     """Returns the mesh that a model is made for; None without one.
 
     EasyDeL makes it, of all devices, when it is first asked for.
     """
-    for owner in (setting_of(model, "config"), model):
+    for owner in (_config_of(model), model):
         # The model's own raises where its configuration has none.
         mesh = getattr(owner, "mesh", None)
         if mesh is not None or hasattr(owner, "mesh"):

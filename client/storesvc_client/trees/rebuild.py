@@ -21,7 +21,11 @@ import optax
 from jax.sharding import Mesh
 
 from storesvc_client._opened import OpenCheckpoint
-from storesvc_client.errors import InvalidRequestError, MismatchError
+from storesvc_client.errors import (
+    InvalidRequestError,
+    MismatchError,
+    StructureError,
+)
 from storesvc_client.trees.blueprints import (
     Blueprint,
     ModelLike,
@@ -30,12 +34,18 @@ from storesvc_client.trees.blueprints import (
 )
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.flattening import list_problems
-from storesvc_client.trees.graphs import merge_by_path
-from storesvc_client.trees.partitioning import Rules, shardings_by_rules
+from storesvc_client.trees.graphs import GraphState, merge_by_path
+from storesvc_client.trees.optimizers import (
+    abstract_opt_state,
+    beside_parameters,
+    check_tx,
+    init_opt_state,
+    replicated_beside,
+)
+from storesvc_client.trees.partitioning import Rules
 from storesvc_client.trees.parts import partition_rules_of
 from storesvc_client.trees.recipes import Recipe
-from storesvc_client.trees.resharding import reshard, shardings_by_key
-from storesvc_client.trees.sourcing import Sources
+from storesvc_client.trees.sourcing import Sources, as_saved
 from storesvc_client.trees.structure import decode_graphdef
 
 __all__ = ["Options", "restore_module", "restore_opt_state", "restore_state"]
@@ -68,6 +78,9 @@ class Options:
                 )
 
 
+MAX_TEXT: Final = 300
+"""Characters of one difference in a message."""
+
 _SHOWN: Final = 5
 """Places of the structure that one message lists beside fields of the config."""
 
@@ -87,32 +100,30 @@ def restore_state(
     options: Options,
 ) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
-    recipe = _recipe_of(opened)
+    if tx is not None:
+        check_tx(tx)
+    recipe = _recipe_of(opened, options)
     blueprint = _drawn(model, recipe, options)
     options = _with_own_placement(blueprint, options)
-    holds = _holds_optimizer(opened, recipe)
-    if holds and tx is None and options.opt_state == "restore":
-        raise InvalidRequestError(
-            f"{opened.name} holds the state of an optimizer: expected tx=, got None; "
-            "give the optimizer, or opt_state='skip'"
-        )
-    abstract = None
-    if (
-        tx is not None
-        and options.opt_state == "restore"
-        and (holds or not options.initialises)
-    ):
-        abstract = jax.eval_shape(tx.init, blueprint.graphstate)
-    _compare(opened, recipe, blueprint, abstract, options)
+    begins = _begins_optimizer(opened, recipe, tx, options)
+    like: dict[str, Any] = {"opt_state": None}
+    if tx is not None and options.opt_state == "restore" and not begins:
+        like["opt_state"] = abstract_opt_state(tx, blueprint.graphstate)
+    _compare(opened, recipe, blueprint, like["opt_state"], options)
     sources = Sources.find(blueprint, opened.leaves, initialising=options.initialises)
-    like = {**sources.like(), "opt_state": abstract, **_step(opened, options)}
-    restored = {"step": 0, **_restored(opened, like, options)}
+    if "step" in opened.leaves or not options.initialises:
+        like["step"] = jax.ShapeDtypeStruct((), jnp.int32)
+    if options.mesh is None:
+        known = getattr(model, "opt_state", None)
+        like = _beside_parameters(like, blueprint.graphstate, known)
+    restored = _restored(opened, {**sources.like(), **like}, options)
     graphstate, graphother = sources.merge(restored, options.mesh, options.rules)
     opt_state = restored["opt_state"]
-    if tx is not None and not holds and options.initialises:
-        opt_state = tx.init(graphstate)
+    if begins and tx is not None:
+        rules = options.rules if not isinstance(options.rules, str) else None
+        opt_state = init_opt_state(tx, graphstate, mesh=options.mesh, rules=rules)
     return state_class.create(
-        step=restored["step"],
+        step=restored.get("step", 0),
         graphdef=blueprint.graphdef,
         graphstate=graphstate,
         graphother=graphother,
@@ -125,13 +136,14 @@ def restore_module(
     opened: OpenCheckpoint, *, model: ModelLike, allow: Any, options: Options
 ) -> Any:
     """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
-    recipe = _recipe_of(opened)
+    recipe = _recipe_of(opened, options)
     if model is None:
+        # its mesh and its rules are not asked for: what is stored calls nothing
         blueprint = _as_stored(opened, recipe, allow, options)
     else:
         blueprint = _drawn(model, recipe, options)
         _compare(opened, recipe, blueprint, None, options)
-    options = _with_own_placement(blueprint, options)
+        options = _with_own_placement(blueprint, options)
     sources = Sources.find(blueprint, opened.leaves, initialising=options.initialises)
     restored = _restored(opened, sources.like(), options)
     parts = sources.merge(restored, options.mesh, options.rules)
@@ -142,27 +154,37 @@ def restore_opt_state(opened: OpenCheckpoint, state: EasyDeLState) -> Any:
     """Returns the optimizer state of a checkpoint for the parameters of a state.
 
     Raises:
-        MismatchError: The checkpoint's is of another optimizer or other parameters.
+        MismatchError: The checkpoint's is of another optimizer or other parameters,
+            or there is none.
     """
-    assert state.tx is not None
-    recipe = Recipe.unpack(opened.structure) if opened.structure else None
-    like = state.opt_state
-    if like is None:
-        like = jax.eval_shape(state.tx.init, state.graphstate)
-        rules, mesh = partition_rules_of(state.model), state.mesh
-        if rules is not None and mesh is not None:
-            whole = state.replace(opt_state=like)
-            own = shardings_by_rules(whole, mesh, rules)
-            like = reshard(whole, shardings_by_key(own.replace(step=0))).opt_state
-    target = Recipe.of(state.graphdef, state.graphstate, state.graphother, like)
+    options = Options(mesh=state.mesh, rules=partition_rules_of(state.model))
+    recipe = _recipe_of(opened, options)
+    if not _holds_optimizer(opened, recipe):
+        raise MismatchError(
+            f"{opened.name}: expected the state of an optimizer, got a checkpoint "
+            "without one; begin one with init_tx"
+        )
+    abstract = abstract_opt_state(state.tx, state.graphstate)
+    target = Recipe.of(state.graphdef, state.graphstate, state.graphother, abstract)
     if recipe is not None:
         _refuse(opened, recipe.optimizer_differences(target))
-    restored = opened.restore(like={"opt_state": like}, select=_opt_state_keys(opened))
-    return restored["opt_state"]
+    like = {"opt_state": abstract}
+    if options.mesh is None or options.rules is None:
+        options = replace(options, mesh=None, rules=None)
+        like = _beside_parameters(like, state.graphstate, state.opt_state)
+    return _restored(opened, like, options)["opt_state"]
 
 
-def _recipe_of(opened: OpenCheckpoint) -> Recipe | None:
-    return Recipe.unpack(opened.structure) if opened.structure else None
+def _recipe_of(opened: OpenCheckpoint, options: Options) -> Recipe | None:
+    if not opened.structure:
+        return None
+    try:
+        return Recipe.unpack(opened.structure)
+    except StructureError as e:
+        if options.structure == "check":
+            raise
+        _log.warning("%s: nothing is compared with its model: %s", opened.name, e)
+        return None
 
 
 def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Blueprint:
@@ -173,10 +195,43 @@ def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Bluepri
 def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
     """The options with the mesh and the rules that the model knows itself, where
     the caller named none."""
-    mesh, rules = options.mesh, options.rules
-    if rules is None and (own := blueprint.own_rules) is not None:
-        mesh, rules = mesh or blueprint.own_mesh, own
-    return options if mesh is None else replace(options, mesh=mesh, rules=rules)
+    if options.mesh is not None and options.rules is not None:
+        return options
+    own_mesh, own_rules = blueprint.own_placement()
+    rules = own_rules if options.rules is None else options.rules
+    mesh = own_mesh if options.mesh is None and rules is not None else options.mesh
+    return replace(
+        options, mesh=mesh, rules=rules if mesh is not None else options.rules
+    )
+
+
+def _begins_optimizer(
+    opened: OpenCheckpoint,
+    recipe: Recipe | None,
+    tx: optax.GradientTransformation | None,
+    options: Options,
+) -> bool:
+    """Whether the optimizer begins anew, as the checkpoint holds none.
+
+    Raises:
+        InvalidRequestError: There is an optimizer in one of the two only.
+    """
+    if options.opt_state == "skip":
+        return False
+    holds = _holds_optimizer(opened, recipe)
+    if holds and tx is None:
+        raise InvalidRequestError(
+            f"{opened.name} holds the state of an optimizer: expected tx=, got None; "
+            "give the optimizer, or opt_state='skip'"
+        )
+    if tx is None or holds:
+        return False
+    if recipe is not None and not options.initialises:
+        raise InvalidRequestError(
+            f"{opened.name} holds no state of an optimizer: expected no tx=, got one; "
+            "leave it out, or give missing='init' to begin it anew"
+        )
+    return options.initialises
 
 
 def _holds_optimizer(opened: OpenCheckpoint, recipe: Recipe | None) -> bool:
@@ -211,7 +266,7 @@ def _compare(
         _log.warning(
             "%s was saved from another model: %s",
             opened.name,
-            list_problems([*config, *found]),
+            list_problems(_told([*config, *found])),
         )
 
 
@@ -219,16 +274,25 @@ def _refuse(opened: OpenCheckpoint, problems: list[str]) -> None:
     if problems:
         raise MismatchError(
             f"{opened.name} was saved from another model or optimizer: "
-            f"{list_problems(problems)}; mend what is given, or restore with "
+            f"{list_problems(_told(problems))}; mend what is given, or restore with "
             "structure='report' what fits"
         )
+
+
+def _told(problems: list[str]) -> list[str]:
+    """The problems without what a terminal would obey, none of them long: they quote
+    what somebody stored."""
+    return [
+        (text if text.isprintable() else ascii(text)[1:-1])[:MAX_TEXT]
+        for text in problems
+    ]
 
 
 def _as_stored(
     opened: OpenCheckpoint, recipe: Recipe | None, allow: Any, options: Options
 ) -> Blueprint:
     """The blueprint of the structure in the checkpoint."""
-    if recipe is None:
+    if recipe is None or recipe.graphdef is None:
         raise InvalidRequestError(
             f"{opened.name} holds no structure of a module: expected model=, got None"
         )
@@ -237,18 +301,18 @@ def _as_stored(
     return blueprint if options.dtype is None else blueprint.cast(options.dtype)
 
 
-def _step(opened: OpenCheckpoint, options: Options) -> dict[str, Any]:
-    """A step of the kind that was saved: a Python number counts in ``create``, an
-    array it becomes in the first ``jax.jit``. Without one, it may begin at 0."""
-    held = opened.leaves.get("step")
-    if held is None and options.initialises:
-        return {}
-    if held is not None and held.kind == "python_scalar":
-        return {"step": 0}
-    dtype = jnp.int32
-    if held is not None and jnp.issubdtype(held.dtype, jnp.integer):
-        dtype = held.dtype
-    return {"step": jax.ShapeDtypeStruct((), dtype)}
+def _beside_parameters(
+    like: dict[str, Any], graphstate: GraphState, known: Any
+) -> dict[str, Any]:
+    """The step and the optimizer's state, abstract, where their parameters lie."""
+    placed = {
+        **like,
+        "opt_state": beside_parameters(like["opt_state"], graphstate, known),
+    }
+    sharding = replicated_beside(graphstate)
+    if "step" in like and sharding is not None:
+        placed["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+    return placed
 
 
 def _restored(opened: OpenCheckpoint, like: Any, options: Options) -> Any:
@@ -257,9 +321,11 @@ def _restored(opened: OpenCheckpoint, like: Any, options: Options) -> Any:
         skipped.update(_opt_state_keys(opened))
     if "step" not in like:  # of a state, a module takes the Variables
         skipped.add("step")
+    if set(like) == {"opt_state"}:
+        skipped.update(opened.leaves.keys() - set(_opt_state_keys(opened)))
     select = [key for key in opened.leaves if key not in skipped]
     return opened.restore(
-        like=like,
+        like=as_saved(like, opened.leaves, casting=options.dtype is not None),
         mesh=options.mesh,
         rules=options.rules,
         select=select,
@@ -269,5 +335,7 @@ def _restored(opened: OpenCheckpoint, like: Any, options: Options) -> Any:
 
 def _opt_state_keys(opened: OpenCheckpoint) -> list[str]:
     return [
-        key for key in opened.leaves if key == "opt_state" or key[:10] == "opt_state/"
+        key
+        for key in opened.leaves
+        if key == "opt_state" or key.startswith("opt_state/")
     ]

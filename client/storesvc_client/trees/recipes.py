@@ -10,7 +10,7 @@ compressed by zlib, in ``LeafTable.structure``::
      "model": "LlamaForCausalLM",     for people; nothing is looked up by it
      "config": {...} or null,         plain data (``structure.encode_data``)
      "arguments": {...},              likewise: dtype, param_dtype, precision
-     "graphdef": {...},               the structure (``structure.encode_graphdef``)
+     "graphdef": {...} or null,       the structure (``structure.encode_graphdef``)
      "variables": {"graphstate/fc1/kernel": "Param", ...},
      "opt_state": {"opt_state/0": "ScaleByAdamState", ...} or null}
 
@@ -18,9 +18,11 @@ Nothing in it is believed: it is compared as data. Only where a caller asks for 
 module and gives no code is the structure decoded, by an exact allow-list.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
-from functools import lru_cache
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
@@ -30,18 +32,20 @@ from flax import nnx
 
 from storesvc.format.keys import join_key
 from storesvc_client._documents import pack_document, unpack_document
-from storesvc_client.errors import StructureError
+from storesvc_client.errors import StoreError, StructureError
 from storesvc_client.trees.config_differences import config_differences
 from storesvc_client.trees.containers import containers
 from storesvc_client.trees.graphs import (
     GraphState,
     Identity,
     fill_graph,
+    fresh_leaf,
     graph_leaves,
     graph_paths,
 )
 from storesvc_client.trees.parts import setting_of
 from storesvc_client.trees.structure import (
+    common_differences,
     decode_data,
     differences,
     encode_data,
@@ -55,7 +59,19 @@ FORMAT: Final = "storesvc.recipe/1"
 _ARGUMENTS: Final = ("dtype", "param_dtype", "precision")
 """What EasyDeL's models are built with besides their config."""
 
-_DTYPES: Final = ("dtype", "param_dtype")
+_CAST: Final = ("param_dtype",)
+"""The setting that a cast of the parameters changes."""
+
+_FAILURES: Final = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
+
+_log = logging.getLogger("storesvc_client")
 
 Json: TypeAlias = Any
 
@@ -72,7 +88,7 @@ class Recipe:
     arguments: Mapping[str, Json]
     """Encoded plain data."""
     graphdef: Json
-    """See ``structure.encode_graphdef``."""
+    """See ``structure.encode_graphdef``; None of what no document can hold."""
     variables: Mapping[str, str]
     """The name of the type of each Variable, by the key of where it stands."""
     opt_state: Mapping[str, str] | None
@@ -87,7 +103,7 @@ class Recipe:
         opt_state: Any = None,
     ) -> "Recipe":
         """Returns the recipe of a state, real or abstract."""
-        facts = _facts(Identity(graphdef))
+        facts = _facts_of(graphdef, graphstate, graphother)
         return cls(
             versions={name: version(name) for name in ("flax", "jax", "optax")},
             model=facts.model,
@@ -109,8 +125,12 @@ class Recipe:
 
     def pack(self) -> bytes:
         """Returns the recipe as the document of a checkpoint."""
-        fields = {"format": FORMAT, **{f: getattr(self, f) for f in self.__slots__}}
-        return pack_document(fields)
+        found = {"format": FORMAT, **{f: getattr(self, f) for f in self.__slots__}}
+        try:
+            return pack_document(found)
+        except StructureError as e:
+            _log.warning("the structure of the model is not kept with it: %s", e)
+            return pack_document(found | {"graphdef": None})
 
     @classmethod
     def unpack(cls, document: bytes) -> "Recipe":
@@ -166,9 +186,10 @@ class Recipe:
             StructureError: The config is no plain data.
         """
         found = config_differences(self.decoded_config(), target.decoded_config())
-        if casting:
-            return found
         own, other = self.decoded_arguments(), target.decoded_arguments()
+        for name in _CAST if casting else ():
+            own.pop(name, None)
+            other.pop(name, None)
         return found + config_differences(own, other)
 
     def optimizer_differences(self, target: "Recipe") -> list[str]:
@@ -192,16 +213,19 @@ class Recipe:
             casting: As of ``config_differences``.
         """
         found = [
-            f"{key}: expected a {kind} as saved, got a {target.variables[key]}"
+            f"{key}: expected {kind} as saved, got {target.variables[key]}"
             for key, kind in self.variables.items()
             if target.variables.get(key, kind) != kind
         ]
-        # Another release of flax may describe the same module differently.
+        if self.graphdef is None or target.graphdef is None:
+            return found
+        if _same(self.graphdef, target.graphdef):
+            return found
+        # releases of flax add attributes to modules, and take some away
         same_release = self.versions.get("flax") == target.versions.get("flax")
-        if same_release and self.graphdef != target.graphdef:
-            ignore = _DTYPES if casting else ()
-            found += differences(self.graphdef, target.graphdef, ignore=ignore)
-        return found
+        compare = differences if same_release else common_differences
+        ignore = _CAST if casting else ()
+        return found + compare(self.graphdef, target.graphdef, ignore=ignore)
 
 
 _TEXTS: Final = {"versions": False, "variables": False, "opt_state": True}
@@ -218,33 +242,76 @@ class _Facts:
     arguments: dict[str, Json]
 
 
-@lru_cache(maxsize=4)
-def _facts(key: Identity) -> _Facts:
-    """A training loop saves states of one GraphDef; it is described once."""
-    graphdef = key.graphdef
-    # to ask it for its settings, a module needs no values
-    empty = np.zeros(())
-    model = fill_graph(graphdef, dict.fromkeys(graph_paths(graphdef), empty))
-    return _Facts(
-        graphdef=encode_graphdef(graphdef),
-        model=type(model).__qualname__,
-        config=_config(setting_of(model, "config")),
-        arguments={
-            name: encode_data(_plain(getattr(model, name)))
-            for name in _ARGUMENTS
-            if setting_of(model, name) is not None
-        },
-    )
+_known: "OrderedDict[Identity, _Facts]" = OrderedDict()
+"""A training loop saves states of one GraphDef, again and again; it is described
+once. A GraphDef is small: it holds no values."""
+
+_KNOWN: Final = 4
+
+_NOTHING: Final = np.zeros(())
+"""For Variables that a state lacks, such as RNG streams that are not saved."""
 
 
-def _config(config: Any) -> Json:
-    if config is None:
+def _facts_of(
+    graphdef: "nnx.GraphDef[Any]", graphstate: GraphState, graphother: GraphState
+) -> _Facts:
+    found = _known.get(Identity(graphdef))
+    if found is None:
+        # a module tells its settings; a property of it may look at its values
+        leaves = {**graph_leaves(graphstate), **graph_leaves(graphother)}
+        held = {p: fresh_leaf(leaves.get(p, _NOTHING)) for p in graph_paths(graphdef)}
+        model = fill_graph(graphdef, held)
+        arguments = {
+            name: _encoded(partial(setting_of, model, name)) for name in _ARGUMENTS
+        }
+        found = _known[Identity(graphdef)] = _Facts(
+            graphdef=_structure(graphdef),
+            model=type(model).__qualname__,
+            config=_encoded(partial(_config, model)),
+            arguments={k: v for k, v in arguments.items() if v is not None},
+        )
+        while len(_known) > _KNOWN:
+            _known.popitem(last=False)
+    return found
+
+
+def _same(document: Json, other: Json) -> bool:
+    """Whether documents are equal, which is fast to find; one nested too deeply to be
+    compared so is left to ``differences`` to refuse."""
+    try:
+        return bool(document == other)
+    except RecursionError:
+        return False
+
+
+def _structure(graphdef: "nnx.GraphDef[Any]") -> Json:
+    try:
+        return encode_graphdef(graphdef)
+    except StoreError as e:  # such as a module nested deeper than documents may be
+        _log.warning("the structure of the model is not kept with it: %s", e)
         return None
+
+
+def _encoded(ask: Callable[[], Any]) -> Json:
+    """What a model says of itself; None where it fails to. It is for comparing, and a
+    save must not fail for it."""
+    try:
+        found = ask()
+        return None if found is None else encode_data(_plain(found))
+    except _FAILURES as e:
+        _log.warning("a setting of the model is not kept with it: %r", e)
+        return None
+
+
+def _config(model: Any) -> Any:
+    config = setting_of(model, "config")
+    if isinstance(config, Mapping):
+        return dict(config)
     if hasattr(config, "to_dict"):
-        return encode_data(config.to_dict())
+        return config.to_dict()
     if is_dataclass(config) and not isinstance(config, type):
-        return encode_data(asdict(config))
-    return encode_data(dict(config)) if isinstance(config, Mapping) else None
+        return {field.name: getattr(config, field.name) for field in fields(config)}
+    return None
 
 
 def _plain(argument: Any) -> Any:

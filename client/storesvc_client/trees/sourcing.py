@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import join_key
+from storesvc_client._values import LeafInfo
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.blueprints import PARTS, Blueprint
+from storesvc_client.trees.blueprints import PARTS, Blueprint, stand_in
 from storesvc_client.trees.flattening import named_leaves
 from storesvc_client.trees.graphs import (
     GraphPath,
@@ -27,8 +31,9 @@ from storesvc_client.trees.graphs import (
 from storesvc_client.trees.meta_values import recreate_meta_values
 from storesvc_client.trees.partitioning import Partitioner, Rules
 from storesvc_client.trees.parts import split_module
+from storesvc_client.trees.placing import would_narrow
 
-__all__ = ["Sources"]
+__all__ = ["Sources", "as_saved"]
 
 Place: TypeAlias = tuple[str, GraphPath]
 """The part of a state that a Variable is in, and its path there."""
@@ -129,12 +134,9 @@ class Sources:
         if not self.initialised:
             return {}
         make = self.blueprint.make
-        if make is None:
-            raise InvalidRequestError(
-                f"missing='init' expected model= a class or a factory to initialise "
-                f"{len(self.initialised)} Variables with, got an instance"
-            )
         places = list(self.initialised)
+        if make is None:
+            return {place: _own_value(self.initialised[place]) for place in places}
 
         def values() -> list[Any]:
             parts = dict(zip(PARTS, split_module(make())[1:], strict=True))
@@ -150,6 +152,55 @@ class Sources:
         return dict(zip(places, made, strict=True))
 
 
+def as_saved(like: Any, leaves: Mapping[str, LeafInfo], *, casting: bool) -> Any:
+    """Returns the tree with stand-ins of what was saved, where abstract ones lost it.
+
+    Traced, a Python number is an array of 32 bits, and so is a NumPy array of 64. What
+    was saved as such comes back as such; and where parameters are cast, scalars of
+    their optimizer, such as a decay rate of 0.999, are not.
+
+    Args:
+        like: A pytree, abstract where it came of a trace.
+        leaves: Of the checkpoint, by key.
+        casting: Whether floating-point leaves are to be cast.
+    """
+    named, treedef = named_leaves(like)
+    return jax.tree.unflatten(
+        treedef,
+        [
+            _as_saved(leaf.value, leaves[leaf.key], casting=casting)
+            if isinstance(leaf.value, jax.ShapeDtypeStruct) and leaf.key in leaves
+            else leaf.value
+            for leaf in named
+        ],
+    )
+
+
+def _as_saved(like: jax.ShapeDtypeStruct, leaf: LeafInfo, *, casting: bool) -> Any:
+    dtype = DTYPES[leaf.dtype]
+    families = (jnp.integer, jnp.floating, jnp.complexfloating, jnp.bool_)
+    same = any(
+        jnp.issubdtype(like.dtype, family) and jnp.issubdtype(dtype, family)
+        for family in families
+    )
+    if not same or like.shape != leaf.shape or like.dtype == dtype:
+        return stand_in(leaf) if leaf.kind == "python_scalar" and same else like
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    if leaf.kind == "array" and not (casting and floating):
+        # such as a step that was counted in 64 bits
+        return (
+            np.zeros((), dtype)
+            if like.shape == () and would_narrow(leaf.dtype)
+            else like
+        )
+    if casting and floating:
+        scalar = leaf.key.startswith("opt_state/") and like.shape == ()
+        return (
+            jax.ShapeDtypeStruct((), dtype, sharding=like.sharding) if scalar else like
+        )
+    return stand_in(leaf)
+
+
 def _variables(blueprint: Blueprint) -> Iterator[tuple[Place, Any]]:
     for part in PARTS:
         for path, leaf in graph_leaves(getattr(blueprint, part)).items():
@@ -160,14 +211,32 @@ def _holds(keys: Container[str], part: str, path: GraphPath, leaf: Any) -> bool:
     prefix = join_key((part, *map(str, path)))
     if not isinstance(leaf, nnx.Variable):
         return prefix in keys
-    if hasattr(leaf.get_value(), "shape"):
+    if hasattr(leaf.get_raw_value(), "shape"):
         return f"{prefix}/value" in keys
     return all(f"{prefix}/{below.key}" in keys for below in named_leaves(leaf)[0])
 
 
+def _own_value(variable: Any) -> Any:
+    """The value that an instance brought for what the checkpoint lacks."""
+    if any(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(variable)
+    ):
+        raise InvalidRequestError(
+            "missing='init' expected model= a class, a factory or a real module to "
+            "take values of, got an abstract one"
+        )
+    return variable
+
+
 def _like(made: Any, wanted: Any) -> Any:
     """The values that were made, in the dtypes that are wanted."""
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), made, wanted)
+    new = jax.tree.leaves(made)
+    old, treedef = jax.tree.flatten(wanted)
+    cast = [
+        jnp.asarray(value, getattr(like, "dtype", None))
+        for value, like in zip(new, old, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, cast)
 
 
 def _shardings(
@@ -184,7 +253,7 @@ def _shardings(
     def sharding(place: Place, leaf: Any) -> Sharding:
         part, path = place
         key = join_key((part, *map(str, path), "value"))
-        return partitioner.sharding(key, tuple(leaf.shape))
+        return partitioner.leaf_sharding(key, tuple(leaf.shape))
 
     return [
         jax.tree.map(lambda leaf, place=place: sharding(place, leaf), variable)

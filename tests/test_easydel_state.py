@@ -178,6 +178,34 @@ class TestValue:
         with pytest.raises(ValueError, match=r"missing .*layers.* unexpected .*levels"):
             getattr(made, merge)(renamed)
 
+    def test_bare_values_take_the_place_of_those_of_variables(self) -> None:
+        made = state()
+        bare = nnx.to_pure_dict(jax.tree.map(lambda x: 2 * x, made.graphstate))
+
+        merged = made.merge_to_state(bare)
+
+        assert_equal_leaves(
+            jax.tree.map(lambda x: 2 * x, made.graphstate), merged.graphstate
+        )
+        assert graph_leaves(made.graphstate).keys() == (
+            graph_leaves(merged.graphstate).keys()
+        )
+
+    def test_values_of_another_shape_or_type_are_refused(self) -> None:
+        made = state()
+        small = jax.tree.map(lambda x: x[:1], made.graphstate)
+        counted = {
+            path: nnx.BatchStat(variable.get_value())
+            for path, variable in graph_leaves(made.graphstate).items()
+        }
+
+        with pytest.raises(
+            ValueError, match=r"'kernel'\]: expected Param \(2, 2\), got"
+        ):
+            made.merge_to_state(small)
+        with pytest.raises(ValueError, match=r"expected Param \(2,\), got BatchStat"):
+            made.merge_to_state(counted)
+
     def test_size_counts_the_bytes_of_parameters_and_optimizer(self) -> None:
         parameters = 12 * (4 + 2) * 4
 

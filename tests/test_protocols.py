@@ -347,12 +347,24 @@ class Bare:
         vars(self).update(said)
 
 
+class Ruled(Bare):
+    """Answers as models of EasyDeL do."""
+
+    rules: Any
+
+    def _get_partition_rules(self, rules: Any) -> Any:
+        return self.rules if rules is None else rules
+
+
+def test_what_an_object_holds_is_not_called_for_its_rules() -> None:
+    held = Bare(_get_partition_rules=lambda _: [("", P())])
+
+    assert partition_rules_of(held) is None
+
+
 def test_a_model_brings_rules_and_a_mesh_or_none() -> None:
     devices = mesh(8, 1)
-    like_easydel = Bare(
-        _get_partition_rules=lambda rules: [("asked", P("a"))],
-        config=ToyConfig(devices),
-    )
+    like_easydel = Ruled(rules=[("asked", P("a"))], config=ToyConfig(devices))
 
     assert (("asked", P("a")),) == partition_rules_of(like_easydel)
     assert devices == mesh_of(like_easydel)
@@ -367,9 +379,9 @@ def test_a_model_brings_rules_and_a_mesh_or_none() -> None:
 
 @pytest.mark.parametrize("rule", [("kernel", ("a", "b")), "kernel", (None, P())])
 def test_rules_of_another_kind_are_refused(rule: Any) -> None:
-    model = Bare(_get_partition_rules=lambda rules: [rule])
+    model = Ruled(rules=[rule])
 
-    with pytest.raises(TypeError, match="rules of Bare: expected pairs of a regular"):
+    with pytest.raises(TypeError, match="rules of Ruled: expected pairs of a regular"):
         partition_rules_of(model)
 
 

@@ -82,6 +82,10 @@ class Blueprint:
         module = merge_by_path(self.graphdef, self.graphstate, self.graphother)
         return mesh_of(module), partition_rules_of(module)
 
+    def recipe(self, opt_state: Any) -> Recipe:
+        """Returns what a checkpoint of it, with an optimizer's state, would tell."""
+        return Recipe.of(self.graphdef, self.graphstate, self.graphother, opt_state)
+
     def cast(self, dtype: Any) -> "Blueprint":
         """Returns it with its floating-point parameters in a dtype."""
         return replace(self, graphstate=cast_floating(self.graphstate, dtype))

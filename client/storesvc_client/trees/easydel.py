@@ -28,12 +28,11 @@ from jax.sharding import Mesh
 
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.casting import cast_floating
-from storesvc_client.trees.flattening import list_problems
 from storesvc_client.trees.graphs import (
     GraphState,
-    graph_leaves,
     merge_by_path,
     refine_graphs,
+    with_values,
 )
 from storesvc_client.trees.optimizers import init_opt_state
 from storesvc_client.trees.partitioning import Rules, shardings_by_rules
@@ -173,7 +172,7 @@ class EasyDeLState(struct.PyTreeNode):
                 another type or shape there.
         """
         merge_by_path(self.graphdef, tree, self.graphother)  # refuses other paths
-        return self.replace(graphstate=_alike(self.graphstate, tree))
+        return self.replace(graphstate=with_values(self.graphstate, tree))
 
     @property
     def size(self) -> int:
@@ -461,31 +460,6 @@ class EasyDeLState(struct.PyTreeNode):
                 "expected mesh=, as neither the model nor its arrays name one, got None"
             )
         return found
-
-
-def _alike(graphstate: GraphState, tree: Any) -> GraphState:
-    """The Variables of a state with the values of a tree that has the same paths."""
-    own, given = graph_leaves(graphstate), graph_leaves(tree)
-    problems, alike = [], {}
-    for path, variable in own.items():
-        value = given[path]
-        bare = value.get_raw_value() if isinstance(value, nnx.Variable) else value
-        expected, got = _kind(variable), _kind(value)
-        other_type = isinstance(value, nnx.Variable) and type(value) is not type(
-            variable
-        )
-        if other_type or np.shape(bare) != np.shape(variable.get_raw_value()):
-            problems.append(f"leaf {path}: expected {expected}, got {got}")
-        alike[path] = variable.replace(bare)
-    if problems:
-        raise ValueError(list_problems(problems))
-    return refine_graphs(alike)
-
-
-def _kind(leaf: Any) -> str:
-    if isinstance(leaf, nnx.Variable):
-        return f"{type(leaf).__name__} {np.shape(leaf.get_raw_value())}"
-    return f"an array {np.shape(leaf)}"
 
 
 def _size(leaf: Any) -> int:

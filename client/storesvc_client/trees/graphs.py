@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final, TypeAlias, TypeVar
 
+import numpy as np
 from flax import nnx
 
 from storesvc_client.trees.dicts import (
@@ -34,6 +35,7 @@ __all__ = [
     "graph_paths",
     "merge_by_path",
     "refine_graphs",
+    "with_values",
 ]
 
 GraphState: TypeAlias = nnx.State[Any, Any]
@@ -127,6 +129,39 @@ def graph_paths(graphdef: "nnx.GraphDef[M]") -> frozenset[GraphPath]:
 def fresh_leaf(leaf: Any) -> Any:
     """Returns the leaf, and for a Variable another one of the same value."""
     return leaf.copy() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def with_values(graph: Mapping[Any, Any], values: Mapping[Any, Any]) -> GraphState:
+    """Returns the Variables of a graph with the values of another of the same paths.
+
+    Args:
+        graph: A State or dict of Variables.
+        values: One of Variables, or of bare arrays, which may have another dtype.
+
+    Raises:
+        ValueError: A Variable there is of another type or shape.
+    """
+    own, given = graph_leaves(graph), graph_leaves(values)
+    problems, alike = [], {}
+    for path, variable in own.items():
+        value = given[path]
+        bare = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+        expected, got = _kind(variable), _kind(value)
+        other_type = isinstance(value, nnx.Variable) and type(value) is not type(
+            variable
+        )
+        if other_type or np.shape(bare) != np.shape(variable.get_raw_value()):
+            problems.append(f"leaf {path_text(path)}: expected {expected}, got {got}")
+        alike[path] = variable.replace(bare)
+    if problems:
+        raise ValueError("; ".join(problems[:SHOWN]))
+    return refine_graphs(alike)
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, nnx.Variable):
+        return f"{type(leaf).__name__} {np.shape(leaf.get_raw_value())}"
+    return f"an array {np.shape(leaf)}"
 
 
 def _leaves_of_all(graphs: Iterable[Mapping[Any, Any]]) -> dict[GraphPath, Any]:

@@ -106,11 +106,11 @@ def partition_rules_of(model: Any) -> Rules | None:
     # EasyDeL says the same of a public method, the configuration's; but that one has
     # None where modules tell their own specs, and patterns that end before the
     # "/value" of a Variable. This method is in its protocol, and has neither.
-    ask = setting_of(model, "_get_partition_rules")
+    ask = _method_of(model, "_get_partition_rules")
     if ask is not None:
         rules = ask(None)
     else:
-        ask = getattr(_config_of(model), "get_partition_rules", None)
+        ask = _method_of(_config_of(model), "get_partition_rules")
         rules = None if ask is None else ask()
     if rules is None:
         return None
@@ -124,6 +124,20 @@ def setting_of(model: Any, name: str) -> Any:
     """
     known = inspect.getattr_static(model, name, None) is not None
     return getattr(model, name) if known else None
+
+
+def _method_of(owner: Any, name: str) -> Any:
+    """A method of the class of an object; None where it has none.
+
+    Never what an attribute of the object itself holds: that may be what somebody
+    stored, and a method is called.
+    """
+    known = inspect.getattr_static(type(owner), name, None) is not None
+    return (
+        getattr(owner, name)
+        if known and name not in getattr(owner, "__dict__", {})
+        else None
+    )
 
 
 def _config_of(model: Any) -> Any:

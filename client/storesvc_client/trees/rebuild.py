@@ -11,7 +11,6 @@
 5. *Merge* the pieces by path, and make the state of them.
 """
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -21,19 +20,15 @@ import optax
 from jax.sharding import Mesh
 
 from storesvc_client._opened import OpenCheckpoint
-from storesvc_client.errors import (
-    InvalidRequestError,
-    MismatchError,
-    StructureError,
-)
+from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.blueprints import (
     Blueprint,
     ModelLike,
     draw_blueprint,
     stored_blueprint,
 )
+from storesvc_client.trees.comparison import compare, recipe_of, refuse
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.flattening import list_problems
 from storesvc_client.trees.graphs import GraphState, merge_by_path
 from storesvc_client.trees.optimizers import (
     abstract_opt_state,
@@ -49,8 +44,6 @@ from storesvc_client.trees.sourcing import Sources, as_saved
 from storesvc_client.trees.structure import decode_graphdef
 
 __all__ = ["Options", "restore_module", "restore_opt_state", "restore_state"]
-
-_log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +71,6 @@ class Options:
                 )
 
 
-MAX_TEXT: Final = 300
-"""Characters of one difference in a message."""
-
-_SHOWN: Final = 5
-"""Places of the structure that one message lists beside fields of the config."""
-
 _ALLOWED: Final = {
     "missing": ("error", "init"),
     "structure": ("check", "report"),
@@ -102,14 +89,20 @@ def restore_state(
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
     if tx is not None:
         check_tx(tx)
-    recipe = _recipe_of(opened, options)
+    recipe = recipe_of(opened, options.structure)
     blueprint = _drawn(model, recipe, options)
     options = _with_own_placement(blueprint, options)
     begins = _begins_optimizer(opened, recipe, tx, options)
     like: dict[str, Any] = {"opt_state": None}
     if tx is not None and options.opt_state == "restore" and not begins:
         like["opt_state"] = abstract_opt_state(tx, blueprint.graphstate)
-    _compare(opened, recipe, blueprint, like["opt_state"], options)
+    compare(
+        opened,
+        recipe,
+        blueprint.recipe(like["opt_state"]),
+        structure=options.structure,
+        casting=options.dtype is not None,
+    )
     sources = Sources.find(blueprint, opened.leaves, initialising=options.initialises)
     if "step" in opened.leaves or not options.initialises:
         like["step"] = jax.ShapeDtypeStruct((), jnp.int32)
@@ -136,13 +129,19 @@ def restore_module(
     opened: OpenCheckpoint, *, model: ModelLike, allow: Any, options: Options
 ) -> Any:
     """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
-    recipe = _recipe_of(opened, options)
+    recipe = recipe_of(opened, options.structure)
     if model is None:
         # its mesh and its rules are not asked for: what is stored calls nothing
         blueprint = _as_stored(opened, recipe, allow, options)
     else:
         blueprint = _drawn(model, recipe, options)
-        _compare(opened, recipe, blueprint, None, options)
+        compare(
+            opened,
+            recipe,
+            blueprint.recipe(None),
+            structure=options.structure,
+            casting=options.dtype is not None,
+        )
         options = _with_own_placement(blueprint, options)
     sources = Sources.find(blueprint, opened.leaves, initialising=options.initialises)
     restored = _restored(opened, sources.like(), options)
@@ -158,7 +157,7 @@ def restore_opt_state(opened: OpenCheckpoint, state: EasyDeLState) -> Any:
             or there is none.
     """
     options = Options(mesh=state.mesh, rules=partition_rules_of(state.model))
-    recipe = _recipe_of(opened, options)
+    recipe = recipe_of(opened, options.structure)
     if not _holds_optimizer(opened, recipe):
         raise MismatchError(
             f"{opened.name}: expected the state of an optimizer, got a checkpoint "
@@ -167,24 +166,12 @@ def restore_opt_state(opened: OpenCheckpoint, state: EasyDeLState) -> Any:
     abstract = abstract_opt_state(state.tx, state.graphstate)
     target = Recipe.of(state.graphdef, state.graphstate, state.graphother, abstract)
     if recipe is not None:
-        _refuse(opened, recipe.optimizer_differences(target))
+        refuse(opened, recipe.optimizer_differences(target))
     like = {"opt_state": abstract}
     if options.mesh is None or options.rules is None:
         options = replace(options, mesh=None, rules=None)
         like = _beside_parameters(like, state.graphstate, state.opt_state)
     return _restored(opened, like, options)["opt_state"]
-
-
-def _recipe_of(opened: OpenCheckpoint, options: Options) -> Recipe | None:
-    if not opened.structure:
-        return None
-    try:
-        return Recipe.unpack(opened.structure)
-    except StructureError as e:
-        if options.structure == "check":
-            raise
-        _log.warning("%s: nothing is compared with its model: %s", opened.name, e)
-        return None
 
 
 def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Blueprint:
@@ -238,54 +225,6 @@ def _holds_optimizer(opened: OpenCheckpoint, recipe: Recipe | None) -> bool:
     """Whether an optimizer was saved, be it one without a leaf."""
     saved = recipe is not None and recipe.opt_state is not None
     return saved or bool(_opt_state_keys(opened))
-
-
-def _compare(
-    opened: OpenCheckpoint,
-    recipe: Recipe | None,
-    blueprint: Blueprint,
-    opt_state: Any,
-    options: Options,
-) -> None:
-    """Refuses a model or an optimizer that is not the one that was saved."""
-    if recipe is None:
-        return
-    target = Recipe.of(
-        blueprint.graphdef, blueprint.graphstate, blueprint.graphother, opt_state
-    )
-    casting = options.dtype is not None
-    config = recipe.config_differences(target, casting=casting)
-    found = recipe.optimizer_differences(target)
-    found += recipe.model_differences(target, casting=casting)
-    if config and len(found) > _SHOWN:
-        # the config names in the caller's words what the structure shows everywhere
-        found[_SHOWN:] = [f"and {len(found) - _SHOWN} more places of the structure"]
-    if found and options.structure == "check":
-        _refuse(opened, [*config, *found])
-    if config or found:
-        _log.warning(
-            "%s was saved from another model: %s",
-            opened.name,
-            list_problems(_told([*config, *found])),
-        )
-
-
-def _refuse(opened: OpenCheckpoint, problems: list[str]) -> None:
-    if problems:
-        raise MismatchError(
-            f"{opened.name} was saved from another model or optimizer: "
-            f"{list_problems(_told(problems))}; mend what is given, or restore with "
-            "structure='report' what fits"
-        )
-
-
-def _told(problems: list[str]) -> list[str]:
-    """The problems without what a terminal would obey, none of them long: they quote
-    what somebody stored."""
-    return [
-        (text if text.isprintable() else ascii(text)[1:-1])[:MAX_TEXT]
-        for text in problems
-    ]
 
 
 def _as_stored(

@@ -3,7 +3,7 @@
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -141,33 +141,61 @@ def test_swapped_chunks_are_data_loss(tmp_path: Path) -> None:
             run.restore(3)
 
 
+def forge(root: Path, change: Callable[[tree_pb2.LeafTable], None]) -> None:
+    """Changes the leaves of a manifest, and the record so that it vouches for it."""
+    folder = root / "data/tests/forged"
+    (manifest_file,) = (folder / "manifests").iterdir()
+    (record_file,) = (folder / "checkpoints").iterdir()
+    manifest = tree_pb2.Manifest.FromString(manifest_file.read_bytes())
+    change(manifest.leaves)
+    forged = manifest.SerializeToString(deterministic=True)
+    record = unseal(record_file.read_bytes(), bucket_pb2.CheckpointRecord)
+    record.manifest_digest, record.manifest_bytes = digest(forged), len(forged)
+    places = RunPlaces(RunName("tests", "forged"))
+    (root / places.manifest(record.upload, digest(forged))).write_bytes(forged)
+    record_file.write_bytes(seal(record))
+
+
 @pytest.mark.parametrize(
     ("shape", "chunk_shape"), [((9,), (9,)), ((5,), (5,)), ((2, 7), (1, 7))], ids=str
 )
 def test_a_manifest_that_claims_another_shape_than_its_data_is_data_loss(
     tmp_path: Path, shape: tuple[int, ...], chunk_shape: tuple[int, ...]
 ) -> None:
-    """One that somebody wrote, with a record that vouches for it."""
     with store.connect(tmp_path.as_uri()) as client:
         client.run("tests/forged").save(3, {"x": np.arange(7, dtype=np.int16)})
-    folder = tmp_path / "data/tests/forged"
-    (manifest_file,) = (folder / "manifests").iterdir()
-    (record_file,) = (folder / "checkpoints").iterdir()
-    manifest = tree_pb2.Manifest.FromString(manifest_file.read_bytes())
-    manifest.leaves.rank[:] = [len(shape)]
-    manifest.leaves.shape[:] = shape
-    manifest.leaves.chunk_shape[:] = chunk_shape
-    forged = manifest.SerializeToString(deterministic=True)
-    record = unseal(record_file.read_bytes(), bucket_pb2.CheckpointRecord)
-    record.manifest_digest, record.manifest_bytes = digest(forged), len(forged)
-    places = RunPlaces(RunName("tests", "forged"))
-    (tmp_path / places.manifest(record.upload, digest(forged))).write_bytes(forged)
-    record_file.write_bytes(seal(record))
+
+    def change(leaves: tree_pb2.LeafTable) -> None:
+        leaves.rank[:] = [len(shape)]
+        leaves.shape[:] = shape
+        leaves.chunk_shape[:] = chunk_shape
+
+    forge(tmp_path, change)
 
     with (
         store.connect(tmp_path.as_uri()) as client,
         pytest.raises(
             store.DataLossError, match=r"manifest: .*(leaf 'x'|1 chunks|checksums)"
         ),
+    ):
+        client.run("tests/forged").restore(3)
+
+
+@pytest.mark.parametrize("keys", [("x", "x"), ("y", "x"), ("x", "x/y")], ids=str)
+def test_a_manifest_whose_keys_collide_is_data_loss(
+    tmp_path: Path, keys: tuple[str, str]
+) -> None:
+    with store.connect(tmp_path.as_uri()) as client:
+        client.run("tests/forged").save(3, {"x": np.zeros(7), "y": np.ones(7)})
+
+    def change(leaves: tree_pb2.LeafTable) -> None:
+        leaves.key[:] = keys
+        leaves.path_kinds[:] = ["k" * (1 + key.count("/")) for key in keys]
+
+    forge(tmp_path, change)
+
+    with (
+        store.connect(tmp_path.as_uri()) as client,
+        pytest.raises(store.DataLossError, match=r"manifest: leaf 'x.*(order|below)"),
     ):
         client.run("tests/forged").restore(3)

@@ -124,3 +124,13 @@ def test_an_open_checkpoint_stays_the_same_one(run: store.Run) -> None:
     assert {"loss": 0.125} == opened.restore(select="loss")
     assert [0.125] == [float(array) for _, array in opened.read(["loss"])]
     assert b"" == run.open().structure
+
+
+def test_a_step_may_be_any_integer(run: store.Run) -> None:
+    run.save(np.int64(7), {"x": jnp.ones(1)}).result()
+
+    assert 7 == run.checkpoint(np.int64(7)).step  # type: ignore[arg-type]  # as jax counts
+    with pytest.raises(store.InvalidRequestError, match="expected a step"):
+        run.checkpoint(7.0)  # type: ignore[arg-type]  # no step
+    with pytest.raises(store.InvalidRequestError, match="expected a step"):
+        run.checkpoint(True)

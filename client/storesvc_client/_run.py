@@ -302,14 +302,18 @@ class Run:
         )
 
     def _checkpoint_name(self, which: Which) -> CheckpointName:
-        if which != "latest" and (
-            isinstance(which, bool) or not isinstance(which, int)
-        ):
+        step: Which = "latest"
+        try:
+            if isinstance(which, bool):
+                raise TypeError
+            if which != "latest":
+                step = operator.index(which)
+        except TypeError as e:
             raise InvalidRequestError(
                 f"{self.name}: expected a step (int) or 'latest', got {which!r}"
-            )
+            ) from e
         try:
-            return CheckpointName(self._name, which)
+            return CheckpointName(self._name, step)
         except InvalidNameError as e:
             raise InvalidRequestError(str(e)) from e
 

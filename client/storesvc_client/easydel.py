@@ -158,11 +158,13 @@ def restore_state(
             axes that do not divide a leaf are dropped, which is logged. Or
             "recorded", as it was saved. None: the rules that the model knows.
         opt_state: Whether to restore the optimizer's state; inference skips it.
-        dtype: A floating-point dtype for the parameters, and for what ``tx`` keeps
-            in theirs. None: as they were saved.
+        dtype: A floating-point dtype for the parameters, ``graphstate``, and for the
+            moments that ``tx`` keeps of them. None: as they were saved.
         missing: Whether Variables that the checkpoint lacks, such as those of LoRA,
             are an error or are initialised by the model. With "init" a parameter
             may also have become a frozen Variable of ``graphother``, or vice versa.
+            Where adapters wrap their layers, as EasyDeL's do, restore the model
+            without them, and apply them to it.
         structure: Whether another config, structure or optimizer than the saved one
             is an error, or is logged. Leaves must fit in any case.
         state_class: The class to build by its ``create``; None: this library's

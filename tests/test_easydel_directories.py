@@ -95,7 +95,7 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     state().save_state(tmp_path)
 
     with pytest.raises(
-        store.MismatchError, match="expected ScaleByAdamState as saved, got"
+        store.MismatchError, match=r"ScaleByAdamState as saved.*give the state the"
     ):
         state().replace(tx=optax.lion(1e-2), opt_state=None).load_optimizer(tmp_path)
     with pytest.raises(AssertionError, match="expected a state with tx"):

@@ -26,7 +26,8 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
     name = cast_name(dtype)
     if name is None:
         raise InvalidRequestError(
-            "cast: expected a floating-point dtype such as 'bfloat16', got None"
+            "dtype of the cast: expected a floating-point dtype such as "
+            "'bfloat16', got None"
         )
     to = DTYPES[name]
 
@@ -38,7 +39,8 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
             return jax.ShapeDtypeStruct(leaf.shape, to, sharding=leaf.sharding)
         if isinstance(leaf, jax.Array) and would_narrow(name):
             raise InvalidRequestError(
-                f"cast: jax would narrow {name} on a device; set jax_enable_x64"
+                f"dtype of the cast: jax would narrow {name} on a device; set "
+                "jax_enable_x64"
             )
         return leaf.astype(to)
 

@@ -73,7 +73,8 @@ def compare(
         # the config names in the caller's words what the structure shows everywhere
         found[_SHOWN:] = [f"and {len(found) - _SHOWN} more places of the structure"]
     if found and structure == "check":
-        refuse(opened, [*config, *found])
+        advice = "mend what is given, or restore with structure='report' what fits"
+        refuse(opened, [*config, *found], advice=advice)
     if config or found:
         _log.warning(
             "%s was saved from another model: %s",
@@ -82,8 +83,13 @@ def compare(
         )
 
 
-def refuse(opened: OpenCheckpoint, problems: list[str]) -> None:
+def refuse(opened: OpenCheckpoint, problems: list[str], *, advice: str) -> None:
     """Refuses differences, if there are any.
+
+    Args:
+        opened: The checkpoint.
+        problems: The differences.
+        advice: What to do about them.
 
     Raises:
         MismatchError: There are.
@@ -91,8 +97,7 @@ def refuse(opened: OpenCheckpoint, problems: list[str]) -> None:
     if problems:
         raise MismatchError(
             f"{opened.name} was saved from another model or optimizer: "
-            f"{list_problems(_told(problems))}; mend what is given, or restore with "
-            "structure='report' what fits"
+            f"{list_problems(_told(problems))}; {advice}"
         )
 
 

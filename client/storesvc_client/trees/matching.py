@@ -142,7 +142,8 @@ def cast_name(cast: Any) -> str | None:
         dtype = None
     if dtype is None or dtype.name not in DTYPES or not _is_floating(dtype.name):
         raise InvalidRequestError(
-            f"cast: expected a floating-point dtype such as 'bfloat16', got {cast!r}"
+            "dtype of the cast: expected a floating-point dtype such as "
+            f"'bfloat16', got {cast!r}"
         )
     return str(dtype.name)
 

@@ -166,7 +166,8 @@ def restore_opt_state(opened: OpenCheckpoint, state: EasyDeLState) -> Any:
     abstract = abstract_opt_state(state.tx, state.graphstate)
     target = Recipe.of(state.graphdef, state.graphstate, state.graphother, abstract)
     if recipe is not None:
-        refuse(opened, recipe.optimizer_differences(target))
+        found = recipe.optimizer_differences(target)
+        refuse(opened, found, advice="give the state the optimizer that was saved")
     like = {"opt_state": abstract}
     if options.mesh is None or options.rules is None:
         options = replace(options, mesh=None, rules=None)

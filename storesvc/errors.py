@@ -7,13 +7,25 @@ The tree::
     │   ├── InvalidTreeError
     │   ├── InvalidChunkError
     │   ├── InvalidPageTokenError
+    │   ├── InvalidPolicyError
+    │   ├── PolicyKeepsNothingError
+    │   ├── InvalidResumeTokenError
     │   └── RequestIdReusedError
     ├── RunNotFoundError
     ├── CheckpointNotFoundError
+    ├── CheckpointDeletedError
+    ├── TagNotFoundError
+    ├── HoldNotFoundError
     ├── UploadNotFoundError
     ├── CheckpointExistsError
     ├── UploadSupersededError
     ├── ConflictError
+    ├── EtagMismatchError
+    ├── CheckpointNotDeletedError
+    ├── CheckpointInUseError
+    ├── TagProtectedError
+    ├── HoldExpiredError
+    ├── ResumeTokenExpiredError
     ├── WriterUnfinishedError
     ├── ChunksIncompleteError
     ├── FormatUnsupportedError
@@ -58,12 +70,36 @@ class RequestIdReusedError(InvalidFieldError):
     """The request id was used with another body."""
 
 
+class InvalidPolicyError(InvalidFieldError):
+    """A retention policy contradicts itself."""
+
+
+class PolicyKeepsNothingError(InvalidFieldError):
+    """A retention policy that could keep no checkpoint."""
+
+
+class InvalidResumeTokenError(InvalidFieldError):
+    """The resume token was not made for this watch."""
+
+
 class RunNotFoundError(StoreError):
     """No run of that name has a checkpoint."""
 
 
 class CheckpointNotFoundError(StoreError):
     """The run has no committed checkpoint at that step."""
+
+
+class CheckpointDeletedError(StoreError):
+    """The checkpoint was deleted, and not yet purged."""
+
+
+class TagNotFoundError(StoreError):
+    """The run has no tag of that name."""
+
+
+class HoldNotFoundError(StoreError):
+    """The run has no hold of that name."""
 
 
 class UploadNotFoundError(StoreError):
@@ -80,6 +116,30 @@ class UploadSupersededError(StoreError):
 
 class ConflictError(StoreError):
     """Another call changed the same object at the same time."""
+
+
+class EtagMismatchError(StoreError):
+    """The object changed since its etag was read."""
+
+
+class CheckpointNotDeletedError(StoreError):
+    """Only a deleted checkpoint can be purged."""
+
+
+class CheckpointInUseError(StoreError):
+    """The checkpoint is pinned, tagged, held, or the base of a live upload."""
+
+
+class TagProtectedError(StoreError):
+    """The tag is protected, and its etag was not given."""
+
+
+class HoldExpiredError(StoreError):
+    """The hold has expired."""
+
+
+class ResumeTokenExpiredError(StoreError):
+    """The events after the resume token are gone."""
 
 
 class WriterUnfinishedError(StoreError):

@@ -46,10 +46,24 @@ WIRE: Final[dict[type[errors.StoreError], Wire]] = {
     errors.RequestIdReusedError: Wire(
         code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_REQUEST_ID_REUSED
     ),
+    errors.InvalidPolicyError: Wire(
+        code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_POLICY
+    ),
+    errors.PolicyKeepsNothingError: Wire(
+        code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_POLICY_KEEPS_NOTHING
+    ),
+    errors.InvalidResumeTokenError: Wire(
+        code_pb2.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_RESUME_TOKEN
+    ),
     errors.RunNotFoundError: Wire(code_pb2.NOT_FOUND, pb.ERROR_REASON_RUN_NOT_FOUND),
     errors.CheckpointNotFoundError: Wire(
         code_pb2.NOT_FOUND, pb.ERROR_REASON_CHECKPOINT_NOT_FOUND
     ),
+    errors.CheckpointDeletedError: Wire(
+        code_pb2.NOT_FOUND, pb.ERROR_REASON_CHECKPOINT_DELETED
+    ),
+    errors.TagNotFoundError: Wire(code_pb2.NOT_FOUND, pb.ERROR_REASON_TAG_NOT_FOUND),
+    errors.HoldNotFoundError: Wire(code_pb2.NOT_FOUND, pb.ERROR_REASON_HOLD_NOT_FOUND),
     errors.UploadNotFoundError: Wire(
         code_pb2.NOT_FOUND, pb.ERROR_REASON_UPLOAD_NOT_FOUND
     ),
@@ -60,6 +74,22 @@ WIRE: Final[dict[type[errors.StoreError], Wire]] = {
         code_pb2.ABORTED, pb.ERROR_REASON_UPLOAD_SUPERSEDED
     ),
     errors.ConflictError: Wire(code_pb2.ABORTED, pb.ERROR_REASON_CONFLICT),
+    errors.EtagMismatchError: Wire(code_pb2.ABORTED, pb.ERROR_REASON_ETAG_MISMATCH),
+    errors.CheckpointNotDeletedError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_CHECKPOINT_NOT_DELETED
+    ),
+    errors.CheckpointInUseError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_CHECKPOINT_IN_USE
+    ),
+    errors.TagProtectedError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_TAG_PROTECTED
+    ),
+    errors.HoldExpiredError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_HOLD_EXPIRED
+    ),
+    errors.ResumeTokenExpiredError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_RESUME_TOKEN_EXPIRED
+    ),
     errors.WriterUnfinishedError: Wire(
         code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_WRITER_UNFINISHED
     ),

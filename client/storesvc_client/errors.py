@@ -65,7 +65,7 @@ class StructureError(StoreError, ValueError):
 
 
 class NotFoundError(StoreError, LookupError):
-    """There is no such run, checkpoint, leaf or upload."""
+    """There is no such run, checkpoint, tag, hold or leaf."""
 
 
 class AlreadyExistsError(StoreError):
@@ -73,7 +73,7 @@ class AlreadyExistsError(StoreError):
 
 
 class ConflictError(StoreError):
-    """A later save took the step over."""
+    """Another call changed the same object, or took the step over."""
 
 
 class PreconditionError(StoreError):
@@ -100,6 +100,18 @@ BY_REASON: Final[Mapping[str, type[StoreError]]] = {
     "INVALID_PAGE_TOKEN": InvalidRequestError,
     "RUN_NOT_FOUND": NotFoundError,
     "CHECKPOINT_NOT_FOUND": NotFoundError,
+    "INVALID_POLICY": InvalidRequestError,
+    "POLICY_KEEPS_NOTHING": InvalidRequestError,
+    "INVALID_RESUME_TOKEN": InvalidRequestError,
+    "CHECKPOINT_DELETED": NotFoundError,
+    "TAG_NOT_FOUND": NotFoundError,
+    "HOLD_NOT_FOUND": NotFoundError,
+    "ETAG_MISMATCH": ConflictError,
+    "CHECKPOINT_NOT_DELETED": PreconditionError,
+    "CHECKPOINT_IN_USE": PreconditionError,
+    "TAG_PROTECTED": PreconditionError,
+    "HOLD_EXPIRED": PreconditionError,
+    "RESUME_TOKEN_EXPIRED": PreconditionError,
     "UPLOAD_NOT_FOUND": ConflictError,
     "CHECKPOINT_EXISTS": AlreadyExistsError,
     "UPLOAD_SUPERSEDED": ConflictError,

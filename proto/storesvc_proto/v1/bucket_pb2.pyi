@@ -4,25 +4,37 @@ isort:skip_file
 What lies in a store's bucket. The layout, below the root:
 
     store.binpb                                       Sealed(StoreRecord)
+    collector.binpb                                   Sealed(CollectorRecord)
+    reserve.bin                                       zeros, given up when full
     runs/<namespace>/<run>.binpb                      Sealed(RunRecord)
+    journal/<namespace>/<number, 20 digits>.binpb     Sealed(Announcement)
     data/<namespace>/<run>/
         checkpoints/<step, 20 digits>.binpb           Sealed(CheckpointRecord)
         manifests/<upload>-<digest>.binpb             Manifest
+        files/<upload>-<digest>.binpb                 FileTable
+        tags/<tag>.binpb                              Sealed(TagRecord)
+        holds/<hold>.binpb                            Sealed(HoldRecord)
         uploads/<upload>.binpb                        Sealed(UploadRecord)
+        uploads/<upload>/lease.binpb                  Sealed(LeaseRecord)
         uploads/<upload>/tree-<digest>.binpb          LeafTable
         uploads/<upload>/writers/<writer>.binpb       Sealed(Receipt)
         staging/<upload>/<writer>/manifest.ocdbt      a writer's key space
-        trees/<upload>/manifest.ocdbt                 a checkpoint's key space
-        pool/d/<id>                                   data files of the run
+        trees/<upload>-<attempt>/manifest.ocdbt       a checkpoint's key space
+        pool/<upload>/<id>                            data files of an upload
 
-`runs/` and `checkpoints/` hold nothing else, so that a list of either is a
-list of a key range, in order, on any storage.
+`runs/`, `checkpoints/`, `tags/`, `holds/` and `journal/<namespace>/` hold
+nothing else, so that a list of any is a list of a key range, in order, on any
+storage. What an upload writes carries its id, so that whose it is never has to
+be guessed from an age.
 
 Data. Every leaf is a zarr3 array in OCDBT, at the key of its leaf table row
 (`<key>/zarr.json`, `<key>/c/<i>/<j>`), in the key space
-`trees/<upload>/`, whose values lie in `pool/`. Codecs: `bytes`
+`trees/<upload>-<attempt>/`, whose values lie in `pool/`, in files of this
+upload and, for chunks that it claimed, of earlier ones. Codecs: `bytes`
 (little-endian), `crc32c`. Anyone opens it with TensorStore's `ocdbt` driver:
-`base` is `pool/`, `manifest` is `trees/<upload>/`.
+`base` is `pool/`, `manifest` is `trees/<upload>-<attempt>/`. In a writer's key
+space, keys that begin with U+0000 hold the sums of the chunks stored with them
+(`ChunkTable`); no leaf has such a key.
 
 Goals: a checkpoint is absent or complete; one conditional write decides;
 every byte is covered by a checksum; no process holds state that matters.
@@ -35,11 +47,34 @@ generation that it read); the commit turns it into COMMITTED by a write that
 is conditional on the generation whose upload and epoch are its own. A later
 BeginUpload changes the generation, so an upload that lost its slot cannot
 commit, whatever its clock says. AbortUpload turns it into FREE and keeps its
-epoch, on the same condition; no slot is ever emptied while an upload that held
-it may be heard of again. Readers MUST take a slot that is not
-COMMITTED for absent. A conditional write that reports a conflict MUST be
-followed by a read: a slot that carries the writer's own upload means that
-an earlier attempt landed.
+epoch, on the same condition. A FREE slot is emptied only after
+`RunRecord.epoch_floor` was raised to its epoch, and the next epoch of an empty
+slot is one above that floor: epochs never begin anew. Readers MUST take a slot
+that is neither COMMITTED nor, where they ask for those, DELETED for absent. A
+conditional write that reports a conflict MUST be followed by a read: a record
+that carries the writer's own upload, or its `write_id`, means that an earlier
+attempt landed.
+
+Deletion. COMMITTED -> DELETED -> PURGING -> FREE, each by a conditional write;
+DELETED -> COMMITTED undeletes. Who sets PURGING MUST then look for what uses
+the checkpoint (a tag, a hold, a live upload whose base it is), and MUST go back
+to DELETED where it finds any. Who begins to use a checkpoint MUST first write
+that down (the tag, the hold, the upload's record and then its slot), and only
+then read the checkpoint's slot and give up unless it is COMMITTED, or, for a
+hold, DELETED. So one of the two always sees the other, whatever the clocks say.
+
+Collection. A collector lists a run's objects, then reads all its slots again
+and again until two reads in a row agree: at a moment between those two, they
+were all so at once. What no slot reached then, no slot can reach again, and
+may be deleted at any later time: an upload's own objects while its slot is
+UPLOADING, or while it is the predecessor of one whose slot is; the files of the
+FileTable of every slot that is COMMITTED, DELETED or PURGING.
+
+The journal. Who changes a slot or a tag in a way that a watch tells of MUST
+read the object, then create the next announcement of the namespace, then change
+the object on the condition that it has not changed since that read, with the
+announcement's number in it. A reader of announcement n of an object whose
+number is n takes it for landed; above n, for superseded; below n, for pending.
 """
 
 import builtins
@@ -50,6 +85,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import storesvc_proto.v1.retention_pb2
 import sys
 import typing
 
@@ -115,28 +151,330 @@ Global___StoreRecord: typing_extensions.TypeAlias = StoreRecord
 
 @typing.final
 class RunRecord(google.protobuf.message.Message):
-    """A run. Created by the first commit."""
+    """A run. Created by the first upload, or by the first UpdateRun."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LabelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     UID_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    RETENTION_FIELD_NUMBER: builtins.int
+    PURGE_DELAY_FIELD_NUMBER: builtins.int
+    EPOCH_FLOOR_FIELD_NUMBER: builtins.int
+    WRITE_ID_FIELD_NUMBER: builtins.int
     uid: builtins.str
     """A random UUID."""
+    epoch_floor: builtins.int
+    """The highest epoch of a slot that was emptied."""
+    write_id: builtins.str
+    """The `request_id` of the last UpdateRun."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When the first commit came."""
+        """When that was."""
+
+    @property
+    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """The caller's labels."""
+
+    @property
+    def retention(self) -> storesvc_proto.v1.retention_pb2.RetentionPolicy:
+        """Which checkpoints stay; absent: all."""
+
+    @property
+    def purge_delay(self) -> google.protobuf.duration_pb2.Duration:
+        """How long a deleted checkpoint can be undeleted; absent: the server's default."""
 
     def __init__(
         self,
         *,
         uid: builtins.str = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        retention: storesvc_proto.v1.retention_pb2.RetentionPolicy | None = ...,
+        purge_delay: google.protobuf.duration_pb2.Duration | None = ...,
+        epoch_floor: builtins.int = ...,
+        write_id: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "uid", b"uid"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "purge_delay", b"purge_delay", "retention", b"retention"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "epoch_floor", b"epoch_floor", "labels", b"labels", "purge_delay", b"purge_delay", "retention", b"retention", "uid", b"uid", "write_id", b"write_id"]) -> None: ...
 
 Global___RunRecord: typing_extensions.TypeAlias = RunRecord
+
+@typing.final
+class Announcement(google.protobuf.message.Message):
+    """A change that is about to be made."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Kind:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _KindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Announcement._Kind.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: Announcement._Kind.ValueType  # 0
+        """Never valid."""
+        KIND_COMMIT: Announcement._Kind.ValueType  # 1
+        """A slot becomes COMMITTED."""
+        KIND_DELETE: Announcement._Kind.ValueType  # 2
+        """A slot becomes DELETED."""
+        KIND_UNDELETE: Announcement._Kind.ValueType  # 3
+        """A slot becomes COMMITTED again."""
+        KIND_TAG: Announcement._Kind.ValueType  # 4
+        """A tag names a checkpoint."""
+        KIND_UNTAG: Announcement._Kind.ValueType  # 5
+        """A tag names none any more."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """What changes."""
+
+    KIND_UNSPECIFIED: Announcement.Kind.ValueType  # 0
+    """Never valid."""
+    KIND_COMMIT: Announcement.Kind.ValueType  # 1
+    """A slot becomes COMMITTED."""
+    KIND_DELETE: Announcement.Kind.ValueType  # 2
+    """A slot becomes DELETED."""
+    KIND_UNDELETE: Announcement.Kind.ValueType  # 3
+    """A slot becomes COMMITTED again."""
+    KIND_TAG: Announcement.Kind.ValueType  # 4
+    """A tag names a checkpoint."""
+    KIND_UNTAG: Announcement.Kind.ValueType  # 5
+    """A tag names none any more."""
+
+    KIND_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    UPLOAD_FIELD_NUMBER: builtins.int
+    TAG_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    kind: Global___Announcement.Kind.ValueType
+    """What changes."""
+    run: builtins.str
+    """The run, within the namespace."""
+    step: builtins.int
+    """The step of the checkpoint."""
+    upload: builtins.str
+    """The upload that the checkpoint was."""
+    tag: builtins.str
+    """The tag, for those kinds."""
+    nonce: builtins.str
+    """Tells two announcements of the same change apart; random."""
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was announced."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___Announcement.Kind.ValueType = ...,
+        run: builtins.str = ...,
+        step: builtins.int = ...,
+        upload: builtins.str = ...,
+        tag: builtins.str = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        nonce: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "kind", b"kind", "nonce", b"nonce", "run", b"run", "step", b"step", "tag", b"tag", "upload", b"upload"]) -> None: ...
+
+Global___Announcement: typing_extensions.TypeAlias = Announcement
+
+@typing.final
+class TagRecord(google.protobuf.message.Message):
+    """A tag. It stays a while after it was deleted, for the journal's sake."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    UPLOAD_FIELD_NUMBER: builtins.int
+    PROTECTED_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    UPDATE_TIME_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    WRITE_ID_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """The step of the checkpoint that it names."""
+    upload: builtins.str
+    """The upload that this checkpoint was; empty: the tag was deleted."""
+    protected: builtins.bool
+    """Whether a change needs its etag."""
+    sequence: builtins.int
+    """The number of the last announced change."""
+    write_id: builtins.str
+    """The `request_id` of the last change."""
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was first set."""
+
+    @property
+    def update_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was last set."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        upload: builtins.str = ...,
+        protected: builtins.bool = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        update_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        sequence: builtins.int = ...,
+        write_id: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "update_time", b"update_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "protected", b"protected", "sequence", b"sequence", "step", b"step", "update_time", b"update_time", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
+
+Global___TagRecord: typing_extensions.TypeAlias = TagRecord
+
+@typing.final
+class HoldRecord(google.protobuf.message.Message):
+    """A lease that keeps a checkpoint from being purged."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    UPLOAD_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    TTL_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    RENEW_TIME_FIELD_NUMBER: builtins.int
+    RENEWALS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """The step of the checkpoint."""
+    upload: builtins.str
+    """The upload that this checkpoint was."""
+    owner: builtins.str
+    """Who holds it, for people."""
+    renewals: builtins.int
+    """Counts the renewals."""
+    @property
+    def ttl(self) -> google.protobuf.duration_pb2.Duration:
+        """How long it lasts after each renewal."""
+
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was created."""
+
+    @property
+    def renew_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was last renewed."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        upload: builtins.str = ...,
+        owner: builtins.str = ...,
+        ttl: google.protobuf.duration_pb2.Duration | None = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        renew_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        renewals: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "renew_time", b"renew_time", "ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "owner", b"owner", "renew_time", b"renew_time", "renewals", b"renewals", "step", b"step", "ttl", b"ttl", "upload", b"upload"]) -> None: ...
+
+Global___HoldRecord: typing_extensions.TypeAlias = HoldRecord
+
+@typing.final
+class LeaseRecord(google.protobuf.message.Message):
+    """The last sign of life of an upload."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RENEW_TIME_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    nonce: builtins.str
+    """Tells two signs of the same moment apart; random."""
+    @property
+    def renew_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it came."""
+
+    def __init__(
+        self,
+        *,
+        renew_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        nonce: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["renew_time", b"renew_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["nonce", b"nonce", "renew_time", b"renew_time"]) -> None: ...
+
+Global___LeaseRecord: typing_extensions.TypeAlias = LeaseRecord
+
+@typing.final
+class CollectorRecord(google.protobuf.message.Message):
+    """Which process collects garbage. It only keeps others from doing the same work:
+    two collectors at once do no harm.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: builtins.int
+    RENEWALS_FIELD_NUMBER: builtins.int
+    RENEW_TIME_FIELD_NUMBER: builtins.int
+    owner: builtins.str
+    """A random id of the process."""
+    renewals: builtins.int
+    """Counts the renewals."""
+    @property
+    def renew_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was last renewed."""
+
+    def __init__(
+        self,
+        *,
+        owner: builtins.str = ...,
+        renewals: builtins.int = ...,
+        renew_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["renew_time", b"renew_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["owner", b"owner", "renew_time", b"renew_time", "renewals", b"renewals"]) -> None: ...
+
+Global___CollectorRecord: typing_extensions.TypeAlias = CollectorRecord
+
+@typing.final
+class FileTable(google.protobuf.message.Message):
+    """The data files that a checkpoint needs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    @property
+    def file(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Relative to the pool, ascending: those of its chunks, and of the nodes of its
+        key space.
+        """
+
+    @property
+    def chunk_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Bytes of this checkpoint's stored chunks in each; the same length."""
+
+    def __init__(
+        self,
+        *,
+        file: collections.abc.Iterable[builtins.str] | None = ...,
+        chunk_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "file", b"file"]) -> None: ...
+
+Global___FileTable: typing_extensions.TypeAlias = FileTable
 
 @typing.final
 class CheckpointRecord(google.protobuf.message.Message):
@@ -157,9 +495,13 @@ class CheckpointRecord(google.protobuf.message.Message):
         STATE_COMMITTED: CheckpointRecord._State.ValueType  # 2
         """A checkpoint."""
         STATE_FREE: CheckpointRecord._State.ValueType  # 3
-        """Given back by the upload that it names, which was aborted. Only step,
-        upload and epoch are set.
+        """Given back by the upload that it names, which was aborted, or purged. Only
+        step, upload, epoch and delete_time are set.
         """
+        STATE_DELETED: CheckpointRecord._State.ValueType  # 4
+        """A checkpoint that was deleted, and can be undeleted."""
+        STATE_PURGING: CheckpointRecord._State.ValueType  # 5
+        """A deleted checkpoint, while it is looked for what uses it."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
         """What the slot holds."""
@@ -171,9 +513,13 @@ class CheckpointRecord(google.protobuf.message.Message):
     STATE_COMMITTED: CheckpointRecord.State.ValueType  # 2
     """A checkpoint."""
     STATE_FREE: CheckpointRecord.State.ValueType  # 3
-    """Given back by the upload that it names, which was aborted. Only step,
-    upload and epoch are set.
+    """Given back by the upload that it names, which was aborted, or purged. Only
+    step, upload, epoch and delete_time are set.
     """
+    STATE_DELETED: CheckpointRecord.State.ValueType  # 4
+    """A checkpoint that was deleted, and can be undeleted."""
+    STATE_PURGING: CheckpointRecord.State.ValueType  # 5
+    """A deleted checkpoint, while it is looked for what uses it."""
 
     @typing.final
     class LabelsEntry(google.protobuf.message.Message):
@@ -221,6 +567,15 @@ class CheckpointRecord(google.protobuf.message.Message):
     CHUNK_COUNT_FIELD_NUMBER: builtins.int
     MANIFEST_BYTES_FIELD_NUMBER: builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    FILES_DIGEST_FIELD_NUMBER: builtins.int
+    OWN_BYTES_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
+    DELETE_TIME_FIELD_NUMBER: builtins.int
+    PURGE_TIME_FIELD_NUMBER: builtins.int
+    COMMIT_SEQUENCE_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    WRITE_ID_FIELD_NUMBER: builtins.int
     state: Global___CheckpointRecord.State.ValueType
     """What the slot holds."""
     step: builtins.int
@@ -241,6 +596,23 @@ class CheckpointRecord(google.protobuf.message.Message):
     """Bytes of the manifest object."""
     manifest_digest: builtins.bytes
     """XXH3-128 of the manifest object."""
+    attempt: builtins.str
+    """Which try of the commit it was: names the key space. Empty in records of the
+    first release, whose key space is `trees/<upload>/`, whose data files are in
+    `pool/d/`, and whose file table is missing.
+    """
+    files_digest: builtins.bytes
+    """XXH3-128 of the file table."""
+    own_bytes: builtins.int
+    """Bytes of the stored chunks that this upload brought: the rest is claimed."""
+    pinned: builtins.bool
+    """Whether it must not be deleted."""
+    commit_sequence: builtins.int
+    """The number of the announcement of its commit."""
+    sequence: builtins.int
+    """The number of the last announced change."""
+    write_id: builtins.str
+    """The `request_id` of the last change after the commit."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the owner began."""
@@ -256,6 +628,14 @@ class CheckpointRecord(google.protobuf.message.Message):
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """The caller's metrics."""
+
+    @property
+    def delete_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was deleted, or its slot became free."""
+
+    @property
+    def purge_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """From when on it may be purged. Set with DELETED."""
 
     def __init__(
         self,
@@ -274,9 +654,18 @@ class CheckpointRecord(google.protobuf.message.Message):
         chunk_count: builtins.int = ...,
         manifest_bytes: builtins.int = ...,
         manifest_digest: builtins.bytes = ...,
+        attempt: builtins.str = ...,
+        files_digest: builtins.bytes = ...,
+        own_bytes: builtins.int = ...,
+        pinned: builtins.bool = ...,
+        delete_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        purge_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        commit_sequence: builtins.int = ...,
+        sequence: builtins.int = ...,
+        write_id: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "commit_time", b"commit_time", "create_time", b"create_time", "epoch", b"epoch", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "upload", b"upload"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "purge_time", b"purge_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "pinned", b"pinned", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
 
 Global___CheckpointRecord: typing_extensions.TypeAlias = CheckpointRecord
 
@@ -327,6 +716,9 @@ class UploadRecord(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     LEASE_DURATION_FIELD_NUMBER: builtins.int
     REQUEST_DIGEST_FIELD_NUMBER: builtins.int
+    BASE_STEP_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
+    PREDECESSOR_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The training step."""
     epoch: builtins.int
@@ -338,6 +730,14 @@ class UploadRecord(google.protobuf.message.Message):
     request_digest: builtins.bytes
     """XXH3-128 of the request's upload, serialised with its fields and map keys in
     order, followed by `tree_digest`: tells a retry from a reused request id.
+    """
+    base_step: builtins.int
+    """The step of the checkpoint whose chunks it may claim."""
+    base: builtins.str
+    """The upload that this checkpoint was; empty: there is no base."""
+    predecessor: builtins.str
+    """The upload that held the slot, unfinished, when this one took it over: what it
+    stored may be claimed too. Empty: there was none.
     """
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
@@ -353,8 +753,8 @@ class UploadRecord(google.protobuf.message.Message):
 
     @property
     def lease_duration(self) -> google.protobuf.duration_pb2.Duration:
-        """How long the upload is safe from collection after its last sign of life: the
-        youngest of this record, its receipts and its staging.
+        """How long the upload is safe from collection after its last sign of life:
+        this record, or its lease.
         """
 
     def __init__(
@@ -369,15 +769,18 @@ class UploadRecord(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         lease_duration: google.protobuf.duration_pb2.Duration | None = ...,
         request_digest: builtins.bytes = ...,
+        base_step: builtins.int = ...,
+        base: builtins.str = ...,
+        predecessor: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "lease_duration", b"lease_duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "epoch", b"epoch", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "request_digest", b"request_digest", "step", b"step", "tree_digest", b"tree_digest", "writer_count", b"writer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "base_step", b"base_step", "create_time", b"create_time", "epoch", b"epoch", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "predecessor", b"predecessor", "request_digest", b"request_digest", "step", b"step", "tree_digest", b"tree_digest", "writer_count", b"writer_count"]) -> None: ...
 
 Global___UploadRecord: typing_extensions.TypeAlias = UploadRecord
 
 @typing.final
 class Receipt(google.protobuf.message.Message):
-    """What one writer stored: all its chunks, with their places."""
+    """What one writer stored or claimed: all its chunks, with their places."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

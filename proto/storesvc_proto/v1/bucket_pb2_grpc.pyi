@@ -4,25 +4,37 @@ isort:skip_file
 What lies in a store's bucket. The layout, below the root:
 
     store.binpb                                       Sealed(StoreRecord)
+    collector.binpb                                   Sealed(CollectorRecord)
+    reserve.bin                                       zeros, given up when full
     runs/<namespace>/<run>.binpb                      Sealed(RunRecord)
+    journal/<namespace>/<number, 20 digits>.binpb     Sealed(Announcement)
     data/<namespace>/<run>/
         checkpoints/<step, 20 digits>.binpb           Sealed(CheckpointRecord)
         manifests/<upload>-<digest>.binpb             Manifest
+        files/<upload>-<digest>.binpb                 FileTable
+        tags/<tag>.binpb                              Sealed(TagRecord)
+        holds/<hold>.binpb                            Sealed(HoldRecord)
         uploads/<upload>.binpb                        Sealed(UploadRecord)
+        uploads/<upload>/lease.binpb                  Sealed(LeaseRecord)
         uploads/<upload>/tree-<digest>.binpb          LeafTable
         uploads/<upload>/writers/<writer>.binpb       Sealed(Receipt)
         staging/<upload>/<writer>/manifest.ocdbt      a writer's key space
-        trees/<upload>/manifest.ocdbt                 a checkpoint's key space
-        pool/d/<id>                                   data files of the run
+        trees/<upload>-<attempt>/manifest.ocdbt       a checkpoint's key space
+        pool/<upload>/<id>                            data files of an upload
 
-`runs/` and `checkpoints/` hold nothing else, so that a list of either is a
-list of a key range, in order, on any storage.
+`runs/`, `checkpoints/`, `tags/`, `holds/` and `journal/<namespace>/` hold
+nothing else, so that a list of any is a list of a key range, in order, on any
+storage. What an upload writes carries its id, so that whose it is never has to
+be guessed from an age.
 
 Data. Every leaf is a zarr3 array in OCDBT, at the key of its leaf table row
 (`<key>/zarr.json`, `<key>/c/<i>/<j>`), in the key space
-`trees/<upload>/`, whose values lie in `pool/`. Codecs: `bytes`
+`trees/<upload>-<attempt>/`, whose values lie in `pool/`, in files of this
+upload and, for chunks that it claimed, of earlier ones. Codecs: `bytes`
 (little-endian), `crc32c`. Anyone opens it with TensorStore's `ocdbt` driver:
-`base` is `pool/`, `manifest` is `trees/<upload>/`.
+`base` is `pool/`, `manifest` is `trees/<upload>-<attempt>/`. In a writer's key
+space, keys that begin with U+0000 hold the sums of the chunks stored with them
+(`ChunkTable`); no leaf has such a key.
 
 Goals: a checkpoint is absent or complete; one conditional write decides;
 every byte is covered by a checksum; no process holds state that matters.
@@ -35,11 +47,34 @@ generation that it read); the commit turns it into COMMITTED by a write that
 is conditional on the generation whose upload and epoch are its own. A later
 BeginUpload changes the generation, so an upload that lost its slot cannot
 commit, whatever its clock says. AbortUpload turns it into FREE and keeps its
-epoch, on the same condition; no slot is ever emptied while an upload that held
-it may be heard of again. Readers MUST take a slot that is not
-COMMITTED for absent. A conditional write that reports a conflict MUST be
-followed by a read: a slot that carries the writer's own upload means that
-an earlier attempt landed.
+epoch, on the same condition. A FREE slot is emptied only after
+`RunRecord.epoch_floor` was raised to its epoch, and the next epoch of an empty
+slot is one above that floor: epochs never begin anew. Readers MUST take a slot
+that is neither COMMITTED nor, where they ask for those, DELETED for absent. A
+conditional write that reports a conflict MUST be followed by a read: a record
+that carries the writer's own upload, or its `write_id`, means that an earlier
+attempt landed.
+
+Deletion. COMMITTED -> DELETED -> PURGING -> FREE, each by a conditional write;
+DELETED -> COMMITTED undeletes. Who sets PURGING MUST then look for what uses
+the checkpoint (a tag, a hold, a live upload whose base it is), and MUST go back
+to DELETED where it finds any. Who begins to use a checkpoint MUST first write
+that down (the tag, the hold, the upload's record and then its slot), and only
+then read the checkpoint's slot and give up unless it is COMMITTED, or, for a
+hold, DELETED. So one of the two always sees the other, whatever the clocks say.
+
+Collection. A collector lists a run's objects, then reads all its slots again
+and again until two reads in a row agree: at a moment between those two, they
+were all so at once. What no slot reached then, no slot can reach again, and
+may be deleted at any later time: an upload's own objects while its slot is
+UPLOADING, or while it is the predecessor of one whose slot is; the files of the
+FileTable of every slot that is COMMITTED, DELETED or PURGING.
+
+The journal. Who changes a slot or a tag in a way that a watch tells of MUST
+read the object, then create the next announcement of the namespace, then change
+the object on the condition that it has not changed since that read, with the
+announcement's number in it. A reader of announcement n of an object whose
+number is n takes it for landed; above n, for superseded; below n, for pending.
 """
 
 import abc

@@ -5,17 +5,27 @@ Finding checkpoints and reading what they hold.
 
 Names. A namespace and a run are called by 1 to 63 characters, lower-case
 letters, digits and hyphens, beginning and ending with a letter or digit. A
-checkpoint is called by its step in decimal digits; `latest` stands for the
-committed checkpoint with the highest step. No field of this contract is ever
-a path, a URI or a TensorStore spec.
+checkpoint is called by its step in decimal digits, or by a tag that names it;
+`latest` stands for the committed checkpoint with the highest step. A tag is
+called as a run is, begins with a letter, and is not called `latest`. No field of
+this contract is ever a path, a URI or a TensorStore spec.
+
+Changes. A request that changes something has a `request_id`, a random UUID:
+repeated with the same one while nobody else has changed the object, it answers as
+the first time. Where it has an `etag` that is not empty, the object MUST still
+have it, or the call fails with `ETAG_MISMATCH`.
 """
 
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
+import google.protobuf.field_mask_pb2
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import storesvc_proto.v1.retention_pb2
 import sys
 import typing
 
@@ -32,19 +42,55 @@ class Run(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LabelsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     UID_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     LATEST_STEP_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    RETENTION_FIELD_NUMBER: builtins.int
+    PURGE_DELAY_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}`."""
     uid: builtins.str
     """A random UUID."""
     latest_step: builtins.int
-    """The newest committed step; absent where there is none."""
+    """The newest committed step; absent where there is none. Output only."""
+    etag: builtins.str
+    """Changes with every UpdateRun. Output only."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When its first checkpoint was committed."""
+        """When its first upload began, or it was set up. Output only."""
+
+    @property
+    def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """The caller's labels: at most 64, keys and values of at most 256 bytes."""
+
+    @property
+    def retention(self) -> storesvc_proto.v1.retention_pb2.RetentionPolicy:
+        """Which checkpoints stay; absent: all."""
+
+    @property
+    def purge_delay(self) -> google.protobuf.duration_pb2.Duration:
+        """How long a deleted checkpoint can be undeleted, at most 365 days; absent: 3
+        days.
+        """
 
     def __init__(
         self,
@@ -53,16 +99,22 @@ class Run(google.protobuf.message.Message):
         uid: builtins.str = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         latest_step: builtins.int | None = ...,
+        labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        retention: storesvc_proto.v1.retention_pb2.RetentionPolicy | None = ...,
+        purge_delay: google.protobuf.duration_pb2.Duration | None = ...,
+        etag: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_latest_step", b"_latest_step", "create_time", b"create_time", "latest_step", b"latest_step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_latest_step", b"_latest_step", "create_time", b"create_time", "latest_step", b"latest_step", "name", b"name", "uid", b"uid"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_latest_step", b"_latest_step", "create_time", b"create_time", "latest_step", b"latest_step", "purge_delay", b"purge_delay", "retention", b"retention"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_latest_step", b"_latest_step", "create_time", b"create_time", "etag", b"etag", "labels", b"labels", "latest_step", b"latest_step", "name", b"name", "purge_delay", b"purge_delay", "retention", b"retention", "uid", b"uid"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_latest_step", b"_latest_step"]) -> typing.Literal["latest_step"] | None: ...
 
 Global___Run: typing_extensions.TypeAlias = Run
 
 @typing.final
 class Checkpoint(google.protobuf.message.Message):
-    """A committed checkpoint. Immutable."""
+    """A committed checkpoint. What it holds is immutable; its labels, metrics and pin
+    are not.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -111,6 +163,12 @@ class Checkpoint(google.protobuf.message.Message):
     CHUNK_COUNT_FIELD_NUMBER: builtins.int
     MANIFEST_BYTES_FIELD_NUMBER: builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: builtins.int
+    OWN_BYTES_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
+    DELETE_TIME_FIELD_NUMBER: builtins.int
+    PURGE_TIME_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    KEY_SPACE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`."""
     uid: builtins.str
@@ -129,6 +187,16 @@ class Checkpoint(google.protobuf.message.Message):
     """Bytes of the serialised manifest."""
     manifest_digest: builtins.bytes
     """XXH3-128 of the serialised manifest."""
+    own_bytes: builtins.int
+    """Bytes of the stored chunks that its upload brought; the rest of `stored_bytes`
+    it shares with an earlier checkpoint.
+    """
+    pinned: builtins.bool
+    """Whether it must not be deleted."""
+    etag: builtins.str
+    """Changes with every change of it."""
+    key_space: builtins.str
+    """The name of its key space, below `trees/` of its run."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When its upload began."""
@@ -144,6 +212,14 @@ class Checkpoint(google.protobuf.message.Message):
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """The caller's metrics."""
+
+    @property
+    def delete_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was deleted; absent: it was not."""
+
+    @property
+    def purge_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """From when on a deleted one may be purged."""
 
     def __init__(
         self,
@@ -161,11 +237,115 @@ class Checkpoint(google.protobuf.message.Message):
         chunk_count: builtins.int = ...,
         manifest_bytes: builtins.int = ...,
         manifest_digest: builtins.bytes = ...,
+        own_bytes: builtins.int = ...,
+        pinned: builtins.bool = ...,
+        delete_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        purge_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        etag: builtins.str = ...,
+        key_space: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "commit_time", b"commit_time", "create_time", b"create_time", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "name", b"name", "size_bytes", b"size_bytes", "step", b"step", "stored_bytes", b"stored_bytes", "uid", b"uid"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "purge_time", b"purge_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "etag", b"etag", "key_space", b"key_space", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "name", b"name", "own_bytes", b"own_bytes", "pinned", b"pinned", "purge_time", b"purge_time", "size_bytes", b"size_bytes", "step", b"step", "stored_bytes", b"stored_bytes", "uid", b"uid"]) -> None: ...
 
 Global___Checkpoint: typing_extensions.TypeAlias = Checkpoint
+
+@typing.final
+class Tag(google.protobuf.message.Message):
+    """A movable name for a checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
+    PROTECTED_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    UPDATE_TIME_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/tags/{tag}`."""
+    checkpoint: builtins.str
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`."""
+    uid: builtins.str
+    """`Checkpoint.uid`."""
+    protected: builtins.bool
+    """Whether a change needs its etag."""
+    etag: builtins.str
+    """Changes with every change of it."""
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was first set."""
+
+    @property
+    def update_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was last set."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        checkpoint: builtins.str = ...,
+        uid: builtins.str = ...,
+        protected: builtins.bool = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        update_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        etag: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "update_time", b"update_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "create_time", b"create_time", "etag", b"etag", "name", b"name", "protected", b"protected", "uid", b"uid", "update_time", b"update_time"]) -> None: ...
+
+Global___Tag: typing_extensions.TypeAlias = Tag
+
+@typing.final
+class Hold(google.protobuf.message.Message):
+    """A lease that keeps a checkpoint from being purged."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    TTL_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/holds/{hold}`. The id is the `request_id`
+    without its hyphens.
+    """
+    checkpoint: builtins.str
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`."""
+    uid: builtins.str
+    """`Checkpoint.uid`."""
+    owner: builtins.str
+    """Who holds it, for people."""
+    @property
+    def ttl(self) -> google.protobuf.duration_pb2.Duration:
+        """How long it lasts after each renewal."""
+
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was created."""
+
+    @property
+    def expire_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it expires unless it is renewed."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        checkpoint: builtins.str = ...,
+        uid: builtins.str = ...,
+        owner: builtins.str = ...,
+        ttl: google.protobuf.duration_pb2.Duration | None = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        expire_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "create_time", b"create_time", "expire_time", b"expire_time", "name", b"name", "owner", b"owner", "ttl", b"ttl", "uid", b"uid"]) -> None: ...
+
+Global___Hold: typing_extensions.TypeAlias = Hold
 
 @typing.final
 class ListRunsRequest(google.protobuf.message.Message):
@@ -267,6 +447,7 @@ class ListCheckpointsRequest(google.protobuf.message.Message):
     PARENT_FIELD_NUMBER: builtins.int
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    SHOW_DELETED_FIELD_NUMBER: builtins.int
     parent: builtins.str
     """`namespaces/{namespace}/runs/{run}`."""
     page_size: builtins.int
@@ -275,14 +456,17 @@ class ListCheckpointsRequest(google.protobuf.message.Message):
     """
     page_token: builtins.str
     """`next_page_token` of the page before, with the other fields unchanged."""
+    show_deleted: builtins.bool
+    """Whether to list deleted checkpoints too."""
     def __init__(
         self,
         *,
         parent: builtins.str = ...,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
+        show_deleted: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_deleted", b"show_deleted"]) -> None: ...
 
 Global___ListCheckpointsRequest: typing_extensions.TypeAlias = ListCheckpointsRequest
 
@@ -318,7 +502,7 @@ class GetCheckpointRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`, or `.../latest`."""
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`."""
     def __init__(
         self,
         *,
@@ -356,14 +540,20 @@ class ReadManifestRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`, or `.../latest`."""
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`."""
+    uid: builtins.str
+    """`Checkpoint.uid`, or empty: refuses another checkpoint at the same step, and
+    reads a deleted one.
+    """
     def __init__(
         self,
         *,
         name: builtins.str = ...,
+        uid: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "uid", b"uid"]) -> None: ...
 
 Global___ReadManifestRequest: typing_extensions.TypeAlias = ReadManifestRequest
 
@@ -391,3 +581,947 @@ class ReadManifestResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "part", b"part"]) -> None: ...
 
 Global___ReadManifestResponse: typing_extensions.TypeAlias = ReadManifestResponse
+
+@typing.final
+class UpdateRunRequest(google.protobuf.message.Message):
+    """Request of UpdateRun."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    UPDATE_MASK_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    etag: builtins.str
+    """`Run.etag`, or empty."""
+    request_id: builtins.str
+    """A random UUID."""
+    @property
+    def run(self) -> Global___Run:
+        """The run: its name, and the fields that the mask names."""
+
+    @property
+    def update_mask(self) -> google.protobuf.field_mask_pb2.FieldMask:
+        """Of `labels`, `retention`, `purge_delay`: one at least."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+        update_mask: google.protobuf.field_mask_pb2.FieldMask | None = ...,
+        etag: builtins.str = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["run", b"run", "update_mask", b"update_mask"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["etag", b"etag", "request_id", b"request_id", "run", b"run", "update_mask", b"update_mask"]) -> None: ...
+
+Global___UpdateRunRequest: typing_extensions.TypeAlias = UpdateRunRequest
+
+@typing.final
+class UpdateRunResponse(google.protobuf.message.Message):
+    """Response of UpdateRun."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    @property
+    def run(self) -> Global___Run:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["run", b"run"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run"]) -> None: ...
+
+Global___UpdateRunResponse: typing_extensions.TypeAlias = UpdateRunResponse
+
+@typing.final
+class ApplyRetentionRequest(google.protobuf.message.Message):
+    """Request of ApplyRetention."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}`."""
+    validate_only: builtins.bool
+    """Whether only to tell."""
+    @property
+    def policy(self) -> storesvc_proto.v1.retention_pb2.RetentionPolicy:
+        """With `validate_only`: the policy to try instead of the run's."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+        policy: storesvc_proto.v1.retention_pb2.RetentionPolicy | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["policy", b"policy"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "policy", b"policy", "validate_only", b"validate_only"]) -> None: ...
+
+Global___ApplyRetentionRequest: typing_extensions.TypeAlias = ApplyRetentionRequest
+
+@typing.final
+class ApplyRetentionResponse(google.protobuf.message.Message):
+    """Response of ApplyRetention."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: builtins.int
+    @property
+    def decisions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RetentionDecision]:
+        """What becomes of checkpoints."""
+
+    def __init__(
+        self,
+        *,
+        decisions: collections.abc.Iterable[Global___RetentionDecision] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["decisions", b"decisions"]) -> None: ...
+
+Global___ApplyRetentionResponse: typing_extensions.TypeAlias = ApplyRetentionResponse
+
+@typing.final
+class RetentionDecision(google.protobuf.message.Message):
+    """What becomes of a checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    REASONS_FIELD_NUMBER: builtins.int
+    OWN_BYTES_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Its step."""
+    uid: builtins.str
+    """Its uid."""
+    kept: builtins.bool
+    """Whether it stays."""
+    own_bytes: builtins.int
+    """Bytes of the stored chunks that its upload brought."""
+    @property
+    def reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Why it stays, for people: the rules that keep it, such as `latest 3`."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        uid: builtins.str = ...,
+        kept: builtins.bool = ...,
+        reasons: collections.abc.Iterable[builtins.str] | None = ...,
+        own_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept", b"kept", "own_bytes", b"own_bytes", "reasons", b"reasons", "step", b"step", "uid", b"uid"]) -> None: ...
+
+Global___RetentionDecision: typing_extensions.TypeAlias = RetentionDecision
+
+@typing.final
+class UpdateCheckpointRequest(google.protobuf.message.Message):
+    """Request of UpdateCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    UPDATE_MASK_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    etag: builtins.str
+    """`Checkpoint.etag`, or empty."""
+    request_id: builtins.str
+    """A random UUID."""
+    @property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The checkpoint: its name, and the fields that the mask names."""
+
+    @property
+    def update_mask(self) -> google.protobuf.field_mask_pb2.FieldMask:
+        """Of `labels`, `metrics`, `pinned`: one at least."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Global___Checkpoint | None = ...,
+        update_mask: google.protobuf.field_mask_pb2.FieldMask | None = ...,
+        etag: builtins.str = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "update_mask", b"update_mask"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "etag", b"etag", "request_id", b"request_id", "update_mask", b"update_mask"]) -> None: ...
+
+Global___UpdateCheckpointRequest: typing_extensions.TypeAlias = UpdateCheckpointRequest
+
+@typing.final
+class UpdateCheckpointResponse(google.protobuf.message.Message):
+    """Response of UpdateCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    @property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The checkpoint."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Global___Checkpoint | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> None: ...
+
+Global___UpdateCheckpointResponse: typing_extensions.TypeAlias = UpdateCheckpointResponse
+
+@typing.final
+class DeleteCheckpointRequest(google.protobuf.message.Message):
+    """Request of DeleteCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    PURGE_DELAY_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`: a step, not `latest`."""
+    etag: builtins.str
+    """`Checkpoint.etag`, or empty."""
+    request_id: builtins.str
+    """A random UUID."""
+    @property
+    def purge_delay(self) -> google.protobuf.duration_pb2.Duration:
+        """How long it can be undeleted, at most 365 days; absent: as the run says."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        etag: builtins.str = ...,
+        purge_delay: google.protobuf.duration_pb2.Duration | None = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["purge_delay", b"purge_delay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["etag", b"etag", "name", b"name", "purge_delay", b"purge_delay", "request_id", b"request_id"]) -> None: ...
+
+Global___DeleteCheckpointRequest: typing_extensions.TypeAlias = DeleteCheckpointRequest
+
+@typing.final
+class DeleteCheckpointResponse(google.protobuf.message.Message):
+    """Response of DeleteCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    @property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The checkpoint, with its `delete_time` and `purge_time`."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Global___Checkpoint | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> None: ...
+
+Global___DeleteCheckpointResponse: typing_extensions.TypeAlias = DeleteCheckpointResponse
+
+@typing.final
+class UndeleteCheckpointRequest(google.protobuf.message.Message):
+    """Request of UndeleteCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`: a step, not `latest`."""
+    request_id: builtins.str
+    """A random UUID."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "request_id", b"request_id"]) -> None: ...
+
+Global___UndeleteCheckpointRequest: typing_extensions.TypeAlias = UndeleteCheckpointRequest
+
+@typing.final
+class UndeleteCheckpointResponse(google.protobuf.message.Message):
+    """Response of UndeleteCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    @property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The checkpoint."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Global___Checkpoint | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> None: ...
+
+Global___UndeleteCheckpointResponse: typing_extensions.TypeAlias = UndeleteCheckpointResponse
+
+@typing.final
+class PurgeCheckpointRequest(google.protobuf.message.Message):
+    """Request of PurgeCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`: a step, not `latest`."""
+    etag: builtins.str
+    """`Checkpoint.etag`, or empty."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        etag: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["etag", b"etag", "name", b"name"]) -> None: ...
+
+Global___PurgeCheckpointRequest: typing_extensions.TypeAlias = PurgeCheckpointRequest
+
+@typing.final
+class PurgeCheckpointResponse(google.protobuf.message.Message):
+    """Response of PurgeCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___PurgeCheckpointResponse: typing_extensions.TypeAlias = PurgeCheckpointResponse
+
+@typing.final
+class DiffCheckpointsRequest(google.protobuf.message.Message):
+    """Request of DiffCheckpoints."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    base: builtins.str
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`: the one before."""
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`: the one after; it
+    may be of another run.
+    """
+    def __init__(
+        self,
+        *,
+        base: builtins.str = ...,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "name", b"name"]) -> None: ...
+
+Global___DiffCheckpointsRequest: typing_extensions.TypeAlias = DiffCheckpointsRequest
+
+@typing.final
+class DiffCheckpointsResponse(google.protobuf.message.Message):
+    """Response of DiffCheckpoints."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: builtins.int
+    DIFFERENCES_FIELD_NUMBER: builtins.int
+    @property
+    def summary(self) -> Global___DiffSummary:
+        """Which two, in the first message only."""
+
+    @property
+    def differences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LeafDifference]:
+        """Leaves that differ, by key."""
+
+    def __init__(
+        self,
+        *,
+        summary: Global___DiffSummary | None = ...,
+        differences: collections.abc.Iterable[Global___LeafDifference] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["summary", b"summary"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["differences", b"differences", "summary", b"summary"]) -> None: ...
+
+Global___DiffCheckpointsResponse: typing_extensions.TypeAlias = DiffCheckpointsResponse
+
+@typing.final
+class DiffSummary(google.protobuf.message.Message):
+    """What two checkpoints have in common."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    SAME_LEAF_COUNT_FIELD_NUMBER: builtins.int
+    DIFFERENT_LEAF_COUNT_FIELD_NUMBER: builtins.int
+    same_leaf_count: builtins.int
+    """Number of leaves that are the same."""
+    different_leaf_count: builtins.int
+    """Number of leaves that differ."""
+    @property
+    def base(self) -> Global___Checkpoint:
+        """The checkpoint before."""
+
+    @property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The checkpoint after."""
+
+    def __init__(
+        self,
+        *,
+        base: Global___Checkpoint | None = ...,
+        checkpoint: Global___Checkpoint | None = ...,
+        same_leaf_count: builtins.int = ...,
+        different_leaf_count: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["base", b"base", "checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "checkpoint", b"checkpoint", "different_leaf_count", b"different_leaf_count", "same_leaf_count", b"same_leaf_count"]) -> None: ...
+
+Global___DiffSummary: typing_extensions.TypeAlias = DiffSummary
+
+@typing.final
+class LeafDifference(google.protobuf.message.Message):
+    """How a leaf differs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Kind:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _KindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[LeafDifference._Kind.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: LeafDifference._Kind.ValueType  # 0
+        """Never valid."""
+        KIND_ADDED: LeafDifference._Kind.ValueType  # 1
+        """Only the checkpoint after has it."""
+        KIND_REMOVED: LeafDifference._Kind.ValueType  # 2
+        """Only the checkpoint before has it."""
+        KIND_SHAPE: LeafDifference._Kind.ValueType  # 3
+        """Another shape."""
+        KIND_DTYPE: LeafDifference._Kind.ValueType  # 4
+        """Another dtype, or another PRNG implementation."""
+        KIND_CONTENT: LeafDifference._Kind.ValueType  # 5
+        """Other bytes, by the digests of its chunks."""
+        KIND_UNKNOWN: LeafDifference._Kind.ValueType  # 6
+        """The same shape and dtype in other chunks: the digests do not tell whether
+        the bytes differ.
+        """
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """What differs; the first of these that does."""
+
+    KIND_UNSPECIFIED: LeafDifference.Kind.ValueType  # 0
+    """Never valid."""
+    KIND_ADDED: LeafDifference.Kind.ValueType  # 1
+    """Only the checkpoint after has it."""
+    KIND_REMOVED: LeafDifference.Kind.ValueType  # 2
+    """Only the checkpoint before has it."""
+    KIND_SHAPE: LeafDifference.Kind.ValueType  # 3
+    """Another shape."""
+    KIND_DTYPE: LeafDifference.Kind.ValueType  # 4
+    """Another dtype, or another PRNG implementation."""
+    KIND_CONTENT: LeafDifference.Kind.ValueType  # 5
+    """Other bytes, by the digests of its chunks."""
+    KIND_UNKNOWN: LeafDifference.Kind.ValueType  # 6
+    """The same shape and dtype in other chunks: the digests do not tell whether
+    the bytes differ.
+    """
+
+    KEY_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    BASE_DTYPE_FIELD_NUMBER: builtins.int
+    BASE_SHAPE_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    CHANGED_CHUNK_COUNT_FIELD_NUMBER: builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """`LeafTable.key`."""
+    kind: Global___LeafDifference.Kind.ValueType
+    """What differs."""
+    base_dtype: builtins.str
+    """The dtype before; empty where added."""
+    dtype: builtins.str
+    """The dtype after; empty where removed."""
+    changed_chunk_count: builtins.int
+    """With KIND_CONTENT: number of chunks whose bytes differ."""
+    chunk_count: builtins.int
+    """Number of chunks after, or, where removed, before."""
+    @property
+    def base_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The shape before."""
+
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The shape after."""
+
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        kind: Global___LeafDifference.Kind.ValueType = ...,
+        base_dtype: builtins.str = ...,
+        base_shape: collections.abc.Iterable[builtins.int] | None = ...,
+        dtype: builtins.str = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
+        changed_chunk_count: builtins.int = ...,
+        chunk_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_dtype", b"base_dtype", "base_shape", b"base_shape", "changed_chunk_count", b"changed_chunk_count", "chunk_count", b"chunk_count", "dtype", b"dtype", "key", b"key", "kind", b"kind", "shape", b"shape"]) -> None: ...
+
+Global___LeafDifference: typing_extensions.TypeAlias = LeafDifference
+
+@typing.final
+class WatchCheckpointsRequest(google.protobuf.message.Message):
+    """Request of WatchCheckpoints."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: builtins.int
+    parent: builtins.str
+    """`namespaces/{namespace}/runs/{run}`, or `namespaces/{namespace}` for all its
+    runs, those included that come later.
+    """
+    resume_token: builtins.str
+    """`WatchCheckpointsResponse.resume_token` of a watch of the same parent; empty:
+    from now on.
+    """
+    def __init__(
+        self,
+        *,
+        parent: builtins.str = ...,
+        resume_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["parent", b"parent", "resume_token", b"resume_token"]) -> None: ...
+
+Global___WatchCheckpointsRequest: typing_extensions.TypeAlias = WatchCheckpointsRequest
+
+@typing.final
+class WatchCheckpointsResponse(google.protobuf.message.Message):
+    """Response of WatchCheckpoints."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENT_FIELD_NUMBER: builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: builtins.int
+    resume_token: builtins.str
+    """Goes on after this message."""
+    @property
+    def event(self) -> Global___CheckpointEvent:
+        """What happened; absent in messages that only bring a token."""
+
+    def __init__(
+        self,
+        *,
+        event: Global___CheckpointEvent | None = ...,
+        resume_token: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["event", b"event"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["event", b"event", "resume_token", b"resume_token"]) -> None: ...
+
+Global___WatchCheckpointsResponse: typing_extensions.TypeAlias = WatchCheckpointsResponse
+
+@typing.final
+class CheckpointEvent(google.protobuf.message.Message):
+    """What happened to a checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Kind:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _KindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[CheckpointEvent._Kind.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: CheckpointEvent._Kind.ValueType  # 0
+        """Never valid."""
+        KIND_COMMITTED: CheckpointEvent._Kind.ValueType  # 1
+        """It was committed."""
+        KIND_DELETED: CheckpointEvent._Kind.ValueType  # 2
+        """It was deleted."""
+        KIND_UNDELETED: CheckpointEvent._Kind.ValueType  # 3
+        """It was undeleted."""
+        KIND_TAGGED: CheckpointEvent._Kind.ValueType  # 4
+        """A tag was set to it."""
+        KIND_UNTAGGED: CheckpointEvent._Kind.ValueType  # 5
+        """A tag that named it was deleted."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """What."""
+
+    KIND_UNSPECIFIED: CheckpointEvent.Kind.ValueType  # 0
+    """Never valid."""
+    KIND_COMMITTED: CheckpointEvent.Kind.ValueType  # 1
+    """It was committed."""
+    KIND_DELETED: CheckpointEvent.Kind.ValueType  # 2
+    """It was deleted."""
+    KIND_UNDELETED: CheckpointEvent.Kind.ValueType  # 3
+    """It was undeleted."""
+    KIND_TAGGED: CheckpointEvent.Kind.ValueType  # 4
+    """A tag was set to it."""
+    KIND_UNTAGGED: CheckpointEvent.Kind.ValueType  # 5
+    """A tag that named it was deleted."""
+
+    KIND_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    TAG_FIELD_NUMBER: builtins.int
+    kind: Global___CheckpointEvent.Kind.ValueType
+    """What."""
+    tag: builtins.str
+    """The tag, for those kinds."""
+    @property
+    def checkpoint(self) -> Global___Checkpoint:
+        """The checkpoint, as it is now; of one that is gone only `name`, `uid` and `step`."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___CheckpointEvent.Kind.ValueType = ...,
+        checkpoint: Global___Checkpoint | None = ...,
+        tag: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "kind", b"kind", "tag", b"tag"]) -> None: ...
+
+Global___CheckpointEvent: typing_extensions.TypeAlias = CheckpointEvent
+
+@typing.final
+class SetTagRequest(google.protobuf.message.Message):
+    """Request of SetTag."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    PROTECTED_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/tags/{tag}`."""
+    checkpoint: builtins.str
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`, of the same run."""
+    protected: builtins.bool
+    """Whether later changes need its etag."""
+    etag: builtins.str
+    """`Tag.etag`, or empty."""
+    request_id: builtins.str
+    """A random UUID."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        checkpoint: builtins.str = ...,
+        protected: builtins.bool = ...,
+        etag: builtins.str = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "etag", b"etag", "name", b"name", "protected", b"protected", "request_id", b"request_id"]) -> None: ...
+
+Global___SetTagRequest: typing_extensions.TypeAlias = SetTagRequest
+
+@typing.final
+class SetTagResponse(google.protobuf.message.Message):
+    """Response of SetTag."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TAG_FIELD_NUMBER: builtins.int
+    @property
+    def tag(self) -> Global___Tag:
+        """The tag."""
+
+    def __init__(
+        self,
+        *,
+        tag: Global___Tag | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["tag", b"tag"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["tag", b"tag"]) -> None: ...
+
+Global___SetTagResponse: typing_extensions.TypeAlias = SetTagResponse
+
+@typing.final
+class DeleteTagRequest(google.protobuf.message.Message):
+    """Request of DeleteTag."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/tags/{tag}`."""
+    etag: builtins.str
+    """`Tag.etag`, or empty."""
+    request_id: builtins.str
+    """A random UUID."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        etag: builtins.str = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]) -> None: ...
+
+Global___DeleteTagRequest: typing_extensions.TypeAlias = DeleteTagRequest
+
+@typing.final
+class DeleteTagResponse(google.protobuf.message.Message):
+    """Response of DeleteTag."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DeleteTagResponse: typing_extensions.TypeAlias = DeleteTagResponse
+
+@typing.final
+class ListTagsRequest(google.protobuf.message.Message):
+    """Request of ListTags."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    parent: builtins.str
+    """`namespaces/{namespace}/runs/{run}`."""
+    page_size: builtins.int
+    """At most 1000, which larger values are taken for; 0 takes 100; negative is
+    INVALID_FIELD.
+    """
+    page_token: builtins.str
+    """`next_page_token` of the page before, with the other fields unchanged."""
+    def __init__(
+        self,
+        *,
+        parent: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]) -> None: ...
+
+Global___ListTagsRequest: typing_extensions.TypeAlias = ListTagsRequest
+
+@typing.final
+class ListTagsResponse(google.protobuf.message.Message):
+    """Response of ListTags."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TAGS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Empty: this was the last page."""
+    @property
+    def tags(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tag]:
+        """The tags."""
+
+    def __init__(
+        self,
+        *,
+        tags: collections.abc.Iterable[Global___Tag] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "tags", b"tags"]) -> None: ...
+
+Global___ListTagsResponse: typing_extensions.TypeAlias = ListTagsResponse
+
+@typing.final
+class CreateHoldRequest(google.protobuf.message.Message):
+    """Request of CreateHold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    TTL_FIELD_NUMBER: builtins.int
+    parent: builtins.str
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`."""
+    request_id: builtins.str
+    """A random UUID."""
+    owner: builtins.str
+    """Who holds it, for people: at most 256 bytes."""
+    @property
+    def ttl(self) -> google.protobuf.duration_pb2.Duration:
+        """How long it lasts after each renewal, positive, at most 30 days; absent: 10
+        minutes.
+        """
+
+    def __init__(
+        self,
+        *,
+        parent: builtins.str = ...,
+        request_id: builtins.str = ...,
+        owner: builtins.str = ...,
+        ttl: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["owner", b"owner", "parent", b"parent", "request_id", b"request_id", "ttl", b"ttl"]) -> None: ...
+
+Global___CreateHoldRequest: typing_extensions.TypeAlias = CreateHoldRequest
+
+@typing.final
+class CreateHoldResponse(google.protobuf.message.Message):
+    """Response of CreateHold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOLD_FIELD_NUMBER: builtins.int
+    @property
+    def hold(self) -> Global___Hold:
+        """The hold."""
+
+    def __init__(
+        self,
+        *,
+        hold: Global___Hold | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["hold", b"hold"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["hold", b"hold"]) -> None: ...
+
+Global___CreateHoldResponse: typing_extensions.TypeAlias = CreateHoldResponse
+
+@typing.final
+class RenewHoldRequest(google.protobuf.message.Message):
+    """Request of RenewHold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/holds/{hold}`."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+Global___RenewHoldRequest: typing_extensions.TypeAlias = RenewHoldRequest
+
+@typing.final
+class RenewHoldResponse(google.protobuf.message.Message):
+    """Response of RenewHold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOLD_FIELD_NUMBER: builtins.int
+    @property
+    def hold(self) -> Global___Hold:
+        """The hold."""
+
+    def __init__(
+        self,
+        *,
+        hold: Global___Hold | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["hold", b"hold"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["hold", b"hold"]) -> None: ...
+
+Global___RenewHoldResponse: typing_extensions.TypeAlias = RenewHoldResponse
+
+@typing.final
+class DeleteHoldRequest(google.protobuf.message.Message):
+    """Request of DeleteHold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/holds/{hold}`."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+Global___DeleteHoldRequest: typing_extensions.TypeAlias = DeleteHoldRequest
+
+@typing.final
+class DeleteHoldResponse(google.protobuf.message.Message):
+    """Response of DeleteHold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DeleteHoldResponse: typing_extensions.TypeAlias = DeleteHoldResponse
+
+@typing.final
+class ListHoldsRequest(google.protobuf.message.Message):
+    """Request of ListHolds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    parent: builtins.str
+    """`namespaces/{namespace}/runs/{run}`."""
+    page_size: builtins.int
+    """At most 1000, which larger values are taken for; 0 takes 100; negative is
+    INVALID_FIELD.
+    """
+    page_token: builtins.str
+    """`next_page_token` of the page before, with the other fields unchanged."""
+    def __init__(
+        self,
+        *,
+        parent: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]) -> None: ...
+
+Global___ListHoldsRequest: typing_extensions.TypeAlias = ListHoldsRequest
+
+@typing.final
+class ListHoldsResponse(google.protobuf.message.Message):
+    """Response of ListHolds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOLDS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Empty: this was the last page."""
+    @property
+    def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Hold]:
+        """The holds."""
+
+    def __init__(
+        self,
+        *,
+        holds: collections.abc.Iterable[Global___Hold] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holds", b"holds", "next_page_token", b"next_page_token"]) -> None: ...
+
+Global___ListHoldsResponse: typing_extensions.TypeAlias = ListHoldsResponse

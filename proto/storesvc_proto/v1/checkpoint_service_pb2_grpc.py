@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CheckpointServiceStub(object):
-    """Reads the catalogue.
+    """The catalogue: runs, checkpoints, their tags and holds.
     """
 
     def __init__(self, channel):
@@ -45,6 +45,16 @@ class CheckpointServiceStub(object):
                 request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.GetRunRequest.SerializeToString,
                 response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.GetRunResponse.FromString,
                 _registered_method=True)
+        self.UpdateRun = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/UpdateRun',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateRunRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateRunResponse.FromString,
+                _registered_method=True)
+        self.ApplyRetention = channel.unary_stream(
+                '/storesvc.v1.CheckpointService/ApplyRetention',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ApplyRetentionRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ApplyRetentionResponse.FromString,
+                _registered_method=True)
         self.ListCheckpoints = channel.unary_unary(
                 '/storesvc.v1.CheckpointService/ListCheckpoints',
                 request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListCheckpointsRequest.SerializeToString,
@@ -60,14 +70,79 @@ class CheckpointServiceStub(object):
                 request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ReadManifestRequest.SerializeToString,
                 response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ReadManifestResponse.FromString,
                 _registered_method=True)
+        self.UpdateCheckpoint = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/UpdateCheckpoint',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateCheckpointRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateCheckpointResponse.FromString,
+                _registered_method=True)
+        self.DeleteCheckpoint = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/DeleteCheckpoint',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteCheckpointRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteCheckpointResponse.FromString,
+                _registered_method=True)
+        self.UndeleteCheckpoint = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/UndeleteCheckpoint',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UndeleteCheckpointRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UndeleteCheckpointResponse.FromString,
+                _registered_method=True)
+        self.PurgeCheckpoint = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/PurgeCheckpoint',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.PurgeCheckpointRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.PurgeCheckpointResponse.FromString,
+                _registered_method=True)
+        self.DiffCheckpoints = channel.unary_stream(
+                '/storesvc.v1.CheckpointService/DiffCheckpoints',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DiffCheckpointsRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DiffCheckpointsResponse.FromString,
+                _registered_method=True)
+        self.WatchCheckpoints = channel.unary_stream(
+                '/storesvc.v1.CheckpointService/WatchCheckpoints',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.WatchCheckpointsRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.WatchCheckpointsResponse.FromString,
+                _registered_method=True)
+        self.SetTag = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/SetTag',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.SetTagRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.SetTagResponse.FromString,
+                _registered_method=True)
+        self.DeleteTag = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/DeleteTag',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteTagRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteTagResponse.FromString,
+                _registered_method=True)
+        self.ListTags = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/ListTags',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListTagsRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListTagsResponse.FromString,
+                _registered_method=True)
+        self.CreateHold = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/CreateHold',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.CreateHoldRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.CreateHoldResponse.FromString,
+                _registered_method=True)
+        self.RenewHold = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/RenewHold',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.RenewHoldRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.RenewHoldResponse.FromString,
+                _registered_method=True)
+        self.DeleteHold = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/DeleteHold',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteHoldRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteHoldResponse.FromString,
+                _registered_method=True)
+        self.ListHolds = channel.unary_unary(
+                '/storesvc.v1.CheckpointService/ListHolds',
+                request_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListHoldsRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListHoldsResponse.FromString,
+                _registered_method=True)
 
 
 class CheckpointServiceServicer(object):
-    """Reads the catalogue.
+    """The catalogue: runs, checkpoints, their tags and holds.
     """
 
     def ListRuns(self, request, context):
-        """Lists runs that have a checkpoint, by name.
+        """Lists runs that have a checkpoint or were set up by UpdateRun, by name.
 
         Deadline: 30 s.
 
@@ -86,6 +161,36 @@ class CheckpointServiceServicer(object):
         Errors:
         * `INVALID_FIELD`.
         * `RUN_NOT_FOUND`: metadata `nearest` names the most similar runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateRun(self, request, context):
+        """Sets fields of a run; creates it where it does not exist.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplyRetention(self, request, context):
+        """Deletes, softly, the checkpoints that the run's retention policy does not keep,
+        and tells what becomes of each. The service does the same by itself from time
+        to time. With `validate_only` nothing is deleted, and a policy may be given to
+        be tried.
+
+        Streams decisions in pages, newest step first. A checkpoint that changed
+        meanwhile is left for the next time.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
+        * `RUN_NOT_FOUND`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,6 +218,7 @@ class CheckpointServiceServicer(object):
         * `INVALID_FIELD`.
         * `RUN_NOT_FOUND`.
         * `CHECKPOINT_NOT_FOUND`: metadata `nearest` holds the nearest steps.
+        * `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,7 +233,189 @@ class CheckpointServiceServicer(object):
         stops a stream whose client takes nothing for 15 s.
 
         Errors:
+        * as GetCheckpoint. With `uid` a deleted checkpoint can be read until it is
+        purged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateCheckpoint(self, request, context):
+        """Sets the labels, the metrics or the pin of a checkpoint.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
+        `TAG_NOT_FOUND`.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteCheckpoint(self, request, context):
+        """Deletes a checkpoint softly: lists and `latest` no longer show it, and it can be
+        undeleted until its `purge_time`; from then on the collector purges it, unless a
+        hold or a live upload needs it. Deleting it again changes nothing.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
+        * `CHECKPOINT_IN_USE`: it is pinned or tagged.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndeleteCheckpoint(self, request, context):
+        """Takes a deletion back. Undeleting one that is not deleted changes nothing.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
+        * `CONFLICT`: it is being purged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PurgeCheckpoint(self, request, context):
+        """Ends a deleted checkpoint for good, before its `purge_time` too, and frees its
+        step. The collector deletes its bytes, except those that others share.
+
+        Deadline: 60 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: also where it was purged already.
+        * `CHECKPOINT_NOT_DELETED`.
+        * `CHECKPOINT_IN_USE`: it is tagged, held, or the base of a live upload.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DiffCheckpoints(self, request, context):
+        """Tells what differs between two checkpoints, leaf by leaf, by key. Reads their
+        manifests and no data.
+
+        Errors:
+        * as GetCheckpoint, of either.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchCheckpoints(self, request, context):
+        """Streams what happens to the checkpoints of a run or a namespace, until the
+        client ends it: each event once, in one order. The first message comes at once
+        and holds a token alone; so does one every 30 s at the latest. A watch that goes
+        on from a token misses no checkpoint and repeats none, at any server. What was
+        deleted or tagged anew before it was told of may be told of once.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `INVALID_RESUME_TOKEN`, `RESUME_TOKEN_EXPIRED`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetTag(self, request, context):
+        """Makes a tag name a checkpoint, wherever it was before.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
+        `TAG_NOT_FOUND`.
+        * `TAG_PROTECTED`: it is, and the request has no etag.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteTag(self, request, context):
+        """Deletes a tag.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `TAG_NOT_FOUND`, `TAG_PROTECTED`.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTags(self, request, context):
+        """Lists the tags of a run by name.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`, `RUN_NOT_FOUND`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateHold(self, request, context):
+        """Keeps a checkpoint from being purged while the hold is renewed. It may be
+        deleted meanwhile, and read by its `uid`.
+
+        Idempotent by `request_id`. Deadline: 30 s.
+
+        Errors:
         * as GetCheckpoint.
+        * `REQUEST_ID_REUSED`: it made a hold of another checkpoint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewHold(self, request, context):
+        """Renews a hold for its `ttl`.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `HOLD_NOT_FOUND`.
+        * `HOLD_EXPIRED`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteHold(self, request, context):
+        """Ends a hold. Ending one that does not exist changes nothing.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListHolds(self, request, context):
+        """Lists the holds of a run, expired ones included until they are collected.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`, `RUN_NOT_FOUND`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,6 +434,16 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.GetRunRequest.FromString,
                     response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.GetRunResponse.SerializeToString,
             ),
+            'UpdateRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateRun,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateRunRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateRunResponse.SerializeToString,
+            ),
+            'ApplyRetention': grpc.unary_stream_rpc_method_handler(
+                    servicer.ApplyRetention,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ApplyRetentionRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ApplyRetentionResponse.SerializeToString,
+            ),
             'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
                     servicer.ListCheckpoints,
                     request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListCheckpointsRequest.FromString,
@@ -161,6 +459,71 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
                     request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ReadManifestRequest.FromString,
                     response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ReadManifestResponse.SerializeToString,
             ),
+            'UpdateCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateCheckpoint,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateCheckpointRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateCheckpointResponse.SerializeToString,
+            ),
+            'DeleteCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCheckpoint,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteCheckpointRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteCheckpointResponse.SerializeToString,
+            ),
+            'UndeleteCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndeleteCheckpoint,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UndeleteCheckpointRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UndeleteCheckpointResponse.SerializeToString,
+            ),
+            'PurgeCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.PurgeCheckpoint,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.PurgeCheckpointRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.PurgeCheckpointResponse.SerializeToString,
+            ),
+            'DiffCheckpoints': grpc.unary_stream_rpc_method_handler(
+                    servicer.DiffCheckpoints,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DiffCheckpointsRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DiffCheckpointsResponse.SerializeToString,
+            ),
+            'WatchCheckpoints': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCheckpoints,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.WatchCheckpointsRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.WatchCheckpointsResponse.SerializeToString,
+            ),
+            'SetTag': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTag,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.SetTagRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.SetTagResponse.SerializeToString,
+            ),
+            'DeleteTag': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTag,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteTagRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteTagResponse.SerializeToString,
+            ),
+            'ListTags': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTags,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListTagsRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListTagsResponse.SerializeToString,
+            ),
+            'CreateHold': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateHold,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.CreateHoldRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.CreateHoldResponse.SerializeToString,
+            ),
+            'RenewHold': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewHold,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.RenewHoldRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.RenewHoldResponse.SerializeToString,
+            ),
+            'DeleteHold': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteHold,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteHoldRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteHoldResponse.SerializeToString,
+            ),
+            'ListHolds': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHolds,
+                    request_deserializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListHoldsRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListHoldsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'storesvc.v1.CheckpointService', rpc_method_handlers)
@@ -170,7 +533,7 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CheckpointService(object):
-    """Reads the catalogue.
+    """The catalogue: runs, checkpoints, their tags and holds.
     """
 
     @staticmethod
@@ -217,6 +580,60 @@ class CheckpointService(object):
             '/storesvc.v1.CheckpointService/GetRun',
             storesvc__proto_dot_v1_dot_checkpoint__service__pb2.GetRunRequest.SerializeToString,
             storesvc__proto_dot_v1_dot_checkpoint__service__pb2.GetRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/UpdateRun',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateRunRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyRetention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/ApplyRetention',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ApplyRetentionRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ApplyRetentionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -298,6 +715,357 @@ class CheckpointService(object):
             '/storesvc.v1.CheckpointService/ReadManifest',
             storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ReadManifestRequest.SerializeToString,
             storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ReadManifestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/UpdateCheckpoint',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateCheckpointRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UpdateCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/DeleteCheckpoint',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteCheckpointRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndeleteCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/UndeleteCheckpoint',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UndeleteCheckpointRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.UndeleteCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PurgeCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/PurgeCheckpoint',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.PurgeCheckpointRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.PurgeCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DiffCheckpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/DiffCheckpoints',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DiffCheckpointsRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DiffCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCheckpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/WatchCheckpoints',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.WatchCheckpointsRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.WatchCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTag(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/SetTag',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.SetTagRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.SetTagResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTag(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/DeleteTag',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteTagRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteTagResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTags(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/ListTags',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListTagsRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListTagsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateHold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/CreateHold',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.CreateHoldRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.CreateHoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewHold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/RenewHold',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.RenewHoldRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.RenewHoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteHold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/DeleteHold',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteHoldRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.DeleteHoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHolds(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.CheckpointService/ListHolds',
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListHoldsRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_checkpoint__service__pb2.ListHoldsResponse.FromString,
             options,
             channel_credentials,
             insecure,

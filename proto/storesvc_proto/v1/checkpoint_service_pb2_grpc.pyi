@@ -5,9 +5,15 @@ Finding checkpoints and reading what they hold.
 
 Names. A namespace and a run are called by 1 to 63 characters, lower-case
 letters, digits and hyphens, beginning and ending with a letter or digit. A
-checkpoint is called by its step in decimal digits; `latest` stands for the
-committed checkpoint with the highest step. No field of this contract is ever
-a path, a URI or a TensorStore spec.
+checkpoint is called by its step in decimal digits, or by a tag that names it;
+`latest` stands for the committed checkpoint with the highest step. A tag is
+called as a run is, begins with a letter, and is not called `latest`. No field of
+this contract is ever a path, a URI or a TensorStore spec.
+
+Changes. A request that changes something has a `request_id`, a random UUID:
+repeated with the same one while nobody else has changed the object, it answers as
+the first time. Where it has an `etag` that is not empty, the object MUST still
+have it, or the call fails with `ETAG_MISMATCH`.
 """
 
 import abc
@@ -64,6 +70,38 @@ _CheckpointServiceGetRunType = typing_extensions.TypeVar(
     ],
 )
 
+_CheckpointServiceUpdateRunType = typing_extensions.TypeVar(
+    '_CheckpointServiceUpdateRunType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateRunRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateRunResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateRunRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateRunResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateRunRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateRunResponse,
+    ],
+)
+
+_CheckpointServiceApplyRetentionType = typing_extensions.TypeVar(
+    '_CheckpointServiceApplyRetentionType',
+    grpc.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionResponse,
+    ],
+)
+
 _CheckpointServiceListCheckpointsType = typing_extensions.TypeVar(
     '_CheckpointServiceListCheckpointsType',
     grpc.UnaryUnaryMultiCallable[
@@ -112,8 +150,216 @@ _CheckpointServiceReadManifestType = typing_extensions.TypeVar(
     ],
 )
 
-class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _CheckpointServiceGetRunType, _CheckpointServiceListCheckpointsType, _CheckpointServiceGetCheckpointType, _CheckpointServiceReadManifestType]):
-    """Reads the catalogue."""
+_CheckpointServiceUpdateCheckpointType = typing_extensions.TypeVar(
+    '_CheckpointServiceUpdateCheckpointType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointResponse,
+    ],
+)
+
+_CheckpointServiceDeleteCheckpointType = typing_extensions.TypeVar(
+    '_CheckpointServiceDeleteCheckpointType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointResponse,
+    ],
+)
+
+_CheckpointServiceUndeleteCheckpointType = typing_extensions.TypeVar(
+    '_CheckpointServiceUndeleteCheckpointType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointResponse,
+    ],
+)
+
+_CheckpointServicePurgeCheckpointType = typing_extensions.TypeVar(
+    '_CheckpointServicePurgeCheckpointType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointResponse,
+    ],
+)
+
+_CheckpointServiceDiffCheckpointsType = typing_extensions.TypeVar(
+    '_CheckpointServiceDiffCheckpointsType',
+    grpc.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsResponse,
+    ],
+)
+
+_CheckpointServiceWatchCheckpointsType = typing_extensions.TypeVar(
+    '_CheckpointServiceWatchCheckpointsType',
+    grpc.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsResponse,
+    ],
+)
+
+_CheckpointServiceSetTagType = typing_extensions.TypeVar(
+    '_CheckpointServiceSetTagType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.SetTagRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.SetTagResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.SetTagRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.SetTagResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.SetTagRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.SetTagResponse,
+    ],
+)
+
+_CheckpointServiceDeleteTagType = typing_extensions.TypeVar(
+    '_CheckpointServiceDeleteTagType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteTagRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteTagResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteTagRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteTagResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteTagRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteTagResponse,
+    ],
+)
+
+_CheckpointServiceListTagsType = typing_extensions.TypeVar(
+    '_CheckpointServiceListTagsType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ListTagsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ListTagsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ListTagsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ListTagsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ListTagsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ListTagsResponse,
+    ],
+)
+
+_CheckpointServiceCreateHoldType = typing_extensions.TypeVar(
+    '_CheckpointServiceCreateHoldType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.CreateHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.CreateHoldResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.CreateHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.CreateHoldResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.CreateHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.CreateHoldResponse,
+    ],
+)
+
+_CheckpointServiceRenewHoldType = typing_extensions.TypeVar(
+    '_CheckpointServiceRenewHoldType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.RenewHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.RenewHoldResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.RenewHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.RenewHoldResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.RenewHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.RenewHoldResponse,
+    ],
+)
+
+_CheckpointServiceDeleteHoldType = typing_extensions.TypeVar(
+    '_CheckpointServiceDeleteHoldType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldResponse,
+    ],
+)
+
+_CheckpointServiceListHoldsType = typing_extensions.TypeVar(
+    '_CheckpointServiceListHoldsType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ListHoldsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ListHoldsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ListHoldsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ListHoldsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ListHoldsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ListHoldsResponse,
+    ],
+)
+
+class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _CheckpointServiceGetRunType, _CheckpointServiceUpdateRunType, _CheckpointServiceApplyRetentionType, _CheckpointServiceListCheckpointsType, _CheckpointServiceGetCheckpointType, _CheckpointServiceReadManifestType, _CheckpointServiceUpdateCheckpointType, _CheckpointServiceDeleteCheckpointType, _CheckpointServiceUndeleteCheckpointType, _CheckpointServicePurgeCheckpointType, _CheckpointServiceDiffCheckpointsType, _CheckpointServiceWatchCheckpointsType, _CheckpointServiceSetTagType, _CheckpointServiceDeleteTagType, _CheckpointServiceListTagsType, _CheckpointServiceCreateHoldType, _CheckpointServiceRenewHoldType, _CheckpointServiceDeleteHoldType, _CheckpointServiceListHoldsType]):
+    """The catalogue: runs, checkpoints, their tags and holds."""
 
     @typing.overload
     def __init__(self: CheckpointServiceStub[
@@ -126,6 +372,14 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
             storesvc_proto.v1.checkpoint_service_pb2.GetRunResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.UpdateRunRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.UpdateRunResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             storesvc_proto.v1.checkpoint_service_pb2.ListCheckpointsRequest,
             storesvc_proto.v1.checkpoint_service_pb2.ListCheckpointsResponse,
         ],
@@ -136,6 +390,58 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
         grpc.UnaryStreamMultiCallable[
             storesvc_proto.v1.checkpoint_service_pb2.ReadManifestRequest,
             storesvc_proto.v1.checkpoint_service_pb2.ReadManifestResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.SetTagRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.SetTagResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteTagRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteTagResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.ListTagsRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.ListTagsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.CreateHoldRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.CreateHoldResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.RenewHoldRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.RenewHoldResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.ListHoldsRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.ListHoldsResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -150,6 +456,14 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
             storesvc_proto.v1.checkpoint_service_pb2.GetRunResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.UpdateRunRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.UpdateRunResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             storesvc_proto.v1.checkpoint_service_pb2.ListCheckpointsRequest,
             storesvc_proto.v1.checkpoint_service_pb2.ListCheckpointsResponse,
         ],
@@ -161,10 +475,62 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
             storesvc_proto.v1.checkpoint_service_pb2.ReadManifestRequest,
             storesvc_proto.v1.checkpoint_service_pb2.ReadManifestResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.SetTagRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.SetTagResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteTagRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteTagResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.ListTagsRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.ListTagsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.CreateHoldRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.CreateHoldResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.RenewHoldRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.RenewHoldResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.checkpoint_service_pb2.ListHoldsRequest,
+            storesvc_proto.v1.checkpoint_service_pb2.ListHoldsResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     ListRuns: _CheckpointServiceListRunsType
-    """Lists runs that have a checkpoint, by name.
+    """Lists runs that have a checkpoint or were set up by UpdateRun, by name.
 
     Deadline: 30 s.
 
@@ -180,6 +546,30 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
     Errors:
     * `INVALID_FIELD`.
     * `RUN_NOT_FOUND`: metadata `nearest` names the most similar runs.
+    """
+
+    UpdateRun: _CheckpointServiceUpdateRunType
+    """Sets fields of a run; creates it where it does not exist.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
+    * `ETAG_MISMATCH`, `CONFLICT`.
+    """
+
+    ApplyRetention: _CheckpointServiceApplyRetentionType
+    """Deletes, softly, the checkpoints that the run's retention policy does not keep,
+    and tells what becomes of each. The service does the same by itself from time
+    to time. With `validate_only` nothing is deleted, and a policy may be given to
+    be tried.
+
+    Streams decisions in pages, newest step first. A checkpoint that changed
+    meanwhile is left for the next time.
+
+    Errors:
+    * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
+    * `RUN_NOT_FOUND`.
     """
 
     ListCheckpoints: _CheckpointServiceListCheckpointsType
@@ -201,6 +591,7 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
     * `INVALID_FIELD`.
     * `RUN_NOT_FOUND`.
     * `CHECKPOINT_NOT_FOUND`: metadata `nearest` holds the nearest steps.
+    * `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`.
     """
 
     ReadManifest: _CheckpointServiceReadManifestType
@@ -212,7 +603,150 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
     stops a stream whose client takes nothing for 15 s.
 
     Errors:
+    * as GetCheckpoint. With `uid` a deleted checkpoint can be read until it is
+      purged.
+    """
+
+    UpdateCheckpoint: _CheckpointServiceUpdateCheckpointType
+    """Sets the labels, the metrics or the pin of a checkpoint.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`.
+    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
+      `TAG_NOT_FOUND`.
+    * `ETAG_MISMATCH`, `CONFLICT`.
+    """
+
+    DeleteCheckpoint: _CheckpointServiceDeleteCheckpointType
+    """Deletes a checkpoint softly: lists and `latest` no longer show it, and it can be
+    undeleted until its `purge_time`; from then on the collector purges it, unless a
+    hold or a live upload needs it. Deleting it again changes nothing.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`.
+    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
+    * `CHECKPOINT_IN_USE`: it is pinned or tagged.
+    * `ETAG_MISMATCH`, `CONFLICT`.
+    """
+
+    UndeleteCheckpoint: _CheckpointServiceUndeleteCheckpointType
+    """Takes a deletion back. Undeleting one that is not deleted changes nothing.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`.
+    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
+    * `CONFLICT`: it is being purged.
+    """
+
+    PurgeCheckpoint: _CheckpointServicePurgeCheckpointType
+    """Ends a deleted checkpoint for good, before its `purge_time` too, and frees its
+    step. The collector deletes its bytes, except those that others share.
+
+    Deadline: 60 s.
+
+    Errors:
+    * `INVALID_FIELD`.
+    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: also where it was purged already.
+    * `CHECKPOINT_NOT_DELETED`.
+    * `CHECKPOINT_IN_USE`: it is tagged, held, or the base of a live upload.
+    * `ETAG_MISMATCH`, `CONFLICT`.
+    """
+
+    DiffCheckpoints: _CheckpointServiceDiffCheckpointsType
+    """Tells what differs between two checkpoints, leaf by leaf, by key. Reads their
+    manifests and no data.
+
+    Errors:
+    * as GetCheckpoint, of either.
+    """
+
+    WatchCheckpoints: _CheckpointServiceWatchCheckpointsType
+    """Streams what happens to the checkpoints of a run or a namespace, until the
+    client ends it: each event once, in one order. The first message comes at once
+    and holds a token alone; so does one every 30 s at the latest. A watch that goes
+    on from a token misses no checkpoint and repeats none, at any server. What was
+    deleted or tagged anew before it was told of may be told of once.
+
+    Errors:
+    * `INVALID_FIELD`.
+    * `INVALID_RESUME_TOKEN`, `RESUME_TOKEN_EXPIRED`.
+    """
+
+    SetTag: _CheckpointServiceSetTagType
+    """Makes a tag name a checkpoint, wherever it was before.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`.
+    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
+      `TAG_NOT_FOUND`.
+    * `TAG_PROTECTED`: it is, and the request has no etag.
+    * `ETAG_MISMATCH`, `CONFLICT`.
+    """
+
+    DeleteTag: _CheckpointServiceDeleteTagType
+    """Deletes a tag.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`, `TAG_NOT_FOUND`, `TAG_PROTECTED`.
+    * `ETAG_MISMATCH`, `CONFLICT`.
+    """
+
+    ListTags: _CheckpointServiceListTagsType
+    """Lists the tags of a run by name.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`, `RUN_NOT_FOUND`.
+    """
+
+    CreateHold: _CheckpointServiceCreateHoldType
+    """Keeps a checkpoint from being purged while the hold is renewed. It may be
+    deleted meanwhile, and read by its `uid`.
+
+    Idempotent by `request_id`. Deadline: 30 s.
+
+    Errors:
     * as GetCheckpoint.
+    * `REQUEST_ID_REUSED`: it made a hold of another checkpoint.
+    """
+
+    RenewHold: _CheckpointServiceRenewHoldType
+    """Renews a hold for its `ttl`.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`, `HOLD_NOT_FOUND`.
+    * `HOLD_EXPIRED`.
+    """
+
+    DeleteHold: _CheckpointServiceDeleteHoldType
+    """Ends a hold. Ending one that does not exist changes nothing.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`.
+    """
+
+    ListHolds: _CheckpointServiceListHoldsType
+    """Lists the holds of a run, expired ones included until they are collected.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`, `RUN_NOT_FOUND`.
     """
 
 CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
@@ -223,6 +757,14 @@ CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         storesvc_proto.v1.checkpoint_service_pb2.GetRunRequest,
         storesvc_proto.v1.checkpoint_service_pb2.GetRunResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateRunRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateRunResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         storesvc_proto.v1.checkpoint_service_pb2.ListCheckpointsRequest,
@@ -236,10 +778,62 @@ CheckpointServiceAsyncStub: typing_extensions.TypeAlias = CheckpointServiceStub[
         storesvc_proto.v1.checkpoint_service_pb2.ReadManifestRequest,
         storesvc_proto.v1.checkpoint_service_pb2.ReadManifestResponse,
     ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.SetTagRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.SetTagResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteTagRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteTagResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ListTagsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ListTagsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.CreateHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.CreateHoldResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.RenewHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.RenewHoldResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.checkpoint_service_pb2.ListHoldsRequest,
+        storesvc_proto.v1.checkpoint_service_pb2.ListHoldsResponse,
+    ],
 ]
 
 class CheckpointServiceServicer(metaclass=abc.ABCMeta):
-    """Reads the catalogue."""
+    """The catalogue: runs, checkpoints, their tags and holds."""
 
     @abc.abstractmethod
     def ListRuns(
@@ -247,7 +841,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         request: storesvc_proto.v1.checkpoint_service_pb2.ListRunsRequest,
         context: _ServicerContext,
     ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.ListRunsResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.ListRunsResponse]]:
-        """Lists runs that have a checkpoint, by name.
+        """Lists runs that have a checkpoint or were set up by UpdateRun, by name.
 
         Deadline: 30 s.
 
@@ -268,6 +862,40 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         * `INVALID_FIELD`.
         * `RUN_NOT_FOUND`: metadata `nearest` names the most similar runs.
+        """
+
+    @abc.abstractmethod
+    def UpdateRun(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.UpdateRunRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.UpdateRunResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.UpdateRunResponse]]:
+        """Sets fields of a run; creates it where it does not exist.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+
+    @abc.abstractmethod
+    def ApplyRetention(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionResponse], collections.abc.AsyncIterator[storesvc_proto.v1.checkpoint_service_pb2.ApplyRetentionResponse]]:
+        """Deletes, softly, the checkpoints that the run's retention policy does not keep,
+        and tells what becomes of each. The service does the same by itself from time
+        to time. With `validate_only` nothing is deleted, and a policy may be given to
+        be tried.
+
+        Streams decisions in pages, newest step first. A checkpoint that changed
+        meanwhile is left for the next time.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
+        * `RUN_NOT_FOUND`.
         """
 
     @abc.abstractmethod
@@ -299,6 +927,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         * `INVALID_FIELD`.
         * `RUN_NOT_FOUND`.
         * `CHECKPOINT_NOT_FOUND`: metadata `nearest` holds the nearest steps.
+        * `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`.
         """
 
     @abc.abstractmethod
@@ -315,7 +944,215 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         stops a stream whose client takes nothing for 15 s.
 
         Errors:
+        * as GetCheckpoint. With `uid` a deleted checkpoint can be read until it is
+          purged.
+        """
+
+    @abc.abstractmethod
+    def UpdateCheckpoint(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.UpdateCheckpointResponse]]:
+        """Sets the labels, the metrics or the pin of a checkpoint.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
+          `TAG_NOT_FOUND`.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+
+    @abc.abstractmethod
+    def DeleteCheckpoint(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.DeleteCheckpointResponse]]:
+        """Deletes a checkpoint softly: lists and `latest` no longer show it, and it can be
+        undeleted until its `purge_time`; from then on the collector purges it, unless a
+        hold or a live upload needs it. Deleting it again changes nothing.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
+        * `CHECKPOINT_IN_USE`: it is pinned or tagged.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+
+    @abc.abstractmethod
+    def UndeleteCheckpoint(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.UndeleteCheckpointResponse]]:
+        """Takes a deletion back. Undeleting one that is not deleted changes nothing.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
+        * `CONFLICT`: it is being purged.
+        """
+
+    @abc.abstractmethod
+    def PurgeCheckpoint(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.PurgeCheckpointResponse]]:
+        """Ends a deleted checkpoint for good, before its `purge_time` too, and frees its
+        step. The collector deletes its bytes, except those that others share.
+
+        Deadline: 60 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: also where it was purged already.
+        * `CHECKPOINT_NOT_DELETED`.
+        * `CHECKPOINT_IN_USE`: it is tagged, held, or the base of a live upload.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+
+    @abc.abstractmethod
+    def DiffCheckpoints(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsResponse], collections.abc.AsyncIterator[storesvc_proto.v1.checkpoint_service_pb2.DiffCheckpointsResponse]]:
+        """Tells what differs between two checkpoints, leaf by leaf, by key. Reads their
+        manifests and no data.
+
+        Errors:
+        * as GetCheckpoint, of either.
+        """
+
+    @abc.abstractmethod
+    def WatchCheckpoints(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsResponse], collections.abc.AsyncIterator[storesvc_proto.v1.checkpoint_service_pb2.WatchCheckpointsResponse]]:
+        """Streams what happens to the checkpoints of a run or a namespace, until the
+        client ends it: each event once, in one order. The first message comes at once
+        and holds a token alone; so does one every 30 s at the latest. A watch that goes
+        on from a token misses no checkpoint and repeats none, at any server. What was
+        deleted or tagged anew before it was told of may be told of once.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `INVALID_RESUME_TOKEN`, `RESUME_TOKEN_EXPIRED`.
+        """
+
+    @abc.abstractmethod
+    def SetTag(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.SetTagRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.SetTagResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.SetTagResponse]]:
+        """Makes a tag name a checkpoint, wherever it was before.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
+          `TAG_NOT_FOUND`.
+        * `TAG_PROTECTED`: it is, and the request has no etag.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+
+    @abc.abstractmethod
+    def DeleteTag(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.DeleteTagRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.DeleteTagResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.DeleteTagResponse]]:
+        """Deletes a tag.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `TAG_NOT_FOUND`, `TAG_PROTECTED`.
+        * `ETAG_MISMATCH`, `CONFLICT`.
+        """
+
+    @abc.abstractmethod
+    def ListTags(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.ListTagsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.ListTagsResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.ListTagsResponse]]:
+        """Lists the tags of a run by name.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`, `RUN_NOT_FOUND`.
+        """
+
+    @abc.abstractmethod
+    def CreateHold(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.CreateHoldRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.CreateHoldResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.CreateHoldResponse]]:
+        """Keeps a checkpoint from being purged while the hold is renewed. It may be
+        deleted meanwhile, and read by its `uid`.
+
+        Idempotent by `request_id`. Deadline: 30 s.
+
+        Errors:
         * as GetCheckpoint.
+        * `REQUEST_ID_REUSED`: it made a hold of another checkpoint.
+        """
+
+    @abc.abstractmethod
+    def RenewHold(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.RenewHoldRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.RenewHoldResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.RenewHoldResponse]]:
+        """Renews a hold for its `ttl`.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `HOLD_NOT_FOUND`.
+        * `HOLD_EXPIRED`.
+        """
+
+    @abc.abstractmethod
+    def DeleteHold(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.DeleteHoldResponse]]:
+        """Ends a hold. Ending one that does not exist changes nothing.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        """
+
+    @abc.abstractmethod
+    def ListHolds(
+        self,
+        request: storesvc_proto.v1.checkpoint_service_pb2.ListHoldsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.ListHoldsResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.ListHoldsResponse]]:
+        """Lists the holds of a run, expired ones included until they are collected.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`, `RUN_NOT_FOUND`.
         """
 
 def add_CheckpointServiceServicer_to_server(servicer: CheckpointServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -29,9 +29,11 @@ class ReadChunksRequest(google.protobuf.message.Message):
     UID_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`, or `.../latest`."""
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`."""
     uid: builtins.str
-    """`Checkpoint.uid`: refuses another checkpoint at the same step."""
+    """`Checkpoint.uid`: refuses another checkpoint at the same step, and reads a
+    deleted one until it is purged.
+    """
     @property
     def chunk(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ordinals of the chunks, strictly ascending, at most 65536."""

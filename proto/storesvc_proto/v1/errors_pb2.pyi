@@ -74,6 +74,38 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """`UNAVAILABLE`: the storage did not answer; retry."""
     ERROR_REASON_STALLED: _ErrorReason.ValueType  # 19
     """`DEADLINE_EXCEEDED`: the peer sent, or took, nothing for too long."""
+    ERROR_REASON_ETAG_MISMATCH: _ErrorReason.ValueType  # 20
+    """`ABORTED`: the object changed since the `etag` was read; read it again."""
+    ERROR_REASON_CHECKPOINT_DELETED: _ErrorReason.ValueType  # 21
+    """`NOT_FOUND`: the checkpoint was deleted; until it is purged, it can be
+    undeleted.
+    """
+    ERROR_REASON_CHECKPOINT_NOT_DELETED: _ErrorReason.ValueType  # 22
+    """`FAILED_PRECONDITION`: only a deleted checkpoint can be purged."""
+    ERROR_REASON_CHECKPOINT_IN_USE: _ErrorReason.ValueType  # 23
+    """`FAILED_PRECONDITION`: the checkpoint is pinned, tagged, held, or the base
+    of a live upload; metadata `by` says which.
+    """
+    ERROR_REASON_TAG_NOT_FOUND: _ErrorReason.ValueType  # 24
+    """`NOT_FOUND`: the run has no tag of that name."""
+    ERROR_REASON_TAG_PROTECTED: _ErrorReason.ValueType  # 25
+    """`FAILED_PRECONDITION`: the tag is protected; give its etag to change it."""
+    ERROR_REASON_HOLD_NOT_FOUND: _ErrorReason.ValueType  # 26
+    """`NOT_FOUND`: the run has no hold of that name."""
+    ERROR_REASON_HOLD_EXPIRED: _ErrorReason.ValueType  # 27
+    """`FAILED_PRECONDITION`: the hold has expired, and what it held may be gone;
+    create another one.
+    """
+    ERROR_REASON_INVALID_POLICY: _ErrorReason.ValueType  # 28
+    """`INVALID_ARGUMENT`: a retention policy contradicts itself."""
+    ERROR_REASON_POLICY_KEEPS_NOTHING: _ErrorReason.ValueType  # 29
+    """`INVALID_ARGUMENT`: a retention policy that could keep no checkpoint."""
+    ERROR_REASON_INVALID_RESUME_TOKEN: _ErrorReason.ValueType  # 30
+    """`INVALID_ARGUMENT`: the resume token was not made for this watch."""
+    ERROR_REASON_RESUME_TOKEN_EXPIRED: _ErrorReason.ValueType  # 31
+    """`FAILED_PRECONDITION`: the events after the resume token are gone; list the
+    checkpoints, then watch without a token.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The precise cause of a failure, finer than its gRPC status code.
@@ -130,4 +162,36 @@ ERROR_REASON_STORAGE_UNAVAILABLE: ErrorReason.ValueType  # 18
 """`UNAVAILABLE`: the storage did not answer; retry."""
 ERROR_REASON_STALLED: ErrorReason.ValueType  # 19
 """`DEADLINE_EXCEEDED`: the peer sent, or took, nothing for too long."""
+ERROR_REASON_ETAG_MISMATCH: ErrorReason.ValueType  # 20
+"""`ABORTED`: the object changed since the `etag` was read; read it again."""
+ERROR_REASON_CHECKPOINT_DELETED: ErrorReason.ValueType  # 21
+"""`NOT_FOUND`: the checkpoint was deleted; until it is purged, it can be
+undeleted.
+"""
+ERROR_REASON_CHECKPOINT_NOT_DELETED: ErrorReason.ValueType  # 22
+"""`FAILED_PRECONDITION`: only a deleted checkpoint can be purged."""
+ERROR_REASON_CHECKPOINT_IN_USE: ErrorReason.ValueType  # 23
+"""`FAILED_PRECONDITION`: the checkpoint is pinned, tagged, held, or the base
+of a live upload; metadata `by` says which.
+"""
+ERROR_REASON_TAG_NOT_FOUND: ErrorReason.ValueType  # 24
+"""`NOT_FOUND`: the run has no tag of that name."""
+ERROR_REASON_TAG_PROTECTED: ErrorReason.ValueType  # 25
+"""`FAILED_PRECONDITION`: the tag is protected; give its etag to change it."""
+ERROR_REASON_HOLD_NOT_FOUND: ErrorReason.ValueType  # 26
+"""`NOT_FOUND`: the run has no hold of that name."""
+ERROR_REASON_HOLD_EXPIRED: ErrorReason.ValueType  # 27
+"""`FAILED_PRECONDITION`: the hold has expired, and what it held may be gone;
+create another one.
+"""
+ERROR_REASON_INVALID_POLICY: ErrorReason.ValueType  # 28
+"""`INVALID_ARGUMENT`: a retention policy contradicts itself."""
+ERROR_REASON_POLICY_KEEPS_NOTHING: ErrorReason.ValueType  # 29
+"""`INVALID_ARGUMENT`: a retention policy that could keep no checkpoint."""
+ERROR_REASON_INVALID_RESUME_TOKEN: ErrorReason.ValueType  # 30
+"""`INVALID_ARGUMENT`: the resume token was not made for this watch."""
+ERROR_REASON_RESUME_TOKEN_EXPIRED: ErrorReason.ValueType  # 31
+"""`FAILED_PRECONDITION`: the events after the resume token are gone; list the
+checkpoints, then watch without a token.
+"""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason

@@ -4,8 +4,13 @@ isort:skip_file
 What a server is and allows."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
+import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import storesvc_proto.v1.checkpoint_service_pb2
 import sys
 import typing
 
@@ -15,6 +20,263 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+@typing.final
+class VerifyCheckpointRequest(google.protobuf.message.Message):
+    """Request of VerifyCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+Global___VerifyCheckpointRequest: typing_extensions.TypeAlias = VerifyCheckpointRequest
+
+@typing.final
+class VerifyCheckpointResponse(google.protobuf.message.Message):
+    """Response of VerifyCheckpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    DAMAGES_FIELD_NUMBER: builtins.int
+    chunk_count: builtins.int
+    """Chunks read so far."""
+    stored_bytes: builtins.int
+    """Bytes of the chunks read so far, as stored."""
+    @property
+    def checkpoint(self) -> storesvc_proto.v1.checkpoint_service_pb2.Checkpoint:
+        """The checkpoint, in the first message only."""
+
+    @property
+    def damages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Damage]:
+        """What was found since the last message."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: storesvc_proto.v1.checkpoint_service_pb2.Checkpoint | None = ...,
+        chunk_count: builtins.int = ...,
+        stored_bytes: builtins.int = ...,
+        damages: collections.abc.Iterable[Global___Damage] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "chunk_count", b"chunk_count", "damages", b"damages", "stored_bytes", b"stored_bytes"]) -> None: ...
+
+Global___VerifyCheckpointResponse: typing_extensions.TypeAlias = VerifyCheckpointResponse
+
+@typing.final
+class Damage(google.protobuf.message.Message):
+    """A chunk that is not what was saved."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Kind:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _KindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Damage._Kind.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: Damage._Kind.ValueType  # 0
+        """Never valid."""
+        KIND_MISSING: Damage._Kind.ValueType  # 1
+        """Its bytes are missing or cut off."""
+        KIND_CHECKSUM: Damage._Kind.ValueType  # 2
+        """Its bytes do not match the CRC-32C in the manifest, or the one they carry."""
+        KIND_DIGEST: Damage._Kind.ValueType  # 3
+        """Its bytes do not match the digest in the manifest."""
+        KIND_KEY_SPACE: Damage._Kind.ValueType  # 4
+        """The key space shows it at another place, or not at all."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """What is wrong; the first of these that is."""
+
+    KIND_UNSPECIFIED: Damage.Kind.ValueType  # 0
+    """Never valid."""
+    KIND_MISSING: Damage.Kind.ValueType  # 1
+    """Its bytes are missing or cut off."""
+    KIND_CHECKSUM: Damage.Kind.ValueType  # 2
+    """Its bytes do not match the CRC-32C in the manifest, or the one they carry."""
+    KIND_DIGEST: Damage.Kind.ValueType  # 3
+    """Its bytes do not match the digest in the manifest."""
+    KIND_KEY_SPACE: Damage.Kind.ValueType  # 4
+    """The key space shows it at another place, or not at all."""
+
+    KEY_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """`LeafTable.key`."""
+    kind: Global___Damage.Kind.ValueType
+    """What is wrong."""
+    message: builtins.str
+    """One sentence for people."""
+    @property
+    def index(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Its index in the chunk grid of the leaf."""
+
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        index: collections.abc.Iterable[builtins.int] | None = ...,
+        kind: Global___Damage.Kind.ValueType = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "key", b"key", "kind", b"kind", "message", b"message"]) -> None: ...
+
+Global___Damage: typing_extensions.TypeAlias = Damage
+
+@typing.final
+class CollectGarbageRequest(google.protobuf.message.Message):
+    """Request of CollectGarbage."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    GRACE_FIELD_NUMBER: builtins.int
+    parent: builtins.str
+    """`namespaces/{namespace}/runs/{run}`, `namespaces/{namespace}`, or
+    `namespaces/-` for all.
+    """
+    validate_only: builtins.bool
+    """Whether only to tell."""
+    @property
+    def grace(self) -> google.protobuf.duration_pb2.Duration:
+        """How long ago something must have lost its use to be deleted; absent: the
+        server's default.
+        """
+
+    def __init__(
+        self,
+        *,
+        parent: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+        grace: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["grace", b"grace"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["grace", b"grace", "parent", b"parent", "validate_only", b"validate_only"]) -> None: ...
+
+Global___CollectGarbageRequest: typing_extensions.TypeAlias = CollectGarbageRequest
+
+@typing.final
+class CollectGarbageResponse(google.protobuf.message.Message):
+    """Response of CollectGarbage: what was done, or with `validate_only` would be done,
+    so far in one run. The last message of a run is `done`.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    ABORTED_UPLOAD_COUNT_FIELD_NUMBER: builtins.int
+    DELETED_CHECKPOINT_COUNT_FIELD_NUMBER: builtins.int
+    PURGED_CHECKPOINT_COUNT_FIELD_NUMBER: builtins.int
+    GARBAGE_OBJECT_COUNT_FIELD_NUMBER: builtins.int
+    DELETED_OBJECT_COUNT_FIELD_NUMBER: builtins.int
+    POSTPONED_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """`namespaces/{namespace}/runs/{run}`."""
+    done: builtins.bool
+    """Whether nothing more comes of this run."""
+    aborted_upload_count: builtins.int
+    """Uploads aborted."""
+    deleted_checkpoint_count: builtins.int
+    """Checkpoints deleted softly by the retention policy."""
+    purged_checkpoint_count: builtins.int
+    """Checkpoints purged."""
+    garbage_object_count: builtins.int
+    """Objects found without use."""
+    deleted_object_count: builtins.int
+    """Objects deleted."""
+    postponed: builtins.str
+    """Why something was left for the next time, for people; empty: nothing was."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        done: builtins.bool = ...,
+        aborted_upload_count: builtins.int = ...,
+        deleted_checkpoint_count: builtins.int = ...,
+        purged_checkpoint_count: builtins.int = ...,
+        garbage_object_count: builtins.int = ...,
+        deleted_object_count: builtins.int = ...,
+        postponed: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_upload_count", b"aborted_upload_count", "deleted_checkpoint_count", b"deleted_checkpoint_count", "deleted_object_count", b"deleted_object_count", "done", b"done", "garbage_object_count", b"garbage_object_count", "postponed", b"postponed", "purged_checkpoint_count", b"purged_checkpoint_count", "run", b"run"]) -> None: ...
+
+Global___CollectGarbageResponse: typing_extensions.TypeAlias = CollectGarbageResponse
+
+@typing.final
+class GetUsageRequest(google.protobuf.message.Message):
+    """Request of GetUsage."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}`."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+Global___GetUsageRequest: typing_extensions.TypeAlias = GetUsageRequest
+
+@typing.final
+class GetUsageResponse(google.protobuf.message.Message):
+    """Response of GetUsage."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKPOINT_COUNT_FIELD_NUMBER: builtins.int
+    DELETED_CHECKPOINT_COUNT_FIELD_NUMBER: builtins.int
+    UPLOAD_COUNT_FIELD_NUMBER: builtins.int
+    LOGICAL_BYTES_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    DISTINCT_BYTES_FIELD_NUMBER: builtins.int
+    FILE_COUNT_FIELD_NUMBER: builtins.int
+    checkpoint_count: builtins.int
+    """Number of committed checkpoints."""
+    deleted_checkpoint_count: builtins.int
+    """Number of deleted checkpoints that were not yet purged."""
+    upload_count: builtins.int
+    """Number of live uploads."""
+    logical_bytes: builtins.int
+    """Bytes of all leaves of all those checkpoints."""
+    stored_bytes: builtins.int
+    """Bytes of their stored chunks, each counted as often as it is used."""
+    distinct_bytes: builtins.int
+    """Bytes of their stored chunks, each counted once."""
+    file_count: builtins.int
+    """Number of data files."""
+    def __init__(
+        self,
+        *,
+        checkpoint_count: builtins.int = ...,
+        deleted_checkpoint_count: builtins.int = ...,
+        upload_count: builtins.int = ...,
+        logical_bytes: builtins.int = ...,
+        stored_bytes: builtins.int = ...,
+        distinct_bytes: builtins.int = ...,
+        file_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_count", b"checkpoint_count", "deleted_checkpoint_count", b"deleted_checkpoint_count", "distinct_bytes", b"distinct_bytes", "file_count", b"file_count", "logical_bytes", b"logical_bytes", "stored_bytes", b"stored_bytes", "upload_count", b"upload_count"]) -> None: ...
+
+Global___GetUsageResponse: typing_extensions.TypeAlias = GetUsageResponse
 
 @typing.final
 class GetServerInfoRequest(google.protobuf.message.Message):

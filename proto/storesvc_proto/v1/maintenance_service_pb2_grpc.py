@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MaintenanceServiceStub(object):
-    """Looks after a server.
+    """Looks after a server and its store.
     """
 
     def __init__(self, channel):
@@ -40,16 +40,72 @@ class MaintenanceServiceStub(object):
                 request_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.VerifyCheckpoint = channel.unary_stream(
+                '/storesvc.v1.MaintenanceService/VerifyCheckpoint',
+                request_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.VerifyCheckpointRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.VerifyCheckpointResponse.FromString,
+                _registered_method=True)
+        self.CollectGarbage = channel.unary_stream(
+                '/storesvc.v1.MaintenanceService/CollectGarbage',
+                request_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.CollectGarbageRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.CollectGarbageResponse.FromString,
+                _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/storesvc.v1.MaintenanceService/GetUsage',
+                request_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class MaintenanceServiceServicer(object):
-    """Looks after a server.
+    """Looks after a server and its store.
     """
 
     def GetServerInfo(self, request, context):
         """Returns version and limits, so that clients need not guess.
 
         Deadline: 10 s. There are no method-specific errors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyCheckpoint(self, request, context):
+        """Reads every chunk of a checkpoint, and checks that it is what was saved: its
+        CRC-32C, its digest, its place; and that both views of the checkpoint, the
+        manifest and the key space, show the same chunks. What is wrong is told, chunk
+        by chunk, and does not end the stream; the last message holds all counts.
+
+        Errors:
+        * as GetCheckpoint.
+        * `CORRUPT_DATA`: the manifest itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CollectGarbage(self, request, context):
+        """Ends what has no more use: aborts uploads whose lease is over, applies retention
+        policies, purges deleted checkpoints whose time has come, deletes what nothing
+        reaches. Nothing that a committed record, a hold or a live upload needs is
+        touched, whatever else goes on meanwhile. Servers do the same by themselves from
+        time to time. A stream that is cut off leaves no harm; the rest is done the next
+        time.
+
+        Errors:
+        * `INVALID_FIELD`, `RUN_NOT_FOUND`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUsage(self, request, context):
+        """Tells how many bytes a run takes.
+
+        Deadline: 60 s.
+
+        Errors:
+        * `INVALID_FIELD`, `RUN_NOT_FOUND`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,6 +119,21 @@ def add_MaintenanceServiceServicer_to_server(servicer, server):
                     request_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetServerInfoRequest.FromString,
                     response_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetServerInfoResponse.SerializeToString,
             ),
+            'VerifyCheckpoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.VerifyCheckpoint,
+                    request_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.VerifyCheckpointRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.VerifyCheckpointResponse.SerializeToString,
+            ),
+            'CollectGarbage': grpc.unary_stream_rpc_method_handler(
+                    servicer.CollectGarbage,
+                    request_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.CollectGarbageRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.CollectGarbageResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'storesvc.v1.MaintenanceService', rpc_method_handlers)
@@ -72,7 +143,7 @@ def add_MaintenanceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MaintenanceService(object):
-    """Looks after a server.
+    """Looks after a server and its store.
     """
 
     @staticmethod
@@ -92,6 +163,87 @@ class MaintenanceService(object):
             '/storesvc.v1.MaintenanceService/GetServerInfo',
             storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetServerInfoRequest.SerializeToString,
             storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/storesvc.v1.MaintenanceService/VerifyCheckpoint',
+            storesvc__proto_dot_v1_dot_maintenance__service__pb2.VerifyCheckpointRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_maintenance__service__pb2.VerifyCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectGarbage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/storesvc.v1.MaintenanceService/CollectGarbage',
+            storesvc__proto_dot_v1_dot_maintenance__service__pb2.CollectGarbageRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_maintenance__service__pb2.CollectGarbageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.MaintenanceService/GetUsage',
+            storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_maintenance__service__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,14 +41,74 @@ _MaintenanceServiceGetServerInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class MaintenanceServiceStub(typing.Generic[_MaintenanceServiceGetServerInfoType]):
-    """Looks after a server."""
+_MaintenanceServiceVerifyCheckpointType = typing_extensions.TypeVar(
+    '_MaintenanceServiceVerifyCheckpointType',
+    grpc.UnaryStreamMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointRequest,
+        storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointRequest,
+        storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointRequest,
+        storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointResponse,
+    ],
+)
+
+_MaintenanceServiceCollectGarbageType = typing_extensions.TypeVar(
+    '_MaintenanceServiceCollectGarbageType',
+    grpc.UnaryStreamMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.CollectGarbageRequest,
+        storesvc_proto.v1.maintenance_service_pb2.CollectGarbageResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.CollectGarbageRequest,
+        storesvc_proto.v1.maintenance_service_pb2.CollectGarbageResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.CollectGarbageRequest,
+        storesvc_proto.v1.maintenance_service_pb2.CollectGarbageResponse,
+    ],
+)
+
+_MaintenanceServiceGetUsageType = typing_extensions.TypeVar(
+    '_MaintenanceServiceGetUsageType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.GetUsageRequest,
+        storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.GetUsageRequest,
+        storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.GetUsageRequest,
+        storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse,
+    ],
+)
+
+class MaintenanceServiceStub(typing.Generic[_MaintenanceServiceGetServerInfoType, _MaintenanceServiceVerifyCheckpointType, _MaintenanceServiceCollectGarbageType, _MaintenanceServiceGetUsageType]):
+    """Looks after a server and its store."""
 
     @typing.overload
     def __init__(self: MaintenanceServiceStub[
         grpc.UnaryUnaryMultiCallable[
             storesvc_proto.v1.maintenance_service_pb2.GetServerInfoRequest,
             storesvc_proto.v1.maintenance_service_pb2.GetServerInfoResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointRequest,
+            storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            storesvc_proto.v1.maintenance_service_pb2.CollectGarbageRequest,
+            storesvc_proto.v1.maintenance_service_pb2.CollectGarbageResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.maintenance_service_pb2.GetUsageRequest,
+            storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -58,6 +118,18 @@ class MaintenanceServiceStub(typing.Generic[_MaintenanceServiceGetServerInfoType
             storesvc_proto.v1.maintenance_service_pb2.GetServerInfoRequest,
             storesvc_proto.v1.maintenance_service_pb2.GetServerInfoResponse,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointRequest,
+            storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            storesvc_proto.v1.maintenance_service_pb2.CollectGarbageRequest,
+            storesvc_proto.v1.maintenance_service_pb2.CollectGarbageResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.maintenance_service_pb2.GetUsageRequest,
+            storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetServerInfo: _MaintenanceServiceGetServerInfoType
@@ -66,15 +138,59 @@ class MaintenanceServiceStub(typing.Generic[_MaintenanceServiceGetServerInfoType
     Deadline: 10 s. There are no method-specific errors.
     """
 
+    VerifyCheckpoint: _MaintenanceServiceVerifyCheckpointType
+    """Reads every chunk of a checkpoint, and checks that it is what was saved: its
+    CRC-32C, its digest, its place; and that both views of the checkpoint, the
+    manifest and the key space, show the same chunks. What is wrong is told, chunk
+    by chunk, and does not end the stream; the last message holds all counts.
+
+    Errors:
+    * as GetCheckpoint.
+    * `CORRUPT_DATA`: the manifest itself.
+    """
+
+    CollectGarbage: _MaintenanceServiceCollectGarbageType
+    """Ends what has no more use: aborts uploads whose lease is over, applies retention
+    policies, purges deleted checkpoints whose time has come, deletes what nothing
+    reaches. Nothing that a committed record, a hold or a live upload needs is
+    touched, whatever else goes on meanwhile. Servers do the same by themselves from
+    time to time. A stream that is cut off leaves no harm; the rest is done the next
+    time.
+
+    Errors:
+    * `INVALID_FIELD`, `RUN_NOT_FOUND`.
+    """
+
+    GetUsage: _MaintenanceServiceGetUsageType
+    """Tells how many bytes a run takes.
+
+    Deadline: 60 s.
+
+    Errors:
+    * `INVALID_FIELD`, `RUN_NOT_FOUND`.
+    """
+
 MaintenanceServiceAsyncStub: typing_extensions.TypeAlias = MaintenanceServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         storesvc_proto.v1.maintenance_service_pb2.GetServerInfoRequest,
         storesvc_proto.v1.maintenance_service_pb2.GetServerInfoResponse,
     ],
+    grpc.aio.UnaryStreamMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointRequest,
+        storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.CollectGarbageRequest,
+        storesvc_proto.v1.maintenance_service_pb2.CollectGarbageResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.maintenance_service_pb2.GetUsageRequest,
+        storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse,
+    ],
 ]
 
 class MaintenanceServiceServicer(metaclass=abc.ABCMeta):
-    """Looks after a server."""
+    """Looks after a server and its store."""
 
     @abc.abstractmethod
     def GetServerInfo(
@@ -85,6 +201,53 @@ class MaintenanceServiceServicer(metaclass=abc.ABCMeta):
         """Returns version and limits, so that clients need not guess.
 
         Deadline: 10 s. There are no method-specific errors.
+        """
+
+    @abc.abstractmethod
+    def VerifyCheckpoint(
+        self,
+        request: storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointResponse], collections.abc.AsyncIterator[storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointResponse]]:
+        """Reads every chunk of a checkpoint, and checks that it is what was saved: its
+        CRC-32C, its digest, its place; and that both views of the checkpoint, the
+        manifest and the key space, show the same chunks. What is wrong is told, chunk
+        by chunk, and does not end the stream; the last message holds all counts.
+
+        Errors:
+        * as GetCheckpoint.
+        * `CORRUPT_DATA`: the manifest itself.
+        """
+
+    @abc.abstractmethod
+    def CollectGarbage(
+        self,
+        request: storesvc_proto.v1.maintenance_service_pb2.CollectGarbageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[storesvc_proto.v1.maintenance_service_pb2.CollectGarbageResponse], collections.abc.AsyncIterator[storesvc_proto.v1.maintenance_service_pb2.CollectGarbageResponse]]:
+        """Ends what has no more use: aborts uploads whose lease is over, applies retention
+        policies, purges deleted checkpoints whose time has come, deletes what nothing
+        reaches. Nothing that a committed record, a hold or a live upload needs is
+        touched, whatever else goes on meanwhile. Servers do the same by themselves from
+        time to time. A stream that is cut off leaves no harm; the rest is done the next
+        time.
+
+        Errors:
+        * `INVALID_FIELD`, `RUN_NOT_FOUND`.
+        """
+
+    @abc.abstractmethod
+    def GetUsage(
+        self,
+        request: storesvc_proto.v1.maintenance_service_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse, collections.abc.Awaitable[storesvc_proto.v1.maintenance_service_pb2.GetUsageResponse]]:
+        """Tells how many bytes a run takes.
+
+        Deadline: 60 s.
+
+        Errors:
+        * `INVALID_FIELD`, `RUN_NOT_FOUND`.
         """
 
 def add_MaintenanceServiceServicer_to_server(servicer: MaintenanceServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -3,8 +3,20 @@
 isort:skip_file
 Writing checkpoints.
 
-    BeginUpload -> WriteChunks (each writer) -> FinishWriter (each writer)
-                -> CommitUpload (once)
+    BeginUpload -> FindChunks, WriteChunks (each writer) -> FinishWriter (each
+                writer) -> CommitUpload (once)
+
+Reuse. An upload may have a base: a committed checkpoint of the same run. A chunk
+with the key, the CRC-32C, the digest and the length of one of the base need not be
+sent: the writer claims it by its row in the receipt. What an unfinished upload of
+the same step had stored, when this one took the step over, can be claimed in the
+same way: so a save that was cut off goes on where it stopped. A base cannot be
+purged while the upload lives.
+
+Life. An upload lives while something is heard of it: it began, chunks were
+acknowledged, a writer finished, or KeepUploadAlive was called. One that nothing is
+heard of for its `lease_duration` is aborted by the collector. What decides at the
+commit is the epoch, never a clock.
 
 All state lies in the bucket: any server process MUST serve any call of any
 upload. A failure at any point leaves the run as it was before BeginUpload,
@@ -16,6 +28,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import storesvc_proto.v1.checkpoint_service_pb2
@@ -35,6 +48,33 @@ class Upload(google.protobuf.message.Message):
     """A checkpoint being written."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _State:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _StateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Upload._State.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: Upload._State.ValueType  # 0
+        """Never valid."""
+        STATE_LIVE: Upload._State.ValueType  # 1
+        """It holds its step, and may be written and committed."""
+        STATE_COMMITTED: Upload._State.ValueType  # 2
+        """It became a checkpoint, which may be deleted meanwhile."""
+        STATE_ENDED: Upload._State.ValueType  # 3
+        """It was aborted, or lost its step."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """What became of an upload."""
+
+    STATE_UNSPECIFIED: Upload.State.ValueType  # 0
+    """Never valid."""
+    STATE_LIVE: Upload.State.ValueType  # 1
+    """It holds its step, and may be written and committed."""
+    STATE_COMMITTED: Upload.State.ValueType  # 2
+    """It became a checkpoint, which may be deleted meanwhile."""
+    STATE_ENDED: Upload.State.ValueType  # 3
+    """It was aborted, or lost its step."""
 
     @typing.final
     class LabelsEntry(google.protobuf.message.Message):
@@ -76,6 +116,11 @@ class Upload(google.protobuf.message.Message):
     LEASE_DURATION_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
+    RESUMES_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    RENEW_TIME_FIELD_NUMBER: builtins.int
+    FINISHED_WRITER_COUNT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/uploads/{upload}`. Output only. The id
     is the `request_id` without its hyphens.
@@ -86,6 +131,20 @@ class Upload(google.protobuf.message.Message):
     """Number of writers, 1 to 65536; they are called 0 to `writer_count` - 1."""
     epoch: builtins.int
     """Fencing token of the step. Output only."""
+    base: builtins.str
+    """The checkpoint whose chunks it may claim:
+    `namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}` of the same run;
+    empty: none. Where `latest` is asked and there is none, it is none. In answers
+    it holds the step.
+    """
+    resumes: builtins.bool
+    """Whether it took an unfinished upload of the same step over, whose chunks it may
+    claim. Output only.
+    """
+    state: Global___Upload.State.ValueType
+    """What became of it. Output only."""
+    finished_writer_count: builtins.int
+    """How many writers have finished. Output only, of GetUpload and ListUploads."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Labels of the checkpoint: at most 64, keys and values of at most 256 bytes."""
@@ -96,14 +155,17 @@ class Upload(google.protobuf.message.Message):
 
     @property
     def lease_duration(self) -> google.protobuf.duration_pb2.Duration:
-        """How long the upload is safe from collection after its last sign of life
-        (begin, acknowledged chunk, finished writer), at most 30 days. 0 takes the
-        server's default.
+        """How long the upload is safe from collection after its last sign of life, at
+        most 30 days. 0 takes the server's default.
         """
 
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it began. Output only."""
+
+    @property
+    def renew_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Its last sign of life. Output only, of GetUpload and ListUploads."""
 
     def __init__(
         self,
@@ -116,9 +178,14 @@ class Upload(google.protobuf.message.Message):
         lease_duration: google.protobuf.duration_pb2.Duration | None = ...,
         epoch: builtins.int = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        base: builtins.str = ...,
+        resumes: builtins.bool = ...,
+        state: Global___Upload.State.ValueType = ...,
+        renew_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        finished_writer_count: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "lease_duration", b"lease_duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "epoch", b"epoch", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "name", b"name", "step", b"step", "writer_count", b"writer_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "lease_duration", b"lease_duration", "renew_time", b"renew_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "create_time", b"create_time", "epoch", b"epoch", "finished_writer_count", b"finished_writer_count", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "name", b"name", "renew_time", b"renew_time", "resumes", b"resumes", "state", b"state", "step", b"step", "writer_count", b"writer_count"]) -> None: ...
 
 Global___Upload: typing_extensions.TypeAlias = Upload
 
@@ -415,3 +482,185 @@ class AbortUploadResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___AbortUploadResponse: typing_extensions.TypeAlias = AbortUploadResponse
+
+@typing.final
+class GetUploadRequest(google.protobuf.message.Message):
+    """Request of GetUpload."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/uploads/{upload}`."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+Global___GetUploadRequest: typing_extensions.TypeAlias = GetUploadRequest
+
+@typing.final
+class GetUploadResponse(google.protobuf.message.Message):
+    """Response of GetUpload."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UPLOAD_FIELD_NUMBER: builtins.int
+    @property
+    def upload(self) -> Global___Upload:
+        """The upload."""
+
+    def __init__(
+        self,
+        *,
+        upload: Global___Upload | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["upload", b"upload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["upload", b"upload"]) -> None: ...
+
+Global___GetUploadResponse: typing_extensions.TypeAlias = GetUploadResponse
+
+@typing.final
+class ListUploadsRequest(google.protobuf.message.Message):
+    """Request of ListUploads."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    parent: builtins.str
+    """`namespaces/{namespace}/runs/{run}`."""
+    page_size: builtins.int
+    """At most 1000, which larger values are taken for; 0 takes 100; negative is
+    INVALID_FIELD.
+    """
+    page_token: builtins.str
+    """`next_page_token` of the page before, with the other fields unchanged."""
+    def __init__(
+        self,
+        *,
+        parent: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]) -> None: ...
+
+Global___ListUploadsRequest: typing_extensions.TypeAlias = ListUploadsRequest
+
+@typing.final
+class ListUploadsResponse(google.protobuf.message.Message):
+    """Response of ListUploads."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UPLOADS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Empty: this was the last page."""
+    @property
+    def uploads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Upload]:
+        """The uploads."""
+
+    def __init__(
+        self,
+        *,
+        uploads: collections.abc.Iterable[Global___Upload] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "uploads", b"uploads"]) -> None: ...
+
+Global___ListUploadsResponse: typing_extensions.TypeAlias = ListUploadsResponse
+
+@typing.final
+class KeepUploadAliveRequest(google.protobuf.message.Message):
+    """Request of KeepUploadAlive."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """`namespaces/{namespace}/runs/{run}/uploads/{upload}`."""
+    epoch: builtins.int
+    """The epoch that BeginUpload answered."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "name", b"name"]) -> None: ...
+
+Global___KeepUploadAliveRequest: typing_extensions.TypeAlias = KeepUploadAliveRequest
+
+@typing.final
+class KeepUploadAliveResponse(google.protobuf.message.Message):
+    """Response of KeepUploadAlive."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXPIRE_TIME_FIELD_NUMBER: builtins.int
+    @property
+    def expire_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Until when it is safe, if nothing more is heard of it."""
+
+    def __init__(
+        self,
+        *,
+        expire_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["expire_time", b"expire_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["expire_time", b"expire_time"]) -> None: ...
+
+Global___KeepUploadAliveResponse: typing_extensions.TypeAlias = KeepUploadAliveResponse
+
+@typing.final
+class FindChunksRequest(google.protobuf.message.Message):
+    """Request of FindChunks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    @property
+    def open(self) -> Global___WriterRef:
+        """In the first message only."""
+
+    @property
+    def chunks(self) -> storesvc_proto.v1.tree_pb2.ChunkTable:
+        """Rows with `ordinal`, `crc32c` and `digests`."""
+
+    def __init__(
+        self,
+        *,
+        open: Global___WriterRef | None = ...,
+        chunks: storesvc_proto.v1.tree_pb2.ChunkTable | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunks", b"chunks", "open", b"open", "part", b"part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "open", b"open", "part", b"part"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["open", "chunks"] | None: ...
+
+Global___FindChunksRequest: typing_extensions.TypeAlias = FindChunksRequest
+
+@typing.final
+class FindChunksResponse(google.protobuf.message.Message):
+    """Response of FindChunks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: builtins.int
+    @property
+    def found(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Those of the asked ordinals that need not be sent, ascending."""
+
+    def __init__(
+        self,
+        *,
+        found: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["found", b"found"]) -> None: ...
+
+Global___FindChunksResponse: typing_extensions.TypeAlias = FindChunksResponse

@@ -40,6 +40,26 @@ class UploadServiceStub(object):
                 request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadRequest.SerializeToString,
                 response_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadResponse.FromString,
                 _registered_method=True)
+        self.GetUpload = channel.unary_unary(
+                '/storesvc.v1.UploadService/GetUpload',
+                request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.GetUploadRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.GetUploadResponse.FromString,
+                _registered_method=True)
+        self.ListUploads = channel.unary_unary(
+                '/storesvc.v1.UploadService/ListUploads',
+                request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.ListUploadsRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.ListUploadsResponse.FromString,
+                _registered_method=True)
+        self.KeepUploadAlive = channel.unary_unary(
+                '/storesvc.v1.UploadService/KeepUploadAlive',
+                request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.KeepUploadAliveRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.KeepUploadAliveResponse.FromString,
+                _registered_method=True)
+        self.FindChunks = channel.stream_stream(
+                '/storesvc.v1.UploadService/FindChunks',
+                request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.FindChunksRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.FindChunksResponse.FromString,
+                _registered_method=True)
         self.WriteChunks = channel.stream_stream(
                 '/storesvc.v1.UploadService/WriteChunks',
                 request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.WriteChunksRequest.SerializeToString,
@@ -79,10 +99,62 @@ class UploadServiceServicer(object):
 
         Errors:
         * `INVALID_FIELD`, `INVALID_TREE`, `REQUEST_ID_REUSED`.
-        * `CHECKPOINT_EXISTS`: the step is committed.
+        * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
+        * `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`: the base.
         * `UPLOAD_SUPERSEDED`: this very upload began before, and lost its step.
         * `CONFLICT`: another upload of this step began at the same moment.
         * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUpload(self, request, context):
+        """Returns an upload, live or not.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `UPLOAD_NOT_FOUND`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListUploads(self, request, context):
+        """Lists the live uploads of a run, by name.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepUploadAlive(self, request, context):
+        """Renews the lease of a live upload.
+
+        Deadline: 10 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindChunks(self, request_iterator, context):
+        """Tells which chunks a writer need not send. Changes nothing.
+
+        The first message MUST hold `open`, the following ones hold `chunks`, as those of
+        FinishWriter. Each of them is answered by one message, in order.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_CHUNK`.
+        * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,8 +190,8 @@ class UploadServiceServicer(object):
 
         The first message MUST hold `open`, the following ones hold `chunks`: the
         ordinal, crc32c and digest of every chunk of this writer, in parts of at
-        most 2 MiB, ascending. The server checks that they are what is stored, with
-        the lengths that the tree gives them.
+        most 2 MiB, ascending. The server checks that each is what this writer stored,
+        or else what it can claim.
 
         Idempotent: the last call counts. Deadline: 60 s, also at the server. A call
         that is repeated after the commit answers `CHECKPOINT_EXISTS`: a client whose
@@ -129,7 +201,8 @@ class UploadServiceServicer(object):
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
         * `CHECKPOINT_EXISTS`: the step is committed.
-        * `CHUNKS_INCOMPLETE`: a chunk of the receipt is not stored.
+        * `CHUNKS_INCOMPLETE`: a chunk of the receipt is neither stored nor to be
+        claimed.
         * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -140,7 +213,7 @@ class UploadServiceServicer(object):
         """Makes the checkpoint exist.
 
         Succeeds only where every writer has finished and every chunk of every leaf
-        is held by exactly one of them. When it has answered, the checkpoint
+        is held by exactly one of them; claimed chunks are looked up again. When it has answered, the checkpoint
         survives the loss of every process.
 
         Idempotent: the same upload commits to the same checkpoint. Deadline: 60 s.
@@ -177,6 +250,26 @@ def add_UploadServiceServicer_to_server(servicer, server):
                     servicer.BeginUpload,
                     request_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadRequest.FromString,
                     response_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadResponse.SerializeToString,
+            ),
+            'GetUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUpload,
+                    request_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.GetUploadRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.GetUploadResponse.SerializeToString,
+            ),
+            'ListUploads': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUploads,
+                    request_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.ListUploadsRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.ListUploadsResponse.SerializeToString,
+            ),
+            'KeepUploadAlive': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepUploadAlive,
+                    request_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.KeepUploadAliveRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.KeepUploadAliveResponse.SerializeToString,
+            ),
+            'FindChunks': grpc.stream_stream_rpc_method_handler(
+                    servicer.FindChunks,
+                    request_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.FindChunksRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.FindChunksResponse.SerializeToString,
             ),
             'WriteChunks': grpc.stream_stream_rpc_method_handler(
                     servicer.WriteChunks,
@@ -227,6 +320,114 @@ class UploadService(object):
             '/storesvc.v1.UploadService/BeginUpload',
             storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadRequest.SerializeToString,
             storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.UploadService/GetUpload',
+            storesvc__proto_dot_v1_dot_upload__service__pb2.GetUploadRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_upload__service__pb2.GetUploadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUploads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.UploadService/ListUploads',
+            storesvc__proto_dot_v1_dot_upload__service__pb2.ListUploadsRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_upload__service__pb2.ListUploadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepUploadAlive(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/storesvc.v1.UploadService/KeepUploadAlive',
+            storesvc__proto_dot_v1_dot_upload__service__pb2.KeepUploadAliveRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_upload__service__pb2.KeepUploadAliveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindChunks(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/storesvc.v1.UploadService/FindChunks',
+            storesvc__proto_dot_v1_dot_upload__service__pb2.FindChunksRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_upload__service__pb2.FindChunksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,8 +3,20 @@
 isort:skip_file
 Writing checkpoints.
 
-    BeginUpload -> WriteChunks (each writer) -> FinishWriter (each writer)
-                -> CommitUpload (once)
+    BeginUpload -> FindChunks, WriteChunks (each writer) -> FinishWriter (each
+                writer) -> CommitUpload (once)
+
+Reuse. An upload may have a base: a committed checkpoint of the same run. A chunk
+with the key, the CRC-32C, the digest and the length of one of the base need not be
+sent: the writer claims it by its row in the receipt. What an unfinished upload of
+the same step had stored, when this one took the step over, can be claimed in the
+same way: so a save that was cut off goes on where it stopped. A base cannot be
+purged while the upload lives.
+
+Life. An upload lives while something is heard of it: it began, chunks were
+acknowledged, a writer finished, or KeepUploadAlive was called. One that nothing is
+heard of for its `lease_duration` is aborted by the collector. What decides at the
+commit is the epoch, never a clock.
 
 All state lies in the bucket: any server process MUST serve any call of any
 upload. A failure at any point leaves the run as it was before BeginUpload,
@@ -46,6 +58,70 @@ _UploadServiceBeginUploadType = typing_extensions.TypeVar(
     default=grpc.StreamUnaryMultiCallable[
         storesvc_proto.v1.upload_service_pb2.BeginUploadRequest,
         storesvc_proto.v1.upload_service_pb2.BeginUploadResponse,
+    ],
+)
+
+_UploadServiceGetUploadType = typing_extensions.TypeVar(
+    '_UploadServiceGetUploadType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.GetUploadRequest,
+        storesvc_proto.v1.upload_service_pb2.GetUploadResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.GetUploadRequest,
+        storesvc_proto.v1.upload_service_pb2.GetUploadResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.GetUploadRequest,
+        storesvc_proto.v1.upload_service_pb2.GetUploadResponse,
+    ],
+)
+
+_UploadServiceListUploadsType = typing_extensions.TypeVar(
+    '_UploadServiceListUploadsType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.ListUploadsRequest,
+        storesvc_proto.v1.upload_service_pb2.ListUploadsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.ListUploadsRequest,
+        storesvc_proto.v1.upload_service_pb2.ListUploadsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.ListUploadsRequest,
+        storesvc_proto.v1.upload_service_pb2.ListUploadsResponse,
+    ],
+)
+
+_UploadServiceKeepUploadAliveType = typing_extensions.TypeVar(
+    '_UploadServiceKeepUploadAliveType',
+    grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.KeepUploadAliveRequest,
+        storesvc_proto.v1.upload_service_pb2.KeepUploadAliveResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.KeepUploadAliveRequest,
+        storesvc_proto.v1.upload_service_pb2.KeepUploadAliveResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.KeepUploadAliveRequest,
+        storesvc_proto.v1.upload_service_pb2.KeepUploadAliveResponse,
+    ],
+)
+
+_UploadServiceFindChunksType = typing_extensions.TypeVar(
+    '_UploadServiceFindChunksType',
+    grpc.StreamStreamMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.FindChunksRequest,
+        storesvc_proto.v1.upload_service_pb2.FindChunksResponse,
+    ],
+    grpc.aio.StreamStreamMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.FindChunksRequest,
+        storesvc_proto.v1.upload_service_pb2.FindChunksResponse,
+    ],
+    default=grpc.StreamStreamMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.FindChunksRequest,
+        storesvc_proto.v1.upload_service_pb2.FindChunksResponse,
     ],
 )
 
@@ -113,7 +189,7 @@ _UploadServiceAbortUploadType = typing_extensions.TypeVar(
     ],
 )
 
-class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadServiceWriteChunksType, _UploadServiceFinishWriterType, _UploadServiceCommitUploadType, _UploadServiceAbortUploadType]):
+class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadServiceGetUploadType, _UploadServiceListUploadsType, _UploadServiceKeepUploadAliveType, _UploadServiceFindChunksType, _UploadServiceWriteChunksType, _UploadServiceFinishWriterType, _UploadServiceCommitUploadType, _UploadServiceAbortUploadType]):
     """Writes checkpoints."""
 
     @typing.overload
@@ -121,6 +197,22 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
         grpc.StreamUnaryMultiCallable[
             storesvc_proto.v1.upload_service_pb2.BeginUploadRequest,
             storesvc_proto.v1.upload_service_pb2.BeginUploadResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.GetUploadRequest,
+            storesvc_proto.v1.upload_service_pb2.GetUploadResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.ListUploadsRequest,
+            storesvc_proto.v1.upload_service_pb2.ListUploadsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.KeepUploadAliveRequest,
+            storesvc_proto.v1.upload_service_pb2.KeepUploadAliveResponse,
+        ],
+        grpc.StreamStreamMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.FindChunksRequest,
+            storesvc_proto.v1.upload_service_pb2.FindChunksResponse,
         ],
         grpc.StreamStreamMultiCallable[
             storesvc_proto.v1.upload_service_pb2.WriteChunksRequest,
@@ -145,6 +237,22 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
         grpc.aio.StreamUnaryMultiCallable[
             storesvc_proto.v1.upload_service_pb2.BeginUploadRequest,
             storesvc_proto.v1.upload_service_pb2.BeginUploadResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.GetUploadRequest,
+            storesvc_proto.v1.upload_service_pb2.GetUploadResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.ListUploadsRequest,
+            storesvc_proto.v1.upload_service_pb2.ListUploadsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.KeepUploadAliveRequest,
+            storesvc_proto.v1.upload_service_pb2.KeepUploadAliveResponse,
+        ],
+        grpc.aio.StreamStreamMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.FindChunksRequest,
+            storesvc_proto.v1.upload_service_pb2.FindChunksResponse,
         ],
         grpc.aio.StreamStreamMultiCallable[
             storesvc_proto.v1.upload_service_pb2.WriteChunksRequest,
@@ -177,10 +285,50 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
 
     Errors:
     * `INVALID_FIELD`, `INVALID_TREE`, `REQUEST_ID_REUSED`.
-    * `CHECKPOINT_EXISTS`: the step is committed.
+    * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
+    * `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`: the base.
     * `UPLOAD_SUPERSEDED`: this very upload began before, and lost its step.
     * `CONFLICT`: another upload of this step began at the same moment.
     * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
+    """
+
+    GetUpload: _UploadServiceGetUploadType
+    """Returns an upload, live or not.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`, `UPLOAD_NOT_FOUND`.
+    """
+
+    ListUploads: _UploadServiceListUploadsType
+    """Lists the live uploads of a run, by name.
+
+    Deadline: 30 s.
+
+    Errors:
+    * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`.
+    """
+
+    KeepUploadAlive: _UploadServiceKeepUploadAliveType
+    """Renews the lease of a live upload.
+
+    Deadline: 10 s.
+
+    Errors:
+    * `INVALID_FIELD`.
+    * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
+    """
+
+    FindChunks: _UploadServiceFindChunksType
+    """Tells which chunks a writer need not send. Changes nothing.
+
+    The first message MUST hold `open`, the following ones hold `chunks`, as those of
+    FinishWriter. Each of them is answered by one message, in order.
+
+    Errors:
+    * `INVALID_FIELD`, `INVALID_CHUNK`.
+    * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
     """
 
     WriteChunks: _UploadServiceWriteChunksType
@@ -210,8 +358,8 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
 
     The first message MUST hold `open`, the following ones hold `chunks`: the
     ordinal, crc32c and digest of every chunk of this writer, in parts of at
-    most 2 MiB, ascending. The server checks that they are what is stored, with
-    the lengths that the tree gives them.
+    most 2 MiB, ascending. The server checks that each is what this writer stored,
+    or else what it can claim.
 
     Idempotent: the last call counts. Deadline: 60 s, also at the server. A call
     that is repeated after the commit answers `CHECKPOINT_EXISTS`: a client whose
@@ -221,7 +369,8 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     * `INVALID_FIELD`, `INVALID_CHUNK`.
     * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
     * `CHECKPOINT_EXISTS`: the step is committed.
-    * `CHUNKS_INCOMPLETE`: a chunk of the receipt is not stored.
+    * `CHUNKS_INCOMPLETE`: a chunk of the receipt is neither stored nor to be
+      claimed.
     * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo.
     """
 
@@ -229,7 +378,7 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     """Makes the checkpoint exist.
 
     Succeeds only where every writer has finished and every chunk of every leaf
-    is held by exactly one of them. When it has answered, the checkpoint
+    is held by exactly one of them; claimed chunks are looked up again. When it has answered, the checkpoint
     survives the loss of every process.
 
     Idempotent: the same upload commits to the same checkpoint. Deadline: 60 s.
@@ -257,6 +406,22 @@ UploadServiceAsyncStub: typing_extensions.TypeAlias = UploadServiceStub[
     grpc.aio.StreamUnaryMultiCallable[
         storesvc_proto.v1.upload_service_pb2.BeginUploadRequest,
         storesvc_proto.v1.upload_service_pb2.BeginUploadResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.GetUploadRequest,
+        storesvc_proto.v1.upload_service_pb2.GetUploadResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.ListUploadsRequest,
+        storesvc_proto.v1.upload_service_pb2.ListUploadsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.KeepUploadAliveRequest,
+        storesvc_proto.v1.upload_service_pb2.KeepUploadAliveResponse,
+    ],
+    grpc.aio.StreamStreamMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.FindChunksRequest,
+        storesvc_proto.v1.upload_service_pb2.FindChunksResponse,
     ],
     grpc.aio.StreamStreamMultiCallable[
         storesvc_proto.v1.upload_service_pb2.WriteChunksRequest,
@@ -297,10 +462,70 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
 
         Errors:
         * `INVALID_FIELD`, `INVALID_TREE`, `REQUEST_ID_REUSED`.
-        * `CHECKPOINT_EXISTS`: the step is committed.
+        * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
+        * `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`: the base.
         * `UPLOAD_SUPERSEDED`: this very upload began before, and lost its step.
         * `CONFLICT`: another upload of this step began at the same moment.
         * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
+        """
+
+    @abc.abstractmethod
+    def GetUpload(
+        self,
+        request: storesvc_proto.v1.upload_service_pb2.GetUploadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.upload_service_pb2.GetUploadResponse, collections.abc.Awaitable[storesvc_proto.v1.upload_service_pb2.GetUploadResponse]]:
+        """Returns an upload, live or not.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `UPLOAD_NOT_FOUND`.
+        """
+
+    @abc.abstractmethod
+    def ListUploads(
+        self,
+        request: storesvc_proto.v1.upload_service_pb2.ListUploadsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.upload_service_pb2.ListUploadsResponse, collections.abc.Awaitable[storesvc_proto.v1.upload_service_pb2.ListUploadsResponse]]:
+        """Lists the live uploads of a run, by name.
+
+        Deadline: 30 s.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`.
+        """
+
+    @abc.abstractmethod
+    def KeepUploadAlive(
+        self,
+        request: storesvc_proto.v1.upload_service_pb2.KeepUploadAliveRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.upload_service_pb2.KeepUploadAliveResponse, collections.abc.Awaitable[storesvc_proto.v1.upload_service_pb2.KeepUploadAliveResponse]]:
+        """Renews the lease of a live upload.
+
+        Deadline: 10 s.
+
+        Errors:
+        * `INVALID_FIELD`.
+        * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
+        """
+
+    @abc.abstractmethod
+    def FindChunks(
+        self,
+        request_iterator: _MaybeAsyncIterator[storesvc_proto.v1.upload_service_pb2.FindChunksRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[storesvc_proto.v1.upload_service_pb2.FindChunksResponse], collections.abc.AsyncIterator[storesvc_proto.v1.upload_service_pb2.FindChunksResponse]]:
+        """Tells which chunks a writer need not send. Changes nothing.
+
+        The first message MUST hold `open`, the following ones hold `chunks`, as those of
+        FinishWriter. Each of them is answered by one message, in order.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_CHUNK`.
+        * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
         """
 
     @abc.abstractmethod
@@ -340,8 +565,8 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
 
         The first message MUST hold `open`, the following ones hold `chunks`: the
         ordinal, crc32c and digest of every chunk of this writer, in parts of at
-        most 2 MiB, ascending. The server checks that they are what is stored, with
-        the lengths that the tree gives them.
+        most 2 MiB, ascending. The server checks that each is what this writer stored,
+        or else what it can claim.
 
         Idempotent: the last call counts. Deadline: 60 s, also at the server. A call
         that is repeated after the commit answers `CHECKPOINT_EXISTS`: a client whose
@@ -351,7 +576,8 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
         * `CHECKPOINT_EXISTS`: the step is committed.
-        * `CHUNKS_INCOMPLETE`: a chunk of the receipt is not stored.
+        * `CHUNKS_INCOMPLETE`: a chunk of the receipt is neither stored nor to be
+          claimed.
         * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo.
         """
 
@@ -364,7 +590,7 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         """Makes the checkpoint exist.
 
         Succeeds only where every writer has finished and every chunk of every leaf
-        is held by exactly one of them. When it has answered, the checkpoint
+        is held by exactly one of them; claimed chunks are looked up again. When it has answered, the checkpoint
         survives the loss of every process.
 
         Idempotent: the same upload commits to the same checkpoint. Deadline: 60 s.

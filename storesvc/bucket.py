@@ -78,5 +78,10 @@ class Bucket(Protocol):
     async def delete_below(self, prefix: str) -> None:
         """Empties every place that begins with a prefix; not atomic."""
 
-    async def list(self, prefix: str) -> list[str]:
-        """Returns the places that begin with a prefix, ascending."""
+    async def list(self, prefix: str, *, after: str = "") -> list[str]:
+        """Returns the places that begin with a prefix, ascending.
+
+        Args:
+            prefix: What they begin with.
+            after: Only those after this place, which begins with the prefix.
+        """

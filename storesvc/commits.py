@@ -8,22 +8,26 @@ either no checkpoint or a whole one, and a repeated call finishes the work.
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from storesvc import slots
-from storesvc.bucket import IF_ABSENT, PreconditionError
-from storesvc.catalogue import Catalogue, read_record
+from storesvc.bucket import PreconditionError
+from storesvc.catalogue import Catalogue
+from storesvc.clocks import Clock
 from storesvc.errors import (
+    ChunksIncompleteError,
     ConflictError,
     CorruptDataError,
     StoreError,
     WriterUnfinishedError,
 )
-from storesvc.format import layout, zarr
+from storesvc.failpoints import Failpoint, reach
+from storesvc.format import zarr
 from storesvc.format.checksums import digest
 from storesvc.format.chunks import (
     InvalidChunksError,
@@ -35,11 +39,20 @@ from storesvc.format.chunks import (
 )
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest, pack_manifest
-from storesvc.format.names import RunName, UploadName
-from storesvc.format.seal import seal
+from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
-from storesvc.kvbucket import KeySpace, KvBucket, Place
-from storesvc.uploads import OpenUpload, Uploads, timestamp
+from storesvc.journal import Journal
+from storesvc.kvbucket import EVERYTHING, Contents, KeySpace, KvBucket, Share
+from storesvc.records import read_record, timestamp, write_record
+from storesvc.reuse import (
+    Claims,
+    Reuse,
+    claimed_places,
+    find_claims,
+    metadata_keys,
+    share_of,
+)
+from storesvc.uploads import OpenUpload, Uploads
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 
@@ -53,8 +66,12 @@ class _Prepared:
     """What a record will name."""
 
     tree: Tree
+    _: KW_ONLY
+    attempt: str
     manifest_bytes: int
     manifest_digest: bytes
+    files_digest: bytes
+    own_bytes: int
 
 
 class Commits:
@@ -65,13 +82,17 @@ class Commits:
         bucket: KvBucket,
         catalogue: Catalogue,
         uploads: Uploads,
+        reuse: Reuse,
+        journal: Journal,
         *,
-        now: Callable[[], datetime],
+        clock: Clock,
     ) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
         self._uploads = uploads
-        self._now = now
+        self._reuse = reuse
+        self._journal = journal
+        self._clock = clock
 
     async def commit(self, name: UploadName, epoch: int) -> pb.CheckpointRecord:
         """Makes the checkpoint exist, and returns its record.
@@ -88,27 +109,43 @@ class Commits:
         slots.check_epoch(name, record, epoch)
         found = await self._catalogue.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
-        if found is None or slot.state == slots.COMMITTED:  # after a lost reply
+        if found is None or slot.state != slots.UPLOADING:  # after a lost reply
             return slot
         try:
-            manifest = await self._prepare(name, record)
+            made = await self._prepare(name, record)
         except StoreError as e:
             # What is missing may be gone because another call has committed.
             return await self._after_conflict(name, record, e)
-        await self._create_run(name.run)
+        # Announced before it is made: a watch misses nothing, whatever dies here.
+        await reach(Failpoint.COMMIT_BEFORE_ANNOUNCEMENT)
+        number = await self._announce(name, record)
         # From this write on the checkpoint exists.
-        committed = self._committed(slot, record, manifest)
+        committed = self._committed(slot, record, made)
+        committed.commit_sequence = committed.sequence = number
+        await reach(Failpoint.COMMIT_BEFORE_RECORD)
         try:
-            await self._bucket.write(
+            await write_record(
+                self._bucket,
                 RunPlaces(name.run).checkpoint(record.step),
-                seal(committed),
+                committed,
                 condition=found[1],
             )
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
+        self._journal.landed(name.run.namespace)
         # Nothing needs the staging any more; a crash leaves it to be collected.
         await self._discard(name)
+        await reach(Failpoint.COMMIT_BEFORE_REPLY)
         return committed
+
+    async def _announce(self, name: UploadName, record: pb.UploadRecord) -> int:
+        announcement = pb.Announcement(
+            kind=pb.Announcement.KIND_COMMIT,
+            run=name.run.run,
+            step=record.step,
+            upload=name.upload,
+        )
+        return await self._journal.announce(name.run.namespace, announcement)
 
     async def _prepare(self, name: UploadName, record: pb.UploadRecord) -> _Prepared:
         """Writes what the record will name; a repetition writes it beside."""
@@ -118,17 +155,64 @@ class Commits:
         #    not wait for a million chunks.
         receipts = await self._receipts(upload)
         stored = await asyncio.to_thread(slots.check_complete, name, tree, receipts)
-        # 2. Merge the key spaces, and believe only what the merged one holds.
-        target = await self._merge_key_spaces(upload)
-        found = await target.places()
-        manifest = await asyncio.to_thread(_manifest_of, name, tree, stored, found)
-        # 3. The manifest, under a name of its own content.
-        data = await asyncio.to_thread(lambda: b"".join(pack_manifest(manifest)))
-        made = _Prepared(tree, len(data), digest(data))
-        await self._bucket.write(
-            upload.places.manifest(name.upload, made.manifest_digest), data
+        sums, places = await asyncio.to_thread(merge, stored)
+        # 2. What is claimed must still be there to be claimed.
+        claims = await self._claims(upload, sums, places)
+        # 3. Merge the key spaces, and believe only what the merged one holds.
+        await reach(Failpoint.COMMIT_BEFORE_MERGE)
+        attempt = uuid.uuid4().hex[:8]
+        target = await self._merge_key_spaces(upload, attempt, claims)
+        contents = await target.contents()
+        manifest = await asyncio.to_thread(
+            _manifest_of, name, Manifest(tree, sums, places), contents
         )
+        # 4. The manifest and the file table, each under a name of its own content.
+        data = await asyncio.to_thread(lambda: b"".join(pack_manifest(manifest)))
+        table = _file_table(manifest, contents).SerializeToString(deterministic=True)
+        made = _Prepared(
+            tree,
+            attempt=attempt,
+            manifest_bytes=len(data),
+            manifest_digest=digest(data),
+            files_digest=digest(table),
+            own_bytes=_own_bytes(upload, places),
+        )
+        run = upload.places
+        await reach(Failpoint.COMMIT_BEFORE_MANIFEST)
+        await self._bucket.write(run.manifest(name.upload, made.manifest_digest), data)
+        await reach(Failpoint.COMMIT_BEFORE_FILES)
+        await self._bucket.write(run.file_table(name.upload, made.files_digest), table)
         return made
+
+    async def _claims(
+        self, upload: OpenUpload, sums: Sums, places: Places
+    ) -> list[Claims]:
+        """What the receipts claim, found again.
+
+        Raises:
+            ChunksIncompleteError: It is no longer there, or lies elsewhere.
+        """
+        claimed = np.flatnonzero(~_is_own(upload, places))
+        if not claimed.size:
+            return []
+        sources = await self._reuse.sources(upload)
+        found = await asyncio.to_thread(
+            find_claims, upload.tree, sums.take(claimed), sources
+        )
+        wanted = list(places.take(claimed).rows())
+        lie = dict.fromkeys(range(len(wanted)), ("", 0, 0))
+        for claims in found:
+            rows = claims.rows.tolist()
+            lie.update(zip(rows, claimed_places(claims).rows(), strict=True))
+        lost = [row for row, place in lie.items() if place != wanted[row]]
+        if lost:
+            first = upload.tree.describe_chunk(int(sums.ordinal[claimed[lost[0]]]))
+            raise ChunksIncompleteError(
+                f"{upload.name}: {len(lost)} claimed chunks are no longer to be had "
+                f"({first}); send them, finish, then commit again",
+                missing=str(len(lost)),
+            )
+        return found
 
     async def _receipts(
         self, upload: OpenUpload
@@ -154,25 +238,25 @@ class Commits:
         )
         return {writer: read.get(place) for writer, place in enumerate(places)}
 
-    async def _merge_key_spaces(self, upload: OpenUpload) -> KeySpace:
+    async def _merge_key_spaces(
+        self, upload: OpenUpload, attempt: str, claims: Sequence[Claims]
+    ) -> KeySpace:
+        """The key space of the checkpoint, one for each attempt: so a late commit of
+        the same upload, by another server, changes nothing that a record names."""
         staged = [
             self._uploads.key_space(upload, writer)
             for writer in range(upload.record.writer_count)
         ]
         target = self._bucket.key_space(
-            place=upload.places.key_space(upload.name.upload), pool=upload.places.pool
+            place=upload.places.key_space(upload.name.upload, attempt),
+            pool=upload.places.pool,
+            prefix=upload.places.data_prefix(upload.name.upload),
         )
-        metadata = await asyncio.to_thread(_metadata_of, upload.tree)
-        await target.take_over([s for s in staged if await s.exists()], metadata)
+        shares = [Share(s, EVERYTHING) for s in staged if await s.exists()]
+        shares += [await asyncio.to_thread(share_of, upload.tree, c) for c in claims]
+        metadata = await asyncio.to_thread(_metadata_of, upload.tree, claims)
+        await target.take_over(shares, metadata)
         return target
-
-    async def _create_run(self, name: RunName) -> None:
-        place = layout.run_record(name)
-        if await self._bucket.read(place) is not None:
-            return
-        record = pb.RunRecord(uid=str(uuid.uuid4()), create_time=timestamp(self._now()))
-        with suppress(PreconditionError):  # it exists, whoever made it
-            await self._bucket.write(place, seal(record), condition=IF_ABSENT)
 
     def _committed(
         self, slot: pb.CheckpointRecord, record: pb.UploadRecord, made: _Prepared
@@ -183,7 +267,7 @@ class Commits:
             upload=slot.upload,
             epoch=slot.epoch,
             create_time=slot.create_time,
-            commit_time=timestamp(self._now()),
+            commit_time=timestamp(self._clock.now()),
             labels=record.labels,
             metrics=record.metrics,
             size_bytes=made.tree.size_bytes,
@@ -192,6 +276,9 @@ class Commits:
             chunk_count=made.tree.chunk_count,
             manifest_bytes=made.manifest_bytes,
             manifest_digest=made.manifest_digest,
+            attempt=made.attempt,
+            files_digest=made.files_digest,
+            own_bytes=made.own_bytes,
         )
 
     async def _after_conflict(
@@ -205,7 +292,7 @@ class Commits:
         """
         found = await self._catalogue.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
-        if slot.state == slots.COMMITTED:
+        if slot.state != slots.UPLOADING:
             return slot
         if isinstance(error, StoreError):
             raise error
@@ -217,6 +304,7 @@ class Commits:
     async def _discard(self, name: UploadName) -> None:
         places = RunPlaces(name.run)
         try:
+            await reach(Failpoint.COMMIT_BEFORE_DISCARD)
             await self._bucket.delete_below(places.staging_of(name.upload))
             await self._bucket.delete_below(places.upload_parts(name.upload))
         except StoreError:
@@ -224,10 +312,13 @@ class Commits:
             _log.warning("%s: its staging was not deleted", name, exc_info=True)
 
 
-def _metadata_of(tree: Tree) -> dict[str, bytes]:
+def _metadata_of(tree: Tree, claims: Sequence[Claims]) -> dict[str, bytes]:
+    """The metadata of the leaves, but for what comes with claimed chunks."""
+    shared: set[str] = set().union(*(metadata_keys(tree, c) for c in claims))
     return {
         zarr.metadata_key(x.key): zarr.metadata_bytes(x.shape, x.chunk_shape, x.dtype)
         for x in tree.leaves
+        if zarr.metadata_key(x.key) not in shared
     }
 
 
@@ -239,27 +330,40 @@ def _unpack_receipt(place: str, receipt: pb.Receipt) -> tuple[Sums, Places]:
         raise CorruptDataError(f"{place} is damaged: {e}") from e
 
 
-def _manifest_of(
-    name: UploadName,
-    tree: Tree,
-    stored: Sequence[tuple[Sums, Places]],
-    found: Mapping[str, Place],
-) -> Manifest:
+def _manifest_of(name: UploadName, manifest: Manifest, contents: Contents) -> Manifest:
     """The manifest of what the writers finished, if the merged key space holds
     that and nothing else: both views of a checkpoint show the same bytes."""
-    sums, places = merge(stored)
+    tree = manifest.tree
     metadata = {zarr.metadata_key(leaf.key) for leaf in tree.leaves}
-    rows = zip(
-        map(tree.chunk_key, range(tree.chunk_count)),
-        (places.files[file] for file in places.file),
-        places.offset.tolist(),
-        places.length.tolist(),
-        strict=True,
-    )
-    finished = {key: Place(*place) for key, *place in rows}
-    if finished != {k: v for k, v in found.items() if k not in metadata}:
+    keys = tree.chunk_keys(np.arange(tree.chunk_count))
+    finished = dict(zip(keys, manifest.places.rows(), strict=True))
+    if finished != {k: v for k, v in contents.places.items() if k not in metadata}:
         raise WriterUnfinishedError(
             f"{name}: a writer stored chunks after it had finished, or left some out; "
             "finish it again, then commit again"
         )
-    return Manifest(tree, sums, places)
+    return manifest
+
+
+def _file_table(manifest: Manifest, contents: Contents) -> pb.FileTable:
+    """All that lies in the pool and that a checkpoint needs."""
+    places = manifest.places
+    bytes_in = np.bincount(places.file, places.length, len(places.files))
+    chunk_bytes = dict(zip(places.files, bytes_in.tolist(), strict=True))
+    files = sorted(
+        {place.file for place in contents.places.values()} | contents.node_files
+    )
+    return pb.FileTable(
+        file=files, chunk_bytes=[int(chunk_bytes.get(file, 0)) for file in files]
+    )
+
+
+def _is_own(upload: OpenUpload, places: Places) -> NDArray[np.bool_]:
+    """For each chunk whether the upload brought it."""
+    prefix = upload.places.data_prefix(upload.name.upload)
+    own = np.array([file.startswith(prefix) for file in places.files], np.bool_)
+    return own[places.file] if places.file.size else np.zeros(0, np.bool_)
+
+
+def _own_bytes(upload: OpenUpload, places: Places) -> int:
+    return int(places.length[_is_own(upload, places)].sum())

@@ -22,6 +22,7 @@ from storesvc.bucket import (
     Stored,
     WriteCondition,
 )
+from storesvc.directories import Directories
 from storesvc.errors import (
     CorruptDataError,
     InvalidFieldError,
@@ -33,8 +34,20 @@ from storesvc.errors import (
 DATA_FILE_BYTES: Final = 64 << 20
 """Where OCDBT begins the next data file."""
 
+NODE_CACHE_BYTES: Final = 64 << 20
+"""Nodes of a key space that are kept in memory while it is read or written."""
+
 _FAILED: Final = b""  # the generation that a write with a failed condition returns
 _ABSENT: Final = b"\x02"  # TensorStore's StorageGeneration::NoValue()
+
+
+_DAMAGE: Final = (
+    "DATA_LOSS",
+    "OUT_OF_RANGE",
+    "Error decoding",
+    "NOT_FOUND: Error reading",
+)
+"""What messages of TensorStore begin with that tell of damaged or missing bytes."""
 
 
 class Place(NamedTuple):
@@ -46,12 +59,40 @@ class Place(NamedTuple):
     length: int
 
 
+class Contents(NamedTuple):
+    """What a key space holds."""
+
+    places: dict[str, Place]
+    """Where the value of each key lies."""
+    node_files: frozenset[str]
+    """Files of the nodes that lead to them."""
+
+
+class Share(NamedTuple):
+    """Keys that one key space takes over from another."""
+
+    source: "KeySpace"
+    ranges: Sequence[tuple[str, str]]
+    """First and last key of each range; a last key of "" is the end."""
+
+
+ASIDE: Final = "\0"
+"""What keys begin with that no leaf can have."""
+
+FIRST_KEY: Final = "\x01"
+"""Where the others begin."""
+
+EVERYTHING: Final = ((FIRST_KEY, ""),)
+"""The range of all of those."""
+
+
 class KvBucket:
     """A ``Bucket`` over one ``ts.KvStore``."""
 
     def __init__(self, root: "ts.KvStore", context: "ts.Context") -> None:
         self._root = root
         self._context = context
+        self._directories = Directories.of(root)
 
     @classmethod
     async def open(cls, root: str) -> "KvBucket":
@@ -86,6 +127,8 @@ class KvBucket:
         self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
         with _translated(place):
+            await self._directories.make(place)
+            self._directories.clear(place)
             stamp = await self._root.write(place, data, if_equal=_if_equal(condition))
         if stamp.generation == _FAILED:
             raise PreconditionError(place)
@@ -101,47 +144,78 @@ class KvBucket:
         with _translated(prefix):
             await self._root.delete_range(_below(prefix))
 
-    async def list(self, prefix: str) -> list[str]:
+    async def list(self, prefix: str, *, after: str = "") -> list[str]:
         with _translated(prefix):
-            keys = await self._root.list(_below(prefix))
+            keys = await self._root.list(_below(prefix, after))
         return sorted(key.decode() for key in keys)
 
-    def key_space(self, *, place: str, pool: str) -> "KeySpace":
-        """Returns the key space whose root lies at ``place``."""
-        return KeySpace(self._root, self._context, place=place, pool=pool)
+    def key_space(self, *, place: str, pool: str, prefix: str = "d/") -> "KeySpace":
+        """Returns the key space whose root lies at ``place``.
+
+        Args:
+            place: Of its root.
+            pool: What its data files lie below.
+            prefix: What the names of data files begin with that are written by it.
+        """
+        return KeySpace(
+            self._root, self._context, place=place, pool=pool, prefix=prefix
+        )
 
 
 class KeySpace:
     """An OCDBT database: its root at one place, its data files in a pool.
 
-    Other databases may share the pool. Data files are never changed.
+    Other databases may share the pool. Data files are never changed. Keys that begin
+    with ``ASIDE`` hold what goes with the values, and are not taken over.
     """
 
     def __init__(
-        self, root: "ts.KvStore", context: "ts.Context", *, place: str, pool: str
+        self,
+        root: "ts.KvStore",
+        context: "ts.Context",
+        *,
+        place: str,
+        pool: str,
+        prefix: str,
     ) -> None:
         self._manifest = root / place
         self._pool = root / pool
+        self._directories = Directories.of(root)
+        self._pool_place = pool
         self._context = context
         self._place = place
+        self._prefix = prefix
 
     async def write(self, values: Mapping[str, bytes]) -> None:
         """Writes values in one atomic commit; durable when it returns."""
         await self.take_over((), values)
 
     async def take_over(
-        self, sources: Sequence["KeySpace"], values: Mapping[str, bytes]
+        self, shares: Sequence["Share"], values: Mapping[str, bytes]
     ) -> None:
-        """Adds all keys of the sources, sharing their values, and further values,
-        in one atomic commit; durable when it returns."""
+        """Adds keys of other key spaces, sharing their values, and further values, in
+        one atomic commit; durable when it returns."""
+        with _translated(self._place):
+            await self._directories.make(self._place, self._pool_place + self._prefix)
+            self._directories.clear(f"{self._place}manifest.ocdbt")
         # A thread, as all below: 10,000 values take longer than a ping may wait.
-        await asyncio.to_thread(self._take_over, sources, values)
+        await asyncio.to_thread(self._take_over, shares, values)
+
+    async def contents(self) -> "Contents":
+        """Returns what it holds."""
+        if not await self.exists():
+            return Contents({}, frozenset())
+        return await asyncio.to_thread(self._contents)
 
     async def places(self) -> dict[str, Place]:
         """Returns where the value of each key lies."""
+        return (await self.contents()).places
+
+    async def read_aside(self) -> list[bytes]:
+        """Returns what goes with the values, in no order."""
         if not await self.exists():
-            return {}
-        return await asyncio.to_thread(lambda: dict(self._places()))
+            return []
+        return await asyncio.to_thread(self._read_aside)
 
     async def exists(self) -> bool:
         """Returns whether anything was ever written."""
@@ -150,35 +224,51 @@ class KeySpace:
         return result.state == "value"
 
     def _take_over(
-        self, sources: Sequence["KeySpace"], values: Mapping[str, bytes]
+        self, shares: Sequence["Share"], values: Mapping[str, bytes]
     ) -> None:
         with _translated(self._place):
             transaction = ts.Transaction()
             target = self.opened().with_transaction(transaction)
-            for source in sources:
-                source.opened().experimental_copy_range_to(target).result()
-            # all under way before the first is waited for: a wait costs 50 us
+            # All of a kind are under way before the first is waited for: a wait costs
+            # 50 us. Not of two kinds: what overlaps a copy under way is written wrong.
+            for share in shares:
+                for copy in list(_copies(share, target)):
+                    copy.result()
             for write in [target.write(key, value) for key, value in values.items()]:
                 write.result()
             transaction.commit_sync()
 
-    def _places(self) -> Iterator[tuple[str, Place]]:
+    def _contents(self) -> "Contents":
+        places: dict[str, Place] = {}
+        node_files: set[str] = set()
         with _translated(self._place):
             manifest = ts.ocdbt.dump(self._manifest, context=self._context).result()
             location = manifest["versions"][-1]["root"].get("location")
             if location is not None:
-                yield from self._values(location, b"")
+                places.update(self._values(location, b"", node_files))
+        return Contents(places, frozenset(node_files))
 
-    def _values(self, location: str, prefix: bytes) -> Iterator[tuple[str, Place]]:
+    def _values(
+        self, location: str, prefix: bytes, node_files: set[str]
+    ) -> Iterator[tuple[str, Place]]:
         """Walks the B-tree below a node."""
+        node_files.add(_parse_place(location).file)
         node = ts.ocdbt.dump(self._pool, location, context=self._context).result()
         for entry in node["entries"]:
             if "location" in entry:
                 below = prefix + entry.get("subtree_common_prefix", b"")
-                yield from self._values(entry["location"], below)
+                yield from self._values(entry["location"], below, node_files)
             else:
                 key = (prefix + entry["key"]).decode()
-                yield key, _parse_place(entry["indirect_value"])
+                if not key.startswith(ASIDE):
+                    yield key, _parse_place(entry["indirect_value"])
+
+    def _read_aside(self) -> list[bytes]:
+        with _translated(self._place):
+            opened = self.opened()
+            keys = opened.list(ts.KvStore.KeyRange(ASIDE, FIRST_KEY)).result()
+            reads = [opened.read(key) for key in keys]
+            return [read.result().value for read in reads]
 
     def opened(self) -> "ts.KvStore":
         """Returns TensorStore's view of it."""
@@ -189,8 +279,21 @@ class KeySpace:
             # every value in a data file: a value inside a node has no place
             "config": {"max_inline_value_bytes": 0},
             "target_data_file_size": DATA_FILE_BYTES,
+            "value_data_prefix": self._prefix,
+            "btree_node_data_prefix": self._prefix,
+            "version_tree_node_data_prefix": self._prefix,
+            # or each of 10,000 ranges would read its nodes from the root on
+            "cache_pool": {"total_bytes_limit": NODE_CACHE_BYTES},
         }
         return ts.KvStore.open(spec, context=self._context).result()
+
+
+def _copies(share: Share, target: "ts.KvStore") -> Iterator["ts.Future[None]"]:
+    """Begins to copy the ranges of a share."""
+    source = share.source.opened()
+    for first, last in share.ranges:
+        keys = ts.KvStore.KeyRange(first, last and last + "\0")
+        yield source.experimental_copy_range_to(target, source_range=keys)
 
 
 def root_spec(root: str) -> dict[str, Any]:
@@ -228,12 +331,13 @@ def _if_equal(condition: WriteCondition) -> bytes | None:
     return condition
 
 
-def _below(prefix: str) -> "ts.KvStore.KeyRange":
-    return ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
+def _below(prefix: str, after: str = "") -> "ts.KvStore.KeyRange":
+    first = f"{after}\0" if after else prefix
+    return ts.KvStore.KeyRange(first, prefix[:-1] + chr(ord(prefix[-1]) + 1))
 
 
 def _parse_place(value: str) -> Place:
-    """Parses ``value:<base>:<file>:<offset>:<length>``."""
+    """Parses ``<kind>:<base>:<file>:<offset>:<length>``."""
     _, _, file, offset, length = value.split(":")
     return Place(file, int(offset), int(length))
 
@@ -254,7 +358,7 @@ def _translated(place: str) -> Generator[None]:
             raise StorageFullError(
                 f"{place}: the storage is full; free space and retry"
             ) from e
-        if text.startswith(("DATA_LOSS", "OUT_OF_RANGE")):
+        if text.startswith(_DAMAGE):
             raise CorruptDataError(
                 f"{place} is damaged or cut off ({text.partition(' [')[0]}); use "
                 "another checkpoint"

@@ -7,17 +7,22 @@ process: that is the bound on the memory that uploads take.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
+import numpy as np
+
 from storesvc.errors import ChunksIncompleteError, InvalidChunkError, StalledError
-from storesvc.format.checksums import crc32c
-from storesvc.format.chunks import Places, Sums, pack_placed
+from storesvc.failpoints import Failpoint, reach
+from storesvc.format.checksums import crc32c, digest
+from storesvc.format.chunks import I64, Places, Sums, pack_placed, same_sums
 from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.kvbucket import KeySpace, KvBucket, Place
+from storesvc.received import Recorded, sums_entry, sums_of
+from storesvc.reuse import Reuse, Source, claimed_places, find_claims
 from storesvc.uploads import OpenUpload, Uploads
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -138,13 +143,15 @@ class Batch:
             self.completed += 1
 
     def values(self) -> dict[str, bytes]:
-        """Returns the key and the bytes of each chunk, all of them checked; the
-        batch gives each up as it goes, so that none is held twice.
+        """Returns the key and the bytes of each chunk, all of them checked, and their
+        sums; the batch gives each up as it goes, so that none is held twice.
 
         Raises:
             InvalidChunkError: A checksum does not match.
         """
-        found = {}
+        found, sums = {}, []
+        chunks = np.fromiter(self._chunks, np.int64, len(self._chunks))
+        keys = self._tree.chunk_keys(chunks)
         while self._chunks:
             chunk, held = self._chunks.popitem()
             data = bytes(held)
@@ -157,16 +164,20 @@ class Batch:
                     f"{expected:08x} that it carries, got {actual:08x}; it was damaged "
                     "on its way, send it again"
                 )
-            found[self._tree.chunk_key(chunk)] = data
-        return found
+            found[keys.pop()] = data
+            elements = memoryview(data)[:-CHECKSUM_BYTES]
+            sums.append((chunk, actual, digest(elements)))
+        key, entry = sums_entry(Sums.of_rows(sorted(sums)))
+        return {**found, key: entry}
 
 
 class Receiver:
     """Takes the chunks and the receipts of all writers."""
 
-    def __init__(self, bucket: KvBucket, uploads: Uploads) -> None:
+    def __init__(self, bucket: KvBucket, uploads: Uploads, reuse: Reuse) -> None:
         self._bucket = bucket
         self._uploads = uploads
+        self._reuse = reuse
         self._batches = asyncio.Semaphore(MAX_BATCHES)
 
     async def write(
@@ -196,6 +207,7 @@ class Receiver:
                 )
                 if writing and writing[0].done():
                     durable += writing.popleft().result()
+                    await self._uploads.renew(upload)
                     yield durable
                 if coming.done():
                     frame = coming.result()
@@ -221,6 +233,7 @@ class Receiver:
             while writing:
                 durable += await asyncio.shield(writing[0])
                 writing.popleft()
+                await self._uploads.renew(upload)
                 yield durable
         finally:
             coming.cancel()
@@ -237,11 +250,7 @@ class Receiver:
                 have, or one of another length.
             ChunksIncompleteError: A chunk is not stored.
         """
-        if len(sums) and sums.ordinal[-1] >= upload.tree.chunk_count:
-            raise InvalidChunkError(
-                f"{upload.name}: the tree has {upload.tree.chunk_count} chunks, got a "
-                f"receipt for chunk {sums.ordinal[-1]}"
-            )
+        check_ordinals(upload, sums)
         space = self._uploads.key_space(upload, writer)
         found = await space.places()
         if len(found) > len(sums):
@@ -249,17 +258,66 @@ class Receiver:
                 f"{upload.name}: writer {writer} stored {len(found)} chunks, got a "
                 f"receipt for {len(sums)}; finish with all of them"
             )
-        # A thread: 100,000 chunks take longer than a ping may wait.
-        places = await asyncio.to_thread(locate, upload, sums, found)
+        recorded = await sums_of(space, upload.tree.chunk_count)
+        # Threads: 100,000 chunks take longer than a ping may wait.
+        rows = await asyncio.to_thread(stored_rows, upload, sums, found)
+        await self._check_stored(upload, sums, recorded, rows)
+        if None in rows:
+            sources = await self._reuse.sources(upload)
+            await asyncio.to_thread(claim_rows, upload, sums, sources, rows)
+        places = Places.of_rows([row for row in rows if row is not None])
         table = b"".join(
             part.SerializeToString()
             for part in pack_placed(sums, places, with_ordinals=True)
         )
+        await reach(Failpoint.FINISH_BEFORE_RECEIPT)
         await self._bucket.write(
             upload.places.receipt(upload.name.upload, writer),
             seal(pb.Receipt(chunks=table)),
         )
+        await self._uploads.renew(upload)
+        await reach(Failpoint.FINISH_BEFORE_REPLY)
         return places
+
+    async def find(
+        self, upload: OpenUpload, writer: int, parts: AsyncIterator[Sums]
+    ) -> AsyncGenerator[I64]:
+        """Yields, for the sums of each part, the ordinals of those chunks that the
+        writer need not send."""
+        own = await self._reuse.stored(upload, writer)
+        sources = [*own, *await self._reuse.sources(upload)]
+        async for sums in parts:
+            check_ordinals(upload, sums)
+            claims = await asyncio.to_thread(find_claims, upload.tree, sums, sources)
+            rows = np.concatenate([np.empty(0, np.int64), *(c.rows for c in claims)])
+            yield sums.ordinal[np.sort(rows)]
+
+    async def _check_stored(
+        self,
+        upload: OpenUpload,
+        sums: Sums,
+        recorded: Recorded,
+        rows: Sequence[Place | None],
+    ) -> None:
+        """Refuses a receipt for other bytes than those that arrived."""
+        stored = np.array([row is not None for row in rows], np.bool_)
+        same = same_sums(sums, recorded.sums, sums.ordinal)
+        certain = recorded.certain[sums.ordinal]
+        for row in np.flatnonzero(stored & ~(certain & same)).tolist():
+            place, chunk = rows[row], int(sums.ordinal[row])
+            assert place is not None
+            if not certain[row]:  # sent several times: only the bytes tell
+                data = await self._bucket.read_range(
+                    upload.places.pool + place.file,
+                    place.offset,
+                    place.offset + place.length - CHECKSUM_BYTES,
+                )
+                if await asyncio.to_thread(digest, data) == sums.digests[row].tobytes():
+                    continue
+            raise InvalidChunkError(
+                f"{upload.tree.describe_chunk(chunk)}: expected the bytes that the "
+                "receipt tells of, but others are stored; send it again, then finish"
+            )
 
     def _start(self, space: KeySpace, batch: Batch) -> "asyncio.Task[int]":
         """Begins to write a batch, which gives its place back when it has ended,
@@ -270,12 +328,29 @@ class Receiver:
 
 
 async def _store(space: KeySpace, batch: Batch) -> int:
+    await reach(Failpoint.WRITE_BEFORE_BATCH)
     await space.write(await asyncio.to_thread(batch.values))
+    await reach(Failpoint.WRITE_BEFORE_REPLY)
     return batch.completed
 
 
-def locate(upload: OpenUpload, sums: Sums, found: Mapping[str, Place]) -> Places:
-    """Returns where the chunks of a receipt lie.
+def check_ordinals(upload: OpenUpload, sums: Sums) -> None:
+    """Refuses sums of chunks that the tree does not have.
+
+    Raises:
+        InvalidChunkError: They are.
+    """
+    if len(sums) and sums.ordinal[-1] >= upload.tree.chunk_count:
+        raise InvalidChunkError(
+            f"{upload.name}: the tree has {upload.tree.chunk_count} chunks, got sums "
+            f"of chunk {sums.ordinal[-1]}"
+        )
+
+
+def stored_rows(
+    upload: OpenUpload, sums: Sums, found: Mapping[str, Place]
+) -> list[Place | None]:
+    """Returns where the chunks of a receipt lie, None for those not stored.
 
     Args:
         upload: The upload.
@@ -284,26 +359,41 @@ def locate(upload: OpenUpload, sums: Sums, found: Mapping[str, Place]) -> Places
 
     Raises:
         InvalidChunkError: A chunk is stored with another length than the tree's.
-        ChunksIncompleteError: A chunk is not stored.
     """
     tree = upload.tree
-    rows, missing = [], []
-    for chunk in map(int, sums.ordinal):
-        place = found.get(tree.chunk_key(chunk))
-        if place is None:
-            missing.append(chunk)
-        elif place.length != tree.stored_lengths[chunk]:
+    rows = list(map(found.get, tree.chunk_keys(sums.ordinal)))
+    lengths = tree.stored_lengths[sums.ordinal].tolist()
+    for chunk, row, length in zip(sums.ordinal.tolist(), rows, lengths, strict=True):
+        if row is not None and row.length != length:
             raise InvalidChunkError(
-                f"{tree.describe_chunk(chunk)}: expected {tree.stored_lengths[chunk]} "
-                f"stored bytes, got {place.length}"
+                f"{tree.describe_chunk(chunk)}: expected {length} stored bytes, got "
+                f"{row.length}"
             )
-        else:
-            rows.append(place)
+    return rows
+
+
+def claim_rows(
+    upload: OpenUpload,
+    sums: Sums,
+    sources: Sequence[Source],
+    rows: list[Place | None],
+) -> None:
+    """Fills in where those chunks lie that are claimed.
+
+    Raises:
+        ChunksIncompleteError: One can be claimed of no source.
+    """
+    open_rows = np.array([row is None for row in rows], np.bool_)
+    wanted = np.flatnonzero(open_rows)
+    for claims in find_claims(upload.tree, sums.take(wanted), sources):
+        places = claimed_places(claims)
+        for row, place in zip(wanted[claims.rows].tolist(), places.rows(), strict=True):
+            rows[row] = Place(*place)
+    missing = [int(sums.ordinal[row]) for row in wanted if rows[row] is None]
     if missing:
+        shown = ", ".join(map(upload.tree.describe_chunk, missing[:_SHOWN]))
         raise ChunksIncompleteError(
             f"{upload.name}: {len(missing)} chunks of the receipt are not stored "
-            f"({', '.join(map(tree.describe_chunk, missing[:_SHOWN]))}); send them, "
-            "then finish again",
+            f"({shown}); send them, then finish again",
             missing=str(len(missing)),
         )
-    return Places.of_rows(rows)

@@ -14,6 +14,7 @@ whatever the clocks, and however many processes, do:
 from collections.abc import Mapping
 
 import numpy as np
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.errors import (
     CheckpointExistsError,
@@ -33,19 +34,34 @@ _SHOWN = 5
 COMMITTED = pb.CheckpointRecord.STATE_COMMITTED
 UPLOADING = pb.CheckpointRecord.STATE_UPLOADING
 FREE = pb.CheckpointRecord.STATE_FREE
+DELETED = pb.CheckpointRecord.STATE_DELETED
+PURGING = pb.CheckpointRecord.STATE_PURGING
+
+CHECKPOINTS = frozenset({COMMITTED, DELETED, PURGING})
+"""States of a slot that holds a checkpoint, deleted or not."""
 
 
-def next_epoch(run: RunName, step: int, slot: pb.CheckpointRecord | None) -> int:
+def next_epoch(run: RunName, slot: pb.CheckpointRecord | None, *, floor: int) -> int:
     """Returns the epoch of an upload that takes the slot over.
+
+    Args:
+        run: The run.
+        slot: What the slot of the step holds.
+        floor: ``RunRecord.epoch_floor``, read after the slot.
 
     Raises:
         CheckpointExistsError: The step is committed.
     """
     if slot is None:
-        return 1
-    if slot.state == COMMITTED:
-        raise exists(run, step)
+        return floor + 1
+    if slot.state in CHECKPOINTS:
+        raise exists(run, slot)
     return slot.epoch + 1
+
+
+def predecessor(slot: pb.CheckpointRecord | None) -> str:
+    """Returns the unfinished upload that a new owner takes a slot from; "" for none."""
+    return slot.upload if slot and slot.state == UPLOADING else ""
 
 
 def reservation(upload: str, record: pb.UploadRecord) -> pb.CheckpointRecord:
@@ -59,10 +75,14 @@ def reservation(upload: str, record: pb.UploadRecord) -> pb.CheckpointRecord:
     )
 
 
-def released(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
+def released(slot: pb.CheckpointRecord, when: Timestamp) -> pb.CheckpointRecord:
     """Returns the slot that the abort of its owner leaves."""
     return pb.CheckpointRecord(
-        state=FREE, step=slot.step, upload=slot.upload, epoch=slot.epoch
+        state=FREE,
+        step=slot.step,
+        upload=slot.upload,
+        epoch=slot.epoch,
+        delete_time=when,
     )
 
 
@@ -92,8 +112,8 @@ def check_owner(
         if slot.state == FREE:
             raise absent(name)
         return slot
-    if slot.state == COMMITTED:
-        raise exists(name.run, record.step)
+    if slot.state in CHECKPOINTS:
+        raise exists(name.run, slot)
     raise UploadSupersededError(
         f"{name}: step {record.step} was taken over by upload {slot.upload} (epoch "
         f"{slot.epoch}, this one has {record.epoch}); begin a new upload",
@@ -158,13 +178,14 @@ def check_complete(
     return stored
 
 
-def exists(run: RunName, step: int) -> CheckpointExistsError:
+def exists(run: RunName, slot: pb.CheckpointRecord) -> CheckpointExistsError:
     """Returns the refusal of a second commit."""
+    if slot.state == COMMITTED:
+        text = "exists already, and checkpoints are write-once; save another step"
+    else:
+        text = "was deleted; undelete it, purge it, or save another step"
     return CheckpointExistsError(
-        f"{run}@{step} exists already, and checkpoints are write-once; save another "
-        "step",
-        run=str(run),
-        step=str(step),
+        f"{run}@{slot.step} {text}", run=str(run), step=str(slot.step)
     )
 
 

@@ -1,4 +1,4 @@
-"""Uploads: begin, open, abort.
+"""Uploads: begin, open, keep alive, abort.
 
 Keeps no state: whatever a call needs it reads from the bucket, so any process
 can serve any call of any upload. ``slots`` decides; this module reads, asks it,
@@ -7,33 +7,43 @@ is in ``receiving``, how it becomes a checkpoint in ``commits``.
 """
 
 import asyncio
-from collections.abc import Callable
+import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from operator import attrgetter
 from typing import Final
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc import slots
-from storesvc.bucket import IF_ABSENT, PreconditionError
-from storesvc.catalogue import Catalogue, read_record
+from storesvc.bucket import IF_ABSENT, Generation, PreconditionError
+from storesvc.caching import TREES_BYTES, ByteCache
+from storesvc.catalogue import Catalogue
+from storesvc.clocks import Clock
 from storesvc.errors import (
+    CheckpointNotFoundError,
     ConflictError,
     CorruptDataError,
     InvalidTreeError,
     LimitExceededError,
     RequestIdReusedError,
+    RunNotFoundError,
+    StoreError,
+    UploadNotFoundError,
     UploadSupersededError,
 )
+from storesvc.failpoints import Failpoint, reach
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPlaces
-from storesvc.format.names import UploadName
+from storesvc.format.manifests import Manifest
+from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.seal import seal
 from storesvc.format.trees import InvalidTreeError as InvalidTableError
 from storesvc.format.trees import Tree, unpack_leaves
 from storesvc.kvbucket import KeySpace, KvBucket
+from storesvc.records import duration, read_record, timestamp, write_record
+from storesvc.runs import Runs
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 
@@ -49,7 +59,11 @@ MAX_CHUNKS: Final = 4_000_000
 DEFAULT_LEASE: Final = timedelta(minutes=10)
 """How long an upload is safe after its last sign of life."""
 
-_KEPT_TREES: Final = 4
+_KEPT_SIGNS: Final = 10_000
+_SIGNS_A_LEASE: Final = 6
+"""How often progress renews a lease, at most."""
+_READS_AT_ONCE: Final = 32
+_TRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +75,8 @@ class NewUpload:
     labels: dict[str, str]
     metrics: dict[str, float]
     lease: timedelta
+    base: CheckpointName | None
+    """Whose chunks may be claimed."""
     body: bytes
     """What the request said, to tell it from another with the same id."""
 
@@ -79,17 +95,33 @@ class OpenUpload:
         return RunPlaces(self.name.run)
 
 
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """An upload, and what became of it."""
+
+    name: UploadName
+    record: pb.UploadRecord
+    slot: pb.CheckpointRecord | None
+    """The slot, while it is of this upload."""
+    renew_time: Timestamp
+    finished_writers: int
+
+
 class Uploads:
     """The uploads of a bucket."""
 
     def __init__(
-        self, bucket: KvBucket, catalogue: Catalogue, *, now: Callable[[], datetime]
+        self, bucket: KvBucket, catalogue: Catalogue, runs: Runs, *, clock: Clock
     ) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
-        self._now = now
+        self._runs = runs
+        self._clock = clock
         # A cache of pure values by digest: any process fills it for itself.
-        self._trees: dict[bytes, Tree] = {}
+        self._trees: ByteCache[bytes, Tree] = ByteCache(
+            TREES_BYTES, size_of=attrgetter("memory_bytes")
+        )
+        self._renewed: dict[UploadName, float] = {}
 
     async def begin(
         self, name: UploadName, new: NewUpload, table: bytes
@@ -105,39 +137,60 @@ class Uploads:
             ConflictError: Another upload of the step began at the same moment.
         """
         tree_digest = digest(table)
-        await self._keep(name, table, tree_digest)
-        # 1. The slot says which epoch is next, or that a retry is done already.
-        slot = await self._catalogue.slot(name.run, new.step)
-        record = await self._own_record(name, new.body + tree_digest)
-        if record and slot and slots.holds(name, record, slot[0]):
-            return record
-        epoch = slots.next_epoch(name.run, new.step, slot and slot[0])
-        # 2. Tree before record before slot: whoever sees one finds the others.
-        if record is None:
-            places = RunPlaces(name.run)
-            await self._bucket.write(places.tree(name.upload, tree_digest), table)
-            record = await self._create_record(name, new, epoch, tree_digest)
-        if record.epoch != epoch:
-            raise UploadSupersededError(
-                f"{name}: step {new.step} was taken from it; begin a new upload",
+        await self._trees.get(
+            tree_digest, lambda: asyncio.to_thread(parse_tree, name, table)
+        )
+        lost: StoreError = UploadSupersededError(
+            f"{name}: step {new.step} was taken from it; begin a new upload",
+            upload=name.upload,
+        )
+        for _ in range(_TRIES):
+            # 1. The slot says which epoch is next, or that a retry is done already.
+            slot = await self._catalogue.slot(name.run, new.step)
+            record = await self._own_record(name, new.body + tree_digest)
+            if record and slot and slots.holds(name, record, slot[0]):
+                return record
+            run = await self._runs.create(name.run)
+            epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)
+            predecessor = slots.predecessor(slot and slot[0])
+            # 2. Record before tree before slot: whoever sees the slot finds the others.
+            if record is None:
+                described = await self._described(new, tree_digest)
+                described.epoch, described.predecessor = epoch, predecessor
+                await reach(Failpoint.BEGIN_BEFORE_RECORD)
+                record = await self._create_record(name, new, described)
+            if (record.epoch, record.predecessor) != (epoch, predecessor):
+                raise lost
+            await reach(Failpoint.BEGIN_BEFORE_TREE)
+            place = RunPlaces(name.run).tree(name.upload, tree_digest)
+            await self._bucket.write(place, table)
+            # 3. The slot, while it still holds what was read.
+            await reach(Failpoint.BEGIN_BEFORE_SLOT)
+            if await self._reserve(name, record, slot and slot[1]):
+                await reach(Failpoint.BEGIN_BEFORE_REPLY)
+                return record
+            # A rival has it, or the collector has emptied it: that one changes nothing.
+            lost = ConflictError(
+                f"{name}: another upload of step {new.step} began at the same "
+                "moment; begin a new one",
                 upload=name.upload,
             )
-        # 3. The slot, while it still holds what was read.
+        raise lost
+
+    async def _reserve(
+        self, name: UploadName, record: pb.UploadRecord, seen: Generation | None
+    ) -> bool:
+        """Takes the slot; False: it is not any more what was seen."""
         try:
-            await self._bucket.write(
-                RunPlaces(name.run).checkpoint(new.step),
-                seal(slots.reservation(name.upload, record)),
-                condition=slot[1] if slot else IF_ABSENT,
+            await write_record(
+                self._bucket,
+                RunPlaces(name.run).checkpoint(record.step),
+                slots.reservation(name.upload, record),
+                condition=seen or IF_ABSENT,
             )
-        except PreconditionError as e:
-            found = await self._catalogue.slot(name.run, new.step)
-            if found is None or not slots.holds(name, record, found[0]):
-                raise ConflictError(
-                    f"{name}: another upload of step {new.step} began at the same "
-                    "moment; begin a new one",
-                    upload=name.upload,
-                ) from e
-        return record
+        except PreconditionError:
+            return False
+        return True
 
     async def open(self, name: UploadName, epoch: int) -> OpenUpload:
         """Returns an upload that owns its slot and may still be written.
@@ -151,8 +204,8 @@ class Uploads:
         slots.check_epoch(name, record, epoch)
         found = await self._catalogue.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
-        if slot.state == slots.COMMITTED:
-            raise slots.exists(name.run, record.step)
+        if slot.state != slots.UPLOADING:
+            raise slots.exists(name.run, slot)
         return OpenUpload(name, record, await self.tree(name, record))
 
     def key_space(self, upload: OpenUpload, writer: int) -> KeySpace:
@@ -160,7 +213,79 @@ class Uploads:
         return self._bucket.key_space(
             place=upload.places.staging(upload.name.upload, writer),
             pool=upload.places.pool,
+            prefix=upload.places.data_prefix(upload.name.upload),
         )
+
+    async def renew(self, upload: OpenUpload) -> datetime:
+        """Tells that an upload lives; returns when its lease is over.
+
+        Where progress renews it chunk by chunk, only one sign in a while is written.
+        """
+        now = self._clock.now()
+        length = upload.record.lease_duration.ToTimedelta()
+        seen = self._renewed.get(upload.name)
+        elapsed = self._clock.elapsed()
+        if seen is None or elapsed - seen >= length.total_seconds() / _SIGNS_A_LEASE:
+            lease = pb.LeaseRecord(renew_time=timestamp(now), nonce=uuid.uuid4().hex)
+            place = upload.places.lease(upload.name.upload)
+            await self._bucket.write(place, seal(lease))
+            while len(self._renewed) >= _KEPT_SIGNS:
+                del self._renewed[next(iter(self._renewed))]
+            self._renewed[upload.name] = elapsed
+        return now + length
+
+    async def fate(self, name: UploadName) -> Fate:
+        """Returns an upload, live or not, and what became of it.
+
+        Raises:
+            UploadNotFoundError: There is none.
+        """
+        record = await self.record(name)
+        slot = await self.slot(name.run, record.step)
+        lease = await read_record(
+            self._bucket, RunPlaces(name.run).lease(name.upload), pb.LeaseRecord
+        )
+        receipts = await self._bucket.list(RunPlaces(name.run).receipts(name.upload))
+        return Fate(
+            name,
+            record,
+            slot if slot and slots.owns(name, record, slot) else None,
+            renew_time=lease[0].renew_time if lease else record.create_time,
+            finished_writers=len(receipts),
+        )
+
+    async def live(self, run: RunName, *, after: str, limit: int) -> list[Fate]:
+        """Returns live uploads of a run, by id.
+
+        Args:
+            run: The run.
+            after: Only those after this id.
+            limit: At most so many.
+        """
+        places = RunPlaces(run)
+        # A record stays for long after its upload has ended. A live upload has a leaf
+        # table too, below its name, which it wrote before its slot.
+        ids = sorted(
+            {
+                id_
+                for place in await self._bucket.list(places.uploads)
+                if (id_ := places.upload_of(place)) and place != places.upload(id_)
+            }
+        )
+        found: list[Fate] = []
+        names = [UploadName(run, id_) for id_ in ids if id_ > after]
+        while names and len(found) < limit:
+            batch, names = names[:_READS_AT_ONCE], names[_READS_AT_ONCE:]
+            fates = await asyncio.gather(*map(self._live, batch))
+            found += [fate for fate in fates if fate is not None]
+        return found[:limit]
+
+    async def _live(self, name: UploadName) -> Fate | None:
+        try:
+            fate = await self.fate(name)
+        except UploadNotFoundError:  # collected meanwhile
+            return None
+        return fate if fate.slot and fate.slot.state == slots.UPLOADING else None
 
     async def abort(self, name: UploadName) -> None:
         """Gives an upload up and frees its step.
@@ -177,23 +302,37 @@ class Uploads:
             return
         step = found[0].step
         slot = await self._catalogue.slot(name.run, step)
-        if slot and slots.owns(name, found[0], slot[0]):
-            if slot[0].state == slots.COMMITTED:
-                raise slots.exists(name.run, step)
-            try:
-                await self._bucket.write(
-                    places.checkpoint(step),
-                    seal(slots.released(slot[0])),
-                    condition=slot[1],
-                )
-            except PreconditionError as e:
-                raise ConflictError(
-                    f"{name}: it changed while it was aborted; abort it again",
-                    upload=name.upload,
-                ) from e
+        if slot is None or not slots.owns(name, found[0], slot[0]):
+            return  # another took the step over, and may claim what is stored
+        if slot[0].state in slots.CHECKPOINTS:
+            raise slots.exists(name.run, slot[0])
+        await reach(Failpoint.ABORT_BEFORE_SLOT)
+        try:
+            await write_record(
+                self._bucket,
+                places.checkpoint(step),
+                slots.released(slot[0], timestamp(self._clock.now())),
+                condition=slot[1],
+            )
+        except PreconditionError as e:
+            raise ConflictError(
+                f"{name}: it changed while it was aborted; abort it again",
+                upload=name.upload,
+            ) from e
         # The record stays, and with it the answer to who asks for it again.
+        await reach(Failpoint.ABORT_BEFORE_DISCARD)
         await self._bucket.delete_below(places.staging_of(name.upload))
         await self._bucket.delete_below(places.upload_parts(name.upload))
+        await reach(Failpoint.ABORT_BEFORE_REPLY)
+
+    async def slot(self, run: RunName, step: int) -> pb.CheckpointRecord | None:
+        """Returns what the slot of a step holds."""
+        found = await self._catalogue.slot(run, step)
+        return found and found[0]
+
+    async def manifest(self, run: RunName, slot: pb.CheckpointRecord) -> Manifest:
+        """Returns the manifest of a checkpoint, deleted or not."""
+        return await self._catalogue.manifest(run, slot)
 
     async def record(self, name: UploadName) -> pb.UploadRecord:
         """Returns the record of an upload, whether or not it owns its slot.
@@ -214,25 +353,18 @@ class Uploads:
             UploadNotFoundError: It was aborted.
             CorruptDataError: Its leaf table is damaged.
         """
-        kept = self._trees.get(record.tree_digest)
-        if kept is not None:
-            return kept
+        return await self._trees.get(
+            record.tree_digest, lambda: self._stored_tree(name, record)
+        )
+
+    async def _stored_tree(self, name: UploadName, record: pb.UploadRecord) -> Tree:
         place = RunPlaces(name.run).tree(name.upload, record.tree_digest)
         stored = await self._bucket.read(place)
         if stored is None:
             raise slots.absent(name)
         if digest(stored.data) != record.tree_digest:
             raise CorruptDataError(f"{name}: its leaf table is damaged")
-        return await self._keep(name, stored.data, record.tree_digest)
-
-    async def _keep(self, name: UploadName, table: bytes, key: bytes) -> Tree:
-        """The tree of a leaf table, which is kept for the calls that follow."""
-        if key not in self._trees:
-            tree = await asyncio.to_thread(parse_tree, name, table)
-            while len(self._trees) >= _KEPT_TREES:
-                del self._trees[next(iter(self._trees))]
-            self._trees[key] = tree
-        return self._trees[key]
+        return await asyncio.to_thread(parse_tree, name, stored.data)
 
     async def _own_record(
         self, name: UploadName, body: bytes
@@ -249,30 +381,46 @@ class Uploads:
             )
         return found[0]
 
-    async def _create_record(
-        self, name: UploadName, new: NewUpload, epoch: int, tree_digest: bytes
-    ) -> pb.UploadRecord:
-        """The record, ours or that of a try of the same request beside us."""
-        body = new.body + tree_digest
+    async def _described(self, new: NewUpload, tree_digest: bytes) -> pb.UploadRecord:
+        """The record, but for what the slot says."""
         record = pb.UploadRecord(
             step=new.step,
-            epoch=epoch,
             writer_count=new.writer_count,
             tree_digest=tree_digest,
             labels=new.labels,
             metrics=new.metrics,
-            create_time=timestamp(self._now()),
-            lease_duration=_duration(new.lease),
-            request_digest=digest(body),
+            create_time=timestamp(self._clock.now()),
+            lease_duration=duration(new.lease),
+            request_digest=digest(new.body + tree_digest),
         )
+        base = await self._base(new)
+        if base is not None:
+            record.base_step, record.base = base.step, base.upload
+        return record
+
+    async def _base(self, new: NewUpload) -> pb.CheckpointRecord | None:
+        if new.base is None:
+            return None
         try:
-            await self._bucket.write(
+            return await self._catalogue.checkpoint(new.base)
+        except (RunNotFoundError, CheckpointNotFoundError):
+            if new.base.which == LATEST:  # the first save of a run
+                return None
+            raise
+
+    async def _create_record(
+        self, name: UploadName, new: NewUpload, record: pb.UploadRecord
+    ) -> pb.UploadRecord:
+        """The record, ours or that of a try of the same request beside us."""
+        try:
+            await write_record(
+                self._bucket,
                 RunPlaces(name.run).upload(name.upload),
-                seal(record),
+                record,
                 condition=IF_ABSENT,
             )
         except PreconditionError:
-            return await self._own_record(name, body) or record
+            return await self._own_record(name, new.body + record.tree_digest) or record
         return record
 
 
@@ -313,16 +461,3 @@ def check_limits(name: UploadName, table: tree_pb2.LeafTable) -> None:
             raise LimitExceededError(
                 f"{name}: column {column}: expected at most {limit} rows, got {rows}"
             )
-
-
-def timestamp(moment: datetime) -> Timestamp:
-    """Returns a moment as records hold it."""
-    stamp = Timestamp()
-    stamp.FromDatetime(moment)
-    return stamp
-
-
-def _duration(length: timedelta) -> Duration:
-    duration = Duration()
-    duration.FromTimedelta(length)
-    return duration

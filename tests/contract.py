@@ -1,11 +1,10 @@
 """Speaks the contract by hand, for tests of what no well-behaved client does."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
-import numpy as np
 
 from storesvc.format.checksums import crc32c, digest
 from storesvc.format.chunks import Sums, pack_sums
@@ -32,35 +31,36 @@ def tree_of(chunks: int = 3) -> Tree:
     return Tree((leaf,))
 
 
-def elements(chunk: int) -> bytes:
-    """Returns the elements of a chunk."""
-    return bytes([chunk]) * CHUNK
+def elements(chunk: int, version: int = 0) -> bytes:
+    """Returns the elements of a chunk; of each version others."""
+    return bytes([chunk + 100 * version]) * CHUNK
 
 
-def stored(chunk: int) -> bytes:
+def stored(chunk: int, version: int = 0) -> bytes:
     """Returns a chunk as it is stored."""
-    return elements(chunk) + crc32c(elements(chunk)).to_bytes(4, "little")
+    data = elements(chunk, version)
+    return data + crc32c(data).to_bytes(4, "little")
 
 
-def frame(*chunks: int) -> api.ChunkFrame:
+def frame(*chunks: int, version: int = 0) -> api.ChunkFrame:
     """Returns the frame that holds whole chunks."""
     return api.ChunkFrame(
         chunk=chunks,
         offset=[0] * len(chunks),
         length=[CHUNK + 4] * len(chunks),
-        data=b"".join(map(stored, chunks)),
+        data=b"".join(stored(chunk, version) for chunk in chunks),
     )
 
 
-def sums(*chunks: int) -> Sums:
+def sums(*chunks: int, version: int = 0) -> Sums:
     """Returns the receipt for chunks."""
-    return Sums(
-        ordinal=np.array(chunks, np.int64),
-        crc32c=np.array([crc32c(elements(c)) for c in chunks], np.uint32),
-        digests=np.frombuffer(
-            b"".join(digest(elements(c)) for c in chunks), np.uint8
-        ).reshape(-1, 16),
-    )
+    return mixed_sums(dict.fromkeys(chunks, version))
+
+
+def mixed_sums(versions: Mapping[int, int]) -> Sums:
+    """Returns the receipt for chunks, each of a version."""
+    data = [(chunk, elements(chunk, version)) for chunk, version in versions.items()]
+    return Sums.of_rows([(chunk, crc32c(d), digest(d)) for chunk, d in data])
 
 
 class Writer:
@@ -106,6 +106,29 @@ class Writer:
         ]
         answers = self.stub.WriteChunks(iter(requests), timeout=30)
         return [answer.durable_count for answer in answers]
+
+    def find(self, wanted: Sums, *, writer: int = 0) -> list[int]:
+        """Asks which chunks need not be sent."""
+        requests = [
+            api.FindChunksRequest(open=self.ref(writer)),
+            *(api.FindChunksRequest(chunks=part) for part in pack_sums(wanted)),
+        ]
+        answers = self.stub.FindChunks(iter(requests), timeout=30)
+        return [ordinal for answer in answers for ordinal in answer.found]
+
+    def get(self) -> api.Upload:
+        """Returns the upload as the server tells it."""
+        request = api.GetUploadRequest(name=self.name)
+        found: api.Upload = self.stub.GetUpload(request, timeout=30).upload
+        return found
+
+    def keep_alive(self) -> api.KeepUploadAliveResponse:
+        """Renews the lease."""
+        request = api.KeepUploadAliveRequest(name=self.name, epoch=self.epoch)
+        response: api.KeepUploadAliveResponse = self.stub.KeepUploadAlive(
+            request, timeout=30
+        )
+        return response
 
     def finish(self, receipt: Sums, *, writer: int = 0) -> api.FinishWriterResponse:
         """Sends a receipt."""

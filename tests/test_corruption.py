@@ -48,7 +48,7 @@ def restore(root: Path) -> Any:
 
 def data_files(root: Path) -> list[Path]:
     """Those that hold chunks, the largest first."""
-    files = (root / "data/tests/damage/pool/d").iterdir()
+    files = (root / "data/tests/damage/pool").glob("*/*")
     return sorted(files, key=lambda f: f.stat().st_size, reverse=True)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,80 +19,24 @@ import pytest
 
 import storesvc_client as store
 from storesvc import server
-from storesvc.bucket import ALWAYS, Generation, WriteCondition
-from storesvc.kvbucket import KeySpace, KvBucket
+from storesvc.store import Store
 from tests.contract import Writer, elements, frame, sums
+from tests.faulty_bucket import Call, Fault, FaultyBucket, Plan, dies_before, no_faults
 from tests.server_process import ServerProcess
 
 WHOLE = elements(0) + elements(1) + elements(2)
 RUN = "tests/crash"
 
 
-class DiedError(Exception):
-    """The process is gone."""
-
-
-class Life:
-    """How many writes a process may still make."""
-
-    def __init__(self, writes: int) -> None:
-        self.left = writes
-
-    def use(self) -> None:
-        """Makes one write, or dies before it."""
-        self.left -= 1
-        if self.left < 0:
-            raise DiedError
-
-
-class MortalBucket(KvBucket):
-    """A bucket whose process dies before a given write, for good."""
-
-    life: Life
-
-    async def write(
-        self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
-    ) -> Generation:
-        self.life.use()
-        return await super().write(place, data, condition=condition)
-
-    async def delete(self, place: str, *, generation: Generation | None = None) -> None:
-        self.life.use()
-        await super().delete(place, generation=generation)
-
-    async def delete_below(self, prefix: str) -> None:
-        self.life.use()
-        await super().delete_below(prefix)
-
-    def key_space(self, *, place: str, pool: str) -> KeySpace:
-        space = MortalKeySpace(self._root, self._context, place=place, pool=pool)
-        space.life = self.life
-        return space
-
-
-class MortalKeySpace(KeySpace):
-    """A key space of it."""
-
-    life: Life
-
-    async def take_over(
-        self, sources: Sequence[KeySpace], values: Mapping[str, bytes]
-    ) -> None:
-        self.life.use()
-        await super().take_over(sources, values)
-
-
 @contextmanager
-def serving(root: Path, life: Life) -> Iterator[str]:
-    """Serves a root from a bucket that dies; yields the address."""
+def serving(root: Path, plan: Plan = no_faults) -> Iterator[str]:
+    """Serves a root from a bucket that fails as planned; yields the address."""
     ready: list[str] = []
 
     async def run() -> None:
-        bucket = await MortalBucket.open(root.as_uri())
-        assert isinstance(bucket, MortalBucket)
-        bucket.life = Life(10**9)
-        opened = await server.store_over(bucket)
-        bucket.life = life
+        bucket = await FaultyBucket.faulty(root.as_uri())
+        opened = await Store.open(bucket)
+        bucket.calls.follow(plan)
         async with server.running(opened, "127.0.0.1:0") as port:
             ready.append(f"127.0.0.1:{port}")
             await stop.wait()
@@ -132,10 +76,16 @@ def save(address: str, step: int) -> bool:
 
 
 def writes_of_a_save(root: Path) -> int:
-    life = Life(10**6)
-    with serving(root, life) as address:
+    count = 0
+
+    def counting(call: Call) -> Fault:
+        nonlocal count
+        count += call.changes
+        return Fault.NONE
+
+    with serving(root, counting) as address:
         assert save(address, 1)
-    return 10**6 - life.left
+    return count
 
 
 def test_a_server_that_dies_before_any_write_leaves_all_or_nothing(
@@ -145,9 +95,9 @@ def test_a_server_that_dies_before_any_write_leaves_all_or_nothing(
     outcomes = []
     for died_before in range(total):
         root = tmp_path / f"store-{died_before}"
-        with serving(root, Life(10**6)) as address:
+        with serving(root) as address:
             assert save(address, 0)
-        with serving(root, Life(died_before)) as address:
+        with serving(root, dies_before(died_before)) as address:
             acknowledged = save(address, 1)
 
         with store.connect(root.as_uri()) as client:
@@ -158,7 +108,7 @@ def test_a_server_that_dies_before_any_write_leaves_all_or_nothing(
             assert not acknowledged or found == [1, 0]
             assert WHOLE == content(client, found[0])
         if found == [0]:
-            with serving(root, Life(10**6)) as address:
+            with serving(root) as address:
                 assert save(address, 1)
             with store.connect(root.as_uri()) as client:
                 assert [1, 0] == steps(client)
@@ -173,13 +123,13 @@ def test_a_repeated_commit_finishes_what_a_death_cut_off(tmp_path: Path) -> None
     total = writes_of_a_save(tmp_path / "count")
     for died_before in range(total):
         root = tmp_path / f"store-{died_before}"
-        with serving(root, Life(died_before)) as address:
+        with serving(root, dies_before(died_before)) as address:
             writer = Writer(address, RUN, 1)
             with suppress(grpc.RpcError):
                 writer.save()
         if not writer.name:
             continue
-        with serving(root, Life(10**6)) as address:
+        with serving(root) as address:
             again = Writer(address, RUN, 1)
             again.request_id = writer.request_id
             again.begin()

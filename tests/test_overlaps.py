@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from storesvc import receiving, server, services, slots
+from storesvc import receiving, slots
 from storesvc.errors import (
     RunNotFoundError,
     StalledError,
@@ -22,6 +22,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.kvbucket import KvBucket
+from storesvc.store import Store
 from storesvc.uploads import NewUpload, OpenUpload
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.contract import frame, sums, tree_of
@@ -34,7 +35,7 @@ IDS = ["a" * 32, "b" * 32]
 class Caller:
     """An upload of step 1, driven without a wire."""
 
-    store: services.Store
+    store: Store
     name: UploadName
     epoch: int = 0
 
@@ -45,6 +46,7 @@ class Caller:
             labels={},
             metrics={},
             lease=timedelta(minutes=1),
+            base=None,
             body=b"",
         )
         table = b"".join(pack_leaves(tree_of()))
@@ -75,7 +77,7 @@ async def frames_of(*frames: api.ChunkFrame) -> AsyncIterator[api.ChunkFrame]:
         yield one
 
 
-Test = Callable[[services.Store, list[Caller]], Coroutine[Any, Any, None]]
+Test = Callable[[Store, list[Caller]], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def within(tmp_path: Path) -> Callable[[Test], None]:
     def run(test: Test) -> None:
         async def main() -> None:
             bucket = await KvBucket.open(tmp_path.as_uri())
-            store = await server.store_over(bucket)
+            store = await Store.open(bucket)
             await test(store, [Caller(store, UploadName(RUN, i)) for i in IDS])
 
         asyncio.run(main())
@@ -96,7 +98,7 @@ def within(tmp_path: Path) -> Callable[[Test], None]:
 def test_an_upload_that_was_superseded_stays_so_when_the_later_one_aborts(
     within: Callable[[Test], None],
 ) -> None:
-    async def test(store: services.Store, callers: list[Caller]) -> None:
+    async def test(store: Store, callers: list[Caller]) -> None:
         first, second = callers
         await first.ready()
         await second.begin()
@@ -110,7 +112,7 @@ def test_an_upload_that_was_superseded_stays_so_when_the_later_one_aborts(
 
 
 def test_an_aborted_upload_has_no_second_life(within: Callable[[Test], None]) -> None:
-    async def test(store: services.Store, callers: list[Caller]) -> None:
+    async def test(store: Store, callers: list[Caller]) -> None:
         first, second = callers
         await first.ready()
         await store.uploads.abort(first.name)
@@ -128,7 +130,7 @@ def test_an_aborted_upload_has_no_second_life(within: Callable[[Test], None]) ->
 def test_overlapping_commits_of_one_upload_give_one_answer(
     within: Callable[[Test], None],
 ) -> None:
-    async def test(store: services.Store, callers: list[Caller]) -> None:
+    async def test(store: Store, callers: list[Caller]) -> None:
         await callers[0].ready()
 
         records = await asyncio.gather(*(callers[0].commit() for _ in range(6)))
@@ -144,7 +146,7 @@ def test_overlapping_commits_of_one_upload_give_one_answer(
 def test_a_commit_that_another_overtook_gives_its_answer(
     within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(store: services.Store, callers: list[Caller]) -> None:
+    async def test(store: Store, callers: list[Caller]) -> None:
         caller = callers[0]
         await caller.ready()
         commits = store.commits
@@ -165,7 +167,7 @@ def test_a_commit_that_another_overtook_gives_its_answer(
         # and leaves what the other has committed, for plain TensorStore too
         places = RunPlaces(RUN)
         space = commits._bucket.key_space(
-            place=places.key_space(record.upload), pool=places.pool
+            place=places.key_space(record.upload, record.attempt), pool=places.pool
         )
         assert {"x/zarr.json", "x/c/0", "x/c/1", "x/c/2"} == set(await space.places())
 
@@ -175,7 +177,7 @@ def test_a_commit_that_another_overtook_gives_its_answer(
 def test_chunks_that_come_after_their_receipt_are_not_committed(
     within: Callable[[Test], None],
 ) -> None:
-    async def test(store: services.Store, callers: list[Caller]) -> None:
+    async def test(store: Store, callers: list[Caller]) -> None:
         del store
         caller = callers[0]
         await caller.ready()
@@ -192,7 +194,7 @@ def test_chunks_that_come_after_their_receipt_are_not_committed(
 def test_a_commit_that_dies_before_its_record_leaves_no_run(
     within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(store: services.Store, callers: list[Caller]) -> None:
+    async def test(store: Store, callers: list[Caller]) -> None:
         await callers[0].ready()
 
         def dies(*_: Any) -> Any:
@@ -213,7 +215,7 @@ def test_a_commit_that_dies_before_its_record_leaves_no_run(
 def test_cancelled_streams_give_their_places_back(
     within: Callable[[Test], None], pause: float
 ) -> None:
-    async def test(store: services.Store, callers: list[Caller]) -> None:
+    async def test(store: Store, callers: list[Caller]) -> None:
         await callers[0].begin()
         for _ in range(3 * receiving.MAX_BATCHES):
             many = frames_of(*(frame(0, 1, 2) for _ in range(20)))
@@ -232,7 +234,7 @@ def test_a_client_that_pauses_is_acknowledged_and_holds_no_place(
     monkeypatch.setattr(receiving, "BATCH_SECONDS", 0.2)
     monkeypatch.setattr(receiving, "TICK_SECONDS", 0.1)
 
-    async def test(store: services.Store, callers: list[Caller]) -> None:
+    async def test(store: Store, callers: list[Caller]) -> None:
         await callers[0].begin()
         upload = await callers[0].open()
         going_on = asyncio.Event()
@@ -257,7 +259,7 @@ def test_a_chunk_that_never_ends_is_stalled(
     monkeypatch.setattr(receiving, "CHUNK_SECONDS", 0.3)
     monkeypatch.setattr(receiving, "TICK_SECONDS", 0.1)
 
-    async def test(store: services.Store, callers: list[Caller]) -> None:
+    async def test(store: Store, callers: list[Caller]) -> None:
         await callers[0].begin()
 
         async def frames() -> AsyncIterator[api.ChunkFrame]:
@@ -272,7 +274,7 @@ def test_a_chunk_that_never_ends_is_stalled(
 
 
 def test_a_chunk_sent_twice_counts_twice(within: Callable[[Test], None]) -> None:
-    async def test(store: services.Store, callers: list[Caller]) -> None:
+    async def test(store: Store, callers: list[Caller]) -> None:
         del store
         await callers[0].begin()
 

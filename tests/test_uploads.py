@@ -10,6 +10,8 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 import storesvc_client as store
+from storesvc.format.names import RunName
+from storesvc.rpc.fields import page_token
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.contract import CHUNK, Writer, elements, frame, stored, sums
@@ -351,3 +353,119 @@ def test_receipts_out_of_order_are_refused(begin: Callable[..., Writer]) -> None
 
     with refused("INVALID_CHUNK", "strictly ascending"):
         writer.finish(receipt)
+
+
+class TestTheLifeOfAnUpload:
+    """GetUpload, ListUploads, KeepUploadAlive."""
+
+    def test_an_upload_is_shown_as_it_is(self, begin: Callable[..., Writer]) -> None:
+        writer = begin(5, writers=2)
+        writer.write(frame(0), writer=1)
+        writer.finish(sums(0), writer=1)
+        found = writer.get()
+
+        assert (5, 2, 1, 1) == (
+            found.step,
+            found.writer_count,
+            found.epoch,
+            found.finished_writer_count,
+        )
+        assert api.Upload.STATE_LIVE == found.state
+        assert found.create_time.ToDatetime() <= found.renew_time.ToDatetime()
+
+    def test_its_state_tells_what_became_of_it(
+        self, begin: Callable[..., Writer]
+    ) -> None:
+        superseded, aborted, committed = begin(1), begin(2), begin(3)
+        begin(1)
+        aborted.abort()
+        committed.write(frame(0, 1, 2))
+        committed.finish(sums(0, 1, 2))
+        committed.commit()
+
+        states = [w.get().state for w in (superseded, aborted, committed)]
+        ended = api.Upload.STATE_ENDED
+        assert [ended, ended, api.Upload.STATE_COMMITTED] == states
+
+    def test_an_upload_that_never_was_is_not_found(
+        self, begin: Callable[..., Writer]
+    ) -> None:
+        writer = begin()
+        writer.name = writer.name[:-32] + "0" * 32
+        with refused("UPLOAD_NOT_FOUND"):
+            writer.get()
+
+    def test_live_uploads_are_listed_page_by_page(
+        self, begin: Callable[..., Writer], name: str
+    ) -> None:
+        live = [begin(step) for step in range(5)]
+        begin(9).abort()
+        request = api.ListUploadsRequest(
+            parent=RunName.parse(name).resource, page_size=2
+        )
+        found, pages = [], 0
+        while True:
+            page = live[0].stub.ListUploads(request, timeout=30)
+            found += [upload.name for upload in page.uploads]
+            pages += 1
+            if not page.next_page_token:
+                break
+            request.page_token = page.next_page_token
+
+        assert (sorted(w.name for w in live), 3) == (found, pages)
+
+    def test_a_page_token_of_another_list_is_refused(
+        self, begin: Callable[..., Writer], name: str
+    ) -> None:
+        writer = begin()
+        for token in ("x", "!", page_token(RunName.parse(name).resource, "0" * 32)):
+            request = api.ListUploadsRequest(
+                parent=RunName.parse(name).resource, page_token=token
+            )
+            with refused("INVALID_PAGE_TOKEN"):
+                writer.stub.ListUploads(request, timeout=30)
+        request = api.ListUploadsRequest(
+            parent=RunName.parse(name).resource, page_size=-1
+        )
+        with refused("INVALID_FIELD", match="page_size"):
+            writer.stub.ListUploads(request, timeout=30)
+
+    def test_a_sign_of_life_renews_the_lease(
+        self, begin: Callable[..., Writer]
+    ) -> None:
+        writer = begin()
+        before = writer.get().renew_time.ToDatetime()
+        until = writer.keep_alive().expire_time.ToDatetime()
+
+        assert before < writer.get().renew_time.ToDatetime()
+        lease = writer.get().lease_duration.ToTimedelta()
+        assert until == writer.get().renew_time.ToDatetime() + lease
+
+    def test_progress_renews_the_lease(self, begin: Callable[..., Writer]) -> None:
+        writer = begin()
+        before = writer.get().renew_time.ToDatetime()
+        writer.write(frame(0))
+
+        assert before < writer.get().renew_time.ToDatetime()
+
+    def test_what_has_ended_is_not_kept_alive(
+        self, begin: Callable[..., Writer]
+    ) -> None:
+        superseded, aborted, committed = begin(1), begin(2), begin(3)
+        begin(1)
+        aborted.abort()
+        committed.write(frame(0, 1, 2))
+        committed.finish(sums(0, 1, 2))
+        committed.commit()
+
+        for writer, reason in (
+            (superseded, "UPLOAD_SUPERSEDED"),
+            (aborted, "UPLOAD_NOT_FOUND"),
+            (committed, "CHECKPOINT_EXISTS"),
+        ):
+            with refused(reason):
+                writer.keep_alive()
+        live = begin(7)
+        live.epoch += 1
+        with refused("UPLOAD_SUPERSEDED"):
+            live.keep_alive()

@@ -6,30 +6,28 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
-from storesvc.format.manifests import (
-    CorruptManifestError,
-    unpack_manifest,
-)
 from storesvc.format.names import (
     MAX_STEP,
-    CheckpointName,
-    InvalidNameError,
     RunName,
     Which,
 )
 from storesvc_client._channel import Connection
-from storesvc_client._opened import OpenCheckpoint
-from storesvc_client._retrying import patiently
+from storesvc_client._collecting import RunUsage
+from storesvc_client._inspecting import RunInspection
+from storesvc_client._life import RunLife
+from storesvc_client._opened import OpenCheckpoint, open_checkpoint
+from storesvc_client._retaining import RunRetention
+from storesvc_client._run_base import RunBase
 from storesvc_client._save import Save
-from storesvc_client._sending import Description, Snapshot, Upload
+from storesvc_client._sending import Description, Saved, Snapshot, Upload
+from storesvc_client._uploading import RunUploads
 from storesvc_client._values import Checkpoint, LeafInfo
+from storesvc_client._watching import RunWatch
 from storesvc_client.errors import (
-    DataLossError,
     InvalidRequestError,
     translated,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
-from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -38,21 +36,16 @@ if TYPE_CHECKING:
     from storesvc_client._opened import Rules
 
 
-class Run:
+class Run(
+    RunInspection, RunLife, RunRetention, RunUploads, RunUsage, RunWatch, RunBase
+):
     """One training run of a store; made by ``Client.run``. Threads may share it."""
 
     def __init__(self, connection: Connection, name: RunName) -> None:
-        self.name = str(name)
-        """``namespace/run``."""
-        self._name = name
-        self._connection = connection
-        self._stub = CheckpointServiceStub(connection.channel)
+        super().__init__(connection, name)
         self._lock = Lock()
         self._saver: ThreadPoolExecutor | None = None
         self._last: Save | None = None
-
-    def __repr__(self) -> str:
-        return f"<Run {self.name} of {self._connection.address}>"
 
     def save(
         self,
@@ -62,6 +55,7 @@ class Run:
         metrics: Mapping[str, SupportsFloat] | None = None,
         labels: Mapping[str, str] | None = None,
         structure: bytes = b"",
+        base: Which | None = "latest",
     ) -> Save:
         """Begins to save a tree, and returns once the tree may change again.
 
@@ -78,6 +72,10 @@ class Run:
             labels: Texts to find the checkpoint by.
             structure: A document about the tree to keep with it, at most 16 MiB;
                 ``storesvc_client.easydel`` keeps there what a model was.
+            base: A checkpoint of the run, by step, "latest" or tag: chunks that are
+                as they were there are neither sent nor stored again. None sends all.
+                A save of the same step that was cut off goes on where it stopped
+                either way.
 
         Returns:
             A handle; ``result()`` waits for the commit.
@@ -91,7 +89,7 @@ class Run:
         from storesvc_client.trees.snapshot import take_snapshot
 
         self._connection.check_open()
-        description = self._describe(step, metrics or {}, labels or {})
+        description = self._describe(step, metrics or {}, labels or {}, base)
         with self._lock:
             self._wait()
             snapshot = take_snapshot(tree, structure)
@@ -108,23 +106,7 @@ class Run:
             NotFoundError: There is no such run or checkpoint.
             DataLossError: Its manifest is damaged.
         """
-        name = self._checkpoint_name(which)
-        for attempt in patiently():
-            with attempt:
-                message, data = self._manifest_bytes(name)
-        try:
-            manifest = unpack_manifest(
-                data,
-                size_bytes=message.manifest_bytes,
-                expected=message.manifest_digest,
-            )
-        except CorruptManifestError as e:
-            raise DataLossError(
-                f"{self.name}@{message.step}: {e}; use another checkpoint",
-                reason="CORRUPT_DATA",
-            ) from e
-        info = Checkpoint.from_message(message)
-        return OpenCheckpoint(self._connection, self._name, info, manifest)
+        return open_checkpoint(self._connection, self._checkpoint_name(which))
 
     def restore(
         self,
@@ -261,9 +243,7 @@ class Run:
             if self._last.done():
                 self._last = None
 
-    def _submit(
-        self, description: Description, snapshot: Snapshot
-    ) -> "Future[Checkpoint]":
+    def _submit(self, description: Description, snapshot: Snapshot) -> "Future[Saved]":
         if self._saver is None:
             self._saver = ThreadPoolExecutor(1, f"storesvc-save-{self._name.run}")
         return self._saver.submit(Upload(self._connection, description).send, snapshot)
@@ -273,6 +253,7 @@ class Run:
         step: SupportsIndex,
         metrics: Mapping[str, SupportsFloat],
         labels: Mapping[str, str],
+        base: Which | None,
     ) -> Description:
         try:
             number = -1 if isinstance(step, bool) else operator.index(step)
@@ -298,33 +279,9 @@ class Run:
                     f"{key!r}: {value!r}"
                 ) from e
         return Description(
-            run=self._name, step=number, labels=dict(labels), metrics=numbers
+            run=self._name,
+            step=number,
+            labels=dict(labels),
+            metrics=numbers,
+            base=None if base is None else self._checkpoint_name(base),
         )
-
-    def _checkpoint_name(self, which: Which) -> CheckpointName:
-        step: Which = "latest"
-        try:
-            if isinstance(which, bool):
-                raise TypeError
-            if which != "latest":
-                step = operator.index(which)
-        except TypeError as e:
-            raise InvalidRequestError(
-                f"{self.name}: expected a step (int) or 'latest', got {which!r}"
-            ) from e
-        try:
-            return CheckpointName(self._name, step)
-        except InvalidNameError as e:
-            raise InvalidRequestError(str(e)) from e
-
-    def _manifest_bytes(self, name: CheckpointName) -> tuple[api.Checkpoint, bytes]:
-        request = api.ReadManifestRequest(name=name.resource)
-        message, parts = api.Checkpoint(), []
-        with translated(self._connection.address):
-            for response in self._stub.ReadManifest(
-                request, timeout=self._connection.timeout
-            ):
-                if response.HasField("checkpoint"):
-                    message = response.checkpoint
-                parts.append(response.part)
-        return message, b"".join(parts)

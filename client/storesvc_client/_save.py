@@ -1,14 +1,18 @@
 """A save in the background."""
 
 from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING
 
-from storesvc_client._values import Checkpoint
+from storesvc_client._values import Checkpoint, SaveReport
+
+if TYPE_CHECKING:
+    from storesvc_client._sending import Saved
 
 
 class Save:
     """A handle on a save that ``Run.save`` began."""
 
-    def __init__(self, step: int, future: "Future[Checkpoint]") -> None:
+    def __init__(self, step: int, future: "Future[Saved]") -> None:
         self.step = step
         self._future = future
         self._observed = False
@@ -30,6 +34,21 @@ class Save:
             StoreError: What the save failed with.
             TimeoutError: It has not ended yet; it goes on.
         """
+        return self._wait(timeout).checkpoint
+
+    def report(self, timeout: float | None = None) -> SaveReport:
+        """Waits for the end, and returns how many bytes were sent and reused.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            StoreError: What the save failed with.
+            TimeoutError: It has not ended yet; it goes on.
+        """
+        return self._wait(timeout).report
+
+    def _wait(self, timeout: float | None) -> "Saved":
         try:
             return self._future.result(timeout)
         except BaseException:

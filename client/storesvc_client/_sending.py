@@ -2,25 +2,27 @@
 
 A stored chunk is its elements and their CRC-32C; it is cut into frames, and small
 chunks share one. A broken stream goes on in a new one with what was not
-acknowledged.
+acknowledged. Where the store may hold chunks already, their sums are sent first, and
+only the chunks that it lacks follow.
 """
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
 from storesvc.format.checksums import Buffer, crc32c, digest
 from storesvc.format.chunks import Sums, pack_sums
-from storesvc.format.names import RunName
+from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._channel import MAX_FRAME_BYTES, Connection
+from storesvc_client._keeping import KeptAlive
 from storesvc_client._retrying import patiently
-from storesvc_client._values import Checkpoint
-from storesvc_client.errors import UnavailableError, translated
+from storesvc_client._values import Checkpoint, SaveReport
+from storesvc_client.errors import PreconditionError, UnavailableError, translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
@@ -45,6 +47,15 @@ class Description:
     step: int
     labels: Mapping[str, str]
     metrics: Mapping[str, float]
+    base: CheckpointName | None
+    """Whose chunks need not be sent again."""
+
+
+class Saved(NamedTuple):
+    """What came of a save."""
+
+    checkpoint: Checkpoint
+    report: SaveReport
 
 
 class Upload:
@@ -55,7 +66,7 @@ class Upload:
         self._stub = UploadServiceStub(connection.channel)
         self._description = description
 
-    def send(self, snapshot: Snapshot) -> Checkpoint:
+    def send(self, snapshot: Snapshot) -> Saved:
         """Sends a snapshot and commits it; goes on through a server's restart.
 
         Raises:
@@ -67,14 +78,57 @@ class Upload:
                 upload = self._begin(request_id, snapshot.tree)
         ref = api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=0)
         sums = _SumsInProgress(snapshot.tree.chunk_count)
+        missing: Sequence[int] = range(snapshot.tree.chunk_count)
+        sent: set[int] = set()
+        with KeptAlive(self._stub, upload):
+            if upload.base or upload.resumes:
+                missing = self._missing(ref, snapshot, sums)
+            for last_try in (False, True):
+                self._write_all(ref, snapshot, missing, sums)
+                sent.update(missing)
+                try:
+                    checkpoint = self._finish_and_commit(ref, sums.result())
+                except PreconditionError as e:
+                    # what was to be claimed is gone: damaged, or collected
+                    if last_try or e.reason != "CHUNKS_INCOMPLETE":
+                        raise
+                    missing = self._missing(ref, snapshot, sums)
+                else:
+                    return Saved(checkpoint, _report(snapshot.tree, sent))
+        raise AssertionError
+
+    def _missing(
+        self, ref: api.WriterRef, snapshot: Snapshot, sums: "_SumsInProgress"
+    ) -> list[int]:
+        """The chunks that the store does not hold."""
+        for ordinal in range(snapshot.tree.chunk_count):
+            sums.add(ordinal, memoryview(snapshot.chunk(ordinal)).cast("B"))
+        for attempt in patiently():
+            with attempt, translated(self._connection.address):
+                found: set[int] = set()
+                for response in self._stub.FindChunks(
+                    _find_requests(ref, sums.result())
+                ):
+                    found.update(response.found)
+        return [o for o in range(snapshot.tree.chunk_count) if o not in found]
+
+    def _write_all(
+        self,
+        ref: api.WriterRef,
+        snapshot: Snapshot,
+        ordinals: Sequence[int],
+        sums: "_SumsInProgress",
+    ) -> None:
         durable = 0
-        while durable < snapshot.tree.chunk_count:
+        while durable < len(ordinals):
             for attempt in patiently():
                 with attempt:
-                    durable += self._write(ref, snapshot, durable, sums)
+                    durable += self._write(ref, snapshot, ordinals[durable:], sums)
+
+    def _finish_and_commit(self, ref: api.WriterRef, sums: Sums) -> Checkpoint:
         for attempt in patiently():
             with attempt:
-                self._finish(ref, sums.result())
+                self._finish(ref, sums)
         # apart: a writer cannot finish again once a commit has landed whose answer
         # was lost, but the commit can be asked for again
         for attempt in patiently():
@@ -92,6 +146,7 @@ class Upload:
                 writer_count=1,
                 labels=described.labels,
                 metrics=described.metrics,
+                base=described.base.resource if described.base else "",
             ),
         )
 
@@ -111,15 +166,14 @@ class Upload:
         self,
         ref: api.WriterRef,
         snapshot: Snapshot,
-        first: int,
+        ordinals: Sequence[int],
         sums: "_SumsInProgress",
     ) -> int:
-        """Sends chunks from the first on; returns how many became durable.
+        """Sends chunks; returns how many of them became durable.
 
         Raises:
             UnavailableError: None did.
         """
-        ordinals = range(first, snapshot.tree.chunk_count)
         requests = _Failing(_write_requests(ref, snapshot, ordinals, sums))
         durable = 0
         try:
@@ -179,13 +233,15 @@ class _SumsInProgress:
     def __init__(self, count: int) -> None:
         self._crc32c = np.zeros(count, np.uint32)
         self._digests = np.zeros((count, 16), np.uint8)
+        self._known = np.zeros(count, np.bool_)
 
     def add(self, ordinal: int, data: Buffer) -> int:
         """Keeps the sums of a chunk, and returns its CRC-32C."""
-        checksum = crc32c(data)
-        self._crc32c[ordinal] = checksum
-        self._digests[ordinal] = np.frombuffer(digest(data), np.uint8)
-        return checksum
+        if not self._known[ordinal]:
+            self._crc32c[ordinal] = crc32c(data)
+            self._digests[ordinal] = np.frombuffer(digest(data), np.uint8)
+            self._known[ordinal] = True
+        return int(self._crc32c[ordinal])
 
     def result(self) -> Sums:
         """Returns the sums of all chunks."""
@@ -243,6 +299,18 @@ def _large(ordinal: int, data: memoryview, tail: bytes) -> Iterator[api.ChunkFra
         yield api.ChunkFrame(
             chunk=[ordinal], offset=[offset], length=[len(piece)], data=piece
         )
+
+
+def _report(tree: Tree, sent: Collection[int]) -> SaveReport:
+    lengths = tree.stored_lengths
+    total, moved = int(lengths.sum()), int(lengths[list(sent)].sum())
+    return SaveReport(total_bytes=total, sent_bytes=moved, reused_bytes=total - moved)
+
+
+def _find_requests(ref: api.WriterRef, sums: Sums) -> Iterator[api.FindChunksRequest]:
+    yield api.FindChunksRequest(open=ref)
+    for part in pack_sums(sums):
+        yield api.FindChunksRequest(chunks=part)
 
 
 def _finish_requests(

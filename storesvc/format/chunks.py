@@ -40,6 +40,29 @@ class Sums:
     def __len__(self) -> int:
         return len(self.ordinal)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns in memory."""
+        return self.ordinal.nbytes + self.crc32c.nbytes + self.digests.nbytes
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[int, int, bytes]]) -> Self:
+        """Returns the sums of ``(ordinal, crc32c, digest)`` rows, ascending."""
+        raw = np.frombuffer(b"".join(digest for _, _, digest in rows), np.uint8)
+        return cls(
+            ordinal=np.array([ordinal for ordinal, _, _ in rows], np.int64),
+            crc32c=np.array([crc32c for _, crc32c, _ in rows], np.uint32),
+            digests=raw.reshape(-1, DIGEST_BYTES),
+        )
+
+    def take(self, rows: "I64 | slice") -> "Sums":
+        """Returns those of some rows."""
+        return Sums(
+            ordinal=self.ordinal[rows],
+            crc32c=self.crc32c[rows],
+            digests=self.digests[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Places:
@@ -66,14 +89,43 @@ class Places:
             length=np.array([length for _, _, length in rows], np.int64),
         )
 
+    def take(self, rows: I64) -> "Places":
+        """Returns those of some rows."""
+        return Places(
+            files=self.files,
+            file=self.file[rows],
+            offset=self.offset[rows],
+            length=self.length[rows],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns in memory, about."""
+        names = sum(map(len, self.files))
+        return self.file.nbytes + self.offset.nbytes + self.length.nbytes + names
+
+    def rows(self) -> Iterator[tuple[str, int, int]]:
+        """Yields ``(file, offset, length)`` of each row."""
+        columns = (self.file, self.offset, self.length)
+        for file, offset, length in zip(*(c.tolist() for c in columns), strict=True):
+            yield self.files[file], offset, length
+
+
+def same_sums(a: Sums, b: Sums, rows: I64) -> NDArray[np.bool_]:
+    """Returns for each row of one whether it has the sums of that row of another."""
+    same: NDArray[np.bool_] = (a.crc32c == b.crc32c[rows]) & (
+        a.digests == b.digests[rows]
+    ).all(axis=1)
+    return same
+
 
 def pack_sums(sums: Sums) -> Iterator[pb.ChunkTable]:
     """Yields a receipt's table, in parts; one at least."""
-    for rows in _parts(len(sums)):
+    for part in map(sums.take, _parts(len(sums))):
         yield pb.ChunkTable(
-            ordinal=sums.ordinal[rows].tolist(),
-            crc32c=sums.crc32c[rows].tolist(),
-            digests=[sums.digests[rows].tobytes()],
+            ordinal=part.ordinal.tolist(),
+            crc32c=part.crc32c.tolist(),
+            digests=[part.digests.tobytes()],
         )
 
 

@@ -8,7 +8,7 @@ contiguous run of its shard wherever that is possible.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from typing import Any, Final, TypeAlias
@@ -59,18 +59,16 @@ class Grid:
     chunk_shape: tuple[int, ...]
     itemsize: int
     """Bytes of an element."""
+    counts: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Chunks along each dimension."""
+    count: int = field(init=False, compare=False, repr=False)
+    """Chunks of the leaf: 0 where it has no element."""
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Chunks along each dimension."""
-        return tuple(
-            -(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True)
-        )
-
-    @property
-    def count(self) -> int:
-        """Chunks of the leaf: 0 where it has no element."""
-        return math.prod(self.counts)
+    def __post_init__(self) -> None:
+        along = zip(self.shape, self.chunk_shape, strict=True)
+        counts = tuple(-(-n // c) for n, c in along)
+        object.__setattr__(self, "counts", counts)
+        object.__setattr__(self, "count", math.prod(counts))
 
     @property
     def chunk_bytes(self) -> int:

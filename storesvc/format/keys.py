@@ -109,13 +109,13 @@ def fits_key(path_kinds: str, key: str) -> bool:
         InvalidKeyError: The text is not a key.
     """
     parts = split_key(key)
-    return (
-        len(parts) == len(path_kinds)
-        and PATH_KINDS.issuperset(path_kinds)
-        and all(
-            kind not in INTEGER_KINDS or _INTEGER.fullmatch(part)
-            for part, kind in zip(parts, path_kinds, strict=True)
-        )
+    return len(parts) == len(path_kinds) and all(map(_fits_part, parts, path_kinds))
+
+
+@lru_cache(maxsize=4096)
+def _fits_part(part: str, kind: str) -> bool:
+    return kind in PATH_KINDS and (
+        kind not in INTEGER_KINDS or _INTEGER.fullmatch(part) is not None
     )
 
 

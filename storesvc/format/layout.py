@@ -1,19 +1,29 @@
 """Where things lie below the root of a store (``bucket.proto`` draws it)."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc.format.names import InvalidNameError, RunName
+from storesvc.format.names import InvalidNameError, RunName, check_hold, check_tag
 
 STORE: Final = "store.binpb"
 """The store's own record."""
+
+COLLECTOR: Final = "collector.binpb"
+"""Which process collects garbage."""
+
+RESERVE: Final = "reserve.bin"
+"""Space to be given up on a full disk."""
 
 RUNS: Final = "runs/"
 """Below it: ``<namespace>/<run>.binpb``, and nothing else."""
 
 _SUFFIX: Final = ".binpb"
-_SLOT: Final = re.compile(r"[0-9]{20}\.binpb")
+_NUMBER: Final = re.compile(r"[0-9]{20}\.binpb")
+_OWNED: Final = re.compile(
+    r"(?:manifests|files|uploads|staging|trees|pool)/([0-9a-f]{32})(?=[-./])"
+)
 
 
 def run_record(name: RunName) -> str:
@@ -28,6 +38,22 @@ def run_of_record(place: str) -> RunName | None:
     except InvalidNameError:
         return None
     return name if place == run_record(name) else None
+
+
+def journal(namespace: str) -> str:
+    """Returns what the announcements of a namespace lie below, and nothing else."""
+    return f"journal/{namespace}/"
+
+
+def announcement(namespace: str, number: int) -> str:
+    """Returns the place of an announcement."""
+    return f"{journal(namespace)}{number:020d}{_SUFFIX}"
+
+
+def number_of(place: str) -> int | None:
+    """Returns the number that a place ends with; None for a stray object."""
+    name = place.rpartition("/")[2]
+    return int(name[:20]) if _NUMBER.fullmatch(name) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +84,60 @@ class RunPlaces:
     def step_of(self, place: str) -> int | None:
         """Returns the step whose slot lies there; None for a stray object."""
         name = place.removeprefix(self.checkpoints)
-        return int(name[:20]) if _SLOT.fullmatch(name) else None
+        return None if "/" in name else number_of(name)
 
     def manifest(self, upload: str, digest: bytes) -> str:
         """Returns the place of the manifest with that digest."""
         return f"{self.root}manifests/{upload}-{digest.hex()}{_SUFFIX}"
 
+    def file_table(self, upload: str, digest: bytes) -> str:
+        """Returns the place of the file table with that digest."""
+        return f"{self.root}files/{upload}-{digest.hex()}{_SUFFIX}"
+
+    @property
+    def tags(self) -> str:
+        """Below it: the tags, and nothing else."""
+        return f"{self.root}tags/"
+
+    def tag(self, tag: str) -> str:
+        """Returns the place of a tag."""
+        return f"{self.tags}{tag}{_SUFFIX}"
+
+    def tag_of(self, place: str) -> str | None:
+        """Returns the tag that lies there; None for a stray object."""
+        return _only_id(place, self.tags, check_tag)
+
+    @property
+    def holds(self) -> str:
+        """Below it: the holds, and nothing else."""
+        return f"{self.root}holds/"
+
+    def hold(self, hold: str) -> str:
+        """Returns the place of a hold."""
+        return f"{self.holds}{hold}{_SUFFIX}"
+
+    def hold_of(self, place: str) -> str | None:
+        """Returns the hold that lies there; None for a stray object."""
+        return _only_id(place, self.holds, check_hold)
+
+    @property
+    def uploads(self) -> str:
+        """Below it: the records of uploads, and the parts of each."""
+        return f"{self.root}uploads/"
+
     def upload(self, upload: str) -> str:
         """Returns the place of an upload's record."""
-        return f"{self.root}uploads/{upload}{_SUFFIX}"
+        return f"{self.uploads}{upload}{_SUFFIX}"
+
+    def lease(self, upload: str) -> str:
+        """Returns the place of an upload's lease."""
+        return f"{self.uploads}{upload}/lease{_SUFFIX}"
+
+    def upload_of(self, place: str) -> str | None:
+        """Returns the upload that an object was written by; None for all that no
+        upload owns, and for data files of the first release."""
+        found = _OWNED.match(place.removeprefix(self.root))
+        return found[1] if found else None
 
     def tree(self, upload: str, digest: bytes) -> str:
         """Returns the place of an upload's leaf table with that digest."""
@@ -92,6 +163,21 @@ class RunPlaces:
         """Returns what the leaf table and the receipts of an upload lie below."""
         return f"{self.root}uploads/{upload}/"
 
-    def key_space(self, upload: str) -> str:
-        """Returns the place of a checkpoint's key space."""
-        return f"{self.root}trees/{upload}/"
+    def data_prefix(self, upload: str) -> str:
+        """Returns what an upload's data files begin with, relative to the pool."""
+        return f"{upload}/"
+
+    def key_space(self, upload: str, attempt: str) -> str:
+        """Returns the place of a checkpoint's key space; without an attempt, that of
+        the first release."""
+        return f"{self.root}trees/{upload}{'-' if attempt else ''}{attempt}/"
+
+
+def _only_id(place: str, prefix: str, check: Callable[[str], None]) -> str | None:
+    """The id of an object right below a prefix; None where it breaks the rules."""
+    text = place.removeprefix(prefix).removesuffix(_SUFFIX)
+    try:
+        check(text)
+    except InvalidNameError:
+        return None
+    return text if place == f"{prefix}{text}{_SUFFIX}" else None

@@ -35,6 +35,11 @@ class Manifest:
     sums: Sums
     places: Places
 
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes in memory, about."""
+        return self.tree.memory_bytes + self.sums.nbytes + self.places.nbytes
+
 
 def pack_manifest(manifest: Manifest) -> Iterator[bytes]:
     """Yields a serialised manifest, in parts."""

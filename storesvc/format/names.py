@@ -1,4 +1,4 @@
-"""Names of namespaces, runs, checkpoints and uploads.
+"""Names of namespaces, runs, checkpoints, tags, uploads and holds.
 
 Ids are opaque and are never decoded: what does not match is refused, so no id
 can step out of its place in the bucket.
@@ -6,16 +6,19 @@ can step out of its place in the bucket.
 
 import re
 from dataclasses import dataclass
-from typing import Final, Literal, Self, TypeAlias
+from typing import Final, Self, TypeAlias
 
-Which: TypeAlias = int | Literal["latest"]
-"""A step, or the newest one."""
+Which: TypeAlias = int | str
+"""A step, "latest" for the newest one, or a tag."""
+
+LATEST: Final = "latest"
+"""What the newest committed checkpoint of a run is called."""
 
 MAX_STEP: Final = 2**63 - 1
 """Steps are int64."""
 
 _ID: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_UPLOAD: Final = re.compile(r"[0-9a-f]{32}")
+_HEX_ID: Final = re.compile(r"[0-9a-f]{32}")
 _STEP: Final = re.compile(r"0|[1-9][0-9]{0,18}")
 
 _ID_RULE: Final = (
@@ -85,23 +88,23 @@ class CheckpointName:
     which: Which
 
     def __post_init__(self) -> None:
-        if self.which != "latest" and not 0 <= self.which <= MAX_STEP:
+        if isinstance(self.which, str):
+            if self.which != LATEST:
+                check_tag(self.which)
+        elif not 0 <= self.which <= MAX_STEP:
             raise InvalidNameError(
                 f"step {self.which} of {self.run}: expected 0 to 2^63 - 1"
             )
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Returns the checkpoint of ``.../runs/{run}/checkpoints/{step}``.
+        """Returns the checkpoint of ``.../runs/{run}/checkpoints/{checkpoint}``.
 
         Raises:
             InvalidNameError: The text is something else.
         """
         parent, _, which = resource.rpartition("/checkpoints/")
-        run = RunName.from_resource(parent)
-        if which == "latest":
-            return cls(run, "latest")
-        return cls(run, parse_step(which))
+        return cls(RunName.from_resource(parent), parse_which(which))
 
     @property
     def resource(self) -> str:
@@ -113,6 +116,64 @@ class CheckpointName:
 
 
 @dataclass(frozen=True, slots=True)
+class TagName:
+    """A tag of a run."""
+
+    run: RunName
+    tag: str
+
+    def __post_init__(self) -> None:
+        check_tag(self.tag)
+
+    @classmethod
+    def from_resource(cls, resource: str) -> Self:
+        """Returns the tag of ``.../runs/{run}/tags/{tag}``.
+
+        Raises:
+            InvalidNameError: The text is something else.
+        """
+        parent, _, tag = resource.rpartition("/tags/")
+        return cls(RunName.from_resource(parent), tag)
+
+    @property
+    def resource(self) -> str:
+        """The name on the wire."""
+        return f"{self.run.resource}/tags/{self.tag}"
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.tag}"
+
+
+@dataclass(frozen=True, slots=True)
+class HoldName:
+    """A hold on a checkpoint of a run."""
+
+    run: RunName
+    hold: str
+
+    def __post_init__(self) -> None:
+        check_hold(self.hold)
+
+    @classmethod
+    def from_resource(cls, resource: str) -> Self:
+        """Returns the hold of ``.../runs/{run}/holds/{hold}``.
+
+        Raises:
+            InvalidNameError: The text is something else.
+        """
+        parent, _, hold = resource.rpartition("/holds/")
+        return cls(RunName.from_resource(parent), hold)
+
+    @property
+    def resource(self) -> str:
+        """The name on the wire."""
+        return f"{self.run.resource}/holds/{self.hold}"
+
+    def __str__(self) -> str:
+        return f"{self.run} hold {self.hold}"
+
+
+@dataclass(frozen=True, slots=True)
 class UploadName:
     """An upload to a run."""
 
@@ -120,10 +181,7 @@ class UploadName:
     upload: str
 
     def __post_init__(self) -> None:
-        if not _UPLOAD.fullmatch(self.upload):
-            raise InvalidNameError(
-                f"upload {self.upload!r}: expected 32 lower-case hexadecimal digits"
-            )
+        _check_hex_id(self.upload, "upload")
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
@@ -154,6 +212,49 @@ def check_id(text: str, noun: str) -> None:
         raise InvalidNameError(f"{noun} {text!r}: expected {_ID_RULE}")
 
 
+def check_tag(text: str) -> None:
+    """Refuses the name of a tag that breaks the rules.
+
+    Raises:
+        InvalidNameError: It does.
+    """
+    check_id(text, "tag")
+    if text == LATEST or not text[0].isalpha():
+        raise InvalidNameError(
+            f"tag {text!r}: expected a letter first, and not {LATEST!r}"
+        )
+
+
+def check_hold(text: str) -> None:
+    """Refuses the name of a hold that breaks the rules.
+
+    Raises:
+        InvalidNameError: It does.
+    """
+    _check_hex_id(text, "hold")
+
+
+def parse_which(text: str) -> Which:
+    """Returns the step, "latest" or the tag that a text names.
+
+    Raises:
+        InvalidNameError: It names none of them.
+    """
+    if text == LATEST:
+        return LATEST
+    if text[:1].isalpha():
+        check_tag(text)
+        return text
+    return parse_step(text)
+
+
+def _check_hex_id(text: str, noun: str) -> None:
+    if not _HEX_ID.fullmatch(text):
+        raise InvalidNameError(
+            f"{noun} {text!r}: expected 32 lower-case hexadecimal digits"
+        )
+
+
 def parse_step(text: str) -> int:
     """Returns the step of decimal digits without leading zeros.
 
@@ -161,5 +262,7 @@ def parse_step(text: str) -> int:
         InvalidNameError: The text is something else, or exceeds int64.
     """
     if not _STEP.fullmatch(text) or int(text) > MAX_STEP:
-        raise InvalidNameError(f"step {text!r}: expected 0 to 2^63 - 1, or latest")
+        raise InvalidNameError(
+            f"step {text!r}: expected 0 to 2^63 - 1, latest, or a tag"
+        )
     return int(text)

@@ -5,12 +5,13 @@ rule of ``tree.proto`` and makes leaves of them, so that nothing behind it needs
 to distrust a table.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
+from sys import getsizeof
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,18 @@ PYTHON_DTYPES: Final = frozenset({"bool", "int64", "float64", "complex128"})
 
 _STRUCTURE_PIECE_BYTES: Final = 1 << 20
 
+_COLUMNS: Final = ("path_kinds", "kind", "dtype", "rank", "sharding", "prng_impl")
+"""Of a leaf table, beside ``key``: one entry a row."""
+
+_LEAF_MEMORY_BYTES: Final = 250
+_GRID_MEMORY_BYTES: Final = 100
+_SIZE_MEMORY_BYTES: Final = 110
+"""Measured: of a leaf but for its key, of a grid that no other leaf has, and of each
+dimension of that, in the grid and in the leaf."""
+
 _SCALARS: Final = frozenset({pb.LEAF_KIND_HOST_SCALAR, pb.LEAF_KIND_PYTHON_SCALAR})
+
+I64: TypeAlias = NDArray[np.int64]
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
@@ -81,7 +93,12 @@ class Leaf:
     @property
     def grid(self) -> Grid:
         """The chunk grid."""
-        return Grid(self.shape, self.chunk_shape, DTYPES[self.dtype].itemsize)
+        return _grid(self.shape, self.chunk_shape, self.dtype)
+
+
+@lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
+def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str) -> Grid:
+    return Grid(shape, chunk_shape, DTYPES[dtype].itemsize)
 
 
 @dataclass(frozen=True)
@@ -101,7 +118,7 @@ class Tree:
         object.__setattr__(self, "chunk_count", sum(g.count for g in grids))
 
     @cached_property
-    def first_chunk(self) -> NDArray[np.int64]:
+    def first_chunk(self) -> I64:
         """The ordinal of each leaf's first chunk, and one past the last of all."""
         counts = accumulate((g.count for g in self.grids), initial=0)
         return np.fromiter(counts, np.int64, len(self.leaves) + 1)
@@ -117,10 +134,24 @@ class Tree:
         return {leaf.key: row for row, leaf in enumerate(self.leaves)}
 
     @cached_property
-    def stored_lengths(self) -> NDArray[np.int64]:
+    def stored_lengths(self) -> I64:
         """Bytes of each chunk as stored, checksum included."""
         length = [g.chunk_bytes + zarr.CHECKSUM_BYTES for g in self.grids]
         return np.repeat(np.array(length, np.int64), np.diff(self.first_chunk))
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        """What it takes in memory, about, with all that is made of it at its first
+        use; as ``unpack_leaves`` makes it, which shares what leaves share."""
+        grids = {id(grid): len(grid.shape) for grid in self.grids}
+        return (
+            _LEAF_MEMORY_BYTES * len(self.leaves)
+            + sum(getsizeof(leaf.key) for leaf in self.leaves)
+            + _GRID_MEMORY_BYTES * len(grids)
+            + _SIZE_MEMORY_BYTES * sum(grids.values())
+            + self.stored_lengths.nbytes
+            + len(self.structure)
+        )
 
     def locate(self, chunk: int) -> tuple[int, int]:
         """Returns the row of a chunk's leaf, and the chunk's number within it."""
@@ -131,6 +162,19 @@ class Tree:
         """Returns the key of a chunk in the key space."""
         row, within = self.locate(chunk)
         return zarr.chunk_key(self.leaves[row].key, self.grids[row].index(within))
+
+    def locate_all(self, chunks: I64) -> tuple[I64, I64]:
+        """Returns for each of some chunks what ``locate`` returns."""
+        rows = np.searchsorted(self.first_chunk, chunks, side="right") - 1
+        return rows, chunks - self.first_chunk[rows]
+
+    def chunk_keys(self, chunks: I64) -> list[str]:
+        """Returns the keys of chunks in the key space."""
+        rows, within = self.locate_all(chunks)
+        return [
+            zarr.chunk_key(self.leaves[row].key, self.grids[row].index(n))
+            for row, n in zip(rows.tolist(), within.tolist(), strict=True)
+        ]
 
     def describe_chunk(self, chunk: int) -> str:
         """Returns how messages call a chunk."""
@@ -173,37 +217,49 @@ def unpack_leaves(table: pb.LeafTable) -> Tree:
         InvalidTreeError: The table breaks a rule of ``tree.proto``.
     """
     _check_columns(table)
-    shardings = [None, *map(_unpack_sharding, table.shardings)]
     unknown = set(table.dtypes) - set(DTYPES)
     if unknown:
         raise InvalidTreeError(
             f"column dtypes: expected dtypes of the format, got {min(unknown)[:40]!r}"
         )
+    return Tree(tuple(_unpack_rows(table)), b"".join(table.structure))
+
+
+def _unpack_rows(table: pb.LeafTable) -> Iterator[Leaf]:
+    shardings = [None, *map(_unpack_sharding, table.shardings)]
     impls = [None, *table.prng_impls]
-    leaves = []
+    dtypes = list(table.dtypes)
+    # What many leaves have in common is checked once, and kept once.
+    checked: set[tuple[object, ...]] = set()
+    texts: dict[str, str] = {}
+    sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    shapes, chunk_shapes = tuple(table.shape), tuple(table.chunk_shape)
     at = 0
-    for row in range(len(table.key)):
-        to = at + table.rank[row]
+    for key, path_kinds, kind, dtype, rank, sharding, impl in zip(
+        *(getattr(table, column) for column in ("key", *_COLUMNS)), strict=True
+    ):
+        shape, chunk_shape = shapes[at : at + rank], chunk_shapes[at : at + rank]
+        at += rank
         leaf = Leaf(
-            key=table.key[row],
-            path_kinds=table.path_kinds[row],
-            kind=table.kind[row],
-            dtype=_entry(table.dtypes, table.dtype[row], "dtype"),
-            shape=tuple(table.shape[at:to]),
-            chunk_shape=tuple(table.chunk_shape[at:to]),
-            sharding=_entry(shardings, table.sharding[row], "sharding"),
-            prng_impl=_entry(impls, table.prng_impl[row], "prng_impl"),
+            key=key,
+            path_kinds=texts.setdefault(path_kinds, path_kinds),
+            kind=kind,
+            dtype=_entry(dtypes, dtype, "dtype"),
+            shape=sizes.setdefault(shape, shape),
+            chunk_shape=sizes.setdefault(chunk_shape, chunk_shape),
+            sharding=_entry(shardings, sharding, "sharding"),
+            prng_impl=_entry(impls, impl, "prng_impl"),
         )
-        _check_leaf(leaf)
-        leaves.append(leaf)
-        at = to
-    return Tree(tuple(leaves), b"".join(table.structure))
+        form = (kind, dtype, shape, chunk_shape, sharding, impl)
+        _check_leaf(leaf, _path_problem if form in checked else _problem)
+        checked.add(form)
+        yield leaf
 
 
 def _check_columns(table: pb.LeafTable) -> None:
     """Refuses columns that are too long, too short or out of order."""
     rows = len(table.key)
-    for name in ("path_kinds", "kind", "dtype", "rank", "sharding", "prng_impl"):
+    for name in _COLUMNS:
         if len(getattr(table, name)) != rows:
             raise InvalidTreeError(
                 f"column {name}: expected {rows} rows, got {len(getattr(table, name))}"
@@ -227,10 +283,10 @@ def _check_columns(table: pb.LeafTable) -> None:
         )
 
 
-def _check_leaf(leaf: Leaf) -> None:
+def _check_leaf(leaf: Leaf, find_problem: Callable[[Leaf], str | None]) -> None:
     """Refuses a row that breaks a rule, naming the leaf."""
     try:
-        problem = _problem(leaf)
+        problem = find_problem(leaf)
     except InvalidKeyError as e:
         raise InvalidTreeError(f"leaf {leaf.key!r}: {e}") from e
     if problem:
@@ -238,8 +294,16 @@ def _check_leaf(leaf: Leaf) -> None:
 
 
 def _problem(leaf: Leaf) -> str | None:
+    return _path_problem(leaf) or _form_problem(leaf)
+
+
+def _path_problem(leaf: Leaf) -> str | None:
     if not fits_key(leaf.path_kinds, leaf.key):
         return f"path_kinds {leaf.path_kinds!r} do not fit its key"
+    return None
+
+
+def _form_problem(leaf: Leaf) -> str | None:
     if leaf.kind not in pb.LeafKind.values() or not leaf.kind:
         return f"expected a known kind, got {leaf.kind}"
     if len(leaf.shape) > MAX_RANK:

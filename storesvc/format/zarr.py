@@ -7,6 +7,7 @@ TensorStore's ``zarr3`` and ``ocdbt`` drivers.
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from storesvc.format.dtypes import zarr_data_type
@@ -22,7 +23,12 @@ def metadata_key(leaf_key: str) -> str:
 
 def chunk_key(leaf_key: str, index: Sequence[int]) -> str:
     """Returns the key of a chunk in the key space."""
-    return _below(leaf_key, "/".join(("c", *map(str, index))))
+    return _below(leaf_key, _chunk_name(tuple(index)))
+
+
+@lru_cache(maxsize=4096)
+def _chunk_name(index: tuple[int, ...]) -> str:
+    return "/".join(("c", *map(str, index)))
 
 
 def metadata(
@@ -57,8 +63,9 @@ def metadata(
     }
 
 
+@lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
 def metadata_bytes(
-    shape: Sequence[int], chunk_shape: Sequence[int], dtype: str
+    shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str
 ) -> bytes:
     """Returns a leaf's ``zarr.json``, serialised."""
     return json.dumps(metadata(shape, chunk_shape, dtype), sort_keys=True).encode()

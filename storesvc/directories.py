@@ -1,0 +1,61 @@
+"""Directories that survive a power cut.
+
+TensorStore syncs a file and the directory that it lies in. The entry of a directory
+that it made lies one higher, and nothing syncs that: after a power cut a file system
+may have the file, and no way to it. So on a root of files every directory is made
+here, and its entry synced, before anything is put into it.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import tensorstore as ts
+
+from storesvc import leftovers
+
+
+class Directories:
+    """Those below one root; on storages that have none, nothing is done."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._root = root
+        self._synced: set[Path] = set()
+
+    @classmethod
+    def of(cls, store: "ts.KvStore") -> Self:
+        """Returns those below the root of a storage."""
+        spec: dict[str, Any] = store.spec().to_json()
+        return cls(Path(spec["path"]) if spec["driver"] == "file" else None)
+
+    async def make(self, *places: str) -> None:
+        """Makes the directories of places durable: what is before their last "/"."""
+        if self._root is None:
+            return
+        wanted = {self._root / place.rpartition("/")[0] for place in places}
+        if not all(path in self._synced and path.is_dir() for path in wanted):
+            await asyncio.to_thread(self._make_all, wanted)
+
+    def clear(self, place: str) -> None:
+        """Clears what a killed write of a place left, before the next."""
+        if self._root is not None:
+            leftovers.clear(self._root / place)
+
+    def _make_all(self, wanted: set[Path]) -> None:
+        for path in wanted:
+            self._make(path)
+
+    def _make(self, path: Path) -> None:
+        if path in self._synced and path.is_dir():
+            return
+        if path not in (path.parent, self._root):
+            self._make(path.parent)
+        path.mkdir(parents=True, exist_ok=True)
+        # also where it was there: who made it may have died before this
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._synced.add(path)

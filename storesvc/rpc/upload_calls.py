@@ -1,0 +1,276 @@
+"""Calls that write checkpoints."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from datetime import timedelta
+from typing import Final
+
+from storesvc import uploads
+from storesvc.errors import InvalidChunkError, InvalidFieldError
+from storesvc.format.chunks import InvalidChunksError, Sums, unpack_sums
+from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
+from storesvc.records import timestamp
+from storesvc.rpc import fields, messages
+from storesvc.rpc.handling import (
+    CALL_SECONDS,
+    Context,
+    check_size,
+    first,
+    following,
+    refusals,
+)
+from storesvc.store import Store
+from storesvc.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
+from storesvc_proto.v1 import tree_pb2, upload_service_pb2_grpc
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
+
+MAX_LARGE_CALLS: Final = 2
+"""Calls that gather a table, at once."""
+
+MAX_WRITERS: Final = 65536
+MAX_LEASE: Final = timedelta(days=30)
+
+
+class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
+    """Writes checkpoints."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._large_calls = asyncio.Semaphore(MAX_LARGE_CALLS)
+
+    @asynccontextmanager
+    async def _large_call(self) -> AsyncIterator[None]:
+        """Bounds what tables take in memory: their number, and their time."""
+        async with asyncio.timeout(CALL_SECONDS), self._large_calls:
+            yield
+
+    async def BeginUpload(
+        self,
+        request_iterator: AsyncIterator[upload_api.BeginUploadRequest],
+        context: Context,
+    ) -> upload_api.BeginUploadResponse:
+        async with refusals(context):
+            opening = await first(request_iterator, "upload")
+            name = upload_name(opening.parent, opening.request_id)
+            new = new_upload(name.run, opening.upload)
+            async with self._large_call():
+                table = await _joined_leaves(name, request_iterator)
+                record = await self._store.uploads.begin(name, new, table)
+            return upload_api.BeginUploadResponse(
+                upload=messages.upload_message(name, record)
+            )
+        raise AssertionError
+
+    async def GetUpload(
+        self, request: upload_api.GetUploadRequest, context: Context
+    ) -> upload_api.GetUploadResponse:
+        async with refusals(context):
+            name = UploadName.from_resource(request.name)
+            fate = await self._store.uploads.fate(name)
+            return upload_api.GetUploadResponse(upload=messages.fate_message(fate))
+        raise AssertionError
+
+    async def ListUploads(
+        self, request: upload_api.ListUploadsRequest, context: Context
+    ) -> upload_api.ListUploadsResponse:
+        async with refusals(context):
+            run = RunName.from_resource(request.parent)
+            size = fields.page_size(request.page_size)
+            token_of = f"{request.parent}/uploads"
+            last = fields.last_of_page(token_of, request.page_token)
+            found = await self._store.uploads.live(
+                run, after=last or "", limit=size + 1
+            )
+            token = ""
+            if len(found) > size:
+                token = fields.page_token(token_of, found[size - 1].name.upload)
+            return upload_api.ListUploadsResponse(
+                uploads=map(messages.fate_message, found[:size]), next_page_token=token
+            )
+        raise AssertionError
+
+    async def KeepUploadAlive(
+        self, request: upload_api.KeepUploadAliveRequest, context: Context
+    ) -> upload_api.KeepUploadAliveResponse:
+        async with refusals(context):
+            name = UploadName.from_resource(request.name)
+            upload = await self._store.uploads.open(name, request.epoch)
+            until = await self._store.uploads.renew(upload)
+            return upload_api.KeepUploadAliveResponse(expire_time=timestamp(until))
+        raise AssertionError
+
+    async def FindChunks(
+        self,
+        request_iterator: AsyncIterator[upload_api.FindChunksRequest],
+        context: Context,
+    ) -> AsyncIterator[upload_api.FindChunksResponse]:
+        async with refusals(context):
+            opening = await first(request_iterator, "open")
+            upload = await self._open(opening.open)
+            parts = (
+                unpacked(message.chunks)
+                async for message in following(request_iterator, "chunks")
+            )
+            found = self._store.receiver.find(upload, opening.open.writer, parts)
+            async with aclosing(found):
+                async for ordinals in found:
+                    yield upload_api.FindChunksResponse(found=ordinals.tolist())
+
+    async def WriteChunks(
+        self,
+        request_iterator: AsyncIterator[upload_api.WriteChunksRequest],
+        context: Context,
+    ) -> AsyncIterator[upload_api.WriteChunksResponse]:
+        async with refusals(context):
+            opening = await first(request_iterator, "open")
+            upload = await self._open(opening.open)
+            frames = (r.frame async for r in following(request_iterator, "frame"))
+            written = self._store.receiver.write(upload, opening.open.writer, frames)
+            async with aclosing(written):
+                async for count in written:
+                    yield upload_api.WriteChunksResponse(durable_count=count)
+
+    async def FinishWriter(
+        self,
+        request_iterator: AsyncIterator[upload_api.FinishWriterRequest],
+        context: Context,
+    ) -> upload_api.FinishWriterResponse:
+        async with refusals(context):
+            opening = await first(request_iterator, "open")
+            upload = await self._open(opening.open)
+            async with self._large_call():
+                sums = await _joined_sums(request_iterator)
+                places = await self._store.receiver.finish(
+                    upload, opening.open.writer, sums
+                )
+            return upload_api.FinishWriterResponse(
+                chunk_count=len(sums), stored_bytes=int(places.length.sum())
+            )
+        raise AssertionError
+
+    async def CommitUpload(
+        self, request: upload_api.CommitUploadRequest, context: Context
+    ) -> upload_api.CommitUploadResponse:
+        async with refusals(context):
+            name = UploadName.from_resource(request.name)
+            record = await self._store.commits.commit(name, request.epoch)
+            self._store.recent.add(name.run)
+            return upload_api.CommitUploadResponse(
+                checkpoint=messages.checkpoint_message(name.run, record)
+            )
+        raise AssertionError
+
+    async def AbortUpload(
+        self, request: upload_api.AbortUploadRequest, context: Context
+    ) -> upload_api.AbortUploadResponse:
+        async with refusals(context):
+            await self._store.uploads.abort(UploadName.from_resource(request.name))
+            return upload_api.AbortUploadResponse()
+        raise AssertionError
+
+    async def _open(self, ref: upload_api.WriterRef) -> OpenUpload:
+        upload = await self._store.uploads.open(
+            UploadName.from_resource(ref.upload), ref.epoch
+        )
+        if not 0 <= ref.writer < upload.record.writer_count:
+            raise InvalidFieldError(
+                f"open.writer: expected 0 to {upload.record.writer_count - 1}, got "
+                f"{ref.writer}"
+            )
+        return upload
+
+
+def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:
+    """Returns what BeginUpload asks for.
+
+    Raises:
+        InvalidFieldError: Naming the field.
+    """
+    if not 0 <= upload.step <= MAX_STEP:
+        raise InvalidFieldError(f"upload.step: expected 0 or more, got {upload.step}")
+    if not 1 <= upload.writer_count <= MAX_WRITERS:
+        raise InvalidFieldError(
+            f"upload.writer_count: expected 1 to {MAX_WRITERS}, got "
+            f"{upload.writer_count}"
+        )
+    lease = fields.duration(
+        "upload.lease_duration", upload.lease_duration, most=MAX_LEASE
+    )
+    fields.check_entries("upload.labels", upload.labels)
+    fields.check_entries("upload.metrics", upload.metrics)
+    return NewUpload(
+        step=upload.step,
+        writer_count=upload.writer_count,
+        labels=dict(sorted(upload.labels.items())),
+        metrics=dict(sorted(upload.metrics.items())),
+        lease=lease or DEFAULT_LEASE,
+        base=base_of(run, upload.base),
+        body=upload.SerializeToString(deterministic=True),
+    )
+
+
+def base_of(run: RunName, base: str) -> CheckpointName | None:
+    """Returns the checkpoint whose chunks an upload may claim.
+
+    Raises:
+        InvalidFieldError: It is of another run.
+    """
+    if not base:
+        return None
+    name = CheckpointName.from_resource(base)
+    if name.run != run:
+        raise InvalidFieldError(
+            f"upload.base: expected a checkpoint of {run}, got {name}; bytes are not "
+            "shared between runs"
+        )
+    return name
+
+
+def upload_name(parent: str, request_id: str) -> UploadName:
+    """Returns the name of the upload that a request id stands for.
+
+    Raises:
+        InvalidFieldError: The id is not a UUID in its usual form.
+    """
+    hex_id = fields.write_id(request_id).replace("-", "")
+    return UploadName(RunName.from_resource(parent), hex_id)
+
+
+async def _joined_leaves(
+    name: UploadName, stream: AsyncIterator[upload_api.BeginUploadRequest]
+) -> bytes:
+    """The serialised leaf table of a stream, its rows counted as they come."""
+    table, rows = bytearray(), tree_pb2.LeafTable()
+    async for message in following(stream, "leaves"):
+        part = message.leaves
+        uploads.check_limits(name, part)
+        rows.dtypes.extend(part.dtypes)
+        rows.prng_impls.extend(part.prng_impls)
+        rows.shardings.extend(part.shardings)
+        uploads.check_limits(name, rows)
+        table += part.SerializeToString(deterministic=True)
+        check_size("leaf table", len(table))
+    return bytes(table)
+
+
+async def _joined_sums(stream: AsyncIterator[upload_api.FinishWriterRequest]) -> Sums:
+    """The receipt of a stream."""
+    table, size = tree_pb2.ChunkTable(), 0
+    async for message in following(stream, "chunks"):
+        size += message.ByteSize()
+        check_size("receipt", size)
+        table.MergeFrom(message.chunks)
+    return await asyncio.to_thread(unpacked, table)
+
+
+def unpacked(table: tree_pb2.ChunkTable) -> Sums:
+    """Returns the sums that a client sent.
+
+    Raises:
+        InvalidChunkError: They contradict themselves.
+    """
+    try:
+        return unpack_sums(table)
+    except InvalidChunksError as e:
+        raise InvalidChunkError(f"receipt: {e}") from e

@@ -1,0 +1,60 @@
+"""A write that was killed leaves nothing in the writes that follow it."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import tensorstore as ts
+
+from storesvc import leftovers
+from storesvc.kvbucket import KvBucket
+
+
+def write(root: Path, place: str, data: bytes) -> None:
+    async def main() -> None:
+        await (await KvBucket.open(root.as_uri())).write(place, data)
+
+    asyncio.run(main())
+
+
+def test_what_a_killed_write_left_is_not_in_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/b.__lock").write_bytes(b"long" * 100)
+
+    write(tmp_path, "a/b", b"short")
+
+    assert b"short" == (tmp_path / "a/b").read_bytes()
+    assert ["b"] == [path.name for path in (tmp_path / "a").iterdir()]
+
+
+def test_nor_is_it_in_the_root_of_a_key_space(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/manifest.ocdbt.__lock").write_bytes(b"long" * 10_000)
+
+    async def main() -> set[str]:
+        bucket = await KvBucket.open(tmp_path.as_uri())
+        space = bucket.key_space(place="s/", pool="pool/")
+        await space.write({"key": b"value"})
+        return set(await space.places())
+
+    assert {"key"} == asyncio.run(main())
+
+
+def test_writes_that_are_under_way_are_left_alone(tmp_path: Path) -> None:
+    store = ts.KvStore.open({"driver": "file", "path": f"{tmp_path}/"}).result()
+    stop = threading.Event()
+
+    def clear() -> None:
+        while not stop.is_set():
+            leftovers.clear(tmp_path / "a")
+
+    clearing = threading.Thread(target=clear)
+    clearing.start()
+    try:
+        for number in range(300):
+            data = str(number).encode() * (1 + number % 50) * 100
+            store.write("a", data).result()
+            assert data == store.read("a").result().value
+    finally:
+        stop.set()
+        clearing.join()

@@ -1,21 +1,23 @@
 """The catalogue: which runs and checkpoints there are, and their manifests.
 
-Reads only. A slot that is not COMMITTED is absent to every reader here.
+Reads only. To a reader, a slot is absent that is neither COMMITTED nor, where it asks
+for those, DELETED or PURGING.
 """
 
 import asyncio
 import difflib
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 from storesvc.bucket import Bucket, Generation
+from storesvc.caching import TREES_BYTES, ByteCache
 from storesvc.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
-    FormatUnsupportedError,
     RunNotFoundError,
+    TagNotFoundError,
 )
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
@@ -24,17 +26,15 @@ from storesvc.format.manifests import (
     Manifest,
     unpack_manifest,
 )
-from storesvc.format.names import CheckpointName, RunName
-from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, unseal
-from storesvc.slots import COMMITTED
+from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
+from storesvc.records import read_record
+from storesvc.slots import CHECKPOINTS, COMMITTED
+from storesvc.transitions import is_deleted
 from storesvc_proto.v1 import bucket_pb2 as pb
-
-CACHED_MANIFEST_BYTES: Final = 8 << 20
-"""Serialised bytes of the manifests that a process keeps, but for the last one;
-parsed they take some ten times as much."""
 
 _READS_AT_ONCE: Final = 32
 _NEAREST: Final = 3
+_LISTED: Final = frozenset({COMMITTED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +43,8 @@ class RunSummary:
 
     name: RunName
     record: pb.RunRecord
-    latest: pb.CheckpointRecord
-
-
-async def read_record(
-    bucket: Bucket, place: str, kind: type[M]
-) -> tuple[M, Generation] | None:
-    """Returns the record that a place holds, and its generation.
-
-    Raises:
-        CorruptDataError: Its bytes are not those that were written.
-        FormatUnsupportedError: It is of another version of the format.
-    """
-    stored = await bucket.read(place)
-    if stored is None:
-        return None
-    try:
-        return unseal(stored.data, kind), stored.generation
-    except CorruptRecordError as e:
-        raise CorruptDataError(f"{place} is damaged: {e}") from e
-    except FormatVersionError as e:
-        raise FormatUnsupportedError(
-            f"{place}: {e}; use a release of storesvc that knows it"
-        ) from e
+    latest: pb.CheckpointRecord | None
+    """The newest committed checkpoint."""
 
 
 class Catalogue:
@@ -73,7 +52,9 @@ class Catalogue:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._manifests: OrderedDict[str, tuple[int, Manifest]] = OrderedDict()
+        self._manifests: ByteCache[str, Manifest] = ByteCache(
+            TREES_BYTES, size_of=attrgetter("memory_bytes")
+        )
 
     async def run(self, name: RunName) -> RunSummary:
         """Returns a run.
@@ -82,14 +63,15 @@ class Catalogue:
             RunNotFoundError: With the most similar names.
         """
         found = await self._summary(name)
-        if found is None:
+        if found is None or not (_is_listed(found) or await self._newest(name)):
             raise await self._run_not_found(name)
         return found
 
     async def runs(
         self, namespace: str | None, *, after: RunName | None, limit: int
     ) -> list[RunSummary]:
-        """Returns runs in the order of their names.
+        """Returns the runs that have a committed checkpoint or were set up, in the
+        order of their names.
 
         Args:
             namespace: Of this namespace; None: of all.
@@ -102,46 +84,96 @@ class Catalogue:
         while names and len(found) < limit:
             batch, names = names[:_READS_AT_ONCE], names[_READS_AT_ONCE:]
             summaries = await asyncio.gather(*map(self._summary, batch))
-            found += [summary for summary in summaries if summary is not None]
+            found += [s for s in summaries if s is not None and _is_listed(s)]
         return found[:limit]
 
     async def checkpoints(
-        self, run: RunName, *, before: int | None, limit: int
+        self,
+        run: RunName,
+        *,
+        before: int | None,
+        limit: int,
+        show_deleted: bool = False,
     ) -> list[pb.CheckpointRecord]:
-        """Returns committed checkpoints, newest first.
+        """Returns checkpoints, newest first.
 
         Args:
             run: Of this run.
             before: Only those of lower steps.
             limit: At most so many.
+            show_deleted: Whether deleted ones too, until they are purged.
 
         Raises:
             RunNotFoundError: With the most similar names.
         """
-        await self._check_run(run)
+        states = CHECKPOINTS if show_deleted else _LISTED
         steps = await self._steps(run)
         steps = [step for step in steps if before is None or step < before]
         found: list[pb.CheckpointRecord] = []
         while steps and len(found) < limit:
             batch, steps = steps[:_READS_AT_ONCE], steps[_READS_AT_ONCE:]
-            found += await self._committed(run, batch)
+            found += await self._held(run, batch, states)
+        if not found:
+            await self.check_run(run)
         return found[:limit]
 
     async def checkpoint(self, name: CheckpointName) -> pb.CheckpointRecord:
-        """Returns a committed checkpoint.
+        """Returns a committed checkpoint by its step, as the newest one, or by a tag.
 
         Raises:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps.
+            CheckpointDeletedError: It was deleted.
+            TagNotFoundError: With the most similar tags.
         """
-        if name.which == "latest":
-            record = await self._latest(name.run)
-        else:
-            record = await self._committed_slot(name.run, name.which)
-        if record is not None:
-            return record
-        await self._check_run(name.run)
-        raise await self._checkpoint_not_found(name)
+        record = await self._resolved(name)
+        if record is None:
+            raise await self.missing(name)
+        if record.state != COMMITTED:
+            raise is_deleted(name.run, record)
+        return record
+
+    async def checkpoint_of_uid(
+        self, name: CheckpointName, uid: str
+    ) -> pb.CheckpointRecord:
+        """Returns the very checkpoint of a uid, also where it was deleted and is not
+        yet purged.
+
+        Raises:
+            RunNotFoundError: With the most similar names.
+            CheckpointNotFoundError: It was purged, or replaced by another one.
+            TagNotFoundError: With the most similar tags.
+        """
+        record = await self._resolved(name)
+        if record is None:
+            raise await self.missing(name)
+        if record.upload != uid:
+            raise CheckpointNotFoundError(
+                f"{name}: the checkpoint with uid {uid[:80]!r} was replaced by "
+                f"{record.upload!r}; read its manifest again",
+                run=str(name.run),
+                step=str(record.step),
+                nearest="",
+            )
+        return record
+
+    async def missing(
+        self, name: CheckpointName
+    ) -> CheckpointNotFoundError | RunNotFoundError:
+        """Returns the refusal of a checkpoint that is not there."""
+        if not await self._exists(name.run):
+            return await self._run_not_found(name.run)
+        return await self._checkpoint_not_found(name)
+
+    async def check_run(self, name: RunName) -> None:
+        """Refuses a run that has no checkpoint, deleted ones included, and was not set
+        up either.
+
+        Raises:
+            RunNotFoundError: With the most similar names.
+        """
+        if not await self._exists(name):
+            raise await self._run_not_found(name)
 
     async def slot(
         self, run: RunName, step: int
@@ -159,6 +191,35 @@ class Catalogue:
             )
         return found
 
+    async def tag_slot(self, name: TagName) -> tuple[pb.TagRecord, Generation] | None:
+        """Returns what the place of a tag holds, also of one that was deleted."""
+        place = RunPlaces(name.run).tag(name.tag)
+        return await read_record(self._bucket, place, pb.TagRecord)
+
+    async def tag_names(self, run: RunName) -> list[str]:
+        """Returns the names of tags in order, those of deleted ones among them."""
+        places = RunPlaces(run)
+        names = map(places.tag_of, await self._bucket.list(places.tags))
+        return sorted(name for name in names if name is not None)
+
+    async def tag_not_found(self, name: TagName) -> TagNotFoundError:
+        """Returns the refusal of a tag that is not there, with the most similar."""
+        similar = difflib.get_close_matches(
+            name.tag, await self.tag_names(name.run), n=_READS_AT_ONCE, cutoff=0.5
+        )
+        tags = await asyncio.gather(
+            *(self.tag_slot(TagName(name.run, tag)) for tag in similar)
+        )
+        rows = zip(similar, tags, strict=True)
+        nearest = [tag for tag, found in rows if found and found[0].upload][:_NEAREST]
+        return TagNotFoundError(
+            f"{name.run} has no tag {name.tag} (nearest: "
+            f"{', '.join(nearest) or 'none'}); list its tags to see all",
+            run=str(name.run),
+            tag=name.tag,
+            nearest=",".join(nearest),
+        )
+
     async def manifest(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
         """Returns the manifest of a checkpoint; kept, for it never changes.
 
@@ -166,12 +227,12 @@ class Catalogue:
             CorruptDataError: It is missing or damaged.
         """
         place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
-        if place in self._manifests:
-            self._manifests.move_to_end(place)
-            return self._manifests[place][1]
+        return await self._manifests.get(place, lambda: self._parsed(run, record))
+
+    async def _parsed(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
         data = await self.manifest_bytes(run, record)
         try:
-            manifest = await asyncio.to_thread(
+            return await asyncio.to_thread(
                 unpack_manifest,
                 data,
                 size_bytes=record.manifest_bytes,
@@ -179,8 +240,6 @@ class Catalogue:
             )
         except CorruptManifestError as e:
             raise CorruptDataError(f"{run}@{record.step}: {e}") from e
-        self._keep(place, len(data), manifest)
-        return manifest
 
     async def manifest_bytes(self, run: RunName, record: pb.CheckpointRecord) -> bytes:
         """Returns a manifest as it lies, unchecked.
@@ -196,31 +255,48 @@ class Catalogue:
             )
         return stored.data
 
-    def _keep(self, place: str, size: int, manifest: Manifest) -> None:
-        self._manifests[place] = (size, manifest)
-        total = sum(kept for kept, _ in self._manifests.values())
-        while total > CACHED_MANIFEST_BYTES and len(self._manifests) > 1:
-            total -= self._manifests.popitem(last=False)[1][0]
+    async def _resolved(self, name: CheckpointName) -> pb.CheckpointRecord | None:
+        """The checkpoint that a name stands for, deleted ones included."""
+        if name.which == LATEST:
+            return await self._newest(name.run, _LISTED)
+        if isinstance(name.which, int):
+            return await self._held_slot(name.run, name.which, CHECKPOINTS)
+        tag = await self._tag(TagName(name.run, name.which))
+        record = await self._held_slot(name.run, tag.step, CHECKPOINTS)
+        return record if record and record.upload == tag.upload else None
 
-    async def _latest(self, run: RunName) -> pb.CheckpointRecord | None:
-        # The newest slots may be reservations of saves that are under way.
-        for step in await self._steps(run):
-            record = await self._committed_slot(run, step)
-            if record is not None:
-                return record
+    async def _tag(self, name: TagName) -> pb.TagRecord:
+        found = await self.tag_slot(name)
+        if found is None or not found[0].upload:
+            await self.check_run(name.run)
+            raise await self.tag_not_found(name)
+        return found[0]
+
+    async def _newest(
+        self, run: RunName, states: Container[int] = CHECKPOINTS
+    ) -> pb.CheckpointRecord | None:
+        # The newest slots may be reservations of saves that are under way, or freed:
+        # mostly the first is it, and the others are looked at many at once.
+        steps, at_once = await self._steps(run), 1
+        while steps:
+            batch, steps = steps[:at_once], steps[at_once:]
+            found = await self._held(run, batch, states)
+            if found:
+                return found[0]
+            at_once = _READS_AT_ONCE
         return None
 
-    async def _committed(
-        self, run: RunName, steps: Sequence[int]
+    async def _held(
+        self, run: RunName, steps: Sequence[int], states: Container[int]
     ) -> list[pb.CheckpointRecord]:
-        slots = await asyncio.gather(*(self._committed_slot(run, s) for s in steps))
+        slots = await asyncio.gather(*(self._held_slot(run, s, states) for s in steps))
         return [slot for slot in slots if slot is not None]
 
-    async def _committed_slot(
-        self, run: RunName, step: int
+    async def _held_slot(
+        self, run: RunName, step: int, states: Container[int]
     ) -> pb.CheckpointRecord | None:
         found = await self.slot(run, step)
-        return found[0] if found and found[0].state == COMMITTED else None
+        return found[0] if found and found[0].state in states else None
 
     async def _steps(self, run: RunName) -> list[int]:
         """Steps that have a slot, newest first."""
@@ -234,20 +310,23 @@ class Catalogue:
         found = await self._bucket.list(prefix)
         return sorted(name for place in found if (name := layout.run_of_record(place)))
 
-    async def _check_run(self, name: RunName) -> None:
-        if await self._summary(name) is None:
-            raise await self._run_not_found(name)
+    async def _exists(self, name: RunName) -> bool:
+        summary = await self._summary(name)
+        return summary is not None and (
+            _is_listed(summary) or await self._newest(name) is not None
+        )
 
     async def _summary(self, name: RunName) -> RunSummary | None:
-        """The run, if it has a checkpoint: its record comes a moment before."""
+        """What is known of a run; its record comes a moment before its first slot."""
         place = layout.run_record(name)
         found = await read_record(self._bucket, place, pb.RunRecord)
-        latest = await self._latest(name) if found else None
-        return RunSummary(name, found[0], latest) if found and latest else None
+        if found is None:
+            return None
+        return RunSummary(name, found[0], await self._newest(name, _LISTED))
 
     async def _run_not_found(self, name: RunName) -> RunNotFoundError:
         # of its own namespace: others are not even named to it
-        names = [str(n) for n in await self._run_names(name.namespace)]
+        names = [str(n) for n in await self._run_names(name.namespace) if n != name]
         nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
         known = f"nearest: {', '.join(nearest)}" if nearest else "no run is similar"
         return RunNotFoundError(
@@ -259,9 +338,15 @@ class Catalogue:
     async def _checkpoint_not_found(
         self, name: CheckpointName
     ) -> CheckpointNotFoundError:
-        if name.which == "latest":
+        if name.which == LATEST:
             return CheckpointNotFoundError(
                 f"{name.run} has no committed checkpoint yet; save one",
+                run=str(name.run),
+                nearest="",
+            )
+        if isinstance(name.which, str):
+            return CheckpointNotFoundError(
+                f"{name}: the checkpoint that the tag names is gone; set the tag anew",
                 run=str(name.run),
                 nearest="",
             )
@@ -271,7 +356,7 @@ class Catalogue:
         found: list[pb.CheckpointRecord] = []
         while steps and len(found) < _NEAREST:
             batch, steps = steps[:_NEAREST], steps[_NEAREST:]
-            found += await self._committed(name.run, batch)
+            found += await self._held(name.run, batch, _LISTED)
         near = sorted(record.step for record in found[:_NEAREST])
         nearest = ",".join(map(str, near))
         return CheckpointNotFoundError(
@@ -281,3 +366,14 @@ class Catalogue:
             step=str(wanted),
             nearest=nearest,
         )
+
+
+def _is_listed(summary: RunSummary) -> bool:
+    """Whether a run has a committed checkpoint, or was set up."""
+    record = summary.record
+    return (
+        summary.latest is not None
+        or bool(record.write_id or record.labels)
+        or record.HasField("retention")
+        or record.HasField("purge_delay")
+    )

@@ -1,14 +1,23 @@
 """The catalogue: lists, pages, latest, and what is said of what is not there."""
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.messages import page_token
+from storesvc.errors import CheckpointNotFoundError, RunNotFoundError
+from storesvc.format import layout
+from storesvc.format.names import CheckpointName, RunName
+from storesvc.format.seal import seal
+from storesvc.kvbucket import KvBucket
+from storesvc.rpc.fields import page_token
+from storesvc.store import Store
 from storesvc_client.errors import translated
+from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -109,6 +118,112 @@ def test_a_list_that_cannot_be_is_refused(
     assert reason == caught.value.reason
 
 
+def test_a_token_of_a_list_without_the_deleted_is_none_of_one_with_them(
+    stub: CheckpointServiceStub,
+) -> None:
+    page = stub.ListCheckpoints(api.ListCheckpointsRequest(parent=LLAMA, page_size=2))
+    request = api.ListCheckpointsRequest(
+        parent=LLAMA, page_size=2, page_token=page.next_page_token, show_deleted=True
+    )
+
+    with pytest.raises(store.InvalidRequestError) as caught, translated("here"):
+        stub.ListCheckpoints(request)
+    assert "INVALID_PAGE_TOKEN" == caught.value.reason
+
+
+def test_deleted_checkpoints_are_listed_page_by_page_where_they_are_asked_for(
+    client: store.Client, stub: CheckpointServiceStub
+) -> None:
+    run = client.run("deleted/run")
+    for step in range(5):
+        run.save(step, {"x": step})
+    run.wait()
+    for step in (4, 1):
+        run.delete(step)
+    run.delete(2)
+    run.purge(2)
+
+    steps, token = [], ""
+    for _ in range(2):
+        request = api.ListCheckpointsRequest(
+            parent="namespaces/deleted/runs/run",
+            page_size=2,
+            page_token=token,
+            show_deleted=True,
+        )
+        page = stub.ListCheckpoints(request)
+        steps += [(c.step, c.HasField("purge_time")) for c in page.checkpoints]
+        token = page.next_page_token
+
+    assert [(4, True), (3, False), (1, True), (0, False)] == steps
+    assert "" == token
+    assert 3 == run.latest().step
+    assert [3] == [r.latest_step for r in client.runs("deleted")]
+
+
+def test_a_checkpoint_tells_its_key_space_and_what_it_brought(
+    server: ServerProcess, client: store.Client
+) -> None:
+    found = client.run("prod/llama-8b").checkpoint(10)
+
+    assert found.key_space.startswith(f"{found.uid}-")
+    tree = server.root / "data/prod/llama-8b/trees" / found.key_space
+    assert (tree / "manifest.ocdbt").is_file()
+    assert 0 < found.own_bytes <= found.stored_bytes
+    assert (None, None, False) == (found.delete_time, found.purge_time, found.pinned)
+
+
+def test_a_deleted_checkpoint_is_read_by_its_uid_until_it_is_purged(
+    client: store.Client, stub: CheckpointServiceStub, address: str
+) -> None:
+    run = client.run("uid/run")
+    saved = run.save(1, {"x": np.arange(3)}).result()
+    name = "namespaces/uid/runs/run/checkpoints/1"
+    request = api.ReadManifestRequest(name=name, uid=saved.uid)
+    chunks = chunk_api.ReadChunksRequest(name=name, uid=saved.uid, chunk=[0])
+    chunk_stub = ChunkServiceStub(grpc.insecure_channel(address))
+    manifest = list(stub.ReadManifest(request))
+    data = list(chunk_stub.ReadChunks(chunks))
+    run.delete(1)
+
+    read = list(stub.ReadManifest(request))
+    assert manifest[1:] == read[1:]
+    assert read[0].checkpoint.HasField("delete_time")
+    assert data == list(chunk_stub.ReadChunks(chunks))
+    for uid in ("", "0" * 32):
+        request.uid = uid
+        with pytest.raises(store.NotFoundError) as caught, translated("here"):
+            list(stub.ReadManifest(request))
+        reason = "CHECKPOINT_NOT_FOUND" if uid else "CHECKPOINT_DELETED"
+        assert reason == caught.value.reason
+
+    run.purge(1)
+    with pytest.raises(store.NotFoundError), translated("here"):
+        list(chunk_stub.ReadChunks(chunks))
+
+
+def test_a_run_that_was_set_up_is_listed_without_a_checkpoint(tmp_path: Path) -> None:
+    async def main() -> None:
+        opened = await Store.open(await KvBucket.open(tmp_path.as_uri()))
+        set_up, begun = RunName("tests", "set-up"), RunName("tests", "begun")
+        record = pb.RunRecord(uid="u", labels={"a": "b"})
+        await opened.bucket.write(layout.run_record(set_up), seal(record))
+        record.ClearField("labels")
+        await opened.bucket.write(layout.run_record(begun), seal(record))
+
+        listed = await opened.catalogue.runs(None, after=None, limit=9)
+        assert [set_up] == [run.name for run in listed]
+        assert (await opened.catalogue.run(set_up)).latest is None
+        assert [] == await opened.catalogue.checkpoints(set_up, before=None, limit=1)
+        latest = opened.catalogue.checkpoint(CheckpointName(set_up, "latest"))
+        with pytest.raises(CheckpointNotFoundError, match="save one"):
+            await latest
+        with pytest.raises(RunNotFoundError, match="begun has no checkpoint"):
+            await opened.catalogue.run(begun)
+
+    asyncio.run(main())
+
+
 def test_a_token_of_another_list_is_refused(stub: CheckpointServiceStub) -> None:
     page = stub.ListRuns(api.ListRunsRequest(parent="namespaces/-", page_size=1))
     request = api.ListRunsRequest(
@@ -152,7 +267,7 @@ def test_an_unknown_step_is_named_with_those_nearest(client: store.Client) -> No
     assert "1,5,10" == e.value.metadata["nearest"]
 
 
-@pytest.mark.parametrize("which", [-1, 2**63, True, "newest", 1.5, None])
+@pytest.mark.parametrize("which", [-1, 2**63, True, "Newest", "1st", 1.5, None])
 def test_what_is_no_step_is_refused_before_anything_is_asked(
     client: store.Client, which: object
 ) -> None:

@@ -1,17 +1,41 @@
 """A checkpoint that was opened: its manifest is here, its bytes are not yet."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from storesvc.format.grids import Region, whole
-from storesvc.format.manifests import Manifest
+from storesvc.format.manifests import (
+    CorruptManifestError,
+    Manifest,
+    unpack_manifest,
+)
 from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._channel import Connection
 from storesvc_client._globs import matching_keys, nearest_keys
+from storesvc_client._leasing import Lease
+from storesvc_client._pausing import collector_paused
 from storesvc_client._receiving import Assembly, Buffer, StreamedSource
+from storesvc_client._retrying import patiently
 from storesvc_client._values import Checkpoint, LeafInfo
-from storesvc_client.errors import NotFoundError
+from storesvc_client.errors import (
+    DataLossError,
+    LimitError,
+    NotFoundError,
+    UnavailableError,
+    translated,
+)
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
@@ -22,6 +46,11 @@ if TYPE_CHECKING:
 READ_AT_ONCE_BYTES: Final = 64 << 20
 """Leaves that ``read`` has in memory."""
 
+_UNWRITABLE: Final = frozenset({"STORAGE_FULL", "STORAGE_UNAVAILABLE"})
+"""Why a storage may take no hold, and still be read."""
+
+_log = logging.getLogger(__name__)
+
 
 class OpenCheckpoint:
     """One checkpoint, resolved once; made by ``Run.open``. Threads may share it.
@@ -31,10 +60,17 @@ class OpenCheckpoint:
     """
 
     def __init__(
-        self, connection: Connection, run: RunName, info: Checkpoint, manifest: Manifest
+        self,
+        connection: Connection,
+        run: RunName,
+        info: Checkpoint,
+        manifest: Manifest,
+        *,
+        held_by: Lease | None = None,
     ) -> None:
         self.info = info
         """What the catalogue tells of it."""
+        self._held_by = held_by
         self._connection = connection
         self._name = CheckpointName(run, info.step)
         self._manifest = manifest
@@ -81,22 +117,48 @@ class OpenCheckpoint:
             rules=rules,
             cast=cast,
         )
-        self._read(target.regions(), target.place)
+        with self._held():
+            self._read(target.regions(), target.place)
         return target.result()
 
     def read(self, keys: Iterable[str]) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
         """Yields leaves as host arrays; see ``Run.read``."""
         tree = self._manifest.tree
         rows = [self._row(key) for key in dict.fromkeys(keys)]
-        for batch in _batched(rows, [grid.leaf_bytes for grid in tree.grids]):
-            arrays: dict[int, NDArray[Any]] = {}
-            self._read(
-                [(row, whole(tree.leaves[row].shape)) for row in batch],
-                partial(_keep, arrays),
+        with self._held():
+            for batch in _batched(rows, [grid.leaf_bytes for grid in tree.grids]):
+                arrays: dict[int, NDArray[Any]] = {}
+                self._read(
+                    [(row, whole(tree.leaves[row].shape)) for row in batch],
+                    partial(_keep, arrays),
+                )
+                for row in batch:
+                    leaf = LeafInfo.from_row(tree.leaves[row], tree.grids[row])
+                    yield leaf, arrays.pop(row)
+
+    @contextmanager
+    def _held(self) -> Generator[None]:
+        """Keeps the checkpoint from being purged while it is read."""
+        if self._held_by is not None:
+            yield
+            return
+        with ExitStack() as ended:
+            try:
+                lease = ended.enter_context(Lease(self._connection, self._name))
+            except (LimitError, UnavailableError) as e:
+                if e.reason not in _UNWRITABLE:
+                    raise
+                _log.warning("%s is read without a hold on it: %s", self.name, e)
+            else:
+                self._check_same(lease)
+            yield
+
+    def _check_same(self, lease: Lease) -> None:
+        if lease.uid != self.info.uid:
+            raise NotFoundError(
+                f"{self.name} was purged, and another one was saved; open it again",
+                reason="CHECKPOINT_NOT_FOUND",
             )
-            for row in batch:
-                leaf = LeafInfo.from_row(tree.leaves[row], tree.grids[row])
-                yield leaf, arrays.pop(row)
 
     def _row(self, key: str) -> int:
         if key not in self._manifest.tree.by_key:
@@ -123,12 +185,65 @@ class OpenCheckpoint:
     def _read(
         self, wanted: Iterable[tuple[int, Region]], place: Callable[[Buffer], None]
     ) -> None:
-        assembly = Assembly(self._manifest, wanted, name=self.name, place=place)
+        with collector_paused():
+            assembly = Assembly(self._manifest, wanted, name=self.name, place=place)
         # The one seam of restores: other sources of stored chunks go here.
         source = StreamedSource(
             self._connection, name=self._name.resource, uid=self.info.uid
         )
         source.read(assembly.missing, assembly)
+
+
+def open_checkpoint(
+    connection: Connection,
+    name: CheckpointName,
+    *,
+    uid: str = "",
+    held_by: Lease | None = None,
+) -> OpenCheckpoint:
+    """Returns a checkpoint with its manifest.
+
+    Args:
+        connection: To the store.
+        name: Which one.
+        uid: The very one of this uid, also where it was deleted; "": any.
+        held_by: What holds it; None: each read holds it for itself.
+
+    Raises:
+        NotFoundError: There is none.
+        DataLossError: Its manifest is damaged.
+    """
+    request = api.ReadManifestRequest(name=name.resource, uid=uid)
+    for attempt in patiently():
+        with attempt:
+            message, data = _manifest_bytes(connection, request)
+    try:
+        with collector_paused():
+            manifest = unpack_manifest(
+                data,
+                size_bytes=message.manifest_bytes,
+                expected=message.manifest_digest,
+            )
+    except CorruptManifestError as e:
+        raise DataLossError(
+            f"{name.run}@{message.step}: {e}; use another checkpoint",
+            reason="CORRUPT_DATA",
+        ) from e
+    info = Checkpoint.from_message(message)
+    return OpenCheckpoint(connection, name.run, info, manifest, held_by=held_by)
+
+
+def _manifest_bytes(
+    connection: Connection, request: api.ReadManifestRequest
+) -> tuple[api.Checkpoint, bytes]:
+    stub = CheckpointServiceStub(connection.channel)
+    message, parts = api.Checkpoint(), []
+    with translated(connection.address):
+        for response in stub.ReadManifest(request, timeout=connection.timeout):
+            if response.HasField("checkpoint"):
+                message = response.checkpoint
+            parts.append(response.part)
+    return message, b"".join(parts)
 
 
 def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:

@@ -1,0 +1,281 @@
+"""What happens to a run's checkpoints after their commit."""
+
+import uuid
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+
+from storesvc.format.names import HoldName, InvalidNameError, TagName, Which
+from storesvc_client._holding import Hold
+from storesvc_client._leasing import Lease, duration_message
+from storesvc_client._retrying import patiently
+from storesvc_client._run_base import RunBase
+from storesvc_client._values import Checkpoint, HoldInfo, Tag
+from storesvc_client.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+    translated,
+)
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+
+
+class RunLife(RunBase):
+    """Changes, deletes, names and holds the checkpoints of a run."""
+
+    def update(
+        self,
+        which: Which,
+        *,
+        labels: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        pinned: bool | None = None,
+        etag: str | None = None,
+    ) -> Checkpoint:
+        """Sets what is known of a checkpoint, and returns it.
+
+        Args:
+            which: A step, "latest" or a tag.
+            labels: Its labels from now on; None leaves them.
+            metrics: Its metrics from now on; None leaves them.
+            pinned: Whether it must not be deleted; None leaves that.
+            etag: ``Checkpoint.etag``: refuses the change if it changed since.
+
+        Raises:
+            NotFoundError: There is none, or it was deleted.
+            ConflictError: It changed since the etag was read.
+            InvalidRequestError: Nothing is to be set, or a value breaks a rule.
+        """
+        given = {"labels": labels, "metrics": metrics, "pinned": pinned}
+        values = {name: value for name, value in given.items() if value is not None}
+        request = api.UpdateCheckpointRequest(etag=etag or "", request_id=_new_id())
+        request.update_mask.paths.extend(values)
+        try:
+            request.checkpoint.MergeFrom(api.Checkpoint(**values))  # type: ignore[arg-type]  # of several types
+        except (TypeError, ValueError) as e:
+            raise InvalidRequestError(
+                f"update of {self.name}: expected texts in labels=, numbers in "
+                f"metrics= and a bool in pinned=, got {values!r}"
+            ) from e
+        request.checkpoint.name = self._checkpoint_name(which).resource
+        response = self._ask(self._stub.UpdateCheckpoint, request)
+        return Checkpoint.from_message(response.checkpoint)
+
+    def delete(
+        self,
+        step: int,
+        *,
+        etag: str | None = None,
+        purge_delay: timedelta | None = None,
+    ) -> Checkpoint:
+        """Deletes a checkpoint, and returns it with its ``purge_time``: until then it
+        can be undeleted. Deleting it again changes nothing.
+
+        Args:
+            step: Of the checkpoint.
+            etag: ``Checkpoint.etag``: refuses to delete it if it changed since.
+            purge_delay: How long it can be undeleted; None: as the run says.
+
+        Raises:
+            NotFoundError: There is none.
+            PreconditionError: It is pinned or tagged.
+            ConflictError: It changed since the etag was read.
+        """
+        request = api.DeleteCheckpointRequest(
+            name=self._step_name(step), etag=etag or "", request_id=_new_id()
+        )
+        if purge_delay is not None:
+            request.purge_delay.CopyFrom(duration_message(purge_delay))
+        response = self._ask(self._stub.DeleteCheckpoint, request)
+        return Checkpoint.from_message(response.checkpoint)
+
+    def undelete(self, step: int) -> Checkpoint:
+        """Takes the deletion of a checkpoint back, and returns it.
+
+        Raises:
+            NotFoundError: There is none, or it was purged.
+            ConflictError: It is being purged.
+        """
+        request = api.UndeleteCheckpointRequest(
+            name=self._step_name(step), request_id=_new_id()
+        )
+        response = self._ask(self._stub.UndeleteCheckpoint, request)
+        return Checkpoint.from_message(response.checkpoint)
+
+    def purge(self, step: int, *, etag: str | None = None) -> None:
+        """Ends a deleted checkpoint for good, and frees its step.
+
+        Args:
+            step: Of the checkpoint.
+            etag: ``Checkpoint.etag``: refuses to purge it if it changed since.
+
+        Raises:
+            NotFoundError: There is none.
+            PreconditionError: It is not deleted, or something needs it.
+            ConflictError: It changed since the etag was read.
+        """
+        request = api.PurgeCheckpointRequest(
+            name=self._step_name(step), etag=etag or ""
+        )
+        was_asked = False
+        for attempt in patiently():
+            with attempt:
+                try:
+                    with translated(self._connection.address):
+                        self._stub.PurgeCheckpoint(
+                            request, timeout=self._connection.timeout
+                        )
+                except UnavailableError:
+                    was_asked = True
+                    raise
+                except NotFoundError:
+                    # the call whose answer was lost may have purged it
+                    if not was_asked:
+                        raise
+
+    def deleted(self) -> Iterator[Checkpoint]:
+        """Yields the checkpoints that were deleted and can be undeleted, newest first.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        request = api.ListCheckpointsRequest(
+            parent=self._name.resource, show_deleted=True
+        )
+        for page in self._pages(self._stub.ListCheckpoints, request):
+            for message in page.checkpoints:
+                if message.HasField("delete_time"):
+                    yield Checkpoint.from_message(message)
+
+    def tag(
+        self,
+        name: str,
+        which: Which = "latest",
+        *,
+        protected: bool = False,
+        etag: str | None = None,
+    ) -> Tag:
+        """Makes a tag name a checkpoint, wherever it was before, and returns it.
+
+        Args:
+            name: Of the tag.
+            which: A step, "latest" or another tag.
+            protected: Whether later changes need the tag's etag.
+            etag: ``Tag.etag``: refuses to move the tag if it changed since.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or it was deleted.
+            PreconditionError: The tag is protected.
+            ConflictError: The tag changed since the etag was read.
+        """
+        request = api.SetTagRequest(
+            name=self._tag_name(name),
+            checkpoint=self._checkpoint_name(which).resource,
+            protected=protected,
+            etag=etag or "",
+            request_id=_new_id(),
+        )
+        return Tag.from_message(self._ask(self._stub.SetTag, request).tag)
+
+    def untag(self, name: str, *, etag: str | None = None) -> None:
+        """Deletes a tag.
+
+        Args:
+            name: Of the tag.
+            etag: ``Tag.etag``: refuses to delete the tag if it changed since.
+
+        Raises:
+            NotFoundError: There is none.
+            PreconditionError: It is protected.
+            ConflictError: It changed since the etag was read.
+        """
+        request = api.DeleteTagRequest(
+            name=self._tag_name(name), etag=etag or "", request_id=_new_id()
+        )
+        self._ask(self._stub.DeleteTag, request)
+
+    def tags(self) -> Iterator[Tag]:
+        """Yields the tags by name.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        request = api.ListTagsRequest(parent=self._name.resource)
+        for page in self._pages(self._stub.ListTags, request):
+            yield from map(Tag.from_message, page.tags)
+
+    def hold(
+        self,
+        which: Which = "latest",
+        *,
+        owner: str | None = None,
+        ttl: timedelta = timedelta(minutes=10),
+    ) -> Hold:
+        """Keeps a checkpoint from being purged until the hold is closed.
+
+        Restores and reads hold what they read by themselves: this is for what is read
+        again and again.
+
+        >>> with run.hold("best") as hold:  # doctest: +SKIP
+        ...     state = hold.open().restore()
+
+        Args:
+            which: A step, "latest" or a tag.
+            owner: Who holds it, for people; None: the name of this machine.
+            ttl: How long the hold outlives this process.
+
+        Raises:
+            NotFoundError: There is none, or it was deleted.
+            InvalidRequestError: The owner or the time breaks a rule.
+        """
+        lease = Lease(
+            self._connection, self._checkpoint_name(which), owner=owner, ttl=ttl
+        )
+        try:
+            return Hold(self._connection, lease)
+        except BaseException:
+            lease.end()
+            raise
+
+    def holds(self) -> Iterator[HoldInfo]:
+        """Yields the holds, those of restores among them, and expired ones.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        request = api.ListHoldsRequest(parent=self._name.resource)
+        for page in self._pages(self._stub.ListHolds, request):
+            yield from map(HoldInfo.from_message, page.holds)
+
+    def end_hold(self, hold: str) -> None:
+        """Ends a hold, whoever has it; one that does not exist changes nothing.
+
+        Args:
+            hold: ``HoldInfo.id``.
+
+        Raises:
+            InvalidRequestError: It is no id of a hold.
+        """
+        try:
+            name = HoldName(self._name, hold)
+        except (InvalidNameError, TypeError) as e:
+            raise InvalidRequestError(f"{self.name}: {e}") from e
+        self._ask(self._stub.DeleteHold, api.DeleteHoldRequest(name=name.resource))
+
+    def _step_name(self, step: int) -> str:
+        name = self._checkpoint_name(step)
+        if isinstance(name.which, str):
+            raise InvalidRequestError(
+                f"{self.name}: expected a step (int), got {step!r}; what it names may "
+                "move"
+            )
+        return name.resource
+
+    def _tag_name(self, tag: str) -> str:
+        try:
+            return TagName(self._name, tag).resource
+        except (InvalidNameError, TypeError) as e:
+            raise InvalidRequestError(f"{self.name}: {e}") from e
+
+
+def _new_id() -> str:
+    return str(uuid.uuid4())

@@ -1,0 +1,240 @@
+"""What may happen to a checkpoint after its commit: decisions, apart from the bucket.
+
+As in ``slots``: these functions take the slot that was read and return the slot that
+is to be written, or raise; one that returns the very slot that it was given asks for
+no change. The states::
+
+    COMMITTED  --deleted-->  DELETED  --purging-->  PURGING  --freed-->  FREE
+               <-undeleted-           <--spared---
+
+What a checkpoint holds never changes; these functions touch its state, its times,
+its labels, its metrics and its pin.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from storesvc.errors import (
+    CheckpointDeletedError,
+    CheckpointInUseError,
+    CheckpointNotDeletedError,
+    ConflictError,
+    EtagMismatchError,
+)
+from storesvc.format.names import RunName
+from storesvc.records import etag_of, timestamp
+from storesvc.slots import COMMITTED, DELETED, FREE, PURGING
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """New values of a checkpoint; None leaves what is there."""
+
+    labels: Mapping[str, str] | None = None
+    metrics: Mapping[str, float] | None = None
+    pinned: bool | None = None
+
+
+def updated(
+    run: RunName, slot: pb.CheckpointRecord, change: Change, *, etag: str, write_id: str
+) -> pb.CheckpointRecord:
+    """Returns the slot with new labels, metrics or another pin.
+
+    Raises:
+        CheckpointDeletedError: It was deleted.
+        EtagMismatchError: It changed since the etag was read.
+    """
+    if slot.write_id == write_id:
+        return slot
+    if slot.state != COMMITTED:
+        raise is_deleted(run, slot)
+    check_etag(f"{run}@{slot.step}", etag, etag_of(slot))
+    changed = _copy(slot, write_id)
+    if change.labels is not None:
+        changed.ClearField("labels")
+        changed.labels.update(change.labels)
+    if change.metrics is not None:
+        changed.ClearField("metrics")
+        changed.metrics.update(change.metrics)
+    if change.pinned is not None:
+        changed.pinned = change.pinned
+    return changed
+
+
+def deleted(
+    run: RunName,
+    slot: pb.CheckpointRecord,
+    *,
+    tagged: Mapping[str, str],
+    when: datetime,
+    purge_time: datetime,
+    etag: str,
+    write_id: str,
+) -> pb.CheckpointRecord:
+    """Returns the slot of a deleted checkpoint.
+
+    Args:
+        run: The run.
+        slot: What was read.
+        tagged: Tags by the uid of the checkpoint that they name.
+        when: Now.
+        purge_time: From when on it may be purged.
+        etag: What the caller read, or "".
+        write_id: Of the request.
+
+    Raises:
+        CheckpointInUseError: It is pinned or tagged.
+        EtagMismatchError: It changed since the etag was read.
+    """
+    if slot.write_id == write_id and slot.state != COMMITTED:
+        return slot
+    check_etag(f"{run}@{slot.step}", etag, etag_of(slot))
+    if slot.state != COMMITTED:
+        return slot
+    if slot.pinned:
+        raise in_use(run, slot, "a pin", "unpin it")
+    if slot.upload in tagged:
+        raise in_use(run, slot, tagged[slot.upload], "move or delete the tag")
+    changed = _copy(slot, write_id)
+    changed.state = DELETED
+    changed.delete_time.CopyFrom(timestamp(when))
+    changed.purge_time.CopyFrom(timestamp(purge_time))
+    return changed
+
+
+def undeleted(
+    run: RunName, slot: pb.CheckpointRecord, *, write_id: str
+) -> pb.CheckpointRecord:
+    """Returns the slot of a checkpoint whose deletion was taken back.
+
+    Raises:
+        ConflictError: It is being purged.
+    """
+    if slot.state == COMMITTED:
+        return slot
+    if slot.state == PURGING:
+        raise being_purged(run, slot)
+    changed = _copy(slot, write_id)
+    changed.state = COMMITTED
+    changed.ClearField("delete_time")
+    changed.ClearField("purge_time")
+    return changed
+
+
+def purging(
+    run: RunName, slot: pb.CheckpointRecord, *, etag: str
+) -> pb.CheckpointRecord:
+    """Returns the slot of a checkpoint while it is looked for what uses it.
+
+    Raises:
+        CheckpointNotDeletedError: It is not deleted.
+        EtagMismatchError: It changed since the etag was read.
+    """
+    if slot.state == COMMITTED:
+        raise CheckpointNotDeletedError(
+            f"{run}@{slot.step} is not deleted, and only what is deleted can be "
+            "purged; delete it first",
+            run=str(run),
+            step=str(slot.step),
+        )
+    # a purge that crashed is no change: it left what was deleted
+    check_etag(f"{run}@{slot.step}", etag, etag_of(slot), etag_of(spared(slot)))
+    if slot.state == PURGING:
+        return slot
+    changed = pb.CheckpointRecord()
+    changed.CopyFrom(slot)
+    changed.state = PURGING
+    return changed
+
+
+def spared(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
+    """Returns the slot of a checkpoint that cannot be purged yet."""
+    changed = pb.CheckpointRecord()
+    changed.CopyFrom(slot)
+    changed.state = DELETED
+    return changed
+
+
+def freed(slot: pb.CheckpointRecord, *, when: datetime) -> pb.CheckpointRecord:
+    """Returns the slot that a purged checkpoint leaves."""
+    return pb.CheckpointRecord(
+        state=FREE,
+        step=slot.step,
+        upload=slot.upload,
+        epoch=slot.epoch,
+        delete_time=timestamp(when),
+    )
+
+
+def is_due(slot: pb.CheckpointRecord, now: datetime) -> bool:
+    """Returns whether a checkpoint is to be purged, or its purge to be finished."""
+    if slot.state == PURGING:
+        return True
+    return slot.state == DELETED and slot.purge_time.ToDatetime(UTC) <= now
+
+
+def check_etag(what: str, given: str, *expected: str) -> None:
+    """Refuses a change of an object that is not what its caller read.
+
+    Args:
+        what: What messages call the object.
+        given: The etag of the request; "" fits any.
+        expected: The object's.
+
+    Raises:
+        EtagMismatchError: None of the object's is the given one.
+    """
+    if given and given not in expected:
+        raise EtagMismatchError(
+            f"{what}: expected the etag {expected[0]}, got {given[:80]}; it changed "
+            "meanwhile, read it again",
+            etag=expected[0],
+        )
+
+
+def is_deleted(run: RunName, slot: pb.CheckpointRecord) -> CheckpointDeletedError:
+    """Returns the refusal of a checkpoint that was deleted."""
+    until = slot.purge_time.ToDatetime(UTC).isoformat(timespec="seconds")
+    fate = (
+        f"was deleted; undelete it before {until}, or use another checkpoint"
+        if slot.state == DELETED
+        else "was deleted and is being purged; use another checkpoint"
+    )
+    return CheckpointDeletedError(
+        f"{run}@{slot.step} {fate}",
+        run=str(run),
+        step=str(slot.step),
+        uid=slot.upload,
+        purge_time=until,
+    )
+
+
+def being_purged(run: RunName, slot: pb.CheckpointRecord) -> ConflictError:
+    """Returns the refusal of a change while a checkpoint is being purged."""
+    return ConflictError(
+        f"{run}@{slot.step} is being purged; try again, and purge it again where that "
+        "stays so",
+        run=str(run),
+        step=str(slot.step),
+    )
+
+
+def in_use(
+    run: RunName, slot: pb.CheckpointRecord, by: str, remedy: str
+) -> CheckpointInUseError:
+    """Returns the refusal to delete or purge what something needs."""
+    return CheckpointInUseError(
+        f"{run}@{slot.step} is kept by {by}; {remedy}, then try again",
+        run=str(run),
+        step=str(slot.step),
+        by=by,
+    )
+
+
+def _copy(slot: pb.CheckpointRecord, write_id: str) -> pb.CheckpointRecord:
+    changed = pb.CheckpointRecord()
+    changed.CopyFrom(slot)
+    changed.write_id = write_id
+    return changed

@@ -1,0 +1,122 @@
+"""What uses a checkpoint: tags, holds, live uploads whose base it is.
+
+Who begins to use a checkpoint writes that down before it looks whether the checkpoint
+is still there; who purges sets PURGING before it looks here. So what is missing here
+after PURGING was set will find the checkpoint gone (``bucket.proto``).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from datetime import UTC
+from typing import Final, TypeVar
+
+from storesvc import slots
+from storesvc.bucket import Bucket
+from storesvc.catalogue import Catalogue
+from storesvc.clocks import Clock
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import RunName, TagName
+from storesvc.leases import Observations
+from storesvc.records import read_record
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+_READS_AT_ONCE: Final = 32
+
+T = TypeVar("T")
+
+
+class Uses:
+    """Those of the checkpoints of a bucket."""
+
+    def __init__(self, bucket: Bucket, catalogue: Catalogue, *, clock: Clock) -> None:
+        self._bucket = bucket
+        self._catalogue = catalogue
+        self._clock = clock
+        # What this process has seen: another one finds out for itself.
+        self._observations = Observations()
+
+    async def of(self, run: RunName) -> dict[str, str]:
+        """Returns what uses the checkpoints of a run, by the uid of the checkpoint:
+        of each one use, in words for people."""
+        uploads, holds, tags = await asyncio.gather(
+            self._bases(run), self._held(run), self.tagged(run)
+        )
+        return {**uploads, **holds, **tags}
+
+    async def tagged(self, run: RunName) -> dict[str, str]:
+        """Returns the tags of a run by the uid of the checkpoint that each names."""
+
+        async def named(tag: str) -> tuple[str, str] | None:
+            found = await self._catalogue.tag_slot(TagName(run, tag))
+            return (found[0].upload, f"tag {tag}") if found else None
+
+        names = await self._catalogue.tag_names(run)
+        return {uid: tag for uid, tag in await _each(named, names) if uid}
+
+    async def _held(self, run: RunName) -> dict[str, str]:
+        places = RunPlaces(run)
+
+        async def held(place: str) -> tuple[str, str] | None:
+            found = await read_record(self._bucket, place, pb.HoldRecord)
+            if found is None or self._is_over(place, found[0]):
+                return None
+            record = found[0]
+            owner = f" by {record.owner}" if record.owner else ""
+            return record.upload, f"hold {places.hold_of(place)}{owner}"
+
+        listed = await self._bucket.list(places.holds)
+        holds = [place for place in listed if places.hold_of(place)]
+        held_by = dict(await _each(held, holds))
+        self._observations.forget(places.holds, but=frozenset(holds))
+        return held_by
+
+    def _is_over(self, place: str, record: pb.HoldRecord) -> bool:
+        return self._observations.is_over(
+            place,
+            record.SerializeToString(deterministic=True),
+            length=record.ttl.ToTimedelta(),
+            renew_time=record.renew_time.ToDatetime(UTC),
+            clock_now=self._clock.now(),
+            elapsed=self._clock.elapsed(),
+        )
+
+    async def _bases(self, run: RunName) -> dict[str, str]:
+        """The bases of live uploads: those whose slot is UPLOADING by them."""
+        places = RunPlaces(run)
+
+        async def base(upload: str) -> tuple[str, str] | None:
+            found = await read_record(
+                self._bucket, places.upload(upload), pb.UploadRecord
+            )
+            if found is None or not found[0].base:
+                return None
+            record = found[0]
+            slot = await self._catalogue.slot(run, record.step)
+            if slot is None or slot[0].state != slots.UPLOADING:
+                return None
+            is_live = (upload, record.epoch) == (slot[0].upload, slot[0].epoch)
+            return (record.base, f"upload {upload}") if is_live else None
+
+        # A record stays for long after its upload has ended. A live upload has a leaf
+        # table too, below its name, which it wrote before its slot.
+        listed = await self._bucket.list(places.uploads)
+        begun = {
+            upload
+            for place in listed
+            if (upload := places.upload_of(place)) and place != places.upload(upload)
+        }
+        return dict(await _each(base, sorted(begun)))
+
+
+async def _each(
+    look: Callable[[str], Awaitable[T | None]], names: Iterable[str]
+) -> list[T]:
+    """What was found at each, many at once."""
+    at_once = asyncio.Semaphore(_READS_AT_ONCE)
+
+    async def bounded(name: str) -> T | None:
+        async with at_once:
+            return await look(name)
+
+    found = await asyncio.gather(*map(bounded, names))
+    return [one for one in found if one is not None]

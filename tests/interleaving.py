@@ -1,0 +1,247 @@
+"""Calls of several processes at once, in any order: one bucket in memory, whose
+operations let others go first as often as a random number says.
+
+Everything runs on one event loop and draws from one generator, so that a seed tells
+an order.
+"""
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from storesvc.bucket import (
+    ALWAYS,
+    IF_ABSENT,
+    Bucket,
+    Generation,
+    PreconditionError,
+    Stored,
+    WriteCondition,
+)
+from storesvc.catalogue import Catalogue
+from storesvc.clocks import Clock
+from storesvc.errors import CorruptDataError, StoreError
+from storesvc.format import layout
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import RunName
+from storesvc.format.seal import seal, unseal
+from storesvc.holds import Holds
+from storesvc.journal import Journal
+from storesvc.lives import Lives
+from storesvc.records import timestamp
+from storesvc.slots import COMMITTED
+from storesvc.tags import Tags
+from storesvc.uses import Uses
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+RUN = RunName("tests", "races")
+START = datetime(2030, 1, 1, tzinfo=UTC)
+SHORT_TURNS = 3
+LONG_TURNS = 300
+MOST_FAULTS = 2
+
+
+@dataclass
+class World:
+    """The time, and what else all processes share."""
+
+    rng: random.Random
+    slow_share: float
+    """How many of the operations take long."""
+    seconds: float = 0.0
+    stored: dict[str, Stored] = field(default_factory=dict)
+    watch: Callable[[str, bytes], None] = lambda place, data: None
+    """Called with each write, right when it is made."""
+    writes: int = 0
+    faults: int = 0
+
+    async def turns(self, most: int) -> None:
+        """Lets others go first, at most so often."""
+        for _ in range(self.rng.randrange(most)):
+            await asyncio.sleep(0)
+
+
+@dataclass(frozen=True)
+class SkewedClock:
+    """The clocks of one process: its time of day may be off."""
+
+    world: World
+    skew: timedelta = timedelta()
+
+    def now(self) -> datetime:
+        """Returns the time of day as this process believes it."""
+        return START + self.skew + timedelta(seconds=self.world.seconds)
+
+    def elapsed(self) -> float:
+        """Returns seconds, from a moment of its own."""
+        return self.world.seconds + self.skew.total_seconds() / 7
+
+
+class ShuffledBucket(Bucket):
+    """A bucket whose operations take their time, each on its own."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def read(self, place: str) -> Stored | None:
+        await self._others()
+        found = self._world.stored.get(place)
+        await self._others()
+        return found
+
+    async def read_range(self, place: str, start: int, stop: int) -> bytes:
+        found = await self.read(place)
+        if found is None or len(found.data) < stop:
+            raise CorruptDataError(f"{place} is missing or short")
+        return found.data[start:stop]
+
+    async def write(
+        self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
+    ) -> Generation:
+        await self._others()
+        found = self._world.stored.get(place)
+        expected = found.generation if found else IF_ABSENT
+        if condition not in (ALWAYS, expected):
+            raise PreconditionError(place)
+        self._world.writes += 1
+        generation = Generation(self._world.writes.to_bytes(8, "big"))
+        self._world.stored[place] = Stored(data, generation)
+        self._world.watch(place, data)
+        await self._others()
+        self._maybe_lose(place, condition)
+        return generation
+
+    async def delete(self, place: str, *, generation: Generation | None = None) -> None:
+        await self._others()
+        found = self._world.stored.get(place)
+        if found and generation not in (None, found.generation):
+            raise PreconditionError(place)
+        self._world.stored.pop(place, None)
+        await self._others()
+
+    async def delete_below(self, prefix: str) -> None:
+        for place in await self.list(prefix):
+            await self.delete(place)
+
+    async def list(self, prefix: str, *, after: str = "") -> list[str]:
+        await self._others()
+        places = [p for p in self._world.stored if p.startswith(prefix) and p > after]
+        await self._others()
+        return sorted(places)
+
+    async def _others(self) -> None:
+        """Lets others go first, and some time pass."""
+        rng = self._world.rng
+        # mostly short, and now and then long enough for a whole call of another
+        await self._world.turns(
+            LONG_TURNS if rng.random() < self._world.slow_share else SHORT_TURNS
+        )
+        if rng.random() < 0.1:
+            self._world.seconds += rng.random()
+
+    def _maybe_lose(self, place: str, condition: WriteCondition) -> None:
+        """Reports a write that was made as a conflict, as a retry below us would."""
+        world = self._world
+        if condition is ALWAYS or world.faults == MOST_FAULTS:
+            return
+        if world.rng.random() < 0.05:
+            world.faults += 1
+            raise PreconditionError(place)
+
+
+class Process:
+    """A server process over the bucket."""
+
+    def __init__(self, world: World, *, skew: timedelta = timedelta()) -> None:
+        self.clock: Clock = SkewedClock(world, skew)
+        bucket = ShuffledBucket(world)
+        self.catalogue = Catalogue(bucket)
+        journal = Journal(bucket, clock=self.clock)
+        self.uses = Uses(bucket, self.catalogue, clock=self.clock)
+        self.lives = Lives(bucket, self.catalogue, journal, self.uses, clock=self.clock)
+        self.tags = Tags(bucket, self.catalogue, journal, clock=self.clock)
+        self.holds = Holds(bucket, self.catalogue, clock=self.clock)
+
+    async def remove(self, step: int) -> None:
+        """Deletes a checkpoint, and purges it."""
+        with suppress(StoreError):
+            await self.lives.delete(
+                RUN, step, purge_delay=timedelta(), etag="", write_id=new_id()
+            )
+        with suppress(StoreError):
+            await self.lives.purge(RUN, step, etag="")
+
+    async def collect(self) -> None:
+        """Purges all that is due, as the collector does."""
+        slots = await self.catalogue.checkpoints(
+            RUN, before=None, limit=100, show_deleted=True
+        )
+        await self.lives.purge_due(RUN, slots)
+
+
+def world_of(seed: int, *, steps: int) -> World:
+    """Returns a world with one run, of so many committed checkpoints."""
+    rng = random.Random(seed)
+    world = World(rng, slow_share=rng.choice((0.02, 0.1, 0.3)))
+    when = timestamp(START - timedelta(days=1))
+    put(world, layout.run_record(RUN), seal(pb.RunRecord(uid="u", create_time=when)))
+    for step in range(steps):
+        record = pb.CheckpointRecord(
+            state=COMMITTED, step=step, upload=uid_of(step), epoch=1, commit_time=when
+        )
+        put(world, RunPlaces(RUN).checkpoint(step), seal(record))
+    return world
+
+
+def put(world: World, place: str, data: bytes) -> None:
+    """Writes a place at once."""
+    world.writes += 1
+    generation = Generation(world.writes.to_bytes(8, "big"))
+    world.stored[place] = Stored(data, generation)
+
+
+def slot_of(world: World, step: int) -> pb.CheckpointRecord:
+    """Returns what the slot of a step holds at the moment."""
+    stored = world.stored[RunPlaces(RUN).checkpoint(step)]
+    return unseal(stored.data, pb.CheckpointRecord)
+
+
+def put_state(
+    world: World, step: int, state: "pb.CheckpointRecord.State.ValueType"
+) -> None:
+    """Leaves the slot of a step in a state, as a process does that dies then."""
+    slot = slot_of(world, step)
+    slot.state = state
+    put(world, RunPlaces(RUN).checkpoint(step), seal(slot))
+
+
+def freed_uid(place: str, data: bytes) -> str | None:
+    """Returns the uid of the checkpoint that a write frees the slot of."""
+    if RunPlaces(RUN).step_of(place) is None or not place.startswith("data/"):
+        return None
+    slot = unseal(data, pb.CheckpointRecord)
+    return slot.upload if slot.state == pb.CheckpointRecord.STATE_FREE else None
+
+
+def uid_of(step: int) -> str:
+    """Returns the uid of a step's checkpoint."""
+    return f"{step:032x}"
+
+
+def new_id() -> str:
+    """Returns a new request id."""
+    return str(uuid.uuid4())
+
+
+def together(*calls: Coroutine[Any, Any, None]) -> None:
+    """Runs calls at once, to their end."""
+
+    async def main() -> None:
+        await asyncio.gather(*calls)
+
+    asyncio.run(main())

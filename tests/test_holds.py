@@ -1,0 +1,424 @@
+"""Holds: what they keep, and how they end."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import storesvc_client as store
+from storesvc.errors import ConflictError, HoldExpiredError, StoreError
+from storesvc.format.names import CheckpointName, HoldName, RunName
+from storesvc.rpc.fields import page_token
+from storesvc.slots import CHECKPOINTS, DELETED, FREE, PURGING
+from storesvc_client.errors import translated
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.interleaving import (
+    LONG_TURNS,
+    RUN,
+    Process,
+    World,
+    freed_uid,
+    new_id,
+    put_state,
+    slot_of,
+    together,
+    uid_of,
+    world_of,
+)
+from tests.server_process import ServerProcess
+from tests.stored_files import unchanged
+
+TTL = 30.0
+TREE = {"x": 1.0}
+SETTLED: Final = "namespaces/tests/runs/settled"
+
+
+@pytest.fixture
+def run(run: store.Run) -> store.Run:
+    """A run with checkpoints at the steps 1 and 2."""
+    for step in (1, 2):
+        run.save(step, TREE)
+    run.wait()
+    return run
+
+
+@pytest.fixture(scope="module")
+def settled(server_address: str) -> Iterator[store.Run]:
+    """A run that no test changes: 1 is deleted."""
+    with store.connect(server_address) as client:
+        run = client.run("tests/settled")
+        for step in (1, 2, 3):
+            run.save(step, TREE)
+        run.wait()
+        run.delete(1)
+        yield run
+
+
+@pytest.fixture
+def stub(server_address: str) -> CheckpointServiceStub:
+    return CheckpointServiceStub(grpc.insecure_channel(server_address))
+
+
+def create(run: store.Run, step: int | str, **fields: Any) -> api.CreateHoldRequest:
+    """The request for a hold."""
+    parent = f"{RunName.parse(run.name).resource}/checkpoints/{step}"
+    good = {"parent": parent, "request_id": new_id(), "owner": "eval"}
+    return api.CreateHoldRequest(**(good | fields))
+
+
+def test_what_is_held_may_be_deleted_and_read_but_not_purged(run: store.Run) -> None:
+    with run.hold(2, owner="eval-1") as hold:
+        run.delete(2)
+
+        assert 2 == hold.checkpoint.step
+        assert TREE == hold.open().restore()
+        assert [("x", 1.0)] == [
+            (leaf.key, array.item()) for leaf, array in hold.open().read(["x"])
+        ]
+        with pytest.raises(store.PreconditionError, match="by eval-1; end that") as e:
+            run.purge(2)
+        assert "CHECKPOINT_IN_USE" == e.value.reason
+        assert [2] == [c.step for c in run.deleted()]
+    run.purge(2)
+
+
+def test_a_hold_tells_what_it_holds_and_until_when(run: store.Run) -> None:
+    with run.hold(owner="eval-1", ttl=timedelta(hours=1)) as hold:
+        (info,) = run.holds()
+
+        assert (2, run.latest().uid) == (info.step, info.uid)
+        assert ("eval-1", timedelta(hours=1)) == (info.owner, info.ttl)
+        assert info.create_time + info.ttl == info.expire_time == hold.expire_time
+        assert run.latest() == hold.checkpoint
+        assert "hold" in repr(hold).lower()
+    assert [] == list(run.holds())
+
+
+def test_a_hold_lives_as_long_as_it_is_kept_open(run: store.Run) -> None:
+    with run.hold(2, ttl=timedelta(seconds=1)) as hold:
+        first = hold.expire_time
+        run.delete(2)
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            with pytest.raises(store.PreconditionError):
+                run.purge(2)
+            time.sleep(0.2)
+
+        assert hold.expire_time > first
+        hold.check()
+
+
+def test_a_hold_that_was_ended_behind_its_back_says_so(
+    run: store.Run, stub: CheckpointServiceStub
+) -> None:
+    hold = run.hold(2, ttl=timedelta(seconds=0.3))
+    (info,) = run.holds()
+    name = f"{RunName.parse(run.name).resource}/holds/{info.id}"
+    stub.DeleteHold(api.DeleteHoldRequest(name=name))
+    time.sleep(0.5)
+
+    for call in (hold.check, hold.open, hold.close):
+        with pytest.raises(store.NotFoundError) as caught:
+            call()
+        assert "HOLD_NOT_FOUND" == caught.value.reason
+
+
+def test_the_error_that_ends_a_block_is_the_one_to_see(run: store.Run) -> None:
+    with pytest.raises(ZeroDivisionError), run.hold(1):
+        raise ZeroDivisionError
+
+    assert [] == list(run.holds())
+
+
+def test_a_hold_that_nobody_renews_expires_and_keeps_nothing(
+    run: store.Run, stub: CheckpointServiceStub, server: ServerProcess
+) -> None:
+    request = create(run, 2, ttl=Duration(seconds=1))
+    name = stub.CreateHold(request).hold.name
+    run.delete(2)
+    with pytest.raises(store.PreconditionError):
+        run.purge(2)
+    time.sleep(1.1)
+
+    with (
+        unchanged(server.root),
+        pytest.raises(store.PreconditionError, match="create another one") as caught,
+        translated("here"),
+    ):
+        stub.RenewHold(api.RenewHoldRequest(name=name))
+    assert "HOLD_EXPIRED" == caught.value.reason
+    assert 1 == len(list(run.holds()))
+    run.purge(2)
+
+
+def test_a_hold_that_is_asked_for_again_is_the_same_one(
+    run: store.Run, stub: CheckpointServiceStub
+) -> None:
+    request = create(run, "latest")
+    first = stub.CreateHold(request).hold
+    run.save(3, TREE).result()
+
+    again = stub.CreateHold(request).hold
+
+    assert (first.name, first.uid) == (again.name, again.uid)
+    assert again.expire_time.ToDatetime() >= first.expire_time.ToDatetime()
+    assert 1 == len(list(run.holds()))
+    with (
+        pytest.raises(store.InvalidRequestError, match="take a new one") as caught,
+        translated("here"),
+    ):
+        stub.CreateHold(create(run, 1, request_id=request.request_id))
+    assert "REQUEST_ID_REUSED" == caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"parent": "9"}, "CHECKPOINT_NOT_FOUND"),
+        ({"parent": "1"}, "CHECKPOINT_DELETED"),
+        ({"parent": "best"}, "TAG_NOT_FOUND"),
+        ({"parent": "-1"}, "INVALID_FIELD"),
+        ({"request_id": "1"}, "INVALID_FIELD"),
+        ({"owner": "é" * 129}, "INVALID_FIELD"),
+        ({"ttl": Duration(seconds=0)}, "INVALID_FIELD"),
+        ({"ttl": Duration(nanos=1)}, "INVALID_FIELD"),
+        ({"ttl": Duration(seconds=-1)}, "INVALID_FIELD"),
+        ({"ttl": Duration(seconds=30 * 86400 + 1)}, "INVALID_FIELD"),
+    ],
+)
+def test_a_hold_that_cannot_be_is_refused_for_its_own_reason(
+    settled: store.Run,
+    stub: CheckpointServiceStub,
+    server: ServerProcess,
+    fields: dict[str, Any],
+    reason: str,
+) -> None:
+    request = create(settled, fields.pop("parent", 2), **fields)
+
+    with (
+        unchanged(server.root),
+        pytest.raises(store.StoreError) as caught,
+        translated("here"),
+    ):
+        stub.CreateHold(request)
+    assert reason == caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("f" * 32, "HOLD_NOT_FOUND"), ("F" * 32, "INVALID_FIELD"), ("", "INVALID_FIELD")],
+)
+def test_a_hold_that_does_not_exist_is_not_renewed(
+    settled: store.Run, stub: CheckpointServiceStub, name: str, reason: str
+) -> None:
+    resource = f"{RunName.parse(settled.name).resource}/holds/{name}"
+
+    with pytest.raises(store.StoreError) as caught, translated("here"):
+        stub.RenewHold(api.RenewHoldRequest(name=resource))
+    assert reason == caught.value.reason
+
+
+def test_ending_a_hold_twice_changes_nothing(
+    run: store.Run, stub: CheckpointServiceStub
+) -> None:
+    request = api.DeleteHoldRequest(name=stub.CreateHold(create(run, 1)).hold.name)
+
+    stub.DeleteHold(request)
+    stub.DeleteHold(request)
+
+    assert [] == list(run.holds())
+
+
+def test_holds_are_listed_page_by_page(
+    run: store.Run, stub: CheckpointServiceStub
+) -> None:
+    made = {stub.CreateHold(create(run, 1)).hold.name for _ in range(5)}
+    parent = RunName.parse(run.name).resource
+
+    listed, token = [], ""
+    for _ in range(3):
+        request = api.ListHoldsRequest(parent=parent, page_size=2, page_token=token)
+        page = stub.ListHolds(request)
+        listed += [hold.name for hold in page.holds]
+        token = page.next_page_token
+
+    assert sorted(made) == listed
+    assert "" == token
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"page_size": -1}, "INVALID_FIELD"),
+        ({"page_token": "AAAA"}, "INVALID_PAGE_TOKEN"),
+        ({"page_token": page_token(f"{SETTLED}/tags", "a")}, "INVALID_PAGE_TOKEN"),
+        ({"parent": "namespaces/tests/runs/nobody"}, "RUN_NOT_FOUND"),
+        ({"parent": "tests/one"}, "INVALID_FIELD"),
+    ],
+)
+def test_a_list_of_holds_that_cannot_be_is_refused(
+    settled: store.Run, stub: CheckpointServiceStub, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(store.StoreError) as caught, translated("here"):
+        stub.ListHolds(api.ListHoldsRequest(**({"parent": SETTLED} | fields)))
+    assert reason == caught.value.reason
+
+
+@pytest.mark.parametrize("ttl", [timedelta(0), timedelta(days=31), -timedelta(days=1)])
+def test_a_hold_for_no_time_or_too_long_is_refused(
+    settled: store.Run, ttl: timedelta
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match="ttl"):
+        settled.hold(ttl=ttl)
+
+
+def test_a_hold_outlives_the_server_that_made_it(
+    start_server: Any,
+) -> None:
+    first = start_server()
+    with store.connect(first.address) as client:
+        run = client.run("tests/restart")
+        run.save(1, TREE).result()
+        with run.hold(1, ttl=timedelta(minutes=1)) as hold:
+            run.delete(1)
+            first.kill()
+            first.start()
+            with pytest.raises(store.PreconditionError):
+                run.purge(1)
+            hold.check()
+
+
+@dataclass
+class Promises:
+    """Holds that were answered: until when, in the true time, each must last."""
+
+    world: World
+    until: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: HoldName, began: float) -> None:
+        """A call that began then was answered."""
+        self.until[name.hold] = began + TTL
+        if self.until[name.hold] > self.world.seconds:
+            assert slot_of(self.world, 0).state in CHECKPOINTS
+
+    def check(self, place: str, data: bytes) -> None:
+        """Refuses a write that frees what is held."""
+        if freed_uid(place, data) == uid_of(0):
+            assert not any(t > self.world.seconds for t in self.until.values())
+
+
+async def _hold(
+    process: Process, other: Process, promises: Promises, *, pauses: list[float]
+) -> None:
+    """Holds a checkpoint, renews the hold at another process, and ends it."""
+    name = HoldName(RUN, uuid.uuid4().hex)
+    with suppress(StoreError):
+        await _create(process, promises, name)
+        for pause in pauses:
+            promises.world.seconds += pause * TTL
+            await promises.world.turns(LONG_TURNS)
+            began = promises.world.seconds
+            await other.holds.renew(name)
+            promises.add(name, began)
+        promises.until.pop(name.hold)
+        await other.holds.delete(name)
+
+
+async def _create(process: Process, promises: Promises, name: HoldName) -> None:
+    began = promises.world.seconds
+    await process.holds.create(
+        name, CheckpointName(RUN, 0), owner="", ttl=timedelta(seconds=TTL)
+    )
+    promises.add(name, began)
+
+
+async def _create_again(process: Process, promises: Promises, name: HoldName) -> None:
+    with suppress(StoreError):
+        await _create(process, promises, name)
+
+
+async def _collect_often(process: Process) -> None:
+    for _ in range(6):
+        with suppress(StoreError):
+            await process.collect()
+
+
+@given(
+    st.integers(0, 2**63),
+    st.lists(
+        st.lists(st.sampled_from([0.3, 0.9, 1.5]), max_size=3), min_size=1, max_size=3
+    ),
+    st.timedeltas(timedelta(days=-2), timedelta(0)),
+)
+@settings(max_examples=150, deadline=None)
+def test_what_is_held_is_never_purged_whatever_the_order_and_the_clocks(
+    seed: int, holders: list[list[float]], skew: timedelta
+) -> None:
+    world = world_of(seed, steps=1)
+    promises = Promises(world)
+    world.watch = promises.check
+    one, two, three = (Process(world, skew=s) for s in (timedelta(), skew, skew / 2))
+
+    together(
+        *(_hold(one, two, promises, pauses=pauses) for pauses in holders),
+        one.remove(0),
+        _collect_often(three),
+    )
+
+    world.seconds += 2 * TTL
+    together(three.remove(0))
+    world.seconds += 2 * TTL
+    together(three.remove(0))
+    assert FREE == slot_of(world, 0).state
+
+
+@given(st.integers(0, 2**63))
+@settings(max_examples=150, deadline=None)
+def test_a_hold_that_is_asked_for_again_is_not_taken_back_by_the_first_call(
+    seed: int,
+) -> None:
+    world = world_of(seed, steps=1)
+    promises = Promises(world)
+    world.watch = promises.check
+    one, two = Process(world), Process(world)
+    name = HoldName(RUN, uuid.uuid4().hex)
+
+    together(
+        *(_create_again(process, promises, name) for process in (one, two, one)),
+        two.remove(0),
+    )
+
+
+def test_a_renewal_after_another_process_purged_is_refused_whatever_its_clock() -> None:
+    world = world_of(0, steps=1)
+    maker, purger = Process(world), Process(world)
+    behind = Process(world, skew=timedelta(days=-1))
+    name = HoldName(RUN, uuid.uuid4().hex)
+    promises = Promises(world)
+    together(_create(maker, promises, name))
+    together(purger.remove(0))
+    assert DELETED == slot_of(world, 0).state
+
+    world.seconds += TTL
+    put_state(world, 0, PURGING)
+    with pytest.raises(ConflictError, match="is being purged"):
+        asyncio.run(behind.holds.renew(name))
+    world.seconds += TTL
+    together(purger.remove(0))  # it is seen anew: that renewal was written
+    assert DELETED == slot_of(world, 0).state
+    world.seconds += TTL
+    together(purger.remove(0))
+    assert FREE == slot_of(world, 0).state
+    with pytest.raises(HoldExpiredError, match="may be gone"):
+        asyncio.run(behind.holds.renew(name))

@@ -1,0 +1,178 @@
+"""Watching what happens to checkpoints, through every restart of the server.
+
+A watch is a stream of events, each with a token that goes on after it. A stream that
+breaks is opened again from the last token, so no event is missed and none repeated.
+"""
+
+from collections.abc import Generator, Iterable
+from contextlib import suppress
+from typing import Final, Protocol, cast
+
+from storesvc_client._channel import Connection
+from storesvc_client._retrying import patiently
+from storesvc_client._run_base import RunBase
+from storesvc_client._values import Event
+from storesvc_client.errors import NotFoundError, UnavailableError, translated
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+
+_COMMITTED: Final = api.CheckpointEvent.KIND_COMMITTED
+
+
+class RunWatch(RunBase):
+    """Watches the checkpoints of a run."""
+
+    def watch(self, since: str = "now") -> Generator[Event]:
+        """Returns an iterator over what happens to the checkpoints of the run, from
+        this call on and without an end.
+
+        It goes on through restarts of the server; each checkpoint comes once. Close
+        it to end the call.
+
+        >>> for event in run.watch():
+        ...     if event.kind == "committed":
+        ...         evaluate(run.restore(event.step))
+
+        Args:
+            since: "now"; "latest", which first brings the newest checkpoint, if there
+                is one; or an ``Event.resume_token``, which goes on after that event.
+
+        Raises:
+            InvalidRequestError: The token is not one of a watch of this run.
+            PreconditionError: The events after the token are gone.
+            UnavailableError: The server does not answer, for longer than a restart
+                takes; the iterator raises it too.
+        """
+        parent = self._name.resource
+        return watch(self._connection, parent, since, latest_of=[parent])
+
+
+def watch(
+    connection: Connection, parent: str, since: str, *, latest_of: Iterable[str]
+) -> Generator[Event]:
+    """Returns an iterator over events.
+
+    Args:
+        connection: To the store.
+        parent: The run or the namespace.
+        since: Where to begin.
+        latest_of: The runs whose newest checkpoints "latest" means; asked for only
+            then.
+
+    Raises:
+        StoreError: As ``RunWatch.watch``.
+    """
+    events = _events(connection, parent, since, latest_of)
+    # As far as the beginning: what happens after this call is seen, and closing a
+    # generator ends the call only where the generator has begun.
+    next(events)
+    return cast("Generator[Event]", events)
+
+
+def _events(
+    connection: Connection, parent: str, since: str, latest_of: Iterable[str]
+) -> Generator[Event | None]:
+    """Yields None once the watch has begun, and then events."""
+    stream = _Stream(connection, parent, "" if since in ("now", "latest") else since)
+    try:
+        stream.next()
+        shown = {}
+        if since == "latest":  # what is committed from here on comes by the stream too
+            newest = [_newest(connection, run) for run in latest_of]
+            shown = {message.uid: message for message in newest if message is not None}
+        yield None
+        for message in tuple(shown.values()):
+            event = api.CheckpointEvent(kind=_COMMITTED, checkpoint=message)
+            yield Event.from_message(event, stream.token)
+        while True:
+            told = stream.next()
+            if told is None:
+                continue
+            is_new = told.kind != _COMMITTED or told.checkpoint.uid not in shown
+            if is_new:
+                yield Event.from_message(told, stream.token)
+            else:
+                del shown[told.checkpoint.uid]
+    finally:
+        stream.close()
+
+
+class _Call(Protocol):
+    """A stream of answers."""
+
+    def __next__(self) -> api.WatchCheckpointsResponse:
+        """Waits for the next one."""
+
+    def cancel(self) -> bool:
+        """Ends it."""
+
+
+class _Stream:
+    """``WatchCheckpoints``, over as many calls as it takes."""
+
+    def __init__(self, connection: Connection, parent: str, token: str) -> None:
+        self.token = token
+        """Goes on after the last message."""
+        self._connection = connection
+        self._parent = parent
+        self._stub = CheckpointServiceStub(connection.channel)
+        self._call: _Call | None = None
+
+    def next(self) -> api.CheckpointEvent | None:
+        """Returns the next event; None: there is only a new token.
+
+        Raises:
+            UnavailableError: The server cannot be reached.
+        """
+        # To wait for an event is not to wait for the server: patience begins where
+        # a stream breaks, and the first message of the next one comes at once.
+        if self._call is not None:
+            try:
+                return self._read(self._call)
+            except UnavailableError:
+                self.close()
+        for attempt in patiently():
+            with attempt:
+                return self._reopened()
+        raise AssertionError
+
+    def close(self) -> None:
+        """Ends the call."""
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+    def _reopened(self) -> api.CheckpointEvent | None:
+        request = api.WatchCheckpointsRequest(
+            parent=self._parent, resume_token=self.token
+        )
+        with translated(self._connection.address):
+            self._call = self._stub.WatchCheckpoints(request)
+        try:
+            return self._read(self._call)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, call: _Call) -> api.CheckpointEvent | None:
+        with translated(self._connection.address):
+            response = next(call, None)
+        if response is None:
+            raise UnavailableError(
+                f"store {self._connection.address} ended a watch; try again"
+            )
+        self.token = response.resume_token
+        return response.event if response.HasField("event") else None
+
+
+def _newest(connection: Connection, run: str) -> api.Checkpoint | None:
+    """The newest checkpoint of a run, if it has one."""
+    stub = CheckpointServiceStub(connection.channel)
+    request = api.GetCheckpointRequest(name=f"{run}/checkpoints/latest")
+    with suppress(NotFoundError):
+        for attempt in patiently():
+            with attempt, translated(connection.address):
+                return stub.GetCheckpoint(
+                    request, timeout=connection.timeout
+                ).checkpoint
+    return None

@@ -1,0 +1,94 @@
+"""``storectl watch``: what happens to checkpoints, as it happens."""
+
+import json
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import click
+
+from storesvc_client.cli._arguments import parent_path
+from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._output import (
+    json_value,
+    pairs_text,
+    print_note,
+    printable,
+    size_text,
+)
+from storesvc_client.cli._paths import NamespacePath, RunPath
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from storesvc_client import Client, Event
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells count it."""
+
+
+@click.command()
+@click.argument("path", type=parent_path, metavar="PATH")
+@click.option(
+    "--since",
+    metavar="now|latest|TOKEN",
+    default="now",
+    show_default=True,
+    help="Where to begin: now, with the newest checkpoint, or after the event whose "
+    "resume_token this is.",
+)
+@click.option(
+    "--count", type=click.IntRange(min=1), metavar="N", help="End after N events."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document a line.")
+@pass_connection
+def watch(
+    connection: Connection,
+    *,
+    path: NamespacePath | RunPath,
+    since: str,
+    count: int | None,
+    as_json: bool,
+) -> None:
+    """Print what happens to checkpoints, a line each.
+
+    Of a run, or of all runs of a namespace. It goes on through restarts of the
+    server, until Ctrl-C.
+
+    \b
+    Examples:
+      storectl watch prod/llama-8b --since latest
+      storectl watch prod --json --count 1
+    """
+    try:
+        with connection.open() as client:
+            events = _events(client, path, since)
+            print_note(f"watching {path}")
+            for event in islice(events, count):
+                click.echo(_json_line(event) if as_json else _line(event))
+    except KeyboardInterrupt:
+        raise click.exceptions.Exit(INTERRUPTED) from None
+
+
+def _events(
+    client: "Client", path: NamespacePath | RunPath, since: str
+) -> "Iterator[Event]":
+    match path:
+        case NamespacePath(namespace):
+            return client.watch(namespace, since)
+        case RunPath(run):
+            return client.run(run).watch(since)
+
+
+def _line(event: "Event") -> str:
+    cells = [f"{event.kind:<9}", f"{event.run}@{event.step}"]
+    if event.tag:
+        cells.append(event.tag)
+    elif event.kind == "committed" and event.checkpoint is not None:
+        cells.append(size_text(event.checkpoint.size_bytes))
+        if event.checkpoint.metrics:
+            cells.append(pairs_text(event.checkpoint.metrics))
+    return printable("  ".join(cells))
+
+
+def _json_line(event: "Event") -> str:
+    return json.dumps(json_value(event), ensure_ascii=False)

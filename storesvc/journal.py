@@ -1,0 +1,222 @@
+"""The journal: announcements of changes, numbered, one sequence a namespace.
+
+``bucket.proto`` says what an announcement promises. The numbers are dense and begin
+at 1, which saves lists: an announcement is read, or found not to be there yet, by its
+number. Only a process that knows no number yet, or was overtaken, lists.
+
+The oldest announcements are trimmed; the last one never is, so that numbers never
+begin anew.
+"""
+
+import asyncio
+import uuid
+from collections import defaultdict
+from datetime import UTC, timedelta
+from typing import Final
+
+from storesvc.bucket import IF_ABSENT, Bucket, PreconditionError
+from storesvc.clocks import Clock
+from storesvc.errors import (
+    CorruptDataError,
+    InvalidResumeTokenError,
+    ResumeTokenExpiredError,
+)
+from storesvc.format import layout
+from storesvc.records import read_record, timestamp, write_record
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+LEAST_AGE: Final = timedelta(days=1)
+"""How old an announcement is at least that is trimmed."""
+
+KEPT_AGE: Final = timedelta(days=7)
+"""How old an announcement becomes, where there are not too many."""
+
+KEPT: Final = 100_000
+"""Announcements that a namespace keeps, once they are older than ``LEAST_AGE``."""
+
+READS_AT_ONCE: Final = 32
+
+
+class Journal:
+    """The journals of a bucket."""
+
+    def __init__(self, bucket: Bucket, *, clock: Clock) -> None:
+        self._bucket = bucket
+        self._clock = clock
+        self._known: dict[str, int] = {}  # a number that is, or was, there; 0: none
+        self._announcing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._landings: dict[str, asyncio.Event] = {}
+
+    async def announce(self, namespace: str, announcement: pb.Announcement) -> int:
+        """Announces a change of an object that was read before, and returns the number
+        of the announcement; the change must carry it."""
+        while True:
+            number = await self._create(namespace, announcement)
+            if await self._is_next(namespace, number):
+                return number
+            await self._bucket.delete(layout.announcement(namespace, number))
+
+    def landed(self, namespace: str) -> None:
+        """Tells the watchers of this process that an announced change was made."""
+        if namespace in self._landings:
+            self._landings[namespace].set()
+
+    def landings(self, namespace: str) -> asyncio.Event:
+        """Returns what is set whenever a change lands in this process."""
+        return self._landings.setdefault(namespace, asyncio.Event())
+
+    async def read(self, namespace: str, number: int) -> pb.Announcement | None:
+        """Returns an announcement; None where it is not there yet, or was trimmed.
+
+        Raises:
+            CorruptDataError: It is damaged.
+        """
+        place = layout.announcement(namespace, number)
+        found = await read_record(self._bucket, place, pb.Announcement)
+        return found and found[0]
+
+    async def following(
+        self, namespace: str, after: int, *, limit: int
+    ) -> list[tuple[int, pb.Announcement]]:
+        """Returns the announcements after one, in order.
+
+        Args:
+            namespace: Of this namespace.
+            after: The number of that one; 0: from the first.
+            limit: At most so many.
+
+        Raises:
+            ResumeTokenExpiredError: The next ones were trimmed.
+            InvalidResumeTokenError: There is no such number yet.
+        """
+        found: list[tuple[int, pb.Announcement]] = []
+        more, batch = True, 1  # mostly there is none
+        while more and len(found) < limit:
+            first = after + len(found) + 1
+            numbers = range(first, first + min(batch, limit - len(found)))
+            read = await asyncio.gather(*(self.read(namespace, n) for n in numbers))
+            for number, announcement in zip(numbers, read, strict=True):
+                more = more and announcement is not None
+                if more and announcement is not None:
+                    found.append((number, announcement))
+            batch = min(2 * batch, READS_AT_ONCE)
+        if found:
+            self._note(namespace, found[-1][0])
+        else:
+            await self._check_there(namespace, after)
+        return found
+
+    async def tail(self, namespace: str) -> int:
+        """Returns the number of the last announcement; 0: there is none."""
+        known = self._known.get(namespace, 0)
+        return await self._last(namespace, known)
+
+    async def trim(
+        self, namespace: str, *, keep: int = KEPT, older_than: timedelta = KEPT_AGE
+    ) -> int:
+        """Deletes the oldest announcements, and returns how many.
+
+        None that is younger than ``LEAST_AGE``, and never the last one.
+
+        Args:
+            namespace: Of this namespace.
+            keep: Of those that may be deleted, the newest of so many stay ...
+            older_than: ... unless they are older than this.
+        """
+        numbers = await self._numbers(namespace)
+        surplus = max(0, len(numbers) - max(keep, 1))
+        deleted = 0
+        for at in range(0, len(numbers) - 1, READS_AT_ONCE):
+            batch = numbers[at : min(at + READS_AT_ONCE, len(numbers) - 1)]
+            ages = await asyncio.gather(*(self._age(namespace, n) for n in batch))
+            # In order, so that the journal never has a gap.
+            for number, age in zip(batch, ages, strict=True):
+                least = LEAST_AGE if deleted < surplus else max(older_than, LEAST_AGE)
+                if age is not None and age <= least:
+                    return deleted
+                await self._bucket.delete(layout.announcement(namespace, number))
+                deleted += 1
+        return deleted
+
+    async def _create(self, namespace: str, announcement: pb.Announcement) -> int:
+        """Creates the next announcement, and returns its number."""
+        record = pb.Announcement()
+        record.CopyFrom(announcement)
+        record.nonce = uuid.uuid4().hex
+        async with self._announcing[namespace]:
+            if namespace not in self._known:
+                await self._last(namespace, 0)
+            while True:
+                number = self._known.get(namespace, 0) + 1
+                place = layout.announcement(namespace, number)
+                record.create_time.CopyFrom(timestamp(self._clock.now()))
+                try:
+                    await write_record(self._bucket, place, record, condition=IF_ABSENT)
+                except PreconditionError:  # another process was faster
+                    await self._last(namespace, number)
+                    continue
+                self._note(namespace, number)
+                return number
+
+    async def _is_next(self, namespace: str, number: int) -> bool:
+        """Whether a number that this process created was not trimmed long ago, while
+        the process slept: no watch would look there."""
+        if number == 1 or await self._is_there(namespace, number - 1):
+            return True
+        later = await self._numbers(namespace, after=number)
+        if later:
+            self._note(namespace, later[-1])
+        return not later or later[0] == number + 1
+
+    async def _is_there(self, namespace: str, number: int) -> bool:
+        """Whether there is an announcement, damaged or not."""
+        place = layout.announcement(namespace, number)
+        return await self._bucket.read(place) is not None
+
+    async def _check_there(self, namespace: str, number: int) -> None:
+        """Refuses a number that nothing follows, unless it is the last one."""
+        if number and await self._is_there(namespace, number):
+            return
+        later = await self._numbers(namespace, after=number)
+        if number and not later:
+            raise InvalidResumeTokenError(
+                f"resume_token: expected at most what the journal of {namespace} has, "
+                f"got announcement {number}; watch without a token"
+            )
+        if later and later[0] != number + 1:
+            raise expired(namespace)
+
+    async def _last(self, namespace: str, known: int) -> int:
+        """The last number, by a list of those after a known one."""
+        numbers = await self._numbers(namespace, after=known)
+        last = numbers[-1] if numbers else known
+        self._note(namespace, last)
+        return last
+
+    async def _numbers(self, namespace: str, *, after: int = 0) -> list[int]:
+        found = await self._bucket.list(
+            layout.journal(namespace),
+            after=layout.announcement(namespace, after) if after else "",
+        )
+        return [n for place in found if (n := layout.number_of(place)) is not None]
+
+    async def _age(self, namespace: str, number: int) -> timedelta | None:
+        """How old an announcement is; None where it is damaged, and serves nobody."""
+        try:
+            announcement = await self.read(namespace, number)
+        except CorruptDataError:
+            return None
+        if announcement is None:  # another collector's
+            return None
+        return self._clock.now() - announcement.create_time.ToDatetime(UTC)
+
+    def _note(self, namespace: str, number: int) -> None:
+        self._known[namespace] = max(number, self._known.get(namespace, 0))
+
+
+def expired(namespace: str) -> ResumeTokenExpiredError:
+    """Returns the refusal of a token whose next announcements were trimmed."""
+    return ResumeTokenExpiredError(
+        f"resume_token: the events of {namespace} that follow it are gone; list the "
+        "checkpoints, then watch without a token"
+    )

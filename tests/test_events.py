@@ -1,0 +1,445 @@
+"""What a watch tells: each commit once, whoever crashes, and however often a watch
+ends and goes on elsewhere."""
+
+import string
+from base64 import urlsafe_b64encode
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from storesvc import events, slots
+from storesvc.errors import InvalidResumeTokenError
+from storesvc.events import (
+    MAX_PENDING,
+    PATIENCE,
+    Held,
+    Outcome,
+    Position,
+    after,
+    due,
+    is_full,
+    pack_token,
+    resolve,
+    unpack_token,
+)
+from storesvc.records import timestamp
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+PARENT, STORE = "namespaces/n", "5f0c9c1e-6d8e-4b0c-9b7e-0c4b6d8f1a2b"
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+COMMIT = pb.Announcement.KIND_COMMIT
+DELETE = pb.Announcement.KIND_DELETE
+UNDELETE = pb.Announcement.KIND_UNDELETE
+TAG = pb.Announcement.KIND_TAG
+UNTAG = pb.Announcement.KIND_UNTAG
+LANDED, SUPERSEDED, PENDING = Outcome.LANDED, Outcome.SUPERSEDED, Outcome.PENDING
+
+
+def slot(
+    state: int, *, upload: str = "u", commit_sequence: int = 0, sequence: int = 0
+) -> pb.CheckpointRecord:
+    return pb.CheckpointRecord(
+        state=pb.CheckpointRecord.State.ValueType(state),
+        upload=upload,
+        commit_sequence=commit_sequence,
+        sequence=sequence,
+    )
+
+
+def tag(sequence: int, upload: str = "u") -> pb.TagRecord:
+    return pb.TagRecord(upload=upload, sequence=sequence)
+
+
+HELD: dict[str, Held] = {
+    "absent": None,
+    "uploading": slot(slots.UPLOADING),
+    "committed": slot(slots.COMMITTED, commit_sequence=5, sequence=5),
+    "deleted": slot(slots.DELETED, commit_sequence=2, sequence=5),
+    "undeleted": slot(slots.COMMITTED, commit_sequence=2, sequence=5),
+    "purging": slot(slots.PURGING, commit_sequence=2, sequence=5),
+    "free": slot(slots.FREE),
+    "another's": slot(slots.COMMITTED, upload="v", commit_sequence=9, sequence=9),
+    "a tag": tag(5),
+    "a deleted tag": tag(5, ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "expected"),
+    [
+        ("COMMIT", "absent", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
+        ("COMMIT", "uploading", (PENDING, PENDING, PENDING)),
+        ("COMMIT", "committed", (SUPERSEDED, LANDED, SUPERSEDED)),
+        ("COMMIT", "deleted", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
+        ("COMMIT", "free", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
+        ("COMMIT", "another's", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
+        ("DELETE", "committed", (SUPERSEDED, LANDED, PENDING)),
+        ("DELETE", "deleted", (SUPERSEDED, LANDED, SUPERSEDED)),
+        ("DELETE", "purging", (SUPERSEDED, LANDED, SUPERSEDED)),
+        ("DELETE", "free", (LANDED, LANDED, LANDED)),
+        ("DELETE", "another's", (LANDED, LANDED, LANDED)),
+        ("DELETE", "absent", (LANDED, LANDED, LANDED)),
+        ("UNDELETE", "undeleted", (SUPERSEDED, LANDED, SUPERSEDED)),
+        ("UNDELETE", "deleted", (SUPERSEDED, LANDED, PENDING)),
+        ("UNDELETE", "purging", (SUPERSEDED, LANDED, SUPERSEDED)),
+        ("UNDELETE", "free", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
+        ("UNDELETE", "absent", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
+        ("TAG", "absent", (PENDING, PENDING, PENDING)),
+        ("TAG", "a tag", (SUPERSEDED, LANDED, PENDING)),
+        ("TAG", "a deleted tag", (SUPERSEDED, LANDED, PENDING)),
+        ("UNTAG", "absent", (LANDED, LANDED, LANDED)),
+        ("UNTAG", "a tag", (SUPERSEDED, LANDED, PENDING)),
+        ("UNTAG", "a deleted tag", (SUPERSEDED, LANDED, SUPERSEDED)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_object_tells_what_came_of_announcements_4_5_and_6(
+    kind: str, held: str, expected: tuple[Outcome, ...]
+) -> None:
+    announced = pb.Announcement(
+        kind=pb.Announcement.Kind.Value(f"KIND_{kind}"),
+        upload="u",
+        create_time=timestamp(NOW),
+    )
+
+    def outcomes(now: datetime) -> tuple[Outcome, ...]:
+        return tuple(resolve(n, announced, HELD[held], now=now) for n in (4, 5, 6))
+
+    assert expected == outcomes(NOW)
+    if kind != "COMMIT":
+        expected = tuple(SUPERSEDED if o is PENDING else o for o in expected)
+    assert expected == outcomes(NOW + PATIENCE * 2)
+
+
+positions = st.builds(
+    lambda pending, more: Position(max(pending, default=0) + more, pending),
+    st.sets(st.integers(1, 10**12), max_size=MAX_PENDING).map(
+        lambda numbers: tuple(sorted(numbers))
+    ),
+    st.integers(0, 10**6),
+)
+
+
+@given(positions)
+def test_a_token_brings_its_position_back(position: Position) -> None:
+    token = pack_token(position, parent=PARENT, store=STORE)
+
+    assert position == unpack_token(token, parent=PARENT, store=STORE)
+    assert set(token) <= set(string.ascii_letters + string.digits + "-_=")
+
+
+def test_the_largest_token_is_small() -> None:
+    last = 10**9
+    pending = tuple(range(last - 4 * MAX_PENDING, last, 4))
+    token = pack_token(Position(last, pending), parent=PARENT, store=STORE)
+
+    assert MAX_PENDING == len(pending)
+    assert 800 > len(token)
+    assert 40 > len(pack_token(Position(last), parent=PARENT, store=STORE))
+
+
+@given(positions, st.data())
+def test_a_foreign_or_cut_token_is_refused(
+    position: Position, data: st.DataObject
+) -> None:
+    token = pack_token(position, parent=PARENT, store=STORE)
+    cut = token[: data.draw(st.integers(0, len(token) - 1))]
+
+    for other, parent, store in (
+        (token, "namespaces/m", STORE),
+        (token, f"{PARENT}/runs/r", STORE),
+        (token, PARENT, "another"),
+        (cut, PARENT, STORE),
+        (token[:-6] + "AAAA", PARENT, STORE),
+        ("?" + token[1:], PARENT, STORE),
+    ):
+        with pytest.raises(InvalidResumeTokenError, match="watch without a token"):
+            unpack_token(other, parent=parent, store=store)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"x", b"-1", b"5,9", b"5,0", b"9" * 30, b"900" + b",1" * 300, b"1,"]
+)
+def test_a_forged_token_is_refused(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = pack_token(Position(0), parent=PARENT, store=STORE)
+    monkeypatch.setattr(events, "_check", lambda *_: b"x" * 8)
+    forged = urlsafe_b64encode(b"\1" + b"x" * 8 + body).decode()
+
+    with pytest.raises(InvalidResumeTokenError):
+        unpack_token(forged, parent=PARENT, store=STORE)
+    with pytest.raises(InvalidResumeTokenError):
+        unpack_token(good, parent=PARENT, store=STORE)
+
+
+@given(st.text())
+@example("")
+@example("é")
+def test_any_other_text_is_refused(text: str) -> None:
+    with pytest.raises(InvalidResumeTokenError):
+        unpack_token(text, parent=PARENT, store=STORE)
+
+
+# --- Announcers and watches, step by step ----------------------------------------
+
+
+@dataclass(eq=False)
+class Underway:
+    """A change that was announced and not made yet."""
+
+    number: int
+    announcement: pb.Announcement
+    place: int | str
+    generation: int
+    changed: pb.CheckpointRecord | pb.TagRecord
+
+
+@dataclass(eq=False)
+class Watch:
+    """A watch, and what it has told."""
+
+    token: str
+    position: Position
+    to_look_at: list[int] = field(default_factory=list)
+    told: list[tuple[int, pb.Announcement]] = field(default_factory=list)
+
+
+class WatchMachine(RuleBasedStateMachine):
+    """Steps and tags of one run, and those who change and watch them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = NOW
+        self.journal: list[pb.Announcement] = []
+        self.objects: dict[int | str, Held] = {}
+        self.generations: Counter[int | str] = Counter()
+        self.underway: list[Underway] = []
+        self.committed: dict[str, int] = {}
+        self.purged: set[str] = set()
+        self.uploads = 0
+        start = pack_token(Position(0), parent=PARENT, store=STORE)
+        self.watches = [Watch(start, Position(0)) for _ in range(2)]
+
+    steps = st.integers(0, 1)
+    tags = st.sampled_from(["best", "prod"])
+
+    def _write(self, place: int | str, held: Held) -> None:
+        self.objects[place] = held
+        self.generations[place] += 1
+
+    def _slot(self, step: int) -> pb.CheckpointRecord:
+        held = self.objects.get(step)
+        return held if isinstance(held, pb.CheckpointRecord) else pb.CheckpointRecord()
+
+    def _tag(self, name: str) -> pb.TagRecord:
+        held = self.objects.get(name)
+        return held if isinstance(held, pb.TagRecord) else pb.TagRecord()
+
+    def _announce(
+        self,
+        kind: "pb.Announcement.Kind.ValueType",
+        place: int | str,
+        changed: pb.CheckpointRecord | pb.TagRecord,
+        upload: str,
+    ) -> None:
+        announced = pb.Announcement(
+            kind=kind,
+            upload=upload,
+            tag=place if isinstance(place, str) else "",
+            step=place if isinstance(place, int) else 0,
+            create_time=timestamp(self.now),
+        )
+        self.journal.append(announced)
+        number = len(self.journal)
+        made = type(changed)()
+        made.MergeFrom(changed)  # type: ignore[arg-type]  # of the same type
+        made.sequence = number
+        if kind == COMMIT and isinstance(made, pb.CheckpointRecord):
+            made.commit_sequence = number
+        self.underway.append(
+            Underway(number, announced, place, self.generations[place], made)
+        )
+
+    @rule(step=steps)
+    def begin(self, step: int) -> None:
+        """An upload takes a step over that is no checkpoint."""
+        if self._slot(step).state not in slots.CHECKPOINTS:
+            self.uploads += 1
+            self._write(step, slot(slots.UPLOADING, upload=f"u{self.uploads}"))
+
+    @rule(step=steps)
+    def save(self, step: int) -> None:
+        """A whole one."""
+        self.begin(step)
+        self.commit(step)
+        if self.underway:
+            self.land(-1)
+
+    @rule(step=steps)
+    def commit(self, step: int) -> None:
+        found = self._slot(step)
+        if found.state == slots.UPLOADING:
+            changed = slot(slots.COMMITTED, upload=found.upload)
+            self._announce(COMMIT, step, changed, found.upload)
+
+    @rule(step=steps)
+    def delete_or_undelete(self, step: int) -> None:
+        found = self._slot(step)
+        if found.state not in (slots.COMMITTED, slots.DELETED):
+            return
+        deletes = found.state == slots.COMMITTED
+        changed = slot(
+            slots.DELETED if deletes else slots.COMMITTED,
+            upload=found.upload,
+            commit_sequence=found.commit_sequence,
+        )
+        self._announce(DELETE if deletes else UNDELETE, step, changed, found.upload)
+
+    @rule(step=steps)
+    def touch(self, step: int) -> None:
+        """A change that nobody announces, such as one of labels, or an abort."""
+        found = self._slot(step)
+        if found.state in slots.CHECKPOINTS:
+            self._write(step, found)
+        elif found.state == slots.UPLOADING:
+            self._write(step, slot(slots.FREE, upload=found.upload))
+
+    @rule(step=steps, turns=st.integers(1, 3))
+    def purge(self, step: int, turns: int) -> None:
+        for _ in range(turns):
+            found = self._slot(step)
+            if found.state == slots.DELETED:
+                changed = pb.CheckpointRecord()
+                changed.CopyFrom(found)
+                changed.state = slots.PURGING
+                self._write(step, changed)
+            elif found.state == slots.PURGING:
+                self.purged.add(found.upload)
+                self._write(step, slot(slots.FREE, upload=found.upload))
+            elif found.state == slots.FREE:
+                self._write(step, None)
+
+    @rule(name=tags, step=steps)
+    def set_tag(self, name: str, step: int) -> None:
+        found = self._slot(step)
+        if found.state == slots.COMMITTED:
+            self._announce(TAG, name, tag(0, found.upload), found.upload)
+
+    @rule(name=tags)
+    def delete_tag(self, name: str) -> None:
+        found = self._tag(name)
+        if found.upload:
+            self._announce(UNTAG, name, tag(0, ""), found.upload)
+
+    @precondition(lambda self: self.underway)
+    @rule(which=st.integers(-3, 2))
+    def land(self, which: int) -> None:
+        """The write of an announced change, on its condition."""
+        change = self.underway.pop(which % len(self.underway))
+        if self.generations[change.place] != change.generation:
+            return
+        self._write(change.place, change.changed)
+        if change.announcement.kind == COMMIT:
+            self.committed[change.announcement.upload] = change.number
+
+    @precondition(lambda self: self.underway)
+    @rule(which=st.integers(-3, 2))
+    def crash(self, which: int) -> None:
+        self.underway.pop(which % len(self.underway))
+
+    @rule()
+    def sleep(self) -> None:
+        """A day passes, in which every change but a commit ends, one way or other."""
+        self.underway = [c for c in self.underway if c.announcement.kind == COMMIT]
+        self.now += PATIENCE + timedelta(minutes=1)
+
+    @rule(which=st.integers(0, 1), numbers=st.integers(1, 20))
+    def look(self, which: int, numbers: int) -> None:
+        """A watch goes on by some numbers, with changes between any two of them."""
+        watch = self.watches[which]
+        if not watch.to_look_at:
+            watch.to_look_at = list(due(watch.position, len(self.journal)))
+        for _ in range(min(numbers, len(watch.to_look_at))):
+            number = watch.to_look_at.pop(0)
+            if number > watch.position.last and is_full(watch.position):
+                watch.to_look_at = []
+                return
+            announced = self.journal[number - 1]
+            held = self.objects.get(announced.tag or announced.step)
+            outcome = resolve(number, announced, held, now=self.now)
+            watch.position = after(watch.position, number, outcome)
+            if outcome is LANDED:
+                watch.told.append((number, announced))
+                self.get_token(which)
+
+    @rule(which=st.integers(0, 1))
+    def get_token(self, which: int) -> None:
+        watch = self.watches[which]
+        watch.token = pack_token(watch.position, parent=PARENT, store=STORE)
+
+    @rule(which=st.integers(0, 1))
+    def reconnect(self, which: int) -> None:
+        """The watch ends, and goes on at a server that knows nothing of it."""
+        watch = self.watches[which]
+        watch.position = unpack_token(watch.token, parent=PARENT, store=STORE)
+        watch.to_look_at = []
+
+    def teardown(self) -> None:
+        """All announcers crash, all is told, and nothing is missing."""
+        self.underway = []
+        for step in (0, 1):
+            if self._slot(step).state == slots.UPLOADING:
+                self.touch(step)
+        self.sleep()
+        for which, watch in enumerate(self.watches):
+            self.reconnect(which)
+            while watch.to_look_at or list(due(watch.position, len(self.journal))):
+                self.look(which, 10**6)
+            self._check(watch)
+
+    def _check(self, watch: Watch) -> None:
+        assert Position(len(self.journal)) == watch.position
+        numbers = [number for number, _ in watch.told]
+        assert len(set(numbers)) == len(numbers)
+        commits = [a.upload for _, a in watch.told if a.kind == COMMIT]
+        assert len(set(commits)) == len(commits)
+        assert set(self.committed) - self.purged <= set(commits) <= set(self.committed)
+        last: dict[str, pb.Announcement] = {}
+        for _, announced in watch.told:
+            last[announced.tag or announced.upload] = announced
+        for upload in self.purged:
+            assert DELETE == last[upload].kind
+        for step in (0, 1):
+            found = self._slot(step)
+            if found.state in slots.CHECKPOINTS:
+                deleted = found.state != slots.COMMITTED
+                assert deleted == (last[found.upload].kind == DELETE)
+        for name in ("best", "prod"):
+            found_tag = self.objects.get(name)
+            if isinstance(found_tag, pb.TagRecord):
+                named = last[name].upload if last[name].kind == TAG else ""
+                assert found_tag.upload == named
+            else:
+                assert name not in last
+
+
+@pytest.mark.parametrize("most", [2, MAX_PENDING])
+def test_no_commit_is_missed_or_repeated(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MAX_PENDING", most)
+    run_state_machine_as_test(
+        WatchMachine,
+        settings=settings(max_examples=150, stateful_step_count=60, deadline=None),
+    )

@@ -1,0 +1,334 @@
+"""The journal: numbers that are dense and never begin anew, whoever announces."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from storesvc.errors import (
+    CorruptDataError,
+    InvalidResumeTokenError,
+    ResumeTokenExpiredError,
+    StorageUnavailableError,
+)
+from storesvc.format import layout
+from storesvc.journal import LEAST_AGE, Journal
+from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.faulty_bucket import Call, Fault, FaultyBucket, Plan, at_change, no_faults
+
+Test: TypeAlias = Callable[[FaultyBucket], Coroutine[Any, Any, None]]
+
+
+class HandClock:
+    """A clock that stands still until it is turned."""
+
+    def __init__(self) -> None:
+        self.time = datetime(2030, 1, 1, tzinfo=UTC)
+
+    def now(self) -> datetime:
+        """Returns what it was turned to."""
+        return self.time
+
+    def elapsed(self) -> float:
+        """Returns the same, in seconds."""
+        return self.time.timestamp()
+
+    def turn(self, by: timedelta) -> None:
+        """Turns it forward."""
+        self.time += by
+
+
+@pytest.fixture(params=["memory", "file"])
+def within(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Test], None]:
+    """Runs a test on a fresh bucket of each kind."""
+    root = "memory://" if request.param == "memory" else tmp_path.as_uri()
+
+    def run(test: Test) -> None:
+        async def main() -> None:
+            await test(await FaultyBucket.faulty(root))
+
+        asyncio.run(main())
+
+    return run
+
+
+def commit(step: int = 0) -> pb.Announcement:
+    return pb.Announcement(
+        kind=pb.Announcement.KIND_COMMIT, run="r", step=step, upload=uuid.uuid4().hex
+    )
+
+
+def recorded(calls: list[Call]) -> Plan:
+    """The plan of no faults that writes down what was called."""
+
+    def plan(call: Call) -> Fault:
+        calls.append(call)
+        return Fault.NONE
+
+    return plan
+
+
+async def numbers(journal: Journal, namespace: str = "n") -> list[int]:
+    first = [n for n in range(1, 500) if await journal.read(namespace, n) is not None]
+    found = await journal.following(namespace, first[0] - 1, limit=1000)
+    assert first == [number for number, _ in found]
+    return first
+
+
+def test_a_list_after_a_place_leaves_out_all_up_to_it(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        for place in ("a/1", "a/2", "a/22", "a/3", "b/1"):
+            await bucket.write(place, b"")
+
+        assert ["a/22", "a/3"] == await bucket.list("a/", after="a/2")
+        assert ["a/3"] == await bucket.list("a/", after="a/25")
+        assert [] == await bucket.list("a/", after="a/3")
+        assert ["a/1", "a/2", "a/22", "a/3"] == await bucket.list("a/")
+
+    within(test)
+
+
+def test_numbers_begin_at_one_and_are_dense_in_each_namespace(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        journal = Journal(bucket, clock=HandClock())
+
+        assert 0 == await journal.tail("n")
+        assert [1, 2, 3] == [await journal.announce("n", commit()) for _ in range(3)]
+        assert 1 == await journal.announce("other", commit())
+        assert [1, 2, 3] == await numbers(journal)
+        assert 3 == await journal.tail("n")
+
+    within(test)
+
+
+def test_an_announcement_says_what_and_when(within: Callable[[Test], None]) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock = HandClock()
+        journal, announced = Journal(bucket, clock=clock), commit(step=7)
+
+        await journal.announce("n", announced)
+
+        ((number, found),) = await journal.following("n", 0, limit=10)
+        assert 1 == number
+        assert clock.now() == found.create_time.ToDatetime(UTC)
+        assert (announced.upload, 7) == (found.upload, found.step)
+        assert not announced.HasField("create_time")  # the caller's stays as it was
+
+    within(test)
+
+
+def test_processes_that_announce_at_once_get_numbers_of_their_own(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        journals = [Journal(bucket.reopened(), clock=HandClock()) for _ in range(4)]
+
+        got = await asyncio.gather(
+            *(journal.announce("n", commit()) for journal in journals * 5)
+        )
+
+        assert list(range(1, 21)) == sorted(got)
+        assert list(range(1, 21)) == await numbers(journals[0])
+
+    within(test)
+
+
+def test_a_write_that_landed_and_was_reported_as_a_conflict_announces_once(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        journal = Journal(bucket, clock=HandClock())
+        await journal.announce("n", commit())
+        bucket.calls.follow(at_change(0, Fault.RETRIED))
+
+        assert 2 == await journal.announce("n", commit())
+        assert 3 == await journal.announce("n", commit())
+        assert [1, 2, 3] == await numbers(journal)
+
+    within(test)
+
+
+def test_a_lost_answer_leaves_a_number_that_nobody_uses(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        journal = Journal(bucket, clock=HandClock())
+        bucket.calls.follow(at_change(0, Fault.LOST))
+
+        with pytest.raises(StorageUnavailableError):
+            await journal.announce("n", commit())
+
+        assert 2 == await journal.announce("n", commit())
+        assert [1, 2] == await numbers(journal)
+
+    within(test)
+
+
+def test_what_nobody_follows_is_asked_for_with_two_reads(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        journal = Journal(bucket, clock=HandClock())
+        for _ in range(70):
+            await journal.announce("n", commit())
+        calls: list[Call] = []
+        bucket.calls.follow(recorded(calls))
+
+        assert [] == await journal.following("n", 70, limit=100)
+
+        assert ["read", "read"] == [call.operation for call in calls]
+        bucket.calls.follow(no_faults)
+        found = await journal.following("n", 3, limit=50)
+        assert list(range(4, 54)) == [number for number, _ in found]
+        found = await journal.following("n", 3, limit=500)
+        assert list(range(4, 71)) == [number for number, _ in found]
+
+    within(test)
+
+
+def test_the_last_announcement_is_never_trimmed(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock = HandClock()
+        journal = Journal(bucket, clock=clock)
+        for _ in range(40):
+            await journal.announce("n", commit())
+        clock.turn(timedelta(days=1000))
+
+        assert 39 == await journal.trim("n", keep=0)
+        assert 0 == await journal.trim("n", keep=0)
+        assert [40] == await numbers(journal)
+        fresh = Journal(bucket.reopened(), clock=clock)
+        assert 41 == await fresh.announce("n", commit())
+        assert 0 == await journal.trim("empty")
+
+    within(test)
+
+
+def test_trimming_keeps_the_young_and_of_the_older_ones_the_newest(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock = HandClock()
+        journal = Journal(bucket, clock=clock)
+        for _ in range(10):
+            await journal.announce("n", commit())
+        assert 0 == await journal.trim("n", keep=1, older_than=timedelta(0))
+        clock.turn(LEAST_AGE + timedelta(seconds=1))
+        for _ in range(3):
+            await journal.announce("n", commit())
+
+        assert 0 == await journal.trim("n", keep=13)
+        assert 2 == await journal.trim("n", keep=11)
+        assert list(range(3, 14)) == await numbers(journal)
+        assert 8 == await journal.trim("n", keep=1)
+        assert [11, 12, 13] == await numbers(journal)
+        clock.turn(timedelta(days=8))
+        assert 2 == await journal.trim("n")
+        assert [13] == await numbers(journal)
+
+    within(test)
+
+
+def test_a_trim_that_dies_leaves_no_gap(within: Callable[[Test], None]) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock = HandClock()
+        journal = Journal(bucket, clock=clock)
+        for _ in range(10):
+            await journal.announce("n", commit())
+        clock.turn(timedelta(days=30))
+        bucket.calls.follow(at_change(4, Fault.UNAVAILABLE))
+
+        with pytest.raises(StorageUnavailableError):
+            await journal.trim("n")
+
+        bucket.calls.follow(no_faults)
+        assert list(range(5, 11)) == await numbers(journal)
+
+    within(test)
+
+
+def test_a_process_that_slept_through_a_trim_announces_at_the_end(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock = HandClock()
+        sleeper = Journal(bucket.reopened(), clock=clock)
+        assert 1 == await sleeper.announce("n", commit())
+        awake = Journal(bucket.reopened(), clock=clock)
+        for _ in range(10):
+            await awake.announce("n", commit())
+        clock.turn(timedelta(days=30))
+        await awake.trim("n")
+
+        assert 12 == await sleeper.announce("n", commit())
+
+        assert [11, 12] == await numbers(awake)
+        clock.turn(timedelta(days=30))
+        await awake.trim("n")
+        assert 13 == await sleeper.announce("n", commit())
+
+    within(test)
+
+
+def test_a_position_outside_the_journal_is_refused(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock = HandClock()
+        journal = Journal(bucket, clock=clock)
+        for _ in range(10):
+            await journal.announce("n", commit())
+        clock.turn(timedelta(days=30))
+        await journal.trim("n")
+
+        assert [10] == [n for n, _ in await journal.following("n", 9, limit=5)]
+        assert [] == await journal.following("n", 10, limit=5)
+        with pytest.raises(ResumeTokenExpiredError, match="watch without a token"):
+            await journal.following("n", 8, limit=5)
+        with pytest.raises(ResumeTokenExpiredError):
+            await journal.following("n", 0, limit=5)
+        with pytest.raises(InvalidResumeTokenError, match="got announcement 11"):
+            await journal.following("n", 11, limit=5)
+
+    within(test)
+
+
+def test_what_lies_astray_is_no_number(within: Callable[[Test], None]) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        await bucket.write(f"{layout.journal('n')}notes.txt", b"hello")
+        journal = Journal(bucket, clock=HandClock())
+
+        assert 1 == await journal.announce("n", commit())
+        assert 1 == await journal.tail("n")
+
+    within(test)
+
+
+def test_a_damaged_announcement_stops_nobody_who_announces(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock = HandClock()
+        journal = Journal(bucket, clock=clock)
+        await journal.announce("n", commit())
+        await bucket.write(layout.announcement("n", 2), b"noise")
+
+        assert 3 == await journal.announce("n", commit())
+
+        with pytest.raises(CorruptDataError):
+            await journal.following("n", 1, limit=5)
+        clock.turn(timedelta(days=30))
+        assert 2 == await journal.trim("n")
+        assert [3] == await numbers(journal)
+
+    within(test)

@@ -1,0 +1,554 @@
+"""Watches of a process: one poll for all, each at its own pace, whatever fails."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from storesvc import changes, slots, watching
+from storesvc.bucket import PreconditionError
+from storesvc.catalogue import Catalogue
+from storesvc.clocks import SystemClock
+from storesvc.errors import (
+    CorruptDataError,
+    InvalidResumeTokenError,
+    LimitExceededError,
+    ResumeTokenExpiredError,
+    StorageUnavailableError,
+)
+from storesvc.format import layout
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import RunName
+from storesvc.format.seal import seal
+from storesvc.journal import Journal
+from storesvc.records import read_record, timestamp, write_record
+from storesvc.watching import Told, Watcher
+from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.faulty_bucket import Call, Fault, FaultyBucket, no_faults, random_faults
+
+RUN = RunName("n", "r")
+Watch: TypeAlias = AsyncGenerator[Told]
+COMMIT = pb.Announcement.KIND_COMMIT
+
+
+class Process:
+    """A process that changes a bucket, change by change, and watches it."""
+
+    def __init__(
+        self, bucket: FaultyBucket, *, poll: float = 0.01, tokens: float = 20
+    ) -> None:
+        self.bucket = bucket.reopened()
+        self.journal = Journal(self.bucket, clock=SystemClock())
+        self.watcher = Watcher(
+            Catalogue(self.bucket),
+            self.journal,
+            store_uid="store",
+            clock=SystemClock(),
+            poll_seconds=poll,
+            token_seconds=tokens,
+        )
+
+    async def begin(self, step: int, run: RunName = RUN) -> pb.CheckpointRecord:
+        """Reserves a step."""
+        slot = pb.CheckpointRecord(
+            state=slots.UPLOADING, step=step, upload=uuid.uuid4().hex, epoch=1
+        )
+        await self.bucket.write(RunPlaces(run).checkpoint(step), seal(slot))
+        return slot
+
+    async def announce(
+        self,
+        slot: pb.CheckpointRecord,
+        kind: "pb.Announcement.Kind.ValueType" = COMMIT,
+        run: RunName = RUN,
+    ) -> pb.CheckpointRecord:
+        """Announces a change, and returns what is to be written."""
+        announced = pb.Announcement(
+            kind=kind, run=run.run, step=slot.step, upload=slot.upload
+        )
+        number = await self.journal.announce(run.namespace, announced)
+        changed = pb.CheckpointRecord()
+        changed.CopyFrom(slot)
+        changed.sequence = number
+        changed.state = slots.COMMITTED
+        if kind == COMMIT:
+            changed.commit_sequence = number
+            changed.commit_time.CopyFrom(timestamp(datetime.now(UTC)))
+        elif kind == pb.Announcement.KIND_DELETE:
+            changed.state = slots.DELETED
+        return changed
+
+    async def land(self, changed: pb.CheckpointRecord, run: RunName = RUN) -> None:
+        """Makes an announced change."""
+        place = RunPlaces(run).checkpoint(changed.step)
+        await self.bucket.write(place, seal(changed))
+        self.journal.landed(run.namespace)
+
+    async def commit(self, step: int, run: RunName = RUN) -> pb.CheckpointRecord:
+        """Does all of it."""
+        changed = await self.announce(await self.begin(step, run), run=run)
+        await self.land(changed, run)
+        return changed
+
+    def watch(self, of: RunName | str = RUN, token: str = "") -> Watch:
+        """Watches."""
+        return self.watcher.watch(of, token)
+
+
+Test: TypeAlias = Callable[[FaultyBucket], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(params=["memory", "file"])
+def within(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Test], None]:
+    """Runs a test on a fresh bucket of each kind."""
+    root = "memory://" if request.param == "memory" else tmp_path.as_uri()
+
+    def run(test: Test) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(60):
+                await test(await FaultyBucket.faulty(root))
+
+        asyncio.run(main())
+
+    return run
+
+
+async def take(watch: Watch, count: int) -> list[int]:
+    """The steps of the next events."""
+    return [step for step, _ in await take_told(watch, count)]
+
+
+async def take_told(watch: Watch, count: int) -> list[tuple[int, Told]]:
+    found: list[tuple[int, Told]] = []
+    while len(found) < count:
+        told = await anext(watch)
+        if told.change is not None:
+            found.append((told.change.announcement.step, told))
+    return found
+
+
+async def begun(watch: Watch) -> str:
+    """The token that a watch begins with."""
+    told = await anext(watch)
+    assert told.change is None
+    return told.token
+
+
+def test_a_watch_begins_with_a_token_and_tells_only_what_comes(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket)
+        await process.commit(1)
+        async with aclosing(process.watch()) as watch:
+            assert await begun(watch)
+            await process.commit(2)
+            await process.commit(3)
+
+            assert [2, 3] == await take(watch, 2)
+
+    within(test)
+
+
+def test_a_change_of_this_process_is_told_without_waiting_for_a_poll(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket, poll=1000)
+        async with aclosing(process.watch()) as watch:
+            await begun(watch)
+            for step in range(5):
+                committed = await process.commit(step)
+                assert [step] == await take(watch, 1)
+                changed = await process.announce(committed, pb.Announcement.KIND_DELETE)
+                await process.land(changed)
+                ((told_step, told),) = await take_told(watch, 1)
+                assert step == told_step
+                assert told.change is not None
+                assert told.change.checkpoint == changed
+
+    within(test)
+
+
+def test_a_change_of_another_process_is_told_by_the_next_poll(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        here, there = Process(bucket), Process(bucket)
+        async with aclosing(here.watch()) as watch:
+            await begun(watch)
+            for step in range(20):
+                await there.commit(step)
+
+            assert list(range(20)) == await take(watch, 20)
+
+    within(test)
+
+
+def test_what_was_announced_before_a_watch_and_lands_later_is_told(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket)
+        await process.commit(1)
+        underway = await process.announce(await process.begin(2))
+        crashed = await process.announce(await process.begin(3))
+        async with aclosing(process.watch()) as watch:
+            token = await begun(watch)
+            await process.commit(4)
+            assert [4] == await take(watch, 1)
+            await process.land(underway)
+            assert [2] == await take(watch, 1)
+        async with aclosing(Process(bucket).watch(token=token)) as watch:
+            await begun(watch)
+            assert [2, 4] == await take(watch, 2)
+            await process.land(crashed)
+            assert [3] == await take(watch, 1)
+
+    within(test)
+
+
+def test_a_watch_of_a_run_leaves_out_the_others(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process, other = Process(bucket), RunName("n", "other")
+        async with (
+            aclosing(process.watch()) as one,
+            aclosing(process.watch("n")) as all_,
+        ):
+            token, token_of_all = await begun(one), await begun(all_)
+            await process.commit(1)
+            await process.commit(2, other)
+            await process.commit(3)
+            await process.commit(4, RunName("m", "r"))
+
+            assert [1, 3] == await take(one, 2)
+            assert [1, 2, 3] == await take(all_, 3)
+        async with aclosing(Process(bucket).watch("n", token_of_all)) as all_:
+            assert [1, 2, 3] == await take(all_, 3)
+        async with aclosing(Process(bucket).watch(RUN, token)) as one:
+            assert [1, 3] == await take(one, 2)
+
+    within(test)
+
+
+def test_every_token_goes_on_where_it_was_got(within: Callable[[Test], None]) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket)
+        async with aclosing(process.watch()) as watch:
+            tokens = [await begun(watch)]
+            for step in range(10):
+                await process.commit(step)
+            tokens += [told.token for _, told in await take_told(watch, 10)]
+
+        for at, token in enumerate(tokens):
+            async with aclosing(Process(bucket).watch(token=token)) as watch:
+                await process.commit(100 + at)
+                expected = [*range(at, 10), *range(100, 101 + at)]
+                assert expected == await take(watch, len(expected))
+
+    within(test)
+
+
+def test_a_poll_costs_the_same_for_one_watch_and_for_many() -> None:
+    async def test() -> None:
+        bucket = await FaultyBucket.faulty("memory://")
+        for number in range(1, 10_001):
+            announced = pb.Announcement(kind=COMMIT, run="r", step=number)
+            place = layout.announcement("n", number)
+            await bucket.write(place, seal(announced))
+        process = Process(bucket)
+        calls: list[Call] = []
+
+        def counting(call: Call) -> Fault:
+            calls.append(call)
+            return Fault.NONE
+
+        watches = [process.watch() for _ in range(50)]
+        for watch in watches:
+            await begun(watch)
+        process.bucket.calls.follow(counting)
+        waiting = [asyncio.create_task(take(watch, 1)) for watch in watches]
+        await asyncio.sleep(0.3)
+        # the next number, and the last one, which is there as long as nothing follows
+        idle = {(call.operation, call.place[-26:]) for call in calls}
+        assert idle == {
+            ("read", "00000000000000010000.binpb"),
+            ("read", "00000000000000010001.binpb"),
+        }
+        assert len(calls) <= 2 * 31
+        calls.clear()
+        await process.commit(7)
+        assert [[7]] * 50 == await asyncio.gather(*waiting)
+        place = RunPlaces(RUN).checkpoint(7)
+        reads = [
+            call for call in calls if (call.operation, call.place) == ("read", place)
+        ]
+        assert 10 > len(reads)
+        for watch in watches:
+            await watch.aclose()
+        await asyncio.sleep(0)
+        calls.clear()
+        await asyncio.sleep(0.1)
+        assert [] == calls  # nobody watches
+
+    asyncio.run(test())
+
+
+def test_who_is_slow_neither_holds_others_nor_makes_the_server_keep_more(
+    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "KEPT", 20)
+
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket)
+        async with aclosing(process.watch()) as slow, aclosing(process.watch()) as fast:
+            await begun(slow)
+            await begun(fast)
+            for step in range(100):
+                await process.commit(step)
+                assert [step] == await take(fast, 1)
+            (feed,) = process.watcher._feeds.values()
+            assert 20 >= len(feed._changes._looked)
+            assert 20 >= len(feed._changes._announced)
+
+            assert list(range(100)) == await take(slow, 100)
+            assert 20 >= len(feed._changes._looked)
+
+    within(test)
+
+
+def test_a_token_comes_from_time_to_time(within: Callable[[Test], None]) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket, tokens=0.05)
+        async with aclosing(process.watch()) as watch:
+            first = await begun(watch)
+            assert first == await begun(watch)
+            await process.commit(1, RunName("n", "other"))
+            await asyncio.sleep(0.05)
+            token = await begun(watch)
+            while token == first:
+                token = await begun(watch)
+            await process.commit(2)
+            told = await take_told(watch, 1)
+        async with aclosing(Process(bucket).watch(token=token)) as watch:
+            await begun(watch)
+            assert told == await take_told(watch, 1)
+
+    within(test)
+
+
+def test_a_token_comes_also_while_only_others_have_events(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket, tokens=0.05)
+
+        async def others() -> None:
+            for step in range(1000):
+                await process.commit(step, RunName("n", "other"))
+
+        async with aclosing(process.watch()) as watch:
+            busy = asyncio.create_task(others())
+            tokens = [await begun(watch) for _ in range(4)]
+            busy.cancel()
+
+        assert 3 <= len(set(tokens))
+
+    within(test)
+
+
+def test_a_storage_that_fails_ends_the_watches_and_they_go_on_later(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process, there = Process(bucket), Process(bucket)
+        watches = [process.watch() for _ in range(3)]
+        tokens = [await begun(watch) for watch in watches]
+        process.bucket.calls.follow(lambda _: Fault.UNAVAILABLE)
+
+        for watch in watches:
+            with pytest.raises(StorageUnavailableError):
+                await anext(watch)
+        with pytest.raises(StorageUnavailableError):
+            await anext(process.watch())
+        assert {} == process.watcher._feeds
+        process.bucket.calls.follow(no_faults)
+        await there.commit(1)
+        for token in tokens:
+            async with aclosing(process.watch(token=token)) as watch:
+                assert [1] == await take(watch, 1)
+
+    within(test)
+
+
+def test_a_server_that_stops_ends_its_watches_at_once(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket, poll=1000, tokens=1000)
+        watches = [process.watch() for _ in range(3)]
+        for watch in watches:
+            await begun(watch)
+        waiting = [asyncio.create_task(take(watch, 1)) for watch in watches]
+        await asyncio.sleep(0.05)
+
+        process.watcher.close()
+
+        for task in waiting:
+            with pytest.raises(StorageUnavailableError, match="the server stops"):
+                await task
+        with pytest.raises(StorageUnavailableError, match="the server stops"):
+            await anext(process.watch())
+
+    within(test)
+
+
+def test_a_token_of_elsewhere_or_of_long_ago_is_refused(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket)
+        async with aclosing(process.watch()) as watch:
+            old = await begun(watch)
+            for step in range(3):
+                await process.commit(step)
+            first, _, last = [told.token for _, told in await take_told(watch, 3)]
+        for of, token in (("n", old), (RunName("n", "x"), old), (RUN, old[:-8])):
+            with pytest.raises(InvalidResumeTokenError):
+                await anext(process.watch(of, token))
+        await bucket.delete(layout.announcement("n", 1))
+        await bucket.delete(layout.announcement("n", 2))
+
+        for token in (old, first):
+            with pytest.raises(ResumeTokenExpiredError, match="list the checkpoints"):
+                await anext(process.watch(RUN, token))
+        async with aclosing(process.watch(RUN, last)) as watch:
+            await begun(watch)
+        await bucket.delete(layout.announcement("n", 3))
+        with pytest.raises(InvalidResumeTokenError, match="got announcement 3"):
+            await anext(Process(bucket).watch(RUN, last))
+
+    within(test)
+
+
+def test_a_checkpoint_that_is_gone_is_told_of_as_deleted(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket)
+        async with aclosing(process.watch()) as watch:
+            token = await begun(watch)
+        slot = await process.commit(5)
+        await process.announce(slot, pb.Announcement.KIND_DELETE)
+        await bucket.delete(RunPlaces(RUN).checkpoint(5))
+
+        async with aclosing(process.watch(RUN, token)) as watch:
+            ((step, told),) = await take_told(watch, 1)
+
+        assert told.change is not None
+        assert (5, slot.upload) == (step, told.change.announcement.upload)
+        assert pb.Announcement.KIND_DELETE == told.change.announcement.kind
+        assert told.change.checkpoint is None
+
+    within(test)
+
+
+def test_a_damaged_checkpoint_fails_the_watch_of_its_run_and_no_other(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process, other = Process(bucket), RunName("n", "other")
+        await process.commit(1)
+        async with (
+            aclosing(process.watch()) as hurt,
+            aclosing(process.watch(other)) as well,
+        ):
+            await begun(hurt)
+            await begun(well)
+            await process.announce(await process.begin(2))
+            await bucket.write(RunPlaces(RUN).checkpoint(2), b"noise")
+            await process.commit(3, other)
+
+            assert [3] == await take(well, 1)
+            with pytest.raises(CorruptDataError, match="is damaged"):
+                await take(hurt, 1)
+
+    within(test)
+
+
+def test_a_process_has_a_limit_of_watches(
+    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "MAX_WATCHES", 2)
+
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket)
+        async with (
+            aclosing(process.watch()) as one,
+            aclosing(process.watch("m")) as two,
+        ):
+            await begun(one)
+            await begun(two)
+            with pytest.raises(LimitExceededError, match="at most 2 watches"):
+                await anext(process.watch())
+        async with aclosing(process.watch()) as watch:
+            await begun(watch)
+
+    within(test)
+
+
+async def committed_at_last(process: Process, step: int) -> None:
+    """Commits as a server does whose calls are repeated until one is answered."""
+    place = RunPlaces(RUN).checkpoint(step)
+    while True:
+        with suppress(StorageUnavailableError, PreconditionError):
+            found = await read_record(process.bucket, place, pb.CheckpointRecord)
+            assert found is not None
+            if found[0].state == slots.COMMITTED:
+                return
+            changed = await process.announce(found[0])
+            await write_record(process.bucket, place, changed, condition=found[1])
+            process.journal.landed(RUN.namespace)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_commit_is_missed_or_repeated_whatever_calls_fail(seed: int) -> None:
+    async def test() -> None:
+        bucket = await FaultyBucket.faulty("memory://")
+        here, there = Process(bucket), Process(bucket)
+        async with aclosing(here.watch()) as watch:
+            token = await begun(watch)
+        for step in range(30):
+            await here.begin(step)
+        for process in (here, there):
+            process.bucket.calls.follow(random_faults(seed, share=0.03))
+
+        async def commit_all() -> None:
+            await asyncio.gather(
+                *(committed_at_last((here, there)[s % 2], s) for s in range(30)),
+                *(committed_at_last((there, here)[s % 2], s) for s in range(30)),
+            )
+            here.bucket.calls.follow(no_faults)
+
+        committing = asyncio.create_task(commit_all())
+        told: list[int] = []
+        while len(told) < 30:
+            with suppress(StorageUnavailableError):
+                async with aclosing(here.watch(token=token)) as watch:
+                    async for message in watch:
+                        token = message.token
+                        if message.change is not None:
+                            told.append(message.change.announcement.step)
+                        if len(told) == 30:
+                            break
+        await committing
+        assert list(range(30)) == sorted(told)
+
+    asyncio.run(asyncio.wait_for(test(), 60))

@@ -1,0 +1,61 @@
+"""Lengths of time as people write them: "3 days", "90m", "0.5 seconds".
+
+>>> duration_text(parse_duration("36h"))
+'36 hours'
+"""
+
+import re
+from datetime import timedelta
+from typing import Final
+
+from storesvc_client.errors import InvalidRequestError
+
+_MICROSECONDS: Final = {
+    "day": 86_400_000_000,
+    "hour": 3_600_000_000,
+    "minute": 60_000_000,
+    "second": 1_000_000,
+}
+_NAMES: Final = {
+    name: size
+    for unit, size in _MICROSECONDS.items()
+    for name in (unit, f"{unit}s", unit[0])
+}
+_DURATION: Final = re.compile(
+    rf"(-?)([0-9]{{1,15}})(?:\.([0-9]{{1,15}}))?\s*({'|'.join(_NAMES)})"
+)
+
+
+def duration_text(length: timedelta) -> str:
+    """Returns the text of a duration, in the largest unit that makes it whole."""
+    count = length // timedelta(microseconds=1)
+    for unit, size in _MICROSECONDS.items():
+        if count % size == 0:
+            return f"{count // size} {unit if count == size else f'{unit}s'}"
+    whole, parts = divmod(abs(count), _MICROSECONDS["second"])
+    sign = "-" if count < 0 else ""
+    return f"{sign}{whole}.{parts:06d}".rstrip("0") + " seconds"
+
+
+def parse_duration(text: str) -> timedelta:
+    """Returns the duration of a text: a number and a unit, days to seconds, of which
+    the first letter will do.
+
+    Raises:
+        InvalidRequestError: It is something else, or finer than a microsecond.
+    """
+    found = _DURATION.fullmatch(text.strip())
+    if found:
+        sign, whole, decimals, unit = found.groups(default="")
+        count = int(whole + decimals) * _NAMES[unit]
+        microseconds, rest = divmod(count, 10 ** len(decimals))
+        try:
+            length = timedelta(microseconds=-microseconds if sign else microseconds)
+        except OverflowError:
+            rest = 1
+        if not rest:
+            return length
+    raise InvalidRequestError(
+        f"duration {text[:40]!r}: expected a number and a unit, such as 3d, 12 hours "
+        "or 90 seconds"
+    )

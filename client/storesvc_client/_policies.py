@@ -1,0 +1,215 @@
+"""Retention policies: which checkpoints of a run stay.
+
+Rules are values; ``|`` keeps what either keeps, ``&`` what both keep, ``~`` what a
+rule does not keep. The text of a policy, which storectl takes, says the same:
+
+>>> policy = KeepLatest(3) | KeepEvery(steps=10_000) | KeepTagged() & ~KeepPinned()
+>>> str(policy)
+'latest(3) | every(10000 steps) | tagged & ~pinned'
+>>> RetentionPolicy.parse("best(2, loss, min) | newer-than(7 days)") == (
+...     KeepBest(2, metric="loss", mode="min") | KeepNewerThan(timedelta(days=7))
+... )
+True
+
+Here only types are checked: whether a policy makes sense, the store says, where it is
+given to a run.
+"""
+
+import operator
+from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
+from typing import Final, Literal, SupportsIndex, TypeAlias, get_args, overload
+
+from storesvc_client.errors import InvalidRequestError
+
+Mode: TypeAlias = Literal["min", "max"]
+WithoutMetric: TypeAlias = Literal["drop", "keep"]
+
+_MAX_WHOLE: Final = 2**63 - 1
+_MAX_DURATION: Final = timedelta(days=3_652_500)
+"""Both are the most that the contract can say."""
+
+
+class RetentionPolicy:
+    """Says which checkpoints of a run stay. Whatever it says, the newest one stays,
+    and so do those that are pinned or tagged."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def parse(text: str) -> "RetentionPolicy":
+        """Returns the policy of a text, such as "latest(3) | every(1 day)".
+
+        Raises:
+            InvalidRequestError: It is none; names the place in the text.
+        """
+        from storesvc_client._policy_texts import parse_policy
+
+        return parse_policy(text)
+
+    def __str__(self) -> str:
+        from storesvc_client._policy_texts import policy_text
+
+        return policy_text(self)
+
+    def __or__(self, other: "RetentionPolicy") -> "RetentionPolicy":
+        return KeepAny((*_members(KeepAny, self), *_members(KeepAny, other)))
+
+    def __and__(self, other: "RetentionPolicy") -> "RetentionPolicy":
+        return KeepAll((*_members(KeepAll, self), *_members(KeepAll, other)))
+
+    def __invert__(self) -> "RetentionPolicy":
+        return self.policy if isinstance(self, KeepNot) else KeepNot(self)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLatest(RetentionPolicy):
+    """Keeps the checkpoints of the highest steps."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", _whole(self, self.count))
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class KeepEvery(RetentionPolicy):
+    """Keeps the checkpoints at every so many steps, or the first one of each span of
+    time."""
+
+    interval: int | timedelta
+    """Steps, or the length of a span; spans are counted from 1970-01-01, UTC."""
+
+    @overload
+    def __init__(self, *, steps: SupportsIndex) -> None: ...
+    @overload
+    def __init__(self, *, duration: timedelta) -> None: ...
+    def __init__(
+        self, *, steps: SupportsIndex | None = None, duration: timedelta | None = None
+    ) -> None:
+        if (steps is None) == (duration is None):
+            raise InvalidRequestError("KeepEvery: expected either steps= or duration=")
+        interval = _length(self, duration) if steps is None else _whole(self, steps)
+        object.__setattr__(self, "interval", interval)
+
+    def __repr__(self) -> str:
+        name = "steps" if isinstance(self.interval, int) else "duration"
+        return f"KeepEvery({name}={self.interval!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepNewerThan(RetentionPolicy):
+    """Keeps the checkpoints that were committed within a time before now."""
+
+    duration: timedelta
+
+    def __post_init__(self) -> None:
+        _length(self, self.duration)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(RetentionPolicy):
+    """Keeps the checkpoints with the best values of a metric. NaN is worse than every
+    number; of equal values the higher step is better."""
+
+    count: int
+    _: KW_ONLY
+    metric: str
+    mode: Mode
+    """Which value is better: the lower or the higher one."""
+    without_metric: WithoutMetric = "drop"
+    """Whether those without the metric are kept too, beside the best."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", _whole(self, self.count))
+        if not _is_unicode(self.metric):
+            raise _invalid(self, "the name of a metric", self.metric)
+        if self.mode not in get_args(Mode):
+            raise _invalid(self, 'mode="min" or mode="max"', self.mode)
+        if self.without_metric not in get_args(WithoutMetric):
+            raise _invalid(self, 'without_metric="drop" or "keep"', self.without_metric)
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class KeepSteps(RetentionPolicy):
+    """Keeps the checkpoints at certain steps."""
+
+    steps: tuple[int, ...]
+
+    def __init__(self, *steps: SupportsIndex) -> None:
+        object.__setattr__(self, "steps", tuple(_whole(self, step) for step in steps))
+
+    def __repr__(self) -> str:
+        return f"KeepSteps({', '.join(map(str, self.steps))})"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepTagged(RetentionPolicy):
+    """Keeps the checkpoints that a tag names."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepPinned(RetentionPolicy):
+    """Keeps the checkpoints that are pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAny(RetentionPolicy):
+    """``a | b``: keeps what at least one policy keeps."""
+
+    policies: tuple[RetentionPolicy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll(RetentionPolicy):
+    """``a & b``: keeps what each policy keeps."""
+
+    policies: tuple[RetentionPolicy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepNot(RetentionPolicy):
+    """``~a``: keeps what a policy does not keep."""
+
+    policy: RetentionPolicy
+
+
+def _members(
+    kind: type[KeepAny | KeepAll], policy: RetentionPolicy
+) -> tuple[RetentionPolicy, ...]:
+    """What a policy adds to a combination of a kind: one level, however it was put."""
+    if not isinstance(policy, RetentionPolicy):
+        raise InvalidRequestError(
+            f"retention policy: expected rules such as KeepLatest(3), got {policy!r}"
+        )
+    return policy.policies if isinstance(policy, kind) else (policy,)
+
+
+def _whole(rule: RetentionPolicy, value: object) -> int:
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # asks just that
+    except TypeError:
+        raise _invalid(rule, "a whole number", value) from None
+    if isinstance(value, bool) or abs(number) > _MAX_WHOLE:
+        raise _invalid(rule, f"a whole number up to {_MAX_WHOLE}", value)
+    return number
+
+
+def _length(rule: RetentionPolicy, value: object) -> timedelta:
+    if not isinstance(value, timedelta) or abs(value) > _MAX_DURATION:
+        most = f"a timedelta of at most {_MAX_DURATION.days} days"
+        raise _invalid(rule, most, value)
+    return value
+
+
+def _is_unicode(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
+def _invalid(rule: RetentionPolicy, expected: str, got: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{type(rule).__name__}: expected {expected}, got {got!r}"
+    )

@@ -1,0 +1,154 @@
+"""``storectl retain``: which checkpoints of a run stay."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from storesvc_client.cli._arguments import duration, json_option, run_path
+from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._output import (
+    ABSENT,
+    Column,
+    json_value,
+    plural,
+    print_json,
+    print_note,
+    print_table,
+    size_text,
+)
+from storesvc_client.cli._paths import RunPath
+
+if TYPE_CHECKING:
+    from storesvc_client import RetentionDecision, RetentionPolicy, Run
+
+_COLUMNS: Final = (
+    Column("STEP", right=True),
+    Column("KEPT"),
+    Column("WHY", folds=True),
+    Column("OWN BYTES", right=True),
+)
+
+
+def policy(text: str) -> "RetentionPolicy":
+    """Returns the retention policy."""
+    from storesvc_client import InvalidRequestError, RetentionPolicy
+
+    try:
+        return RetentionPolicy.parse(text)
+    except InvalidRequestError as e:
+        raise click.BadParameter(str(e)) from e
+
+
+@click.command()
+@click.argument("path", type=run_path, metavar="RUN")
+@click.argument("wanted", type=policy, metavar="[POLICY]", required=False)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Change nothing; show what POLICY, or the run's, would delete.",
+)
+@click.option(
+    "--apply", "now", is_flag=True, help="Delete now what the policy does not keep."
+)
+@click.option("--clear", is_flag=True, help="Take the policy away: all stay.")
+@click.option(
+    "--purge-delay",
+    type=duration,
+    metavar="TIME",
+    help="How long what is deleted can be undeleted, such as 3d.",
+)
+@json_option
+@pass_connection
+def retain(
+    connection: Connection,
+    *,
+    path: RunPath,
+    wanted: "RetentionPolicy | None",
+    dry_run: bool,
+    now: bool,
+    clear: bool,
+    purge_delay: timedelta | None,
+    as_json: bool,
+) -> None:
+    """Tell or set which checkpoints of a run stay.
+
+    With POLICY alone, makes it the run's: from then on the server deletes by itself
+    what it does not keep. The newest checkpoint always stays, and so do those that
+    are pinned or tagged.
+
+    \b
+    A policy is built of rules with | (either), & (both), ~ (not) and parentheses:
+      latest(3)                 the three highest steps
+      every(1000 steps)         steps that 1000 divides
+      every(1 day)              the first one of each day
+      newer-than(12h)           those committed within 12 hours
+      best(2, loss, min)        the two with the lowest loss; max: the highest
+      best(2, loss, min, or-without)   and those that have no loss
+      steps(0, 500)             those at these steps
+      tagged, pinned            those that are
+    A ~ takes only rules that look at one checkpoint at a time.
+
+    \b
+    Examples:
+      storectl retain prod/llama-8b
+      storectl retain prod/llama-8b 'latest(3) | every(1 day)' --dry-run
+      storectl retain prod/llama-8b 'latest(3) | every(1 day)' --purge-delay 3d
+      storectl retain prod/llama-8b --apply
+      storectl retain prod/llama-8b --clear
+    """
+    if dry_run + now + clear > 1 or (clear and wanted is not None):
+        raise click.UsageError("expected one of POLICY, --dry-run, --apply and --clear")
+    if dry_run and purge_delay is not None:
+        raise click.UsageError("--dry-run changes nothing: leave --purge-delay out")
+    with connection.open() as client:
+        run = client.run(path.run)
+        if dry_run:
+            _print_decisions(
+                run.preview_retention(wanted), "would be deleted", as_json=as_json
+            )
+            return
+        if wanted is not None or clear:
+            run.retain(wanted, purge_delay=purge_delay)
+        elif purge_delay is not None:
+            run.configure(purge_delay=purge_delay)
+        if now:
+            _print_decisions(run.apply_retention(), "deleted", as_json=as_json)
+        else:
+            _print_policy(run, as_json=as_json)
+
+
+def _print_policy(run: "Run", *, as_json: bool) -> None:
+    info, kept = run.info(), run.retention()
+    if as_json:
+        print_json(json_value(info) | {"retention": str(kept) if kept else None})
+    elif kept is None:
+        print_note(f"{run.name} has no retention policy: all its checkpoints stay")
+    else:
+        click.echo(str(kept))
+
+
+def _print_decisions(
+    decisions: Sequence["RetentionDecision"], done: str, *, as_json: bool
+) -> None:
+    if as_json:
+        print_json(decisions)
+        return
+    if decisions:
+        print_table(_COLUMNS, map(_row, decisions))
+    deleted = [decision for decision in decisions if not decision.kept]
+    own = size_text(sum(decision.own_bytes for decision in deleted))
+    print_note(
+        f"{len(deleted):,} of {len(decisions):,} {plural('checkpoint')} {done}, with "
+        f"{own} of their own"
+    )
+
+
+def _row(decision: "RetentionDecision") -> tuple[str, ...]:
+    return (
+        str(decision.step),
+        "yes" if decision.kept else "no",
+        "; ".join(decision.reasons) or ABSENT,
+        size_text(decision.own_bytes),
+    )

@@ -1,0 +1,247 @@
+"""Which checkpoints stay: retention policies, evaluated.
+
+``retention.proto`` says what each rule keeps. Why the promises there hold:
+
+1. Whatever the policy, the newest, the pinned and the tagged checkpoints stay.
+2. A checkpoint that a rule keeps among many, it keeps among fewer too: the rule
+   looks at one at a time, or chooses the first ones of an order that does not
+   depend on the others. `any` and `all` preserve that, and `not` may stand only
+   over rules of the first kind. So what was left once is left again.
+3. `any` is a union, so one more policy in it keeps no less.
+
+>>> policy = pb.RetentionPolicy(latest=pb.KeepLatest(count=1))
+>>> moment = datetime(2026, 1, 1, tzinfo=UTC)
+>>> run = [Candidate(step=step, commit_time=moment) for step in (1, 2)]
+>>> [(d.step, d.kept, d.reasons) for d in decide(policy, run, moment)]
+[(2, True, ('newest', 'latest 1')), (1, False, ())]
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+
+from storesvc_proto.v1 import retention_pb2 as pb
+
+MAX_REASONS: Final = 8
+"""That a decision tells."""
+
+MAX_REASON_CHARACTERS: Final = 120
+"""Of one of them."""
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_UNITS: Final = {"day": 86_400, "hour": 3600, "minute": 60, "second": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What a policy may look at of a committed checkpoint."""
+
+    step: int
+    commit_time: datetime
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pinned: bool = False
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a checkpoint."""
+
+    step: int
+    reasons: tuple[str, ...]
+    """Why it stays, for people."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether it stays."""
+        return bool(self.reasons)
+
+
+def metrics_of(policy: pb.RetentionPolicy) -> frozenset[str]:
+    """Returns the metrics that a policy looks at."""
+    if policy.HasField("best"):
+        return frozenset({policy.best.metric})
+    return frozenset[str]().union(*map(metrics_of, members_of(policy)))
+
+
+def decide(
+    policy: pb.RetentionPolicy | None,
+    checkpoints: Sequence[Candidate],
+    now: datetime,
+) -> list[Decision]:
+    """Returns what becomes of the checkpoints of a run, newest step first.
+
+    Args:
+        policy: One that ``check`` admits; None keeps all.
+        checkpoints: All of the run that are committed, in any order.
+        now: The moment.
+    """
+    kept: Mapping[int, tuple[str, ...]]
+    if policy is None:
+        kept = {c.step: ("no policy",) for c in checkpoints}
+    else:
+        kept = _kept(policy, checkpoints, now)
+    newest = max((c.step for c in checkpoints), default=None)
+    decisions = []
+    for c in sorted(checkpoints, key=lambda c: -c.step):
+        reasons = [*_protections(c, newest), *kept.get(c.step, ())]
+        once = dict.fromkeys(map(cut, reasons))
+        decisions.append(Decision(c.step, tuple(once)[:MAX_REASONS]))
+    return decisions
+
+
+def members_of(policy: pb.RetentionPolicy) -> Sequence[pb.RetentionPolicy]:
+    """Returns the policies that a policy combines."""
+    match policy.WhichOneof("rule"):
+        case "any":
+            return policy.any.policies
+        case "all":
+            return policy.all.policies
+        case "not":
+            return (negated(policy),)
+    return ()
+
+
+def negated(policy: pb.RetentionPolicy) -> pb.RetentionPolicy:
+    """Returns what a `not` negates."""
+    inner: pb.RetentionPolicy = getattr(policy, "not")  # a keyword of Python
+    return inner
+
+
+def nanos(length: Duration) -> int:
+    """Returns a duration in nanoseconds."""
+    return length.seconds * 10**9 + length.nanos
+
+
+def describe(policy: pb.RetentionPolicy) -> str:
+    """Returns a policy in words."""
+    match policy.WhichOneof("rule"):
+        case "latest":
+            return f"latest {policy.latest.count}"
+        case "every_steps":
+            return f"every {_counted(policy.every_steps.steps, 'step')}"
+        case "every_duration":
+            return f"every {_length_text(policy.every_duration.duration)}"
+        case "newer_than":
+            return f"newer than {_length_text(policy.newer_than.duration)}"
+        case "best":
+            best = policy.best
+            mode = "max" if best.mode == pb.KeepBest.MODE_MAX else "min"
+            without = " or without it" if best.keep_without_metric else ""
+            return f"best {best.count} by {best.metric} ({mode}){without}"
+        case "steps":
+            return "listed step" if policy.steps.steps else "no step"
+        case "any" | "all" as rule:
+            word = " or " if rule == "any" else " and "
+            return f"({word.join(map(describe, members_of(policy))) or 'none'})"
+        case "not":
+            return f"not {describe(negated(policy))}"
+        case rule:
+            return str(rule)  # tagged, pinned
+
+
+def cut(text: str) -> str:
+    """Returns a text short enough to be one of several."""
+    return text if len(text) <= MAX_REASON_CHARACTERS else f"{text[:119]}…"
+
+
+def _protections(candidate: Candidate, newest: int | None) -> Iterator[str]:
+    """Why a checkpoint stays whatever the policy says."""
+    if candidate.step == newest:
+        yield "newest"
+    if candidate.pinned:
+        yield "pinned"
+    if candidate.tags:
+        yield f"tagged {', '.join(sorted(candidate.tags))}"
+
+
+def _kept(
+    policy: pb.RetentionPolicy, run: Sequence[Candidate], now: datetime
+) -> dict[int, tuple[str, ...]]:
+    """The steps that a policy keeps, and why."""
+    members = [_kept(member, run, now) for member in members_of(policy)]
+    steps = {c.step for c in run}
+    match policy.WhichOneof("rule"):
+        case "any":
+            return _union(members)
+        case "all":
+            steps.intersection_update(*members)
+        case "not":
+            steps.difference_update(*members)
+        case "latest" | "every_duration" | "best":
+            steps = _chosen(policy, run)
+        case "steps":
+            steps.intersection_update(policy.steps.steps)
+        case _:
+            steps = {c.step for c in run if _matches(policy, c, now)}
+    return dict.fromkeys(steps, (describe(policy),))
+
+
+def _union(members: Iterable[dict[int, tuple[str, ...]]]) -> dict[int, tuple[str, ...]]:
+    kept: dict[int, tuple[str, ...]] = {}
+    for member in members:
+        for step, reasons in member.items():
+            kept[step] = (kept.get(step, ()) + reasons)[:MAX_REASONS]
+    return kept
+
+
+def _chosen(policy: pb.RetentionPolicy, run: Sequence[Candidate]) -> set[int]:
+    """The steps that a rule chooses among all."""
+    match policy.WhichOneof("rule"):
+        case "latest":
+            return set(heapq.nlargest(policy.latest.count, (c.step for c in run)))
+        case "every_duration":
+            length = nanos(policy.every_duration.duration)
+            firsts: dict[int, int] = {}
+            for c in sorted(run, key=lambda c: (c.commit_time, c.step)):
+                span = _nanos_between(_EPOCH, c.commit_time) // length
+                firsts.setdefault(span, c.step)
+            return set(firsts.values())
+    best = policy.best
+    ranked = [c for c in run if best.metric in c.metrics]
+    ranked = heapq.nlargest(best.count, ranked, key=lambda c: _goodness(best, c))
+    without = [c for c in run if best.metric not in c.metrics]
+    return {c.step for c in (ranked + without if best.keep_without_metric else ranked)}
+
+
+def _matches(policy: pb.RetentionPolicy, candidate: Candidate, now: datetime) -> bool:
+    """Whether a rule that looks at one checkpoint at a time keeps it."""
+    match policy.WhichOneof("rule"):
+        case "every_steps":
+            return candidate.step % policy.every_steps.steps == 0
+        case "newer_than":
+            age = _nanos_between(candidate.commit_time, now)
+            return age <= nanos(policy.newer_than.duration)
+        case "tagged":
+            return bool(candidate.tags)
+    return candidate.pinned
+
+
+def _goodness(best: pb.KeepBest, candidate: Candidate) -> tuple[bool, float, int]:
+    """How good a checkpoint is: NaN below every number, then the higher step."""
+    value = candidate.metrics[best.metric]
+    if math.isnan(value):
+        return False, 0.0, candidate.step
+    return True, value if best.mode == pb.KeepBest.MODE_MAX else -value, candidate.step
+
+
+def _nanos_between(start: datetime, end: datetime) -> int:
+    # exact, where a float of seconds would not be
+    return (end - start) // timedelta(microseconds=1) * 1000
+
+
+def _length_text(length: Duration) -> str:
+    if length.nanos == 0:
+        for unit, seconds in _UNITS.items():
+            if length.seconds % seconds == 0:
+                return _counted(length.seconds // seconds, unit)
+    return f"{nanos(length) / 10**9:g} seconds"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun if count == 1 else f'{noun}s'}"

@@ -1,0 +1,214 @@
+"""Which retention policies are admitted.
+
+Refused is what breaks a bound of ``retention.proto``, and what would keep nothing:
+a policy that nobody can mean, as it deletes all but what is protected anyway.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+
+from storesvc.errors import InvalidPolicyError, PolicyKeepsNothingError
+from storesvc.policies import cut, describe, members_of, nanos, negated
+from storesvc_proto.v1 import retention_pb2 as pb
+
+MAX_POLICIES: Final = 64
+"""Of one `any` or `all`."""
+
+MAX_DEPTH: Final = 8
+MAX_STEPS: Final = 10_000
+MAX_METRIC_BYTES: Final = 256
+MAX_DURATION_SECONDS: Final = 315_576_000_000
+"""Ten thousand years: what protobuf lets a duration be."""
+
+MAX_RULES: Final = 256
+"""Of a whole policy: each looks at every checkpoint of a run."""
+
+MAX_BYTES: Final = 128 << 10
+"""Of a whole policy: it is read and sent with its run."""
+
+_CHOICES: Final = frozenset({"latest", "every_duration", "best"})
+"""Rules that choose among several checkpoints."""
+
+_NONE: Final = frozenset[int]()
+
+
+def check(policy: pb.RetentionPolicy) -> None:
+    """Refuses a policy that could not be meant.
+
+    Refused as keeping nothing is what shows in its structure: a count of 0; no
+    steps; `any` of none, or only of such; `all` with such a member, with a policy
+    and its negation, or without a step that all its members could keep; `not` over
+    what keeps everything. Such a part beside others is merely invalid.
+
+    Raises:
+        InvalidPolicyError: It breaks a bound; names the place in the policy.
+        PolicyKeepsNothingError: It could keep no checkpoint, whatever the run holds.
+    """
+    size = policy.ByteSize()
+    if size > MAX_BYTES:
+        raise _invalid("", f"at most {MAX_BYTES} bytes", str(size))
+    parts = list(_parts(policy, ()))
+    if len(parts) > MAX_RULES:
+        raise _invalid("", f"at most {MAX_RULES} rules in all", str(len(parts)))
+    for place, part in parts:
+        _check_rule(place, part)
+    if _keeps_none(policy):
+        raise PolicyKeepsNothingError(
+            f"retention policy: expected one that could keep a checkpoint, got "
+            f"{cut(describe(policy))}; clear the policy to keep all of them"
+        )
+    for place, part in parts:
+        if _keeps_none(part) and not any(map(_keeps_none, members_of(part))):
+            raise _invalid(place, "what could keep a checkpoint", describe(part))
+
+
+def _parts(
+    policy: pb.RetentionPolicy, path: tuple[str, ...]
+) -> Iterator[tuple[str, pb.RetentionPolicy]]:
+    """A policy and all that it is built of, with their places in it."""
+    place = ".".join(path)
+    if len(path) == MAX_DEPTH:
+        raise _invalid(place, f"policies nested at most {MAX_DEPTH} deep", "more")
+    yield place, policy
+    rule = policy.WhichOneof("rule")
+    for at, member in enumerate(members_of(policy)):
+        part = "not" if rule == "not" else f"{rule}[{at}]"
+        yield from _parts(member, (*path, part))
+
+
+def _check_rule(place: str, policy: pb.RetentionPolicy) -> None:
+    """Refuses a rule that breaks a bound; what keeps nothing is told later."""
+    rule = policy.WhichOneof("rule")
+    at = f"{place}.{rule}" if place else str(rule)
+    match rule:
+        case None:
+            raise _invalid(place, "exactly one rule that this server knows", "none")
+        case "latest":
+            _check_least(f"{at}.count", policy.latest.count, least=0)
+        case "every_steps":
+            _check_least(f"{at}.steps", policy.every_steps.steps, least=1)
+        case "every_duration":
+            _check_duration(f"{at}.duration", policy.every_duration.duration)
+        case "newer_than":
+            _check_duration(f"{at}.duration", policy.newer_than.duration)
+        case "best":
+            _check_best(at, policy.best)
+        case "steps":
+            _check_steps(f"{at}.steps", policy.steps.steps)
+        case "any" | "all":
+            _check_members(at, policy)
+        case "not":
+            _check_negated(at, negated(policy))
+
+
+def _check_best(at: str, best: pb.KeepBest) -> None:
+    least = 1 if best.keep_without_metric else 0
+    _check_least(f"{at}.count", best.count, least=least)
+    size = len(best.metric.encode())
+    if not 1 <= size <= MAX_METRIC_BYTES:
+        raise _invalid(f"{at}.metric", f"1 to {MAX_METRIC_BYTES} bytes", str(size))
+    if best.mode not in (pb.KeepBest.MODE_MIN, pb.KeepBest.MODE_MAX):
+        raise _invalid(f"{at}.mode", "MODE_MIN or MODE_MAX", str(best.mode))
+
+
+def _check_steps(at: str, steps: Sequence[int]) -> None:
+    if len(steps) > MAX_STEPS:
+        raise _invalid(at, f"at most {MAX_STEPS} steps", str(len(steps)))
+    for number, step in enumerate(steps):
+        _check_least(f"{at}[{number}]", step, least=0)
+
+
+def _check_members(at: str, policy: pb.RetentionPolicy) -> None:
+    count = len(members_of(policy))
+    # `any` of none keeps nothing, where `all` of none would keep everything
+    least = 1 if policy.HasField("all") else 0
+    if not least <= count <= MAX_POLICIES:
+        raise _invalid(at, f"1 to {MAX_POLICIES} policies", str(count))
+
+
+def _check_negated(at: str, policy: pb.RetentionPolicy) -> None:
+    for place, part in _parts(policy, (at,)):
+        if part.WhichOneof("rule") in _CHOICES:
+            expected = "rules that look at one checkpoint at a time"
+            raise _invalid(place, expected, describe(part))
+
+
+def _check_least(place: str, number: int, *, least: int) -> None:
+    if number < least:
+        raise _invalid(place, "1 or more" if least else "0 or more", str(number))
+
+
+def _check_duration(place: str, length: Duration) -> None:
+    in_range = 0 <= length.seconds <= MAX_DURATION_SECONDS and 0 <= length.nanos < 10**9
+    if not in_range or nanos(length) == 0:
+        raise _invalid(
+            place,
+            f"more than 0 and at most {MAX_DURATION_SECONDS} s",
+            f"{length.seconds} s and {length.nanos} ns",
+        )
+
+
+def _keeps_none(policy: pb.RetentionPolicy) -> bool:
+    """Whether it shows that a policy keeps no checkpoint."""
+    return _only_steps(policy) == _NONE
+
+
+def _only_steps(policy: pb.RetentionPolicy) -> frozenset[int] | None:
+    """The only steps that a policy could keep; None: any step, for all that shows."""
+    match policy.WhichOneof("rule"):
+        case "latest" if not policy.latest.count:
+            return _NONE
+        case "best" if not policy.best.count:
+            return _NONE
+        case "steps":
+            return frozenset(policy.steps.steps)
+        case "any":
+            each = [_only_steps(member) for member in members_of(policy)]
+            known = [steps for steps in each if steps is not None]
+            return _NONE.union(*known) if len(known) == len(each) else None
+        case "all":
+            return _common_steps(members_of(policy))
+        case "not" if _keeps_all(negated(policy)):
+            return _NONE
+    return None
+
+
+def _common_steps(policies: Sequence[pb.RetentionPolicy]) -> frozenset[int] | None:
+    if _contradict(policies):
+        return _NONE
+    each = [_only_steps(policy) for policy in policies]
+    known = [steps for steps in each if steps is not None]
+    if not known:
+        return None
+    every = [p.every_steps.steps for p in policies if p.HasField("every_steps")]
+    common = known[0].intersection(*known)
+    return frozenset(s for s in common if all(s % steps == 0 for steps in every))
+
+
+def _keeps_all(policy: pb.RetentionPolicy) -> bool:
+    """Whether it shows that a policy keeps every checkpoint."""
+    members = members_of(policy)
+    match policy.WhichOneof("rule"):
+        case "every_steps":
+            return policy.every_steps.steps == 1
+        case "any":
+            return any(map(_keeps_all, members)) or _contradict(members)
+        case "all":
+            return all(map(_keeps_all, members))
+        case "not":
+            return _keeps_none(negated(policy))
+    return False
+
+
+def _contradict(policies: Sequence[pb.RetentionPolicy]) -> bool:
+    """Whether one of them is the negation of another."""
+    return any(p.HasField("not") and negated(p) in policies for p in policies)
+
+
+def _invalid(place: str, expected: str, got: str) -> InvalidPolicyError:
+    at = f", {place}" if place else ""
+    return InvalidPolicyError(
+        f"retention policy{at}: expected {expected}, got {cut(got)}", place=place
+    )

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from storesvc import server
+from storesvc.collecting import DEFAULT_INTERVAL, collecting
 from storesvc.errors import StoreError
 from storesvc.statuses import WIRE, reason_name
 
@@ -54,6 +55,7 @@ class EmbeddedServer:
     async def _start(self, root: str) -> None:
         store = await server.open_store(root)
         await self._stack.enter_async_context(server.running(store, self.address))
+        await self._stack.enter_async_context(collecting(store, DEFAULT_INTERVAL))
 
 
 _starting = threading.Lock()

@@ -3,7 +3,7 @@
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -11,8 +11,10 @@ from typing import Self
 
 from storesvc.format.names import InvalidNameError, RunName, check_id
 from storesvc_client._channel import Connection, open_connection
+from storesvc_client._collecting import ClientCollection
 from storesvc_client._run import Run
-from storesvc_client._values import RunInfo, ServerInfo
+from storesvc_client._values import Event, RunInfo, ServerInfo
+from storesvc_client._watching import watch
 from storesvc_client.errors import InvalidRequestError, StoreError, translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
@@ -61,7 +63,7 @@ def connect(
     return client
 
 
-class Client:
+class Client(ClientCollection):
     """A connection to one store; made by ``connect``. Threads may share it."""
 
     def __init__(self, connection: Connection) -> None:
@@ -117,6 +119,30 @@ class Client:
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
+
+    def watch(self, namespace: str, since: str = "now") -> Generator[Event]:
+        """Returns an iterator over what happens to the checkpoints of all runs of a
+        namespace, those included that come later; see ``Run.watch``.
+
+        Args:
+            namespace: The namespace.
+            since: "now"; "latest", which first brings the newest checkpoint of each
+                run; or an ``Event.resume_token`` of such a watch.
+
+        Raises:
+            InvalidRequestError: The namespace breaks the rules, or the token is not
+                one of a watch of it.
+            PreconditionError: The events after the token are gone.
+            UnavailableError: The server does not answer.
+        """
+        try:
+            check_id(namespace, "namespace")
+        except InvalidNameError as e:
+            raise InvalidRequestError(str(e)) from e
+        parent = f"namespaces/{namespace}"
+        # a generator: the runs are listed only where they are asked for
+        newest = (RunName.parse(run.name).resource for run in self.runs(namespace))
+        return watch(self._connection, parent, since, latest_of=newest)
 
     def close(self) -> None:
         """Waits for saves in the background, then ends the connection.

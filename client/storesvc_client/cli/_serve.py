@@ -1,10 +1,12 @@
 """``storectl serve``: a server of one store."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
 import click
 
+from storesvc_client.cli._arguments import duration
 from storesvc_client.cli._refusal import Refusal
 
 _LEVELS: Final = ("debug", "info", "warning", "error")
@@ -46,6 +48,14 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Written when the server answers; holds its address.",
 )
 @click.option(
+    "--gc-interval",
+    type=duration,
+    default="10m",
+    show_default=True,
+    metavar="TIME",
+    help="Between passes that collect garbage; 0s: never by itself.",
+)
+@click.option(
     "--log-level", type=click.Choice(_LEVELS), default="info", show_default=True
 )
 def serve(
@@ -57,6 +67,7 @@ def serve(
     tls_key: Path | None,
     insecure: bool,
     ready_file: Path | None,
+    gc_interval: timedelta,
     log_level: str,
 ) -> None:
     """Serve a store until SIGTERM or Ctrl-C.
@@ -93,6 +104,7 @@ def serve(
             tls=tls,
             insecure=insecure,
             ready_file=ready_file,
+            gc_interval=gc_interval,
         )
     except StoreError as e:
         raise Refusal(str(e)) from e

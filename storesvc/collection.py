@@ -1,0 +1,238 @@
+"""Collection: one pass over a run, which ends what has no more use.
+
+In this order, so that a pass that is cut off anywhere leaves nothing that a later
+one cannot go on with:
+
+1. Uploads whose lease is over are aborted.
+2. The retention policy is applied.
+3. Deleted checkpoints whose time has come are purged.
+4. The run is read as it is then, and ``marking`` says what is garbage.
+5. Garbage is deleted: what points to data files, data files, records of uploads.
+6. FREE slots are emptied, once no new epoch can be one of theirs.
+7. Holds that are over, and tags that were deleted, go.
+
+Passes of several processes beside each other do no harm: what is garbage stays so, and
+each record is deleted on the condition that it is still what was judged.
+"""
+
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Final
+
+from storesvc.bucket import Bucket, Generation, PreconditionError
+from storesvc.catalogue import Catalogue
+from storesvc.clocks import Clock
+from storesvc.endings import Ending, Endings
+from storesvc.errors import ConflictError, CorruptDataError, FormatUnsupportedError
+from storesvc.expiry import Expiry
+from storesvc.failpoints import Failpoint, reach
+from storesvc.format import layout
+from storesvc.format.names import RunName
+from storesvc.garbage import Garbage, Search
+from storesvc.journal import Journal
+from storesvc.leases import Observations
+from storesvc.lives import Lives
+from storesvc.marking import Snapshot
+from storesvc.reserve import Reserve
+from storesvc.retaining import Retaining
+from storesvc.runs import Runs
+from storesvc.slots import FREE
+from storesvc.snapshots import Snapshots, each
+from storesvc.uses import Uses
+
+DEFAULT_GRACE: Final = timedelta(hours=1)
+"""How long ago something must have lost its use: readers without a hold go on."""
+
+_DELETES_TOLD: Final = 256
+"""Deletions after which progress is told."""
+
+_POSTPONING: Final = (ConflictError, CorruptDataError, FormatUnsupportedError)
+"""A run in which this happens is left for the next time; others are not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a pass over a run has done so far, or would do."""
+
+    run: RunName
+    is_done: bool = False
+    """Whether nothing more comes."""
+    aborted_uploads: int = 0
+    deleted_checkpoints: int = 0
+    purged_checkpoints: int = 0
+    garbage_objects: int = 0
+    deleted_objects: int = 0
+    postponed: str = ""
+    """Why something was left for the next time."""
+
+    def after(self, endings: Endings) -> "Progress":
+        """Returns the progress once something ended."""
+        return replace(
+            self,
+            aborted_uploads=len(endings.aborted),
+            deleted_checkpoints=len(endings.deleted),
+            purged_checkpoints=len(endings.purged),
+        )
+
+    def knowing(self, garbage: Garbage, grace: timedelta) -> "Progress":
+        """Returns the progress once the garbage was found."""
+        count = len(garbage.marks.waiting)
+        uploads = "1 upload" if count == 1 else f"{count} uploads"
+        waiting = f"{uploads} ended less than {grace} ago"
+        return replace(
+            self,
+            garbage_objects=len(garbage),
+            postponed=waiting if count else "",
+        )
+
+
+class Collector:
+    """Collects the garbage of the runs of a bucket."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        catalogue: Catalogue,
+        runs: Runs,
+        retaining: Retaining,
+        lives: Lives,
+        uses: Uses,
+        journal: Journal,
+        reserve: Reserve,
+        *,
+        clock: Clock,
+    ) -> None:
+        self._bucket = bucket
+        self._catalogue = catalogue
+        self._runs = runs
+        self._journal = journal
+        self._reserve = reserve
+        seen = Observations()
+        self._snapshots = Snapshots(bucket, catalogue)
+        expiry = Expiry(bucket, catalogue, seen, clock=clock)
+        self._ending = Ending(
+            bucket, expiry, retaining, lives, uses, reserve, clock=clock
+        )
+        self._search = Search(
+            bucket, catalogue, self._snapshots, expiry, seen, clock=clock
+        )
+
+    async def runs(self, namespace: str | None) -> list[RunName]:
+        """Returns the runs of a namespace; None: of all. Those included that no list
+        shows, because they have no checkpoint."""
+        prefix = layout.RUNS if namespace is None else f"{layout.RUNS}{namespace}/"
+        found = map(layout.run_of_record, await self._bucket.list(prefix))
+        return sorted(name for name in found if name is not None)
+
+    async def collect(
+        self, run: RunName, *, grace: timedelta
+    ) -> AsyncGenerator[Progress, None]:
+        """Makes a pass over a run, and yields how far it is."""
+        progress = Progress(run=run)
+        try:
+            await reach(Failpoint.COLLECT_BEFORE_LIST)
+            snapshot = await self._snapshots.read(run)
+            await reach(Failpoint.COLLECT_BEFORE_ENDINGS)
+            endings = await self._ending.apply(run, snapshot)
+            progress = progress.after(endings)
+            yield progress
+            if endings.slots:
+                # What came since may use what has lost its use: look again.
+                snapshot = await self._snapshots.read(run)
+            await reach(Failpoint.COLLECT_BEFORE_MARKS)
+            over = self._search.over(snapshot, grace)
+            garbage = await self._search.find(snapshot, over)
+            progress = progress.knowing(garbage, grace)
+            await reach(Failpoint.COLLECT_BEFORE_DELETES)
+            yield progress
+            async for count in self._delete(snapshot, garbage):
+                progress = replace(progress, deleted_objects=count)
+                yield progress
+        except _POSTPONING as e:
+            progress = replace(progress, postponed=str(e))
+        await self._reserve.put_back()
+        await reach(Failpoint.COLLECT_BEFORE_REPLY)
+        yield replace(progress, is_done=True)
+
+    async def preview(
+        self, run: RunName, *, grace: timedelta
+    ) -> AsyncGenerator[Progress, None]:
+        """Yields what ``collect`` would do, and changes nothing."""
+        progress = Progress(run=run)
+        try:
+            snapshot = await self._snapshots.read(run)
+            endings = await self._ending.preview(run, snapshot)
+            progress = progress.after(endings)
+            over = self._search.over(snapshot, grace)
+            if not grace:
+                over |= endings.uploads
+            after = snapshot.with_slots(endings.slots)
+            progress = progress.knowing(await self._search.find(after, over), grace)
+        except _POSTPONING as e:
+            progress = replace(progress, postponed=str(e))
+        yield replace(progress, is_done=True)
+
+    async def retain(self, run: RunName) -> None:
+        """Applies the retention policy of a run, if it has one, and nothing else."""
+        await self._ending.retain(run)
+
+    async def trim(self, namespaces: Iterable[str]) -> None:
+        """Deletes the oldest announcements of namespaces."""
+        for namespace in namespaces:
+            await self._reserve.spent_on(self._journal.trim, namespace)
+
+    async def _delete(
+        self, snapshot: Snapshot, garbage: Garbage
+    ) -> AsyncGenerator[int, None]:
+        """Deletes garbage, and yields how many objects are gone."""
+        count, marks = 0, garbage.marks
+        for places in (marks.garbage, marks.records):
+            for at in range(0, len(places), _DELETES_TOLD):
+                part = places[at : at + _DELETES_TOLD]
+                await each(self._delete_place, part)
+                count += len(part)
+                yield count
+        count += await self._empty(snapshot, marks.free_steps)
+        count += await self._delete_unchanged({**garbage.holds, **garbage.tags})
+        yield count
+
+    async def _delete_place(self, place: str) -> None:
+        await reach(Failpoint.COLLECT_BEFORE_DELETE)
+        await self._reserve.spent_on(self._bucket.delete, place)
+
+    async def _empty(self, snapshot: Snapshot, steps: Iterable[int]) -> int:
+        """Empties FREE slots, and returns how many."""
+        run = snapshot.places.name
+
+        async def still_free(step: int) -> tuple[str, int, Generation] | None:
+            found = await self._catalogue.slot(run, step)
+            if found is None or found[0].state != FREE:
+                return None
+            if found[0].upload != snapshot.slots[step].upload:
+                return None
+            return snapshot.places.checkpoint(step), found[0].epoch, found[1]
+
+        found = [slot for slot in await each(still_free, steps) if slot is not None]
+        if not found:
+            return 0
+        floor = max(epoch for _, epoch, _ in found)
+        await reach(Failpoint.COLLECT_BEFORE_FLOOR)
+        await self._reserve.spent_on(self._runs.raise_epoch_floor, run, floor)
+        return await self._delete_unchanged({place: g for place, _, g in found})
+
+    async def _delete_unchanged(self, records: Mapping[str, Generation]) -> int:
+        """Deletes records that are what was read, and returns how many."""
+
+        async def delete(record: tuple[str, Generation]) -> bool:
+            place, generation = record
+            await reach(Failpoint.COLLECT_BEFORE_EMPTYING)
+            try:
+                await self._reserve.spent_on(
+                    self._bucket.delete, place, generation=generation
+                )
+            except PreconditionError:
+                return False  # used again
+            return True
+
+        return sum(await each(delete, records.items()))

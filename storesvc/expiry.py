@@ -1,0 +1,145 @@
+"""Ends uploads and holds whose lease is over.
+
+An upload is ended by its slot, as by AbortUpload: it becomes FREE, on the condition
+that it has not changed since it was read. So an upload that has begun, and was never
+heard of again, cannot reserve its step any more either. Whether a lease is over is
+for ``leases`` to say, by what this process has seen of it.
+"""
+
+from dataclasses import dataclass
+from datetime import UTC
+
+from google.protobuf.message import Message
+
+from storesvc import marking, slots
+from storesvc.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
+from storesvc.catalogue import Catalogue
+from storesvc.clocks import Clock
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import RunName
+from storesvc.leases import Observations
+from storesvc.marking import Snapshot
+from storesvc.records import duration, read_record, timestamp, write_record
+from storesvc.snapshots import each
+from storesvc.uploads import DEFAULT_LEASE
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expired:
+    """An upload whose lease is over."""
+
+    upload: str
+    sign: bytes
+    """Its last sign of life."""
+    before: pb.CheckpointRecord | None
+    """What its slot was."""
+    after: pb.CheckpointRecord
+    """What its slot is to become."""
+
+
+class Expiry:
+    """Ends what is over in the runs of a bucket."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        catalogue: Catalogue,
+        observations: Observations,
+        *,
+        clock: Clock,
+    ) -> None:
+        self._bucket = bucket
+        self._catalogue = catalogue
+        self._observations = observations
+        self._clock = clock
+
+    async def uploads(self, run: RunName, snapshot: Snapshot) -> list[Expired]:
+        """Returns the uploads whose lease is over."""
+
+        async def look(upload: str) -> Expired | None:
+            return await self._expired(run, snapshot, upload)
+
+        known = marking.fates(snapshot)
+        found = await each(look, marking.leases(snapshot, known))
+        return [expired for expired in found if expired is not None]
+
+    async def abort(self, run: RunName, expired: Expired) -> bool:
+        """Ends an upload; False: it was heard of meanwhile, or lost its slot."""
+        step = expired.after.step
+        found = await self._catalogue.slot(run, step)
+        if (found and found[0]) != expired.before:
+            return False
+        # A second look: it may have lived since the first.
+        sign = await self._sign(run, expired.upload)
+        if _bytes_of(sign) != expired.sign:
+            return False
+        try:
+            await write_record(
+                self._bucket,
+                RunPlaces(run).checkpoint(step),
+                expired.after,
+                condition=found[1] if found else IF_ABSENT,
+            )
+        except PreconditionError:
+            return False
+        return True
+
+    async def holds(self, run: RunName, snapshot: Snapshot) -> dict[str, Generation]:
+        """Returns the places of the holds that are over, with the generations read."""
+        places = RunPlaces(run)
+
+        async def look(place: str) -> tuple[str, Generation] | None:
+            found = await read_record(self._bucket, place, pb.HoldRecord)
+            if found is None or not self._is_over(place, _bytes_of(found[0]), found[0]):
+                return None
+            return place, found[1]
+
+        listed = [p for p in snapshot.listed if p.startswith(places.holds)]
+        found = await each(look, filter(places.hold_of, listed))
+        return dict(one for one in found if one is not None)
+
+    async def _expired(
+        self, run: RunName, snapshot: Snapshot, upload: str
+    ) -> Expired | None:
+        record, owned = snapshot.records.get(upload), snapshot.owners.get(upload)
+        begun = record or owned
+        assert begun is not None
+        sign = await self._sign(run, upload)
+        lease = pb.HoldRecord(
+            ttl=record.lease_duration if record else duration(DEFAULT_LEASE),
+            renew_time=sign.renew_time if sign else begun.create_time,
+        )
+        # To become the owner of a slot is a sign of life, too.
+        seen = _bytes_of(owned) + _bytes_of(sign)
+        if not self._is_over(RunPlaces(run).lease(upload), seen, lease):
+            return None
+        reserved = pb.CheckpointRecord(
+            upload=upload, step=begun.step, epoch=begun.epoch
+        )
+        return Expired(
+            upload=upload,
+            sign=_bytes_of(sign),
+            before=snapshot.slots.get(begun.step),
+            after=slots.released(reserved, timestamp(self._clock.now())),
+        )
+
+    async def _sign(self, run: RunName, upload: str) -> pb.LeaseRecord | None:
+        """The last sign of life of an upload, but for its record."""
+        place = RunPlaces(run).lease(upload)
+        found = await read_record(self._bucket, place, pb.LeaseRecord)
+        return found and found[0]
+
+    def _is_over(self, key: str, seen: bytes, lease: pb.HoldRecord) -> bool:
+        return self._observations.is_over(
+            key,
+            seen,
+            length=lease.ttl.ToTimedelta(),
+            renew_time=lease.renew_time.ToDatetime(UTC),
+            clock_now=self._clock.now(),
+            elapsed=self._clock.elapsed(),
+        )
+
+
+def _bytes_of(record: Message | None) -> bytes:
+    return record.SerializeToString(deterministic=True) if record else b""

@@ -1,0 +1,183 @@
+"""The garbage of a run: found by what was read, and by what this process has seen.
+
+``marking`` decides; this module reads for it, and tells what has been so for how long.
+Where a record tells when an upload ended, that moment counts; else, and where clocks
+differ, what this process has seen itself.
+"""
+
+import asyncio
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from storesvc import marking
+from storesvc.bucket import Bucket, Generation
+from storesvc.catalogue import Catalogue
+from storesvc.clocks import Clock
+from storesvc.errors import CorruptDataError
+from storesvc.expiry import Expiry
+from storesvc.format import layout
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import RunName, TagName
+from storesvc.leases import Observations
+from storesvc.marking import Fate, Marks, Snapshot, State
+from storesvc.snapshots import Snapshots, each
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+ANSWERED: Final = timedelta(hours=24)
+"""How long the record of an upload answers repeated requests, once all is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Garbage:
+    """What was found without use."""
+
+    marks: Marks
+    holds: Mapping[str, Generation]
+    """Places of holds that are over, with what was read there."""
+    tags: Mapping[str, Generation]
+    """Places of deleted tags, with what was read there."""
+
+    def __len__(self) -> int:
+        marks = self.marks
+        kinds: tuple[Collection[object], ...] = (
+            marks.garbage,
+            marks.records,
+            marks.free_steps,
+            self.holds,
+            self.tags,
+        )
+        return sum(map(len, kinds))
+
+
+class Search:
+    """Finds the garbage of the runs of a bucket."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        catalogue: Catalogue,
+        snapshots: Snapshots,
+        expiry: Expiry,
+        observations: Observations,
+        *,
+        clock: Clock,
+    ) -> None:
+        self._bucket = bucket
+        self._catalogue = catalogue
+        self._snapshots = snapshots
+        self._expiry = expiry
+        self._observations = observations
+        self._clock = clock
+
+    async def find(self, snapshot: Snapshot, over: Collection[str]) -> Garbage:
+        """Returns what has no use.
+
+        Args:
+            snapshot: What was read of a run.
+            over: Uploads that ended longer than a grace ago.
+
+        Raises:
+            CorruptDataError: What something needs cannot be told: nothing may go.
+        """
+        # Threads: a ping must not wait for a hundred thousand objects.
+        known = await asyncio.to_thread(marking.fates, snapshot)
+        blind = marking.blind(snapshot, known)
+        if blind:
+            raise CorruptDataError(
+                f"upload {blind[0]} lives and has no record, so that it is not known "
+                "what it needs"
+            )
+        answered = self._answered(snapshot, known)
+        named: set[str] = set()
+        tables = marking.tables(snapshot, known, over=over)
+        for table in await each(self._snapshots.file_table, tables):
+            named.update(table.file)
+        marks = await asyncio.to_thread(
+            marking.mark, snapshot, known, over=over, answered=answered, named=named
+        )
+        run = snapshot.places.name
+        self._forget(snapshot)
+        return Garbage(
+            marks=marks,
+            holds=await self._expiry.holds(run, snapshot),
+            tags=await self._tags(run),
+        )
+
+    def over(self, snapshot: Snapshot, grace: timedelta) -> set[str]:
+        """Returns the uploads that ended longer than a grace ago."""
+        now = self._clock.now()
+        found = set()
+        for upload, fate in marking.fates(snapshot).items():
+            if fate.state is not State.ENDED:
+                continue
+            key = f"{snapshot.places.upload(upload)} ended"
+            if self._was_seen(key, fate.since, grace) or (
+                fate.since is not None and now - fate.since >= grace
+            ):
+                found.add(upload)
+        return found
+
+    def _answered(self, snapshot: Snapshot, known: Mapping[str, Fate]) -> set[str]:
+        """Uploads whose record nobody asks for any more, whatever the clocks say."""
+        found, listed = set(), set(snapshot.listed)
+        for upload, fate in known.items():
+            if snapshot.places.upload(upload) not in listed:
+                continue
+            record = snapshot.records.get(upload)
+            begun = record and marking.moment(record.create_time)
+            since = max(filter(None, (fate.since, begun)), default=None)
+            key = f"{snapshot.places.upload(upload)} {fate.state.value} answers"
+            if self._was_seen(key, since, ANSWERED):
+                found.add(upload)
+        return found
+
+    def _was_seen(self, key: str, since: datetime | None, length: timedelta) -> bool:
+        """Whether this process has seen something to be so for long."""
+        now = self._clock.now()
+        return self._observations.is_over(
+            key,
+            str(since).encode(),
+            length=length,
+            renew_time=since or now,
+            clock_now=now,
+            elapsed=self._clock.elapsed(),
+        )
+
+    async def _tags(self, run: RunName) -> dict[str, Generation]:
+        """The deleted tags of which the journal tells nothing any more."""
+        names = await self._catalogue.tag_names(run)
+        if not names:
+            return {}
+        told = await self._bucket.list(layout.journal(run.namespace))
+        numbers = (layout.number_of(place) for place in told)
+        before = min((number for number in numbers if number is not None), default=0)
+
+        async def look(tag: str) -> tuple[pb.TagRecord, Generation] | None:
+            return await self._catalogue.tag_slot(TagName(run, tag))
+
+        read = zip(names, await each(look, names), strict=True)
+        found = {name: tag for name, tag in read if tag is not None}
+        records = {name: tag[0] for name, tag in found.items()}
+        places = RunPlaces(run)
+        return {
+            places.tag(name): found[name][1]
+            for name in marking.removable_tags(records, before=before)
+        }
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        """Forgets what this process saw of uploads and holds that are gone."""
+        there = {
+            key
+            for upload in snapshot.uploads()
+            for key in self._keys(snapshot.places, upload)
+        }
+        self._observations.forget(
+            snapshot.places.root, but=there | set(snapshot.listed)
+        )
+
+    def _keys(self, places: RunPlaces, upload: str) -> list[str]:
+        record = places.upload(upload)
+        answers = [f"{record} {state.value} answers" for state in State]
+        return [places.lease(upload), f"{record} ended", *answers]

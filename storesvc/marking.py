@@ -1,0 +1,303 @@
+"""What is garbage: from what was read of a run.
+
+A collector lists the objects of a run, and then reads all its slots as they were at
+one moment. What these functions call garbage may be deleted at any time after that,
+whatever else goes on, for they keep to these rules:
+
+1. An upload *lives* while its slot is UPLOADING by it. All that carries its id stays,
+   and all that carries the id of its predecessor, which it may claim.
+2. An upload is *kept* while its slot holds the checkpoint that it became, deleted or
+   not. What the slot names stays.
+3. An upload whose record its slot does not know yet has *begun*: it may still reserve
+   the slot. All of it stays, until a write of the slot has made that impossible.
+4. Any other upload has *ended*, and no slot will name it again: a later owner of its
+   slot, or its own end, stands there, or its record is gone, which came before all that
+   it stored. A reader that has no hold may still be at it: it stays for a grace.
+5. A data file stays while the file table of an upload that is kept, or of one that
+   ended less than a grace ago, names it, whichever upload wrote it.
+6. The record of an upload outlives it, to answer repeated requests. A FREE slot
+   outlives all else of the uploads of its step: nothing is ever without an owner, and
+   no upload that found the slot empty once finds it empty again.
+7. What carries no upload's id is never garbage.
+"""
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from enum import Enum
+from functools import cached_property
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from storesvc.format.layout import RunPlaces
+from storesvc.slots import CHECKPOINTS, FREE
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+
+class State(Enum):
+    """What became of an upload."""
+
+    LIVE = "live"
+    KEPT = "kept"
+    BEGUN = "begun"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What became of an upload."""
+
+    state: State
+    slot: pb.CheckpointRecord | None = None
+    """The slot that names it."""
+    since: datetime | None = None
+    """When it became so, or later, by the clock of whoever wrote that down."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What was read of a run."""
+
+    places: RunPlaces
+    listed: Sequence[str]
+    """All its objects, listed before the slots were read."""
+    slots: Mapping[int, pb.CheckpointRecord]
+    """By step: all its slots, as they were at one moment."""
+    records: Mapping[str, pb.UploadRecord]
+    """By upload: the records of those that no slot names, and of those that live."""
+
+    @cached_property
+    def objects(self) -> Mapping[str, Sequence[str]]:
+        """The listed objects by the upload whose id they carry."""
+        found: dict[str, list[str]] = {}
+        for place in self.listed:
+            upload = self.places.upload_of(place)
+            if upload is not None:
+                found.setdefault(upload, []).append(place)
+        return found
+
+    @cached_property
+    def owners(self) -> Mapping[str, pb.CheckpointRecord]:
+        """The slots by the upload that they name."""
+        return {slot.upload: slot for slot in self.slots.values()}
+
+    def uploads(self) -> list[str]:
+        """Returns all uploads that a slot names, or that stored something."""
+        return sorted({*self.objects, *self.owners})
+
+    def with_slots(self, slots: Iterable[pb.CheckpointRecord]) -> "Snapshot":
+        """Returns what would have been read, had these slots been written."""
+        return replace(self, slots={**self.slots, **{s.step: s for s in slots}})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What may be deleted, in this order; each part after the one before."""
+
+    garbage: Sequence[str]
+    """What points to data files before data files."""
+    records: Sequence[str]
+    """Records of uploads of which nothing else is left."""
+    free_steps: Sequence[int]
+    """FREE slots of uploads of which nothing else is left: to be emptied only after the
+    run's ``epoch_floor`` was raised to their epochs."""
+    waiting: Sequence[str]
+    """Uploads that ended less than a grace ago, and left something."""
+
+
+def unnamed(snapshot: Snapshot) -> list[str]:
+    """Returns the uploads whose records a snapshot needs: those that no slot names,
+    and those that live."""
+    ended = CHECKPOINTS | {FREE}
+    owners = snapshot.owners
+    return [
+        upload
+        for upload in snapshot.uploads()
+        if upload not in owners or owners[upload].state not in ended
+    ]
+
+
+def fates(snapshot: Snapshot) -> dict[str, Fate]:
+    """Returns what became of each upload."""
+    return {upload: _fate(snapshot, upload) for upload in snapshot.uploads()}
+
+
+def blind(snapshot: Snapshot, known: Mapping[str, Fate]) -> list[str]:
+    """Returns the live uploads that have no record: what they may claim is unknown, and
+    nothing may be deleted while they live."""
+    return [
+        upload
+        for upload, fate in known.items()
+        if fate.state is State.LIVE and upload not in snapshot.records
+    ]
+
+
+def leases(snapshot: Snapshot, known: Mapping[str, Fate]) -> list[str]:
+    """Returns the uploads that are to be ended once their lease is over: those that
+    live, and those that have begun where their slot is there to be reserved."""
+    found = []
+    for upload, fate in known.items():
+        if fate.state is State.BEGUN:
+            slot = snapshot.slots.get(snapshot.records[upload].step)
+            if slot is None or slot.state == FREE:
+                found.append(upload)
+        elif fate.state is State.LIVE:
+            found.append(upload)
+    return found
+
+
+def tables(
+    snapshot: Snapshot, known: Mapping[str, Fate], *, over: Container[str]
+) -> list[str]:
+    """Returns the places of the file tables whose data files stay.
+
+    Args:
+        snapshot: What was read.
+        known: The fates of its uploads.
+        over: Uploads that ended longer than a grace ago.
+    """
+    found = []
+    for upload, fate in known.items():
+        if fate.state is State.KEPT and fate.slot and fate.slot.files_digest:
+            found.append(snapshot.places.file_table(upload, fate.slot.files_digest))
+        elif fate.state is State.ENDED and upload not in over:
+            written = snapshot.objects.get(upload, ())
+            prefix = _before_digest(snapshot.places.file_table(upload, b""))
+            found += [place for place in written if place.startswith(prefix)]
+    return found
+
+
+def mark(
+    snapshot: Snapshot,
+    known: Mapping[str, Fate],
+    *,
+    over: Container[str],
+    answered: Container[str],
+    named: Container[str],
+) -> Marks:
+    """Returns what may be deleted.
+
+    Args:
+        snapshot: What was read.
+        known: The fates of its uploads.
+        over: Uploads that ended longer than a grace ago.
+        answered: Uploads whose record has answered for long enough.
+        named: The data files, relative to the pool, in the file tables of ``tables``.
+    """
+    garbage: list[str] = []
+    records: list[str] = []
+    free_steps: list[int] = []
+    claimed = _predecessors(snapshot, known)
+    recorded = _recorded(snapshot)
+    waiting: list[str] = []
+    for upload, fate in known.items():
+        has_ended = fate.state is State.ENDED
+        if has_ended and upload in claimed:
+            continue
+        record = snapshot.places.upload(upload)
+        written = [p for p in snapshot.objects.get(upload, ()) if p != record]
+        unused = [
+            place
+            for place in written
+            if _is_unused(snapshot.places, place, fate)
+            and _file_of(snapshot.places, place) not in named
+        ]
+        if has_ended and upload not in over:
+            waiting += [upload] if unused else []
+            continue
+        garbage += unused
+        is_gone = has_ended and len(unused) == len(written)
+        if upload in answered and (is_gone or fate.state is State.KEPT):
+            records.append(record)
+        if is_gone and fate.slot and fate.slot.step not in recorded:
+            free_steps.append(fate.slot.step)
+    listed = set(snapshot.listed)
+    return Marks(
+        garbage=sorted(garbage, key=lambda p: p.startswith(snapshot.places.pool)),
+        records=[place for place in records if place in listed],
+        free_steps=sorted(free_steps),
+        waiting=waiting,
+    )
+
+
+def removable_tags(tags: Mapping[str, pb.TagRecord], *, before: int) -> list[str]:
+    """Returns the deleted tags that nobody reads any more.
+
+    Args:
+        tags: All tags of a run.
+        before: The lowest number of an announcement that somebody may still read.
+    """
+    return [
+        name for name, tag in tags.items() if not tag.upload and tag.sequence < before
+    ]
+
+
+def moment(stamp: Timestamp) -> datetime | None:
+    """Returns the moment of a time stamp; None where it is not set."""
+    return stamp.ToDatetime(UTC) if stamp.ByteSize() else None
+
+
+def _fate(snapshot: Snapshot, upload: str) -> Fate:
+    slot = snapshot.owners.get(upload)
+    if slot is not None:
+        if slot.state in CHECKPOINTS:
+            return Fate(state=State.KEPT, slot=slot, since=moment(slot.commit_time))
+        if slot.state == FREE:
+            return Fate(state=State.ENDED, slot=slot, since=moment(slot.delete_time))
+        return Fate(state=State.LIVE, slot=slot, since=moment(slot.create_time))
+    record = snapshot.records.get(upload)
+    if record is None:
+        return Fate(state=State.ENDED)
+    other = snapshot.slots.get(record.step)
+    if other is not None and (
+        other.state in CHECKPOINTS or other.epoch >= record.epoch
+    ):
+        lost = other.delete_time if other.state == FREE else other.create_time
+        return Fate(state=State.ENDED, since=moment(lost))
+    return Fate(state=State.BEGUN, since=moment(record.create_time))
+
+
+def _before_digest(place: str) -> str:
+    """What places begin with that differ only in their digest."""
+    return place.rpartition("-")[0] + "-"
+
+
+def _predecessors(snapshot: Snapshot, known: Mapping[str, Fate]) -> set[str]:
+    """The uploads that live ones took over from."""
+    return {
+        snapshot.records[upload].predecessor
+        for upload, fate in known.items()
+        if fate.state is State.LIVE and upload in snapshot.records
+    }
+
+
+def _recorded(snapshot: Snapshot) -> set[int]:
+    """The steps that an upload has a record of."""
+    listed = set(snapshot.listed)
+    owned = {
+        slot.step
+        for upload, slot in snapshot.owners.items()
+        if snapshot.places.upload(upload) in listed
+    }
+    return owned | {record.step for record in snapshot.records.values()}
+
+
+def _is_unused(places: RunPlaces, place: str, fate: Fate) -> bool:
+    """Whether the upload itself has no more use for an object of it."""
+    match fate.state:
+        case State.LIVE | State.BEGUN:
+            return False
+        case State.ENDED:
+            return True
+    slot = fate.slot
+    assert slot is not None
+    return not (
+        place == places.manifest(slot.upload, slot.manifest_digest)
+        or place == places.file_table(slot.upload, slot.files_digest)
+        or place.startswith(places.key_space(slot.upload, slot.attempt))
+    )
+
+
+def _file_of(places: RunPlaces, place: str) -> str | None:
+    """A data file, as file tables call it; None for what is none."""
+    return place.removeprefix(places.pool) if place.startswith(places.pool) else None

@@ -1,0 +1,418 @@
+"""Marking: of any set of uploads and slots nothing that is reachable is garbage, and
+all that is not goes, once it is old."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storesvc import marking, slots
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import RunName
+from storesvc.marking import Marks, Snapshot, State
+from storesvc.records import timestamp
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+PLACES = RunPlaces(RunName("tests", "marking"))
+THEN = timestamp(datetime(2026, 1, 1, tzinfo=UTC))
+EVERYTHING = frozenset(f"{number:032x}" for number in range(100))
+
+
+def upload_id(number: int) -> str:
+    return f"{number:032x}"
+
+
+@dataclass(kw_only=True)
+class World:
+    """A run, as it may be found."""
+
+    listed: set[str] = field(default_factory=set)
+    slots: dict[int, pb.CheckpointRecord] = field(default_factory=dict)
+    records: dict[str, pb.UploadRecord] = field(default_factory=dict)
+    tables: dict[str, list[str]] = field(default_factory=dict)
+    """Place of a file table, to its data files."""
+
+    def snapshot(self) -> Snapshot:
+        bare = Snapshot(
+            places=PLACES, listed=sorted(self.listed), slots=self.slots, records={}
+        )
+        return Snapshot(
+            places=PLACES,
+            listed=sorted(self.listed),
+            slots=self.slots,
+            records={
+                upload: self.records[upload]
+                for upload in marking.unnamed(bare)
+                if upload in self.records
+            },
+        )
+
+    def marks(
+        self,
+        *,
+        over: Collection[str] = EVERYTHING,
+        answered: Collection[str] = EVERYTHING,
+    ) -> Marks:
+        snapshot = self.snapshot()
+        known = marking.fates(snapshot)
+        tables = marking.tables(snapshot, known, over=over)
+        named = {file for table in tables for file in self.tables.get(table, ())}
+        return marking.mark(snapshot, known, over=over, answered=answered, named=named)
+
+    def sweep(self, marks: Marks) -> None:
+        self.listed -= {*marks.garbage, *marks.records}
+        for step in marks.free_steps:
+            self.listed.discard(PLACES.checkpoint(step))
+            del self.slots[step]
+        for upload in list(self.records):
+            if PLACES.upload(upload) not in self.listed:
+                del self.records[upload]
+
+    def add_upload(self, number: int, record: pb.UploadRecord) -> str:
+        upload = upload_id(number)
+        self.records[upload] = record
+        self.listed |= {PLACES.upload(upload), PLACES.tree(upload, b"tree")}
+        return upload
+
+    def store(self, upload: str, files: int = 2) -> None:
+        """What an upload writes while it lives."""
+        self.listed |= {
+            PLACES.lease(upload),
+            PLACES.receipt(upload, 0),
+            f"{PLACES.staging(upload, 0)}manifest.ocdbt",
+            *(self.file(upload, at) for at in range(files)),
+        }
+
+    def file(self, upload: str, at: int) -> str:
+        return f"{PLACES.pool}{PLACES.data_prefix(upload)}{at:032x}"
+
+    def describe(self, upload: str, attempt: str, files: Collection[str]) -> None:
+        """What a commit writes before its record."""
+        table = PLACES.file_table(upload, attempt.encode())
+        self.tables[table] = [file.removeprefix(PLACES.pool) for file in files]
+        self.listed |= {
+            table,
+            PLACES.manifest(upload, attempt.encode()),
+            f"{PLACES.key_space(upload, attempt)}manifest.ocdbt",
+        }
+
+    def set_slot(self, state: int, upload: str, **fields: object) -> None:
+        record = self.records[upload]
+        slot = pb.CheckpointRecord(
+            state=state,  # type: ignore[arg-type]  # a value of the enum
+            step=record.step,
+            upload=upload,
+            epoch=record.epoch,
+            **fields,  # type: ignore[arg-type]  # fields of the record
+        )
+        if state == slots.FREE:
+            slot.delete_time.CopyFrom(THEN)
+        self.slots[record.step] = slot
+        self.listed.add(PLACES.checkpoint(record.step))
+
+    def commit(self, upload: str, files: Collection[str], state: int) -> None:
+        self.describe(upload, "good", files)
+        self.set_slot(
+            state,
+            upload,
+            attempt="good",
+            manifest_digest=b"good",
+            files_digest=b"good",
+            create_time=THEN,
+            commit_time=THEN,
+        )
+
+
+STATES = [*sorted(slots.CHECKPOINTS), slots.UPLOADING, slots.FREE]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Runs as saves, crashes, deletions and takeovers leave them."""
+    world = World()
+    owners: dict[int, str] = {}
+    for number in range(draw(st.integers(0, 8))):
+        step = draw(st.integers(0, 3))
+        owner = owners.get(step)
+        slot = world.slots.get(step)
+        if slot is not None and slot.state in slots.CHECKPOINTS:
+            continue
+        taken_from = owner if slot and slot.state == slots.UPLOADING else None
+        upload = world.add_upload(
+            number,
+            pb.UploadRecord(
+                step=step,
+                epoch=slot.epoch + 1 if slot else 1,
+                predecessor=taken_from or "",
+                create_time=THEN,
+            ),
+        )
+        if draw(st.booleans()) and draw(st.booleans()):
+            continue  # died before it had its slot
+        owners[step] = upload
+        world.set_slot(slots.UPLOADING, upload, create_time=THEN)
+        world.store(upload)
+        if draw(st.booleans()):
+            world.describe(upload, "bad", [world.file(upload, 0)])
+        pool = sorted(p for p in world.listed if p.startswith(PLACES.pool))
+        needed = {*draw(st.sets(st.sampled_from(pool))), world.file(upload, 0)}
+        state = draw(st.sampled_from(STATES))
+        if state in slots.CHECKPOINTS:
+            # only of what stands, or stood until this upload began
+            alive = {s.upload for s in world.slots.values() if s.state != slots.FREE}
+            alive |= {taken_from or upload}
+            needed = {f for f in needed if PLACES.upload_of(f) in alive}
+            world.commit(upload, needed, state)
+        elif state == slots.FREE:
+            world.set_slot(slots.FREE, upload)
+        if draw(st.booleans()) and state != slots.UPLOADING:
+            world.listed.discard(PLACES.upload(upload))
+            world.records.pop(upload)
+    world.listed |= draw(
+        st.sets(
+            st.sampled_from(
+                [
+                    f"{PLACES.root}stray",
+                    f"{PLACES.pool}d/0123",
+                    f"{PLACES.checkpoints}stray",
+                    PLACES.tag("best"),
+                    PLACES.hold("a" * 32),
+                ]
+            )
+        )
+    )
+    return world
+
+
+def reachable(world: World) -> set[str]:
+    """What must stay, by the words of the contract."""
+    kept = set()
+    for slot in world.slots.values():
+        if slot.state == slots.UPLOADING:
+            owners = {slot.upload, world.records[slot.upload].predecessor} - {""}
+            kept |= {p for p in world.listed if PLACES.upload_of(p) in owners}
+        elif slot.state in slots.CHECKPOINTS:
+            table = PLACES.file_table(slot.upload, slot.files_digest)
+            kept |= {
+                table,
+                PLACES.manifest(slot.upload, slot.manifest_digest),
+                f"{PLACES.key_space(slot.upload, slot.attempt)}manifest.ocdbt",
+                *(f"{PLACES.pool}{file}" for file in world.tables[table]),
+            }
+    return kept & world.listed
+
+
+def all_of(marks: Marks) -> set[str]:
+    return {*marks.garbage, *marks.records}
+
+
+@given(worlds(), st.sets(st.sampled_from(sorted(EVERYTHING)[:8])))
+def test_nothing_reachable_is_garbage(world: World, over: set[str]) -> None:
+    assert not all_of(world.marks(over=over, answered=over)) & reachable(world)
+
+
+@given(worlds())
+def test_all_that_is_unreachable_and_old_is_garbage(world: World) -> None:
+    world.sweep(world.marks())
+    known = marking.fates(world.snapshot())
+    kept = reachable(world)
+    sharing = {PLACES.upload_of(p) for p in kept if p.startswith(PLACES.pool)}
+
+    for place in world.listed - kept:
+        upload = PLACES.upload_of(place)
+        if upload is None:
+            continue
+        # a record tells whose the shared files are
+        is_record = place == PLACES.upload(upload) and upload in sharing
+        assert is_record or known[upload].state is State.BEGUN
+
+
+@given(worlds(), st.sets(st.sampled_from(sorted(EVERYTHING)[:8])))
+def test_what_was_swept_leaves_nothing_more_to_sweep(
+    world: World, over: set[str]
+) -> None:
+    world.sweep(world.marks(over=over, answered=over))
+
+    again = world.marks(over=over, answered=over)
+
+    assert ((), ()) == (tuple(again.garbage), tuple(again.records))
+
+
+@given(worlds(), st.data())
+def test_a_sweep_that_is_cut_off_is_gone_on_with(
+    world: World, data: st.DataObject
+) -> None:
+    marks = world.marks()
+    objects = [*marks.garbage, *marks.records]
+    cut = data.draw(st.integers(0, len(objects)))
+    whole = world.listed - set(objects)
+    kept = reachable(world)
+    world.listed -= set(objects[:cut])
+    world.records = {
+        u: r for u, r in world.records.items() if PLACES.upload(u) in world.listed
+    }
+
+    world.sweep(world.marks())
+
+    assert kept <= world.listed
+    slots_gone = {p for p in whole if p.startswith(PLACES.checkpoints)}
+    assert world.listed - slots_gone <= whole
+
+
+@given(worlds(), st.integers(4, 5))
+def test_another_checkpoint_makes_no_more_garbage_of_others(
+    world: World, step: int
+) -> None:
+    before = all_of(world.marks())
+    new = world.add_upload(50, pb.UploadRecord(step=step, epoch=1))
+    world.store(new)
+    files = [p for p in world.listed if p.startswith(PLACES.pool)]
+    world.commit(new, files, slots.COMMITTED)
+
+    after = {p for p in all_of(world.marks()) if PLACES.upload_of(p) != new}
+
+    assert after <= before
+    assert not after & set(files)
+
+
+@given(worlds())
+def test_what_carries_no_upload_is_never_garbage(world: World) -> None:
+    assert all(PLACES.upload_of(place) for place in all_of(world.marks()))
+
+
+@given(worlds())
+def test_a_free_slot_goes_last(world: World) -> None:
+    marks = world.marks()
+    emptied = {world.slots[step].upload for step in marks.free_steps}
+    steps = {record.step for record in world.records.values()}
+
+    left = world.listed - set(marks.garbage)
+    assert not emptied & {PLACES.upload_of(place) for place in left}
+    assert not steps & set(marks.free_steps)
+
+
+def test_an_upload_that_has_begun_stays_until_its_slot_says_otherwise() -> None:
+    world = World()
+    begun = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
+    assert State.BEGUN is marking.fates(world.snapshot())[begun].state
+    assert set() == all_of(world.marks())
+
+    world.set_slot(slots.FREE, begun)
+
+    assert {PLACES.upload(begun), PLACES.tree(begun, b"tree")} == all_of(world.marks())
+
+
+def test_a_begun_upload_ends_with_the_commit_of_another() -> None:
+    world = World()
+    owner = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
+    begun = world.add_upload(2, pb.UploadRecord(step=0, epoch=2, predecessor=owner))
+    world.set_slot(slots.UPLOADING, owner)
+    assert State.BEGUN is marking.fates(world.snapshot())[begun].state
+    assert [] == [
+        u for u in marking.leases(world.snapshot(), _known(world)) if u == begun
+    ]
+
+    world.commit(owner, [], slots.COMMITTED)
+
+    assert State.ENDED is marking.fates(world.snapshot())[begun].state
+
+
+def _known(world: World) -> Mapping[str, marking.Fate]:
+    return marking.fates(world.snapshot())
+
+
+def test_a_slot_is_not_emptied_while_an_upload_may_have_found_it_empty() -> None:
+    world = World()
+    late = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
+    owner = world.add_upload(2, pb.UploadRecord(step=0, epoch=1))
+    world.set_slot(slots.FREE, owner)
+
+    world.sweep(world.marks(answered=[owner]))
+    assert PLACES.tree(late, b"tree") not in world.listed
+    assert [] == list(world.marks(answered=[owner]).free_steps)
+
+    world.sweep(world.marks())
+    assert [0] == list(world.marks().free_steps)
+
+
+def test_data_files_outlast_an_upload_whose_chunks_were_claimed() -> None:
+    world = World()
+    first = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
+    world.store(first)
+    world.set_slot(slots.FREE, first)
+    second = world.add_upload(2, pb.UploadRecord(step=1, epoch=1))
+    world.store(second)
+    shared = world.file(first, 0)
+    world.commit(second, [shared, world.file(second, 0)], slots.COMMITTED)
+
+    marks = world.marks()
+    world.sweep(marks)
+
+    assert shared in world.listed
+    assert world.file(first, 1) not in world.listed
+    assert () == tuple(marks.free_steps)  # it tells whose the file is
+
+
+def test_files_of_a_purged_checkpoint_stay_for_its_grace_whoever_wrote_them() -> None:
+    world = World()
+    first = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
+    world.store(first)
+    second = world.add_upload(2, pb.UploadRecord(step=1, epoch=1))
+    world.store(second)
+    shared = world.file(first, 0)
+    world.commit(second, [shared, world.file(second, 0)], slots.COMMITTED)
+    world.set_slot(slots.FREE, first)
+    world.set_slot(slots.FREE, second)  # purged now; the other one long ago
+
+    assert shared not in world.marks(over=[first]).garbage
+    assert shared in world.marks(over=[first, second]).garbage
+
+
+def test_a_checkpoint_of_the_first_release_keeps_all_that_it_has() -> None:
+    world = World()
+    old = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
+    world.listed |= {
+        f"{PLACES.pool}d/0",
+        f"{PLACES.key_space(old, '')}manifest.ocdbt",
+        PLACES.manifest(old, b"m"),
+        PLACES.manifest(old, b"other"),
+    }
+    world.set_slot(slots.COMMITTED, old, manifest_digest=b"m")
+
+    marks = world.marks(answered=[])
+
+    assert {PLACES.manifest(old, b"other"), PLACES.tree(old, b"tree")} == all_of(marks)
+
+
+def test_pointers_go_before_what_they_point_to() -> None:
+    world = World()
+    upload = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
+    world.store(upload)
+    world.describe(upload, "bad", [world.file(upload, 0)])
+    world.set_slot(slots.FREE, upload)
+
+    kinds = [bool(re.search("/pool/", place)) for place in world.marks().garbage]
+
+    assert sorted(kinds) == kinds
+
+
+def test_a_live_upload_without_a_record_is_told() -> None:
+    world = World()
+    upload = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
+    world.set_slot(slots.UPLOADING, upload)
+    del world.records[upload]
+
+    assert [upload] == marking.blind(world.snapshot(), _known(world))
+
+
+def test_a_deleted_tag_stays_while_the_journal_tells_of_it() -> None:
+    tags = {
+        "best": pb.TagRecord(upload=upload_id(1), sequence=1),
+        "gone": pb.TagRecord(sequence=4),
+        "older": pb.TagRecord(sequence=2),
+    }
+
+    assert ["older"] == marking.removable_tags(tags, before=4)

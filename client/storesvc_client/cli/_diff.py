@@ -1,0 +1,88 @@
+"""``storectl diff``: what differs between two checkpoints."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from storesvc_client.cli._arguments import json_option, whole_checkpoint
+from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._output import (
+    ABSENT,
+    Column,
+    count_text,
+    print_json,
+    print_table,
+)
+from storesvc_client.cli._paths import CheckpointPath
+from storesvc_client.cli._selection import sizes_text
+
+if TYPE_CHECKING:
+    from storesvc_client import Diff, LeafDifference
+
+_COLUMNS: Final = (
+    Column("KEY", folds=True),
+    Column("WHAT"),
+    Column("BEFORE"),
+    Column("AFTER"),
+    Column("CHUNKS", right=True),
+)
+
+
+@click.command()
+@click.argument("before", type=whole_checkpoint, metavar="BEFORE")
+@click.argument("after", type=whole_checkpoint, metavar="AFTER")
+@json_option
+@pass_connection
+def diff(
+    connection: Connection,
+    *,
+    before: CheckpointPath,
+    after: CheckpointPath,
+    as_json: bool,
+) -> None:
+    """Tell what differs between two checkpoints, leaf by leaf.
+
+    Reads no data: content is compared by its digests. WHAT is "added", "removed",
+    "shape", "dtype" or "content"; "unknown" where a leaf was saved in other chunks, so
+    that digests do not tell. CHUNKS counts the chunks of the leaf, of content those
+    that differ.
+
+    \b
+    Examples:
+      storectl diff prod/llama-8b@500 prod/llama-8b@latest
+      storectl diff prod/llama-8b@500 prod/llama-8b-tuned@20 --json
+    """
+    with connection.open() as client:
+        run, of = client.run(before.run), client.run(after.run)
+        found = run.diff(before.which, after.which, of=of)
+    if as_json:
+        print_json(found)
+        return
+    if found.differences:
+        print_table(_COLUMNS, map(_row, found.differences))
+    click.echo(_sums(found))
+
+
+def _row(leaf: "LeafDifference") -> tuple[str, ...]:
+    chunks = str(leaf.chunk_count)
+    if leaf.kind == "content":
+        chunks = f"{leaf.changed_chunk_count} of {chunks}"
+    return (
+        leaf.key or "''",
+        leaf.kind,
+        _array_text(leaf.base_dtype, leaf.base_shape),
+        _array_text(leaf.dtype, leaf.shape),
+        chunks,
+    )
+
+
+def _array_text(dtype: str | None, shape: tuple[int, ...] | None) -> str:
+    return ABSENT if dtype is None or shape is None else dtype + sizes_text(shape)
+
+
+def _sums(found: "Diff") -> str:
+    kinds = Counter(leaf.kind for leaf in found.differences)
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
+    same = f"{count_text(found.same_leaf_count, 'leaf')} the same"
+    return f"{counts}; {same}" if counts else f"no leaf differs; {same}"

@@ -1,0 +1,116 @@
+"""What differs between two checkpoints: decided from their manifests alone.
+
+Leaves are matched by key. Where shape and dtype agree, the digests of the chunks
+tell whether the bytes do, and that needs the same chunks on both sides: where the
+grids differ, it is not known.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from storesvc.format.chunks import I64
+from storesvc.format.manifests import Manifest
+from storesvc.format.trees import Leaf, Tree
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+
+Kind: TypeAlias = "api.LeafDifference.Kind.ValueType"
+
+ADDED = api.LeafDifference.KIND_ADDED
+REMOVED = api.LeafDifference.KIND_REMOVED
+SHAPE = api.LeafDifference.KIND_SHAPE
+DTYPE = api.LeafDifference.KIND_DTYPE
+CONTENT = api.LeafDifference.KIND_CONTENT
+UNKNOWN = api.LeafDifference.KIND_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How a leaf differs."""
+
+    kind: Kind
+    before: Leaf | None
+    after: Leaf | None
+    """One of the two at least is there."""
+    changed_chunks: int = 0
+    """Chunks whose bytes differ, where they can be compared."""
+
+    @property
+    def leaf(self) -> Leaf:
+        """The leaf after or, where it was removed, before."""
+        leaf = self.after or self.before
+        assert leaf is not None
+        return leaf
+
+
+def differences(before: Manifest, after: Manifest) -> list[Difference]:
+    """Returns how the leaves of two checkpoints differ, in the order of keys."""
+    found: dict[str, Difference] = {}
+    comparable: list[tuple[int, int]] = []
+    old, new = before.tree, after.tree
+    for leaf in old.leaves:
+        if leaf.key not in new.by_key:
+            found[leaf.key] = Difference(REMOVED, leaf, None)
+    for row, leaf in enumerate(new.leaves):
+        at = old.by_key.get(leaf.key)
+        if at is None:
+            found[leaf.key] = Difference(ADDED, None, leaf)
+        elif kind := _outer_kind(old.leaves[at], leaf):
+            found[leaf.key] = Difference(kind, old.leaves[at], leaf)
+        else:
+            comparable.append((at, row))
+    changed = changed_chunks(before, after, comparable).tolist()
+    for (at, row), count in zip(comparable, changed, strict=True):
+        if count:
+            leaf = new.leaves[row]
+            found[leaf.key] = Difference(CONTENT, old.leaves[at], leaf, count)
+    return [found[key] for key in sorted(found)]
+
+
+def changed_chunks(
+    before: Manifest, after: Manifest, rows: Sequence[tuple[int, int]]
+) -> I64:
+    """Returns how many chunks differ in each of some pairs of leaves of one grid.
+
+    Args:
+        before: The one manifest.
+        after: The other one.
+        rows: The row of the leaf in each.
+    """
+    pairs = np.array(rows, np.int64).reshape(-1, 2)
+    counts = np.diff(after.tree.first_chunk)[pairs[:, 1]]
+    of_pair = np.repeat(np.arange(len(pairs)), counts)
+    ends = np.cumsum(counts)
+    within = np.arange(len(of_pair)) - np.repeat(ends - counts, counts)
+    one = before.sums.digests[_first(before.tree, pairs[:, 0])[of_pair] + within]
+    other = after.sums.digests[_first(after.tree, pairs[:, 1])[of_pair] + within]
+    differ = (one != other).any(axis=1)
+    return np.bincount(of_pair[differ], minlength=len(pairs)).astype(np.int64)
+
+
+def dtype_text(leaf: Leaf) -> str:
+    """Returns a leaf's dtype; of PRNG keys, with their implementation."""
+    return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
+
+
+def shape_of(leaf: Leaf) -> tuple[int, ...]:
+    """Returns a leaf's shape; of PRNG keys, without the words of their data."""
+    return leaf.shape[:-1] if leaf.prng_impl else leaf.shape
+
+
+def _outer_kind(before: Leaf, after: Leaf) -> "Kind | None":
+    """How two leaves of one key differ but for their bytes; None: they do not."""
+    if shape_of(before) != shape_of(after):
+        return SHAPE
+    if dtype_text(before) != dtype_text(after):
+        return DTYPE
+    if before.chunk_shape != after.chunk_shape and 0 not in after.shape:
+        return UNKNOWN
+    return None
+
+
+def _first(tree: Tree, rows: I64) -> I64:
+    first: I64 = tree.first_chunk[rows]
+    return first

@@ -1,0 +1,289 @@
+"""Verification: every byte of a checkpoint read again, and compared.
+
+Both views of a checkpoint are looked at: the chunks that the manifest places, and
+the key space, which must show the same chunks at the same places beside the
+metadata of each leaf. What is wrong is told and ends nothing. Nothing keeps the
+checkpoint from being purged meanwhile; so before something counts as missing, the
+slot is read again.
+
+Reads are counted over all verifications of the process: that is the bound on the
+memory that they take. Checksums are made in threads.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from storesvc import damages, slots
+from storesvc.catalogue import Catalogue
+from storesvc.clocks import Clock
+from storesvc.damages import Damage, Metadata
+from storesvc.errors import (
+    CheckpointNotFoundError,
+    CorruptDataError,
+)
+from storesvc.format.chunks import Places
+from storesvc.format.layout import RunPlaces
+from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
+from storesvc.format.names import RunName
+from storesvc.kvbucket import KvBucket, Place
+from storesvc.sending import Read, plan_reads
+from storesvc.tallies import Report, Tally
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+VERIFICATIONS_AT_ONCE: Final = 2
+"""In a process; each holds a manifest."""
+
+MAX_READS: Final = 3
+"""Reads in memory, over all verifications of a process."""
+
+REPORT_SECONDS: Final = 1.0
+"""Between reports, about."""
+
+Check: TypeAlias = Callable[[Sequence[int], bytes], Iterable[Damage]]
+"""Tells what is wrong with values that lie back to back, by their numbers."""
+
+Missing: TypeAlias = Callable[[int, str], Damage]
+"""Makes the damage of a value that cannot be read, and why."""
+
+_log = logging.getLogger(__name__)
+
+
+class Verifier:
+    """Verifies checkpoints of a bucket."""
+
+    def __init__(self, bucket: KvBucket, catalogue: Catalogue, *, clock: Clock) -> None:
+        self._bucket = bucket
+        self._catalogue = catalogue
+        self._clock = clock
+        self._turns = asyncio.Semaphore(VERIFICATIONS_AT_ONCE)
+        self._reads = asyncio.Semaphore(MAX_READS)
+
+    async def verify(
+        self, run: RunName, record: pb.CheckpointRecord
+    ) -> AsyncGenerator[Report]:
+        """Yields reports about a checkpoint, one a second or so, and the last one.
+
+        Raises:
+            CorruptDataError: Its manifest is missing or damaged.
+            CheckpointNotFoundError: It was purged meanwhile.
+            StorageUnavailableError: The storage does not answer.
+        """
+        async with self._turns:
+            reading = _Reading(self._bucket, self._catalogue, self._reads, run, record)
+            manifest = await reading.manifest()
+            tally = Tally(manifest.tree.chunk_count)
+            reported = self._clock.elapsed()
+            async with aclosing(_chunks(reading, manifest)) as chunks:
+                async for read, found in chunks:
+                    tally.add(found)
+                    tally.advance(len(read.chunks), read.stop - read.start)
+                    if self._clock.elapsed() - reported >= REPORT_SECONDS:
+                        for report in tally.reports():
+                            yield report
+                        reported = self._clock.elapsed()
+            await _check_key_space(reading, manifest, tally)
+            tally.close()
+            for report in tally.reports():
+                yield report
+
+
+class _Reading:
+    """Reads of one checkpoint."""
+
+    def __init__(
+        self,
+        bucket: KvBucket,
+        catalogue: Catalogue,
+        reads: asyncio.Semaphore,
+        run: RunName,
+        record: pb.CheckpointRecord,
+    ) -> None:
+        self._bucket = bucket
+        self._catalogue = catalogue
+        self._reads = reads
+        self._run = run
+        self._record = record
+        self._places = RunPlaces(run)
+
+    async def manifest(self) -> Manifest:
+        """Returns the manifest as it lies now: one that was kept proves nothing.
+
+        Raises:
+            CorruptDataError: It is missing or damaged.
+        """
+        record = self._record
+        try:
+            data = await self._catalogue.manifest_bytes(self._run, record)
+            return await asyncio.to_thread(
+                unpack_manifest,
+                data,
+                size_bytes=record.manifest_bytes,
+                expected=record.manifest_digest,
+            )
+        except CorruptManifestError as e:
+            raise CorruptDataError(f"{self._run}@{record.step}: {e}") from e
+        except CorruptDataError:
+            await self._check_slot()
+            raise
+
+    async def shown(self) -> dict[str, Place] | None:
+        """Returns where the key space says that its values lie; None: it is missing
+        or damaged."""
+        space = self._bucket.key_space(
+            place=self._places.key_space(self._record.upload, self._record.attempt),
+            pool=self._places.pool,
+        )
+        try:
+            if await space.exists():
+                return await space.places()
+        except CorruptDataError as e:
+            _log.warning("%s@%d: %s", self._run, self._record.step, e)
+        await self._check_slot()
+        return None
+
+    async def checked(
+        self, places: Places, check: Check, missing: Missing
+    ) -> AsyncGenerator[tuple[Read, list[Damage]]]:
+        """Yields what is wrong with values of the pool, in the order they lie."""
+        under_way: deque[tuple[Read, asyncio.Task[list[Damage]]]] = deque()
+        try:
+            reads = plan_reads(places, np.arange(len(places.length)))
+            # A thread, as for all that goes through every chunk: a ping must not wait.
+            while (read := await asyncio.to_thread(next, reads, None)) is not None:
+                look = self._look(read, check, missing)
+                under_way.append((read, asyncio.create_task(look)))
+                if len(under_way) == MAX_READS:
+                    yield under_way[0][0], await under_way[0][1]
+                    under_way.popleft()
+            while under_way:
+                yield under_way[0][0], await under_way[0][1]
+                under_way.popleft()
+        finally:
+            for _, task in under_way:
+                task.cancel()
+            # also takes the errors of those that nobody will wait for
+            await asyncio.gather(*(t for _, t in under_way), return_exceptions=True)
+
+    async def _look(self, read: Read, check: Check, missing: Missing) -> list[Damage]:
+        # A read takes its place, and gives it back, whether or not anyone takes what
+        # it found: so verifications never wait for each other in a ring.
+        async with self._reads:
+            place = self._places.pool + read.file
+            try:
+                data = await self._bucket.read_range(place, read.start, read.stop)
+            except CorruptDataError:
+                found = await self._look_at_each(read, check, missing)
+                await self._check_slot()
+                return found
+            return await asyncio.to_thread(_checked, check, read.chunks, data)
+
+    async def _look_at_each(
+        self, read: Read, check: Check, missing: Missing
+    ) -> list[Damage]:
+        """What is wrong with the values of a file that is missing or ends early."""
+        found: list[Damage] = []
+        place, start = self._places.pool + read.file, read.start
+        why = ""
+        for value, length in zip(read.chunks, read.lengths, strict=True):
+            # what lies behind the first that is missing is missing too
+            if not why:
+                try:
+                    data = await self._bucket.read_range(place, start, start + length)
+                    found += await asyncio.to_thread(_checked, check, [value], data)
+                except CorruptDataError:
+                    why = (
+                        f"{read.file} is missing, or ends before byte {start + length}"
+                    )
+            if why:
+                found.append(missing(value, why))
+            start += length
+        return found
+
+    async def _check_slot(self) -> None:
+        """Refuses to call what was purged damaged.
+
+        Raises:
+            CheckpointNotFoundError: The checkpoint is no more.
+        """
+        run, record = self._run, self._record
+        found = await self._catalogue.slot(run, record.step)
+        # Its bytes go only after its slot was given to another, or became free.
+        if (
+            found is None
+            or found[0].upload != record.upload
+            or found[0].state == slots.FREE
+        ):
+            raise CheckpointNotFoundError(
+                f"{run}@{record.step} was purged while it was verified",
+                run=str(run),
+                step=str(record.step),
+            )
+
+
+def _chunks(
+    reading: _Reading, manifest: Manifest
+) -> AsyncGenerator[tuple[Read, list[Damage]]]:
+    """What is wrong with the chunks, as the manifest places them."""
+
+    def check(chunks: Sequence[int], data: bytes) -> Iterator[Damage]:
+        return damages.of_chunks(manifest, chunks, data)
+
+    def missing(chunk: int, why: str) -> Damage:
+        return damages.of_chunk(manifest.tree, chunk, damages.MISSING, why)
+
+    return reading.checked(manifest.places, check, missing)
+
+
+async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) -> None:
+    """Adds what the key space does not show as the manifest does."""
+    shown = await reading.shown()
+    if shown is None:
+        what = "the key space of the checkpoint is missing or damaged"
+        leaves = manifest.tree.leaves
+        await asyncio.to_thread(
+            tally.add, (damages.of_leaf(leaf, what) for leaf in leaves)
+        )
+        return
+    differing = damages.of_key_space(manifest, shown, tally.damaged)
+    await asyncio.to_thread(tally.add, differing)
+    metadata = Metadata(manifest.tree)
+    unshown, rows, places = await asyncio.to_thread(_metadata_places, metadata, shown)
+    tally.add(unshown)
+
+    def check(values: Sequence[int], data: bytes) -> Iterator[Damage]:
+        return metadata.of_values([rows[value] for value in values], data)
+
+    def missing(value: int, why: str) -> Damage:
+        return metadata.unread(rows[value], why)
+
+    async with aclosing(reading.checked(places, check, missing)) as checked:
+        async for _, found in checked:
+            tally.add(found)
+
+
+def _metadata_places(
+    metadata: Metadata, shown: Mapping[str, Place]
+) -> tuple[list[Damage], list[int], Places]:
+    """The leaves whose metadata is not shown; the rows of the others, and where
+    theirs lies."""
+    unshown = metadata.unshown(shown)
+    rows = [row for row in range(len(metadata.keys)) if row not in unshown]
+    places = Places.of_rows([shown[metadata.keys[row]] for row in rows])
+    return list(unshown.values()), rows, places
+
+
+def _checked(check: Check, values: Sequence[int], data: bytes) -> list[Damage]:
+    return list(check(values, data))

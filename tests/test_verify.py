@@ -1,0 +1,718 @@
+"""Verification tells exactly what is damaged, and nothing else."""
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from click.testing import CliRunner, Result
+
+import storesvc_client as store
+from storesvc import sending, tallies, verification
+from storesvc.errors import CheckpointNotFoundError, StorageUnavailableError
+from storesvc.format import zarr
+from storesvc.format.checksums import crc32c, digest
+from storesvc.format.layout import RunPlaces
+from storesvc.format.manifests import Manifest, unpack_manifest
+from storesvc.format.names import CheckpointName, RunName
+from storesvc.format.seal import seal, unseal
+from storesvc.kvbucket import KvBucket
+from storesvc.slots import FREE
+from storesvc.store import Store
+from storesvc.tallies import Report
+from storesvc_client.cli import main
+from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.contract import CHUNK, Writer
+from tests.server_process import ServerProcess
+
+GOLDEN = Path(__file__).parent / "golden"
+
+CHUNKS = 5
+"""Of the leaf "x"; all in one data file, in the order of their ordinals."""
+
+Told = list[tuple[str, tuple[int, ...], str]]
+
+
+@dataclass
+class Saved:
+    """A checkpoint, and its files."""
+
+    root: Path
+    name: RunName
+
+    @property
+    def places(self) -> RunPlaces:
+        return RunPlaces(self.name)
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.places.root
+
+    @property
+    def record(self) -> pb.CheckpointRecord:
+        return unseal(self.slot.read_bytes(), pb.CheckpointRecord)
+
+    @property
+    def slot(self) -> Path:
+        (slot,) = (self.folder / "checkpoints").iterdir()
+        return slot
+
+    @property
+    def manifest(self) -> Manifest:
+        (file,) = (self.folder / "manifests").iterdir()
+        data = file.read_bytes()
+        return unpack_manifest(data, size_bytes=len(data), expected=digest(data))
+
+    @property
+    def tree(self) -> Path:
+        """Where the key space has its root."""
+        record = self.record
+        return self.root / self.places.key_space(record.upload, record.attempt)
+
+    def file(self, chunk: int) -> Path:
+        places = self.manifest.places
+        return self.root / self.places.pool / places.files[int(places.file[chunk])]
+
+    def range(self, chunk: int) -> slice:
+        places = self.manifest.places
+        start = int(places.offset[chunk])
+        return slice(start, start + int(places.length[chunk]))
+
+    def change(self, chunk: int, change: Callable[[bytearray], object]) -> None:
+        """Changes the stored bytes of a chunk, in place."""
+        file = self.file(chunk)
+        data = bytearray(file.read_bytes())
+        stored = data[self.range(chunk)]
+        change(stored)
+        data[self.range(chunk)] = stored
+        file.write_bytes(data)
+
+    def show(self, key: str, value: bytes | None) -> None:
+        """Changes what the key space shows, as someone else's tool would."""
+
+        async def change() -> None:
+            bucket = await KvBucket.open(self.root.as_uri())
+            record, places = self.record, self.places
+            space = bucket.key_space(
+                place=places.key_space(record.upload, record.attempt), pool=places.pool
+            )
+            await asyncio.to_thread(lambda: space.opened().write(key, value).result())
+
+        asyncio.run(change())
+
+
+@pytest.fixture
+def saved(server: ServerProcess, run: store.Run) -> Saved:
+    """A checkpoint of one leaf of several chunks."""
+    Writer(server.address, run.name, 3, chunks=CHUNKS).save(range(CHUNKS))
+    return Saved(server.root, RunName.parse(run.name))
+
+
+def told(found: store.Verification) -> Told:
+    return [(damage.key, damage.index, damage.kind) for damage in found.damages]
+
+
+def of_chunks(kind: str, *chunks: int) -> Told:
+    return [("x", (chunk,), kind) for chunk in chunks]
+
+
+# --- what is whole ----------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_whole_is_read_to_its_last_byte(run: store.Run) -> None:
+    tree = {
+        "embed": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1),
+        "layers": [np.full((3, 5), n, np.int16) for n in range(40)],
+        "nothing": np.zeros((0, 3)),
+        "scale": 2.5,
+    }
+    checkpoint = run.save(3, tree).result()
+    seen: list[store.Verification] = []
+
+    found = run.verify(progress=seen.append)
+
+    assert found.ok
+    assert () == found.damages
+    assert checkpoint.uid == found.checkpoint.uid
+    assert checkpoint.chunk_count == found.chunk_count
+    assert checkpoint.stored_bytes == found.stored_bytes
+    assert found == seen[-1]
+
+
+def test_a_tree_without_a_chunk_is_whole(run: store.Run) -> None:
+    run.save(1, {"nothing": np.zeros((0, 3))}).result()
+
+    assert run.verify(1).ok
+
+
+def test_a_tree_that_is_one_leaf_is_whole(run: store.Run) -> None:
+    run.save(1, np.arange(3)).result()
+
+    assert run.verify(1).ok
+
+
+def test_a_checkpoint_that_shares_chunks_with_an_earlier_one_is_whole(
+    run: store.Run,
+) -> None:
+    tree = {"same": np.arange(9), "other": np.arange(3)}
+    run.save(1, tree).result()
+    run.save(2, tree | {"other": np.arange(4)}).result()
+
+    assert run.verify(2).ok
+
+
+@pytest.mark.parametrize("of", ["v1", "models/flax-0.12.3", "models/flax-0.12.8"])
+def test_checkpoints_of_the_first_release_are_whole(tmp_path: Path, of: str) -> None:
+    root = tmp_path / "store"
+    shutil.copytree(GOLDEN / of, root)
+    with store.connect(root.as_uri()) as client:
+        for run in client.runs():
+            assert client.run(run.name).verify().ok
+
+
+# --- damaged chunks ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [0, 2, CHUNKS - 1])
+@pytest.mark.parametrize("byte", [0, CHUNK // 2, CHUNK - 1, CHUNK, CHUNK + 3])
+def test_a_flipped_bit_of_a_chunk_or_of_its_checksum_is_told(
+    run: store.Run, saved: Saved, chunk: int, byte: int
+) -> None:
+    def flip(stored: bytearray) -> None:
+        stored[byte] ^= 4
+
+    saved.change(chunk, flip)
+
+    found = run.verify(3)
+
+    assert of_chunks("checksum", chunk) == told(found)
+    assert f"leaf 'x' chunk {chunk}: expected" in found.damages[0].message
+    assert (CHUNKS, CHUNKS * (CHUNK + 4)) == (found.chunk_count, found.stored_bytes)
+    assert not found.ok
+
+
+def test_chunks_that_changed_their_places_are_told(
+    run: store.Run, saved: Saved
+) -> None:
+    file = saved.file(1)
+    data = bytearray(file.read_bytes())
+    one, other = saved.range(1), saved.range(3)
+    data[one], data[other] = data[other], data[one]
+    file.write_bytes(data)
+
+    assert of_chunks("checksum", 1, 3) == told(run.verify(3))
+
+
+def test_other_bytes_that_carry_their_own_checksum_are_told(
+    run: store.Run, saved: Saved
+) -> None:
+    def replace(stored: bytearray) -> None:
+        other = b"other" * (CHUNK // 5)
+        stored[:] = other + crc32c(other).to_bytes(4, "little")
+
+    saved.change(4, replace)
+
+    assert of_chunks("checksum", 4) == told(run.verify(3))
+
+
+def test_other_bytes_of_the_same_checksum_are_told_by_their_digest(
+    run: store.Run, saved: Saved
+) -> None:
+    def forge(stored: bytearray) -> None:
+        expected = crc32c(bytes(stored[:CHUNK]))
+        stored[:5] = b"other"
+        patch = forged_tail(bytes(stored[: CHUNK - 4]), expected)
+        stored[CHUNK - 4 : CHUNK] = patch
+        assert crc32c(bytes(stored[:CHUNK])) == expected
+
+    saved.change(2, forge)
+
+    assert of_chunks("digest", 2) == told(run.verify(3))
+
+
+def forged_tail(data: bytes, checksum: int) -> bytes:
+    """Four bytes that give data a checksum: CRCs are affine in what they sum."""
+    start = crc32c(data)
+    zero = crc32c(bytes(4), start)
+    # what each bit of the four bytes does to the checksum, made a triangle
+    rows: list[tuple[int, int]] = []
+    for bit in range(32):
+        effect, made_of = (
+            crc32c((1 << bit).to_bytes(4, "little"), start) ^ zero,
+            1 << bit,
+        )
+        for other, parts in rows:
+            if effect ^ other < effect:
+                effect, made_of = effect ^ other, made_of ^ parts
+        rows.append((effect, made_of))
+        rows.sort(reverse=True)
+    wanted, tail = checksum ^ zero, 0
+    for effect, made_of in rows:
+        if wanted ^ effect < wanted:
+            wanted, tail = wanted ^ effect, tail ^ made_of
+    assert wanted == 0
+    return tail.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("whole", [0, 1, 3])
+@pytest.mark.parametrize("rest", [0, 1, CHUNK + 3])
+def test_a_file_that_was_cut_off_misses_the_chunks_behind_the_cut(
+    run: store.Run, saved: Saved, whole: int, rest: int
+) -> None:
+    os.truncate(saved.file(0), saved.range(whole).start + rest)
+
+    found = run.verify(3)
+
+    assert of_chunks("missing", *range(whole, CHUNKS)) == told(found)
+    assert "is missing, or ends before byte" in found.damages[0].message
+    assert CHUNKS == found.chunk_count
+
+
+def test_damage_before_a_cut_is_told_too(run: store.Run, saved: Saved) -> None:
+    saved.change(1, lambda stored: stored.reverse())
+    os.truncate(saved.file(0), saved.range(3).start)
+
+    assert [*of_chunks("checksum", 1), *of_chunks("missing", 3, 4)] == told(
+        run.verify(3)
+    )
+
+
+def test_a_file_that_was_deleted_misses_all_its_chunks(
+    run: store.Run, saved: Saved
+) -> None:
+    saved.file(0).unlink()
+
+    assert of_chunks("missing", *range(CHUNKS)) == told(run.verify(3))
+
+
+def test_of_several_leaves_the_damaged_one_is_named(
+    server: ServerProcess, run: store.Run
+) -> None:
+    tree = {"a": np.arange(9), "b": {"c": np.arange(7.0), "d/e": np.arange(5)}}
+    run.save(3, tree).result()
+    saved = Saved(server.root, RunName.parse(run.name))
+    saved.change(2, lambda stored: stored.reverse())
+
+    found = run.verify()
+
+    assert [("b/d%2Fe", (0,), "checksum")] == told(found)
+
+
+# --- a damaged key space ----------------------------------------------------------
+
+
+def node_ranges(saved: Saved) -> list[tuple[Path, slice]]:
+    """Where the nodes of the key space lie."""
+    context = ts.Context()
+    pool = saved.root / saved.places.pool
+
+    def opened(path: Path) -> ts.KvStore:
+        return ts.KvStore.open(
+            {"driver": "file", "path": f"{path}/"}, context=context
+        ).result()
+
+    root = ts.ocdbt.dump(opened(saved.tree), context=context).result()
+    locations = [root["versions"][-1]["root"]["location"]]
+    found = []
+    for location in locations:
+        _, _, file, offset, length = location.split(":")
+        found.append((pool / file, slice(int(offset), int(offset) + int(length))))
+        node = ts.ocdbt.dump(opened(pool), location, context=context).result()
+        locations += [x["location"] for x in node["entries"] if "location" in x]
+    return found
+
+
+def flip(file: Path, position: int, bit: int = 0) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1 << bit
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["delete", "flip", "cut"])
+@pytest.mark.parametrize("what", ["root", "node"])
+def test_a_damaged_key_space_is_told_once_a_leaf(
+    run: store.Run, saved: Saved, what: str, damage: str
+) -> None:
+    file, where = saved.tree / "manifest.ocdbt", slice(0, 20)
+    if what == "node":
+        file, where = node_ranges(saved)[0]
+    match damage:
+        case "delete":
+            file.unlink()
+        case "flip":
+            flip(file, where.start + 9)
+        case "cut":
+            os.truncate(file, where.start + 9)
+
+    found = run.verify(3)
+
+    assert ("x", (), "key_space") in told(found)
+    assert "key space of the checkpoint is missing or damaged" in (
+        next(d.message for d in found.damages if d.index == ())
+    )
+    assert CHUNKS == found.chunk_count
+    # what else lies in the same file is told as well, and by its own name
+    assert all(kind == "missing" for _, index, kind in told(found) if index)
+
+
+def test_a_key_space_that_shows_a_chunk_elsewhere_is_told(
+    run: store.Run, saved: Saved
+) -> None:
+    saved.show(zarr.chunk_key("x", (2,)), b"other")
+
+    found = run.verify(3)
+
+    assert of_chunks("key_space", 2) == told(found)
+    assert "got 5 bytes at" in found.damages[0].message
+
+
+def test_a_key_space_that_shows_no_more_of_a_chunk_is_told(
+    run: store.Run, saved: Saved
+) -> None:
+    saved.show(zarr.chunk_key("x", (1,)), None)
+
+    assert of_chunks("key_space", 1) == told(run.verify(3))
+
+
+def test_a_key_space_that_shows_what_was_never_saved_is_told(
+    run: store.Run, saved: Saved
+) -> None:
+    saved.show("x/c/99", b"new")
+    saved.show("alien", b"new")
+
+    assert [("alien", (), "key_space"), ("x", (), "key_space")] == told(run.verify(3))
+
+
+@pytest.mark.parametrize("other", ["nothing", "shorter", "of another shape"])
+def test_metadata_that_describes_something_else_is_told(
+    run: store.Run, saved: Saved, other: str
+) -> None:
+    true = zarr.metadata_bytes((CHUNKS * CHUNK,), (CHUNK,), "uint8")
+    value = {"nothing": None, "shorter": b"{}"}.get(other, true.replace(b"50", b"51"))
+    saved.show(zarr.metadata_key("x"), value)
+
+    found = run.verify(3)
+
+    assert [("x", (), "key_space")] == told(found)
+    assert "zarr.json" in found.damages[0].message
+
+
+def test_a_damaged_chunk_is_told_once_by_its_first_cause(
+    run: store.Run, saved: Saved
+) -> None:
+    saved.change(2, lambda stored: stored.reverse())
+    saved.show(zarr.chunk_key("x", (2,)), b"other")
+
+    assert of_chunks("checksum", 2) == told(run.verify(3))
+
+
+def test_a_flipped_bit_anywhere_in_a_data_file_is_told_or_reaches_nobody(
+    server: ServerProcess, run: store.Run
+) -> None:
+    tree = {f"leaf-{n}": np.full(150 * (n + 1), n, np.uint8) for n in range(5)}
+    run.save(3, tree).result()
+    saved = Saved(server.root, RunName.parse(run.name))
+    manifest = saved.manifest
+    chunks = [(saved.file(n), saved.range(n)) for n in range(manifest.tree.chunk_count)]
+    nodes = node_ranges(saved)
+    files = [f for f in (saved.folder / "pool").rglob("*") if f.is_file()]
+    rng = random.Random(7)
+    counts = {"chunk": 0, "node": 0, "key_space": 0, "nobody": 0}
+    targets = [(file, rng.randrange(file.stat().st_size)) for file in files * 40]
+    targets += [(f, rng.randrange(where.start, where.stop)) for f, where in nodes * 25]
+    for file, position in targets:
+        original = file.read_bytes()
+        flip(file, position, rng.randrange(8))
+
+        found = run.verify(3)
+
+        hit = [n for n, (f, w) in enumerate(chunks) if f == file and is_in(position, w)]
+        if hit:
+            assert [(f"leaf-{hit[0]}", (0,), "checksum")] == told(found)
+            counts["chunk"] += 1
+        elif any(f == file and is_in(position, where) for f, where in nodes):
+            assert [(f"leaf-{n}", (), "key_space") for n in range(5)] == told(found)
+            counts["node"] += 1
+        elif found.ok:  # bytes of nodes that an earlier write replaced
+            assert is_shown_by_tensorstore(saved, tree)
+            counts["nobody"] += 1
+        else:
+            assert [(1, "key_space")] == [(len(told(found)), told(found)[0][2])]
+            counts["key_space"] += 1
+        file.write_bytes(original)
+    assert run.verify(3).ok
+    assert len(targets) >= 100
+    assert all(n >= 5 for name, n in counts.items() if name != "nobody"), counts
+
+
+def is_in(position: int, where: slice) -> bool:
+    return bool(where.start <= position < where.stop)
+
+
+def is_shown_by_tensorstore(saved: Saved, tree: dict[str, Any]) -> bool:
+    spec = {
+        "driver": "ocdbt",
+        "base": f"file://{saved.root / saved.places.pool}",
+        "manifest": f"file://{saved.tree}/",
+    }
+    return all(
+        np.array_equal(
+            value,
+            ts.open({"driver": "zarr3", "kvstore": {**spec, "path": f"{key}/"}})
+            .result()
+            .read()
+            .result(),
+        )
+        for key, value in tree.items()
+    )
+
+
+# --- what ends a verification -----------------------------------------------------
+
+
+def test_a_damaged_manifest_is_data_loss_also_where_the_server_remembers_it(
+    run: store.Run, saved: Saved
+) -> None:
+    assert run.verify(3).ok
+    assert run.diff(3, 3).is_same  # has read the manifest, and keeps it
+    (file,) = (saved.folder / "manifests").iterdir()
+    flip(file, 30)
+
+    with pytest.raises(store.DataLossError, match="manifest") as caught:
+        run.verify(3)
+    assert "CORRUPT_DATA" == caught.value.reason
+    file.unlink()
+    with pytest.raises(store.DataLossError, match="manifest is missing"):
+        run.verify(3)
+
+
+def test_what_does_not_exist_cannot_be_verified(client: store.Client) -> None:
+    with pytest.raises(store.NotFoundError, match="tests/nobody"):
+        client.run("tests/nobody").verify()
+    run = client.run("tests/somebody")
+    run.save(1, {"x": 1}).result()
+    with pytest.raises(store.NotFoundError, match="somebody@2"):
+        run.verify(2)
+    with pytest.raises(store.NotFoundError):
+        run.verify("no-such-tag")
+    with pytest.raises(store.InvalidRequestError):
+        run.verify("No Tag")
+
+
+def test_a_checkpoint_that_was_deleted_is_not_verified_by_name(
+    run: store.Run, saved: Saved
+) -> None:
+    record = saved.record
+    record.state = pb.CheckpointRecord.STATE_DELETED
+    saved.slot.write_bytes(seal(record))
+
+    with pytest.raises(store.NotFoundError) as caught:
+        run.verify(3)
+    assert "CHECKPOINT_DELETED" == caught.value.reason
+
+
+def test_verifications_go_on_through_a_restart_and_leave_room_for_small_calls(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    with store.connect(server.address) as client, ThreadPoolExecutor() as pool:
+        Writer(server.address, "tests/restart", 3, chunks=CHUNKS).save(range(CHUNKS))
+        run = client.run("tests/restart")
+        file = Saved(server.root, RunName.parse(run.name)).file(0)
+        # A pipe without a writer: the server waits for its first byte.
+        aside = file.rename(file.with_name("aside"))
+        os.mkfifo(file)
+        verifications = [pool.submit(run.verify, 3) for _ in range(5)]
+        time.sleep(0.5)
+        began = time.monotonic()
+        assert 3 == run.latest().step
+        assert time.monotonic() - began < 5
+        assert [False] * 5 == [one.done() for one in verifications]
+        server.kill()
+        file.unlink()
+        aside.rename(file)
+        server.start()
+
+        assert [True] * 5 == [one.result(60).ok for one in verifications]
+
+
+class Ticking:
+    """A clock whose seconds pass whenever they are asked for."""
+
+    def __init__(self) -> None:
+        self._seconds = count()
+
+    def now(self) -> datetime:
+        return datetime.now(UTC)
+
+    def elapsed(self) -> float:
+        return float(next(self._seconds))
+
+
+class DeadPool(KvBucket):
+    """A bucket whose data files do not answer."""
+
+    async def read_range(self, place: str, start: int, stop: int) -> bytes:
+        raise StorageUnavailableError(f"{place}: the storage failed")
+
+
+@pytest.fixture
+def reports(saved: Saved) -> Callable[..., list[Report]]:
+    """Verifies in this process; a change is made after the checkpoint was found."""
+
+    def run(
+        kind: type[KvBucket] = KvBucket, change: Callable[[], object] = lambda: None
+    ) -> list[Report]:
+        async def verify() -> list[Report]:
+            bucket = await kind.open(saved.root.as_uri())
+            found = await Store.open(bucket, clock=Ticking())
+            record = await found.catalogue.checkpoint(CheckpointName(saved.name, 3))
+            change()
+            return [x async for x in found.verifier.verify(saved.name, record)]
+
+        return asyncio.run(verify())
+
+    return run
+
+
+def test_a_report_comes_every_second(
+    reports: Callable[..., list[Report]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "READ_BYTES", 1)  # every chunk is a read
+
+    counts = [report.chunk_count for report in reports()]
+
+    assert [1, 2, 3, 4, 5, 5] == counts
+
+
+def test_a_verification_that_nobody_follows_gives_its_place_back(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "READ_BYTES", 1)
+
+    async def verify() -> None:
+        bucket = await KvBucket.open(saved.root.as_uri())
+        found = await Store.open(bucket, clock=Ticking())
+        record = await found.catalogue.checkpoint(CheckpointName(saved.name, 3))
+        for _ in range(2 * verification.VERIFICATIONS_AT_ONCE):
+            reports = found.verifier.verify(saved.name, record)
+            assert 1 == (await anext(reports)).chunk_count
+            await reports.aclose()
+
+    asyncio.run(asyncio.wait_for(verify(), 30))
+
+
+def test_a_storage_that_does_not_answer_is_not_damage(
+    saved: Saved, reports: Callable[..., list[Report]]
+) -> None:
+    del saved
+    with pytest.raises(StorageUnavailableError):
+        reports(DeadPool)
+
+
+@pytest.mark.parametrize("what", ["pool", "manifests", "trees"])
+@pytest.mark.parametrize("after", ["free", "empty", "another upload"])
+def test_a_checkpoint_that_was_purged_meanwhile_is_not_called_damaged(
+    saved: Saved, reports: Callable[..., list[Report]], what: str, after: str
+) -> None:
+    def purge() -> None:
+        record = saved.record
+        shutil.rmtree(saved.folder / what)
+        match after:
+            case "free":
+                record.state = FREE
+            case "another upload":
+                record.upload = "0" * 32
+        saved.slot.write_bytes(seal(record))
+        if after == "empty":
+            saved.slot.unlink()
+
+    with pytest.raises(CheckpointNotFoundError, match="purged while"):
+        reports(change=purge)
+
+
+def test_very_many_damages_are_summed_up(
+    saved: Saved,
+    reports: Callable[..., list[Report]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tallies, "MAX_DAMAGES", 3)
+    monkeypatch.setattr(tallies, "DAMAGES_A_REPORT", 2)
+    saved.file(0).unlink()
+
+    found = reports()
+
+    assert max(len(report.damages) for report in found) == 2
+    messages = [damage.message for report in found for damage in report.damages]
+    assert 4 == len(messages)
+    assert messages[-1].startswith("2 more damages, beginning with leaf 'x' chunk 3:")
+
+
+# --- storectl ---------------------------------------------------------------------
+
+
+def storectl(address: str, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["--store", address, *arguments])
+
+
+def test_storectl_verify_says_that_all_is_as_saved(
+    server_address: str, run: store.Run, saved: Saved
+) -> None:
+    del saved
+    result = storectl(server_address, "verify", f"{run.name}@latest")
+
+    assert (0, "") == (result.exit_code, result.stderr)
+    assert f"{run.name}@3: 5 chunks, 4.9 KiB, all as saved\n" == result.stdout
+
+
+def test_storectl_verify_names_leaf_and_chunk_and_ends_with_1(
+    server_address: str, run: store.Run, saved: Saved
+) -> None:
+    saved.change(4, lambda stored: stored.reverse())
+    saved.change(1, lambda stored: stored.reverse())
+
+    result = storectl(server_address, "verify", f"{run.name}@3")
+
+    one, other = result.stdout.splitlines()
+    assert 1 == result.exit_code
+    assert one.startswith("leaf 'x' chunk 1: expected")
+    assert other.startswith("leaf 'x' chunk 4: expected")
+    assert result.stderr.startswith(f"storectl: {run.name}@3 is damaged in 2 places;")
+
+
+def test_storectl_verify_prints_json(
+    server_address: str, run: store.Run, saved: Saved
+) -> None:
+    path = f"{run.name}@3"
+    whole = json.loads(storectl(server_address, "verify", path, "--json").stdout)
+    assert whole["ok"]
+    assert [5, []] == [whole["chunk_count"], whole["damages"]]
+    saved.change(4, lambda stored: stored.reverse())
+
+    result = storectl(server_address, "verify", path, "--json")
+
+    document = json.loads(result.stdout)
+    assert 1 == result.exit_code
+    assert not document["ok"]
+    (damage,) = document["damages"]
+    assert ["x", [4], "checksum"] == [damage[k] for k in ("key", "index", "kind")]
+
+
+@pytest.mark.parametrize("path", ["prod", "prod/run", "prod/run@3:params/**"])
+def test_storectl_verify_takes_whole_checkpoints_only(path: str) -> None:
+    result = storectl("127.0.0.1:1", "verify", path)
+
+    assert 2 == result.exit_code
+    assert "expected a checkpoint" in result.stderr

@@ -1,13 +1,19 @@
-"""The store against a model: any order of calls, of several uploads and steps,
-with servers that restart in between."""
+"""The store against a model: any order of calls, of several uploads and steps, over a
+bucket that fails, loses answers, and outlives the processes that use it.
+
+Each call may meet a fault at any of its changes. Where it then says that the storage
+did not answer, or the process died, the same request is made again, as a client does,
+and must be answered as if nothing had happened. Collections run in between, and beside
+other calls. Hypothesis prints what reproduces a failure.
+"""
 
 import asyncio
-import tempfile
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,45 +22,91 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
+    multiple,
+    precondition,
     rule,
 )
 
-from storesvc import server, services
 from storesvc.errors import (
+    CheckpointDeletedError,
     CheckpointExistsError,
+    CheckpointInUseError,
+    CheckpointNotDeletedError,
     CheckpointNotFoundError,
-    ChunksIncompleteError,
-    InvalidChunkError,
     RunNotFoundError,
+    StorageUnavailableError,
     StoreError,
+    TagNotFoundError,
     UploadNotFoundError,
     UploadSupersededError,
-    WriterUnfinishedError,
 )
-from storesvc.format.names import CheckpointName, RunName, UploadName
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, UploadName
 from storesvc.format.trees import pack_leaves
-from storesvc.kvbucket import KvBucket
+from storesvc.store import Store
 from storesvc.uploads import NewUpload
-from storesvc_proto.v1 import bucket_pb2
-from tests.contract import frame, sums, tree_of
+from storesvc.watching import Watcher
+from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.contract import elements, frame, mixed_sums, tree_of
+from tests.faulty_bucket import DiedError, Fault, FaultyBucket, at_change, no_faults
+from tests.store_model import CHUNKS, Checkpoint, Hold, Model, Upload
 
-RUN = RunName("tests", "model")
-CHUNKS = 3
-STEPS = st.integers(0, 2)
-T = TypeVar("T")
+RUN: Final = RunName("tests", "model")
+LEASE: Final = timedelta(minutes=10)
+DAY: Final = 86400.0
+ENDED: Final = (UploadNotFoundError, UploadSupersededError, CheckpointExistsError)
+
+LAST_STEP: Final = 3
+STEPS = st.integers(0, LAST_STEP)
+VERSIONS = st.integers(0, 1)
+CONTENTS = st.tuples(*[VERSIONS] * CHUNKS)
+TAGS = st.sampled_from(["best", "live"])
 
 
-@dataclass(eq=False)
-class ModelUpload:
-    """What the model knows of an upload."""
+async def collect(store: Store, grace: timedelta) -> Any:
+    """Makes a pass over the run; returns what it told last."""
+    told = [p async for p in store.collector.collect(RUN, grace=grace)]
+    return told[-1]
 
-    name: UploadName
-    step: int
-    epoch: int
-    state: str = "live"  # absent, live, superseded, aborted, committed
-    stored: set[int] = field(default_factory=set)
-    receipt: set[int] | None = None
-    rewritten: bool = False
+
+class FakeClock:
+    """Clocks that a test turns."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.offset = timedelta()
+
+    def now(self) -> datetime:
+        moment = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self.seconds)
+        return moment + self.offset
+
+    def elapsed(self) -> float:
+        return self.seconds
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What a call meets."""
+
+    fault: Fault
+    at: int
+    """At which change."""
+    beside: bool = False
+    """Whether another process collects garbage meanwhile."""
+
+
+TROUBLES = st.one_of(
+    st.just(Trouble(Fault.NONE, 0)),
+    st.builds(
+        Trouble,
+        st.sampled_from(
+            [Fault.UNAVAILABLE, Fault.LOST, Fault.RETRIED, Fault.DEATH, Fault.LATE]
+        ),
+        st.integers(0, 8),
+        st.booleans(),
+    ),
+    st.just(Trouble(Fault.LATE, 0, beside=True)),
+)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -62,188 +114,611 @@ class StoreMachine(RuleBasedStateMachine):
 
     uploads = Bundle("uploads")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._directory = tempfile.TemporaryDirectory(prefix="storesvc-model-")
-        self._loop = asyncio.new_event_loop()
-        self._committed: dict[int, ModelUpload] = {}
-        self._owner: dict[int, ModelUpload] = {}
-
-    def teardown(self) -> None:
-        """Closes what is open."""
-        self._loop.close()
-        self._directory.cleanup()
-
-    def _do(self, coroutine: Any) -> Any:
-        return self._loop.run_until_complete(coroutine)
-
-    def _refusal(self, coroutine: Any) -> type[StoreError] | None:
-        try:
-            self._do(coroutine)
-        except StoreError as e:
-            return type(e)
-        return None
-
     @initialize()
     def start(self) -> None:
-        """The first process opens a fresh root."""
+        """A process opens a fresh storage."""
+        self._loop = asyncio.new_event_loop()
+        self._clock = FakeClock()
+        self._model = Model()
+        self._bucket: FaultyBucket = self._do(FaultyBucket.faulty("memory://"))
         self.restart()
+        # a second process, which only collects, and remembers what it saw
+        opening = Store.open(self._bucket.reopened(), clock=self._clock)
+        self._other: Store = self._do(opening)
+        self._token, self._told = "", list[str]()
+        self._collected_beside = False
+        self.watch()
+
+    def teardown(self) -> None:
+        """Nothing was missed; closes what is open."""
+        try:
+            self.watch()
+        finally:
+            self._loop.close()
 
     @rule()
     def restart(self) -> None:
-        """A new process opens the same root."""
-        root = Path(self._directory.name).as_uri()
-        bucket = self._do(KvBucket.open(root))
-        self._store: services.Store = self._do(server.store_over(bucket))
+        """Another process opens the same storage."""
+        self._bucket = self._bucket.reopened()
+        self._store: Store = self._do(Store.open(self._bucket, clock=self._clock))
 
-    @rule(target=uploads, step=STEPS)
-    def begin(self, step: int) -> ModelUpload:
+    # --- Calls ----------------------------------------------------------------
+
+    def _do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run_until_complete(coroutine)
+
+    def _answer(
+        self, make: Callable[[], Coroutine[Any, Any, Any]], trouble: Trouble
+    ) -> Any:
+        """What a call answers, or the class of its refusal; made again where its
+        outcome is unknown."""
+        self._bucket.calls.follow(at_change(trouble.at, trouble.fault))
+        try:
+            if trouble.beside and not self._may_be_over():
+                return self._do(self._beside_a_collection(make()))
+            return self._do(make())
+        except StorageUnavailableError:
+            self._bucket.calls.follow(no_faults)
+        except DiedError:
+            self.restart()
+        except StoreError as e:
+            return type(e)
+        finally:
+            self._bucket.calls.follow(no_faults)
+        try:
+            return self._do(make())
+        except StoreError as e:
+            return type(e)
+
+    async def _beside_a_collection(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """What a call answers while the other process collects."""
+        collecting = asyncio.ensure_future(collect(self._other, timedelta()))
+        try:
+            return await call
+        finally:
+            await collecting
+            self._collected_beside = True
+
+    def _may_be_over(self) -> bool:
+        """Whether a collection may end something: what a call beside it is answered
+        would not be certain."""
+        return bool(self._due()) or any(map(self._is_idle, self._model.live()))
+
+    def _due(self) -> list[Checkpoint]:
+        now = self._clock.now()
+        kept = self._model.checkpoints.values()
+        return [c for c in kept if c.deleted and c.purge_time and c.purge_time <= now]
+
+    def _is_idle(self, leased: Upload | Hold) -> bool:
+        # not every sign of progress is written
+        idle = self._clock.elapsed() - leased.last_sign
+        return idle >= LEASE.total_seconds() * 5 / 6
+
+    def _observed(
+        self, call: Coroutine[Any, Any, Any], step: int, died_at: int
+    ) -> pb.CheckpointRecord | None:
+        """What a slot holds after a call whose process died and never came back."""
+        self._bucket.calls.follow(at_change(died_at, Fault.DEATH))
+        with suppress(DiedError, StoreError):
+            self._do(call)
+        self.restart()
+        found = self._do(self._store.catalogue.slot(RUN, step))
+        return found[0] if found else None
+
+    # --- Uploads --------------------------------------------------------------
+
+    @rule(
+        target=uploads,
+        step=STEPS,
+        base=st.sampled_from(["latest", None, 0, 1]),
+        trouble=TROUBLES,
+    )
+    def begin(self, step: int, base: int | str | None, trouble: Trouble) -> Any:
         name = UploadName(RUN, uuid.uuid4().hex)
-        began = self._begin(name, step)
-        if step in self._committed:
-            assert CheckpointExistsError is self._refusal(began)
-            return ModelUpload(name, step, 0, "absent")
-        record: bucket_pb2.UploadRecord = self._do(began)
-        before = self._owner.get(step)
-        assert record.epoch == (before.epoch + 1 if before else 1)
-        if before is not None and before.state == "live":
-            before.state = "superseded"
-        upload = ModelUpload(name, step, record.epoch)
-        self._owner[step] = upload
-        assert record.create_time.ToDatetime(UTC) <= datetime.now(UTC)
+        known = self._base(base)
+        answer = self._answer(lambda: self._begin(name, step, base), trouble)
+        if step in self._model.checkpoints:
+            assert answer is CheckpointExistsError
+            return multiple()
+        if isinstance(base, int) and known is None:
+            assert answer in (
+                RunNotFoundError,
+                CheckpointNotFoundError,
+                CheckpointDeletedError,
+            )
+            return multiple()
+        return self._begun(name, step, known, answer)
+
+    def _base(self, base: int | str | None) -> Checkpoint | None:
+        committed = {c.step: c for c in self._model.committed}
+        if base == "latest":
+            return self._model.committed[0] if committed else None
+        return committed.get(base) if isinstance(base, int) else None
+
+    def _begun(
+        self,
+        name: UploadName,
+        step: int,
+        base: Checkpoint | None,
+        record: pb.UploadRecord,
+    ) -> Upload:
+        before = self._model.owners.get(step)
+        live = before if before and before.state == "live" else None
+        assert (base.uid if base else "") == record.base
+        assert (live.uid if live else "") == record.predecessor
+        if before is not None:
+            assert record.epoch > before.epoch
+        upload = Upload(
+            name.upload, step, record.epoch, base, live, self._clock.elapsed()
+        )
+        self._model.begun(upload)
         return upload
 
-    def _expected(self, upload: ModelUpload) -> type[StoreError] | None:
-        """The refusal of any call of an upload that is not live."""
-        if upload.state == "absent":
-            return UploadNotFoundError
-        if self._owner[upload.step] is upload:
-            return UploadNotFoundError if upload.state == "aborted" else None
-        if upload.step in self._committed:
-            return CheckpointExistsError
-        return UploadSupersededError
-
-    def _begin(self, name: UploadName, step: int) -> Any:
+    def _begin(self, name: UploadName, step: int, base: int | str | None) -> Any:
         new = NewUpload(
             step=step,
             writer_count=1,
             labels={},
             metrics={},
-            lease=timedelta(minutes=1),
-            body=str(step).encode(),
+            lease=LEASE,
+            base=None if base is None else CheckpointName(RUN, base),
+            body=f"{step} {base}".encode(),
         )
         table = b"".join(pack_leaves(tree_of(CHUNKS)))
         return self._store.uploads.begin(name, new, table)
 
-    @rule(upload=uploads)
-    def begin_again(self, upload: ModelUpload) -> None:
-        """The same request once more: never a second life."""
-        if upload.state == "absent":
+    def _name(self, upload: Upload) -> UploadName:
+        return UploadName(RUN, upload.uid)
+
+    def _ended(self, upload: Upload, answer: Any) -> bool:
+        """Whether an upload is not live; then its call must have been refused."""
+        if upload.state == "live":
+            return False
+        assert answer in ENDED
+        return True
+
+    @rule(
+        upload=uploads,
+        versions=st.dictionaries(st.integers(0, CHUNKS - 1), VERSIONS, min_size=1),
+        trouble=TROUBLES,
+    )
+    def send(self, upload: Upload, versions: dict[int, int], trouble: Trouble) -> None:
+        answer = self._answer(lambda: self._send(upload, versions), trouble)
+        if not self._ended(upload, answer):
+            assert answer is None
+            upload.send(versions)
+            upload.last_sign = self._clock.elapsed()
+
+    async def _send(self, upload: Upload, versions: dict[int, int]) -> None:
+        opened = await self._store.uploads.open(self._name(upload), upload.epoch)
+
+        async def frames() -> Any:
+            for chunk, version in versions.items():
+                yield frame(chunk, version=version)
+
+        async for _ in self._store.receiver.write(opened, 0, frames()):
+            pass
+
+    @rule(upload=uploads, content=CONTENTS)
+    def find(self, upload: Upload, content: tuple[int, ...]) -> None:
+        """What need not be sent is what the model says."""
+
+        async def call() -> list[int]:
+            opened = await self._store.uploads.open(self._name(upload), upload.epoch)
+
+            async def parts() -> Any:
+                yield mixed_sums(dict(enumerate(content)))
+
+            found = self._store.receiver.find(opened, 0, parts())
+            return [int(o) async for ordinals in found for o in ordinals]
+
+        answer = self._answer(call, Trouble(Fault.NONE, 0))
+        if upload.state != "live":
+            assert answer in ENDED
             return
-        begun = self._begin(upload.name, upload.step)
-        if upload.state in ("live", "committed"):
-            assert upload.epoch == self._do(begun).epoch
-        elif upload.step in self._committed:
-            assert CheckpointExistsError is self._refusal(begun)
+        needed = upload.needed(content)
+        # of what was sent in two versions it may find either none or the last
+        found = {c for c in range(CHUNKS) if c not in needed} - upload.mixed
+        assert found == set(answer) - upload.mixed
+
+    @rule(
+        upload=uploads,
+        receipt=st.dictionaries(st.integers(0, CHUNKS - 1), VERSIONS),
+        trouble=TROUBLES,
+    )
+    def finish(self, upload: Upload, receipt: dict[int, int], trouble: Trouble) -> None:
+        self._finish(upload, receipt, trouble)
+
+    def _finish(
+        self, upload: Upload, receipt: dict[int, int], trouble: Trouble
+    ) -> None:
+        async def call() -> None:
+            opened = await self._store.uploads.open(self._name(upload), upload.epoch)
+            sums = mixed_sums(dict(sorted(receipt.items())))
+            await self._store.receiver.finish(opened, 0, sums)
+
+        answer = self._answer(call, trouble)
+        if self._ended(upload, answer):
+            return
+        assert upload.finish_refusal(receipt) == answer
+        if answer is None:
+            upload.receipt, upload.is_stale = receipt, False
+            upload.last_sign = self._clock.elapsed()
+
+    @rule(upload=uploads, trouble=TROUBLES)
+    def commit(self, upload: Upload, trouble: Trouble) -> None:
+        self._commit(upload, trouble)
+
+    def _commit(self, upload: Upload, trouble: Trouble) -> None:
+        answer = self._answer(
+            lambda: self._store.commits.commit(self._name(upload), upload.epoch),
+            trouble,
+        )
+        kept = self._model.checkpoints.get(upload.step)
+        if upload.state == "committed":
+            assert kept is not None
+            assert kept.uid == answer.upload == upload.uid
+        elif upload.state != "live":
+            assert answer in ENDED
+        elif upload.commit_refusal():
+            assert upload.commit_refusal() == answer
         else:
-            assert UploadSupersededError is self._refusal(begun)
+            assert upload.uid == answer.upload
+            self._model.commit(upload)
 
-    @rule(upload=uploads, chunks=st.sets(st.integers(0, CHUNKS - 1), min_size=1))
-    def write(self, upload: ModelUpload, chunks: set[int]) -> None:
-        async def call() -> None:
-            opened = await self._store.uploads.open(upload.name, upload.epoch)
-
-            async def frames() -> Any:
-                yield frame(*chunks)
-
-            async for _ in self._store.receiver.write(opened, 0, frames()):
-                pass
-
-        refusal = self._refusal(call())
-        if upload.state == "committed":
-            assert CheckpointExistsError is refusal
+    @rule(upload=uploads, died_at=st.integers(0, 8))
+    def die_in_commit(self, upload: Upload, died_at: int) -> None:
+        """A commit that nobody repeats: absent or complete."""
+        if upload.state != "live":
             return
-        assert self._expected(upload) == refusal
-        if refusal is None:
-            upload.stored |= chunks
-            upload.rewritten = True
+        call = self._store.commits.commit(self._name(upload), upload.epoch)
+        slot = self._observed(call, upload.step, died_at)
+        assert slot is not None
+        assert upload.uid == slot.upload
+        if slot.state == pb.CheckpointRecord.STATE_COMMITTED:
+            assert upload.commit_refusal() is None
+            self._model.commit(upload)
 
-    @rule(upload=uploads, chunks=st.sets(st.integers(0, CHUNKS - 1)))
-    def finish(self, upload: ModelUpload, chunks: set[int]) -> None:
-        async def call() -> None:
-            opened = await self._store.uploads.open(upload.name, upload.epoch)
-            await self._store.receiver.finish(opened, 0, sums(*sorted(chunks)))
-
-        if upload.state == "committed":
-            assert CheckpointExistsError is self._refusal(call())
+    @rule(step=STEPS, died_at=st.integers(0, 3))
+    def die_in_begin(self, step: int, died_at: int) -> None:
+        """A begin that nobody repeats: the step is taken, or is as it was."""
+        if step in self._model.checkpoints:
             return
-        expected = self._expected(upload)
-        if expected is None and len(chunks) < len(upload.stored):
-            expected = InvalidChunkError
-        elif expected is None and not chunks <= upload.stored:
-            expected = ChunksIncompleteError
-        assert expected == self._refusal(call())
-        if expected is None:
-            upload.receipt = chunks
-            upload.rewritten = False
+        name = UploadName(RUN, uuid.uuid4().hex)
+        slot = self._observed(self._begin(name, step, None), step, died_at)
+        if slot is not None and slot.upload == name.upload:
+            record = self._do(self._store.uploads.record(name))
+            self._begun(name, step, None, record)
 
-    @rule(upload=uploads)
-    def commit(self, upload: ModelUpload) -> None:
-        expected = self._expected(upload)
-        if expected is None and upload.state == "live":
-            if upload.receipt is None:
-                expected = WriterUnfinishedError
-            elif len(upload.receipt) < CHUNKS:
-                expected = ChunksIncompleteError
-            elif upload.rewritten:  # since it finished: finish again
-                expected = WriterUnfinishedError
-        call = self._store.commits.commit(upload.name, upload.epoch)
-        assert expected == self._refusal(call)
-        if expected is None and upload.state == "live":
-            upload.state = "committed"
-            self._committed[upload.step] = upload
-
-    @rule(upload=uploads)
-    def abort(self, upload: ModelUpload) -> None:
-        refusal = self._refusal(self._store.uploads.abort(upload.name))
+    @rule(upload=uploads, trouble=TROUBLES)
+    def abort(self, upload: Upload, trouble: Trouble) -> None:
+        answer = self._answer(
+            lambda: self._store.uploads.abort(self._name(upload)), trouble
+        )
         if upload.state == "committed":
-            assert CheckpointExistsError is refusal
+            assert answer is CheckpointExistsError
             return
-        assert refusal is None
+        assert answer is None
         if upload.state == "live":
             upload.state = "aborted"
+
+    @precondition(lambda self: len(self._model.checkpoints) <= LAST_STEP)
+    @rule(
+        content=CONTENTS,
+        base=st.sampled_from(["latest", None]),
+        trouble=TROUBLES,
+        data=st.data(),
+    )
+    def save(
+        self,
+        content: tuple[int, ...],
+        base: str | None,
+        trouble: Trouble,
+        data: st.DataObject,
+    ) -> None:
+        """All of it, as the client does it."""
+        taken = self._model.checkpoints
+        free = [step for step in range(LAST_STEP + 1) if step not in taken]
+        step = data.draw(st.sampled_from(free))
+        known = self._base(base)
+        name = UploadName(RUN, uuid.uuid4().hex)
+        answer = self._answer(lambda: self._begin(name, step, base), trouble)
+        upload = self._begun(name, step, known, answer)
+        needed = upload.needed(content)
+        if needed:
+            assert self._answer(lambda: self._send(upload, needed), trouble) is None
+            upload.send(needed)
+        self._finish(upload, dict(enumerate(content)), trouble)
+        self._commit(upload, trouble)
+        assert upload.state == "committed"
+
+    # --- The life of checkpoints ----------------------------------------------
+
+    @rule(step=STEPS, hours=st.sampled_from([0, 1, 100]), trouble=TROUBLES)
+    def delete(self, step: int, hours: int, trouble: Trouble) -> None:
+        write_id = str(uuid.uuid4())
+        delay = timedelta(hours=hours)
+        answer = self._answer(
+            lambda: self._store.lives.delete(
+                RUN, step, purge_delay=delay, etag="", write_id=write_id
+            ),
+            trouble,
+        )
+        kept = self._model.checkpoints.get(step)
+        if kept is None:
+            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+        elif kept.deleted:
+            assert kept.uid == answer.upload
+        elif kept in self._model.tags.values():
+            assert answer is CheckpointInUseError
+        else:
+            assert pb.CheckpointRecord.STATE_DELETED == answer.state
+            kept.deleted, kept.purge_time = True, self._clock.now() + delay
+
+    @rule(step=STEPS, trouble=TROUBLES)
+    def undelete(self, step: int, trouble: Trouble) -> None:
+        write_id = str(uuid.uuid4())
+        answer = self._answer(
+            lambda: self._store.lives.undelete(RUN, step, write_id=write_id), trouble
+        )
+        kept = self._model.checkpoints.get(step)
+        if kept is None:
+            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+            return
+        assert pb.CheckpointRecord.STATE_COMMITTED == answer.state
+        kept.deleted = False
+
+    @rule(step=STEPS, trouble=TROUBLES)
+    def purge(self, step: int, trouble: Trouble) -> None:
+        answer = self._answer(
+            lambda: self._store.lives.purge(RUN, step, etag=""), trouble
+        )
+        kept = self._model.checkpoints.get(step)
+        if kept is None:
+            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+        elif not kept.deleted:
+            assert answer is CheckpointNotDeletedError
+        elif self._model.users(kept):
+            assert answer is CheckpointInUseError
+        else:
+            # the purge may have landed before its answer was lost
+            assert answer in (None, RunNotFoundError, CheckpointNotFoundError)
+            self._model.purge(kept)
+
+    @rule(tag=TAGS, step=STEPS, trouble=TROUBLES)
+    def tag(self, tag: str, step: int, trouble: Trouble) -> None:
+        write_id = str(uuid.uuid4())
+        answer = self._answer(
+            lambda: self._store.tags.set(
+                TagName(RUN, tag),
+                CheckpointName(RUN, step),
+                protected=False,
+                etag="",
+                write_id=write_id,
+            ),
+            trouble,
+        )
+        kept = self._model.checkpoints.get(step)
+        if kept is None:
+            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+        elif kept.deleted:
+            assert answer is CheckpointDeletedError
+        else:
+            assert kept.uid == answer.upload
+            self._model.tags[tag] = kept
+
+    @rule(tag=TAGS, trouble=TROUBLES)
+    def untag(self, tag: str, trouble: Trouble) -> None:
+        write_id = str(uuid.uuid4())
+        answer = self._answer(
+            lambda: self._store.tags.delete(
+                TagName(RUN, tag), etag="", write_id=write_id
+            ),
+            trouble,
+        )
+        if self._model.tags.pop(tag, None) is None:
+            assert answer is TagNotFoundError
+        else:
+            assert answer is None
+
+    @rule(step=STEPS, trouble=TROUBLES)
+    def hold(self, step: int, trouble: Trouble) -> None:
+        name = HoldName(RUN, uuid.uuid4().hex)
+        answer = self._answer(
+            lambda: self._store.holds.create(
+                name, CheckpointName(RUN, step), owner="", ttl=LEASE
+            ),
+            trouble,
+        )
+        kept = self._model.checkpoints.get(step)
+        if kept is None:
+            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+        elif kept.deleted:
+            assert answer is CheckpointDeletedError
+        else:
+            assert kept.uid == answer.upload
+            sign = self._clock.elapsed()
+            self._model.holds[name.hold] = Hold(name.hold, kept, LEASE, sign)
+
+    @precondition(lambda self: self._model.holds)
+    @rule(data=st.data(), trouble=TROUBLES)
+    def release(self, data: st.DataObject, trouble: Trouble) -> None:
+        hold = data.draw(st.sampled_from(sorted(self._model.holds)))
+        name = HoldName(RUN, hold)
+        assert self._answer(lambda: self._store.holds.delete(name), trouble) is None
+        del self._model.holds[hold]
+
+    # --- Collection -----------------------------------------------------------
+
+    @rule(hours=st.sampled_from([0, 0, 1]), trouble=TROUBLES)
+    def gc(self, hours: int, trouble: Trouble) -> None:
+        """A pass ends what has no more use, and nothing else."""
+        grace = timedelta(hours=hours)
+        once = Trouble(trouble.fault, trouble.at * 3)
+        last = self._answer(lambda: collect(self._store, grace), once)
+        due = self._due()
+        self._do(self._look_at_slots())
+        assert hours or not last.postponed, last.postponed
+        for kept in due:
+            assert kept.is_gone or self._model.users(kept)
+        if not hours:
+            self._only_what_is_used_is_left()
+
+    @invariant()
+    def a_collection_beside_a_call_ends_nothing_that_is_used(self) -> None:
+        if self._collected_beside:
+            self._do(self._look_at_slots())
+        self._collected_beside = False
+
+    async def _look_at_slots(self) -> None:
+        """Takes over what a collection may have done, and checks that it might."""
+        model = self._model
+        for upload in list(model.live()):
+            found = await self._other.catalogue.slot(RUN, upload.step)
+            if found is None or found[0].state == pb.CheckpointRecord.STATE_FREE:
+                assert self._is_idle(upload)
+                upload.state = "aborted"
+        for kept in list(model.checkpoints.values()):
+            found = await self._other.catalogue.slot(RUN, kept.step)
+            if found is None or found[0].state == pb.CheckpointRecord.STATE_FREE:
+                assert kept in self._due()
+                for hold in [h for h in model.holds.values() if self._is_idle(h)]:
+                    if hold.checkpoint is kept:
+                        del model.holds[hold.id]
+                assert not model.users(kept)
+                model.purge(kept)
+
+    def _only_what_is_used_is_left(self) -> None:
+        live = {upload.uid for upload in self._model.live()}
+        live |= {u.predecessor.uid for u in self._model.live() if u.predecessor}
+        kept = {checkpoint.uid for checkpoint in self._model.checkpoints.values()}
+        places = RunPlaces(RUN)
+        tables, found = set[str](), dict[str, list[str]]()
+        for place in self._do(self._bucket.list(places.root)):
+            owner = places.upload_of(place)
+            kind = place.removeprefix(places.root).partition("/")[0]
+            if owner is None or owner in live:
+                continue
+            if kind == "uploads":
+                # answers to repeated requests; beside them, begins that died
+                assert "/writers/" not in place
+                continue
+            found.setdefault(kind, []).append(place)
+            if kind != "pool":
+                assert owner in kept
+        for kind in ("manifests", "files", "trees"):
+            assert len(kept) == len(found.get(kind, []))
+        for checkpoint in self._model.checkpoints.values():
+            record = self._do(self._store.catalogue.slot(RUN, checkpoint.step))[0]
+            place = places.file_table(record.upload, record.files_digest)
+            stored = self._do(self._bucket.read(place))
+            tables |= {
+                places.pool + f for f in pb.FileTable.FromString(stored.data).file
+            }
+        assert set(found.get("pool", [])) <= tables
+
+    # --- Watch ----------------------------------------------------------------
+
+    @rule()
+    def watch(self) -> None:
+        """A watch that goes on from its token tells of each commit once."""
+        self._do(self._go_on_watching())
+        assert len(self._told) == len(set(self._told))
+        gone = {uid for _, uid in self._model.events} - {
+            kept.uid for kept in self._model.checkpoints.values()
+        }
+        expected = [uid for _, uid in self._model.events if uid not in gone]
+        assert expected == [uid for uid in self._told if uid not in gone]
+
+    async def _go_on_watching(self) -> None:
+        """Takes all that there is to tell."""
+        # with no time between tokens, one comes where nothing more is to be told
+        watcher = Watcher(
+            self._store.catalogue,
+            self._store.journal,
+            store_uid=self._store.uid,
+            clock=self._clock,
+            token_seconds=0,
+        )
+        watch = watcher.watch(RUN, self._token)
+        self._token = (await anext(watch)).token
+        async for told in watch:
+            self._token = told.token
+            if told.change is None:
+                break
+            announced = told.change.announcement
+            if announced.kind == pb.Announcement.KIND_COMMIT:
+                self._told.append(announced.upload)
+        await watch.aclose()
+        await asyncio.sleep(0)  # its poll ends
+
+    # --- Time -----------------------------------------------------------------
+
+    @rule(minutes=st.sampled_from([1, 4, 11, 90]))
+    def time_passes(self, minutes: int) -> None:
+        self._clock.seconds += 60 * minutes
+
+    @rule(hours=st.integers(-24, 24))
+    def the_clock_is_set(self, hours: int) -> None:
+        self._clock.offset = timedelta(hours=hours)
+
+    # --- What holds -----------------------------------------------------------
 
     @invariant()
     def the_catalogue_is_the_models(self) -> None:
         catalogue = self._store.catalogue
-        if not self._committed:
-            latest = catalogue.checkpoint(CheckpointName(RUN, "latest"))
-            assert RunNotFoundError is self._refusal(latest)
-            return
-        listed = self._do(catalogue.checkpoints(RUN, before=None, limit=10))
-        assert sorted(self._committed, reverse=True) == [c.step for c in listed]
-        for step in range(3):
-            found = catalogue.checkpoint(CheckpointName(RUN, step))
-            if step not in self._committed:
-                assert CheckpointNotFoundError is self._refusal(found)
-                continue
-            record = self._do(found)
-            assert self._committed[step].name.upload == record.upload
-            manifest = self._do(catalogue.manifest(RUN, record))
-            frames = self._do(self._frames(manifest))
-            assert b"".join(f.data for f in frames) == frame(0, 1, 2).data
+        expected = self._model.committed
+        latest = CheckpointName(RUN, "latest")
+        if not expected:
+            answer = self._answer(
+                lambda: catalogue.checkpoint(latest), Trouble(Fault.NONE, 0)
+            )
+            assert answer in (RunNotFoundError, CheckpointNotFoundError)
+        else:
+            listed = self._do(catalogue.checkpoints(RUN, before=None, limit=10))
+            assert [c.uid for c in expected] == [c.upload for c in listed]
+            assert expected[0].uid == self._do(catalogue.checkpoint(latest)).upload
+        for tag, kept in self._model.tags.items():
+            found = self._do(catalogue.checkpoint(CheckpointName(RUN, tag)))
+            assert kept.uid == found.upload
 
-    async def _frames(self, manifest: Any) -> list[Any]:
-        # in the order of the storage, so put in that of the chunks
-        found = self._store.sender.send(RUN, manifest, range(CHUNKS))
-        pieces = [f async for f in found]
-        rows = [
-            (chunk, f.data[i * 1004 : (i + 1) * 1004])
-            for f in pieces
-            for i, chunk in enumerate(f.chunk)
-        ]
-        return [type(pieces[0])(chunk=[c], data=data) for c, data in sorted(rows)]
+    @invariant()
+    def every_checkpoint_is_whole(self) -> None:
+        for kept in self._model.checkpoints.values():
+            name = CheckpointName(RUN, kept.step)
+            record = self._do(self._store.catalogue.checkpoint_of_uid(name, kept.uid))
+            assert self._content(record) == kept.content
+
+    def _content(self, record: pb.CheckpointRecord) -> tuple[int, ...]:
+        """The version of each chunk, as a restore reads it."""
+
+        async def read() -> tuple[int, ...]:
+            manifest = await self._store.catalogue.manifest(RUN, record)
+            versions = {}
+            async for piece in self._store.sender.send(RUN, manifest, range(CHUNKS)):
+                at = 0
+                for chunk, length in zip(piece.chunk, piece.length, strict=True):
+                    data = piece.data[at : at + length - 4]
+                    at += length
+                    versions[chunk] = (data[0] - chunk) // 100
+                    assert elements(chunk, versions[chunk]) == data
+            return tuple(versions[chunk] for chunk in range(CHUNKS))
+
+        content: tuple[int, ...] = self._do(read())
+        return content
+
+    @invariant()
+    def every_object_is_of_an_upload_that_we_know(self) -> None:
+        """Nothing lies in the bucket that no rule accounts for."""
+        places = RunPlaces(RUN)
+        for place in self._do(self._bucket.list(places.root)):
+            rest = place.removeprefix(places.root)
+            kind = rest.partition("/")[0]
+            if places.upload_of(place) is None:
+                assert kind in ("checkpoints", "tags", "holds")
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestStore.settings = settings(
+    max_examples=100, stateful_step_count=60, deadline=None, print_blob=True
+)

@@ -1,0 +1,182 @@
+"""The plain model of a store: what it should hold, without any storage."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TypeAlias
+
+from storesvc.errors import (
+    CheckpointExistsError,
+    ChunksIncompleteError,
+    InvalidChunkError,
+    StoreError,
+    UploadNotFoundError,
+    UploadSupersededError,
+    WriterUnfinishedError,
+)
+
+CHUNKS = 3
+"""Chunks of every tree; each holds one of a few versions."""
+
+Refusal: TypeAlias = type[StoreError] | None
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """A checkpoint that was committed, and is not purged."""
+
+    uid: str
+    step: int
+    content: tuple[int, ...]
+    """The version of each chunk."""
+    deleted: bool = False
+    purge_time: datetime | None = None
+    pinned: bool = False
+    is_gone: bool = False
+    """Purged; only bases still point to it."""
+
+
+@dataclass(eq=False)
+class Upload:
+    """An upload."""
+
+    uid: str
+    step: int
+    epoch: int
+    base: Checkpoint | None
+    predecessor: "Upload | None"
+    last_sign: float
+    """By the clock that never goes back."""
+    state: str = "live"
+    """live, superseded, aborted or committed."""
+    sent: dict[int, int] = field(default_factory=dict)
+    """The version of each chunk that it sent, the last one."""
+    mixed: set[int] = field(default_factory=set)
+    """Chunks that were sent in different versions."""
+    receipt: dict[int, int] | None = None
+    is_stale: bool = False
+    """Whether a chunk was sent after the receipt."""
+
+    def can_claim(self, chunk: int, version: int) -> bool:
+        """Whether a chunk need not be sent."""
+        if self.base and not self.base.is_gone and self.base.content[chunk] == version:
+            return True
+        before = self.predecessor
+        return (
+            before is not None
+            and before.sent.get(chunk) == version
+            and chunk not in before.mixed
+        )
+
+    def needed(self, content: Iterable[int]) -> dict[int, int]:
+        """What must be sent of a content."""
+        wanted = enumerate(content)
+        return {
+            chunk: version
+            for chunk, version in wanted
+            if self.sent.get(chunk) != version and not self.can_claim(chunk, version)
+        }
+
+    def send(self, versions: dict[int, int]) -> None:
+        """Sends chunks."""
+        self.mixed |= {c for c, v in versions.items() if self.sent.get(c, v) != v}
+        self.sent.update(versions)
+        self.is_stale = True
+
+    def finish_refusal(self, receipt: dict[int, int]) -> Refusal:
+        """What a receipt is answered with."""
+        if len(self.sent) > len(receipt):
+            return InvalidChunkError
+        if any(self.sent.get(c, v) != v for c, v in receipt.items()):
+            return InvalidChunkError
+        claimed = {c: v for c, v in receipt.items() if c not in self.sent}
+        if not all(self.can_claim(c, v) for c, v in claimed.items()):
+            return ChunksIncompleteError
+        return None
+
+    def commit_refusal(self) -> Refusal:
+        """What a commit is answered with, while the upload is live."""
+        if self.receipt is None:
+            return WriterUnfinishedError
+        if len(self.receipt) < CHUNKS:
+            return ChunksIncompleteError
+        if self.is_stale or not self.sent.keys() <= self.receipt.keys():
+            return WriterUnfinishedError
+        return None
+
+
+@dataclass(eq=False)
+class Hold:
+    """A hold on a checkpoint."""
+
+    id: str
+    checkpoint: Checkpoint
+    ttl: timedelta
+    last_sign: float
+
+
+class Model:
+    """What a run holds."""
+
+    def __init__(self) -> None:
+        self.owners: dict[int, Upload] = {}
+        """The upload that last began at each step."""
+        self.checkpoints: dict[int, Checkpoint] = {}
+        """Those that are not purged, by step."""
+        self.tags: dict[str, Checkpoint] = {}
+        self.holds: dict[str, Hold] = {}
+        self.events: list[tuple[str, str]] = []
+        """What a watch should tell: kind and uid."""
+
+    @property
+    def committed(self) -> list[Checkpoint]:
+        """Those that lists show, newest first."""
+        found = [c for c in self.checkpoints.values() if not c.deleted]
+        return sorted(found, key=lambda c: c.step, reverse=True)
+
+    def live(self) -> Iterator[Upload]:
+        """Uploads that hold their step."""
+        return (u for u in self.owners.values() if u.state == "live")
+
+    def users(self, checkpoint: Checkpoint) -> bool:
+        """Whether something needs a checkpoint."""
+        return (
+            checkpoint in self.tags.values()
+            or any(hold.checkpoint is checkpoint for hold in self.holds.values())
+            or any(upload.base is checkpoint for upload in self.live())
+        )
+
+    def begun(self, upload: Upload) -> None:
+        """An upload has taken its step."""
+        before = self.owners.get(upload.step)
+        if before is not None and before.state == "live":
+            before.state = "superseded"
+        self.owners[upload.step] = upload
+
+    def refusal(self, upload: Upload) -> Refusal:
+        """What any call of an upload that is not live is answered with."""
+        if upload.state == "live":
+            return None
+        if self.owners[upload.step] is upload:
+            if upload.state == "aborted":
+                return UploadNotFoundError
+            return CheckpointExistsError
+        if upload.step in self.checkpoints:
+            return CheckpointExistsError
+        return UploadSupersededError
+
+    def commit(self, upload: Upload) -> Checkpoint:
+        """A checkpoint is there."""
+        assert upload.receipt is not None
+        content = tuple(upload.receipt[chunk] for chunk in range(CHUNKS))
+        upload.state = "committed"
+        made = Checkpoint(upload.uid, upload.step, content)
+        self.checkpoints[upload.step] = made
+        self.events.append(("committed", upload.uid))
+        return made
+
+    def purge(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint is gone."""
+        checkpoint.is_gone = True
+        del self.checkpoints[checkpoint.step]
+        self.owners[checkpoint.step].state = "aborted"

@@ -8,12 +8,12 @@ import asyncio
 import ctypes
 import ipaddress
 import logging
+import os
 import signal
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -21,19 +21,15 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from storesvc import services
-from storesvc.bucket import IF_ABSENT, PreconditionError
-from storesvc.catalogue import Catalogue, read_record
-from storesvc.commits import Commits
-from storesvc.errors import InvalidFieldError, StorageUnavailableError
-from storesvc.format import layout
-from storesvc.format.seal import seal
+import storesvc
+from storesvc import failpoints
+from storesvc.collecting import DEFAULT_INTERVAL, collecting
+from storesvc.errors import InvalidFieldError
 from storesvc.kvbucket import KvBucket
-from storesvc.receiving import Receiver
-from storesvc.sending import Sender
-from storesvc.uploads import Uploads, timestamp
+from storesvc.rpc import services
+from storesvc.rpc.handling import MAX_MESSAGE_BYTES
+from storesvc.store import Store
 from storesvc_proto.v1 import (
-    bucket_pb2,
     checkpoint_service_pb2,
     checkpoint_service_pb2_grpc,
     chunk_service_pb2,
@@ -48,8 +44,8 @@ DRAIN_SECONDS: Final = 30.0
 """How long calls under way may go on after SIGTERM."""
 
 OPTIONS: Final = (
-    ("grpc.max_receive_message_length", services.MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", services.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_concurrent_streams", 100),
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
@@ -112,7 +108,7 @@ class Tls:
         return grpc.ssl_server_credentials([pair])
 
 
-async def open_store(root: str) -> services.Store:
+async def open_store(root: str) -> Store:
     """Returns the store at a root; makes one where there is none.
 
     Raises:
@@ -120,44 +116,15 @@ async def open_store(root: str) -> services.Store:
         FormatUnsupportedError: It is in a format that this code does not know.
         StorageUnavailableError: The storage does not answer.
     """
-
-    return await store_over(await KvBucket.open(root))
-
-
-async def store_over(bucket: KvBucket) -> services.Store:
-    """Returns the store in a bucket; makes one where there is none.
-
-    Raises:
-        FormatUnsupportedError: It is in a format that this code does not know.
-        StorageUnavailableError: The storage does not answer.
-    """
-
-    def now() -> datetime:
-        return datetime.now(UTC)
-
-    created = bucket_pb2.StoreRecord(
-        uid=str(uuid.uuid4()), create_time=timestamp(now())
-    )
-    with suppress(PreconditionError):  # it exists
-        await bucket.write(layout.STORE, seal(created), condition=IF_ABSENT)
-    found = await read_record(bucket, layout.STORE, bucket_pb2.StoreRecord)
-    if found is None:
-        raise StorageUnavailableError(f"{layout.STORE} vanished; retry")
-    catalogue = Catalogue(bucket)
-    uploads = Uploads(bucket, catalogue, now=now)
-    return services.Store(
-        uid=found[0].uid,
-        catalogue=catalogue,
-        uploads=uploads,
-        receiver=Receiver(bucket, uploads),
-        commits=Commits(bucket, catalogue, uploads, now=now),
-        sender=Sender(bucket),
-    )
+    store = await Store.open(await KvBucket.open(root))
+    if root.startswith("file:"):  # others are never full
+        await store.reserve.keep()
+    return store
 
 
 @asynccontextmanager
 async def running(
-    store: services.Store, address: str, *, tls: Tls | None = None
+    store: Store, address: str, *, tls: Tls | None = None
 ) -> AsyncIterator[int]:
     """Serves a store at an address while the context lasts; yields the port.
 
@@ -197,6 +164,7 @@ async def running(
         yield port
     finally:
         await healthy.enter_graceful_shutdown()
+        store.watcher.close()  # they would go on for as long as they may
         await server.stop(DRAIN_SECONDS)
 
 
@@ -208,6 +176,7 @@ def serve(
     tls: Tls | None,
     insecure: bool,
     ready_file: Path | None,
+    gc_interval: timedelta = DEFAULT_INTERVAL,
 ) -> None:
     """Serves the store at a root until SIGTERM or SIGINT, then drains.
 
@@ -218,11 +187,18 @@ def serve(
         tls: The server's certificate; None serves plaintext.
         insecure: Whether plaintext may be served to other machines.
         ready_file: Where to write ``HOST:PORT`` once calls are taken.
+        gc_interval: Between passes that collect garbage; 0: none by itself.
 
     Raises:
         InvalidFieldError: A plaintext server would be open to other machines,
-            or the address or the root is not usable.
+            the address or the root is not usable, or failpoints are armed in a
+            release.
     """
+    failpoints.arm_from(os.environ, version=storesvc.__version__)
+    if gc_interval < timedelta(0):
+        raise InvalidFieldError(
+            f"gc interval: expected 0 or more, got {gc_interval.total_seconds():g} s"
+        )
     if not (tls or insecure or is_loopback(host)):
         raise InvalidFieldError(
             f"host {host}: expected a loopback address or TLS, because anyone who "
@@ -230,7 +206,7 @@ def serve(
             "certificate and its key, or --insecure"
         )
     _keep_freed_memory()
-    asyncio.run(_serve(root, host, port, tls, ready_file))
+    asyncio.run(_serve(root, host, port, tls, ready_file, gc_interval))
 
 
 def is_loopback(host: str) -> bool:
@@ -258,7 +234,12 @@ def _keep_freed_memory() -> None:
 
 
 async def _serve(
-    root: str, host: str, port: int, tls: Tls | None, ready_file: Path | None
+    root: str,
+    host: str,
+    port: int,
+    tls: Tls | None,
+    ready_file: Path | None,
+    gc_interval: timedelta,
 ) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -273,6 +254,7 @@ async def _serve(
             partial = ready_file.with_name(ready_file.name + ".partial")
             partial.write_text(f"{host}:{bound}\n")
             partial.rename(ready_file)
-        await stop.wait()
+        async with collecting(store, gc_interval):
+            await stop.wait()
         _log.info("draining")
     _log.info("stopped")

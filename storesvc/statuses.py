@@ -3,7 +3,8 @@
 from typing import Final, NamedTuple, NoReturn
 
 import grpc.aio
-from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -19,6 +20,12 @@ with all that they say."""
 
 MAX_METADATA_BYTES: Final = 200
 """Of a value of ``ErrorInfo.metadata``."""
+
+RETRY_SECONDS: Final[dict[type[errors.StoreError], int]] = {
+    errors.StorageFullError: 60,
+    errors.StorageUnavailableError: 1,
+}
+"""After how long the same call may succeed, where that is all that it takes."""
 
 _PREFIX: Final = "ERROR_REASON_"
 
@@ -126,10 +133,16 @@ def status_of(error: errors.StoreError) -> status_pb2.Status:
         domain=DOMAIN,
         metadata={k: _cut(v, MAX_METADATA_BYTES) for k, v in error.metadata.items()},
     )
-    detail = any_pb2.Any()
-    detail.Pack(info)
-    message = _cut(str(error), MAX_MESSAGE_BYTES)
-    return status_pb2.Status(code=wire.code, message=message, details=[detail])
+    details: list[Message] = [info]
+    if type(error) in RETRY_SECONDS:
+        delay = Duration(seconds=RETRY_SECONDS[type(error)])
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(
+        code=wire.code, message=_cut(str(error), MAX_MESSAGE_BYTES)
+    )
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
 
 
 def _cut(text: str, size: int) -> str:

@@ -1,5 +1,6 @@
 """A server as operators run it: a process of its own."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,10 @@ import time
 from pathlib import Path
 
 START_SECONDS = 30
+
+
+class EndedError(Exception):
+    """The server ended before it took calls."""
 
 
 class ServerProcess:
@@ -17,6 +22,8 @@ class ServerProcess:
         self._ready = directory / "ready"
         self._log = directory / "server.log"
         self._arguments = arguments
+        self.environment: dict[str, str] = {}
+        """What it gets beside our own; counts from the next start on."""
         self._port = "0"
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
@@ -28,12 +35,21 @@ class ServerProcess:
         return self._process.pid
 
     @property
+    def is_running(self) -> bool:
+        """Whether it still runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def log(self) -> str:
         """What it printed."""
         return self._log.read_text()
 
     def start(self) -> None:
-        """Starts it and waits until it takes calls."""
+        """Starts it and waits until it takes calls.
+
+        Raises:
+            EndedError: It did not come so far.
+        """
         self._ready.unlink(missing_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -44,14 +60,21 @@ class ServerProcess:
                 ],
                 stdout=log,
                 stderr=log,
+                env=os.environ | self.environment,
             )
         deadline = time.monotonic() + START_SECONDS
         while not self._ready.exists():
-            assert self._process.poll() is None, self.log
+            if self._process.poll() is not None:
+                raise EndedError(self.log)
             assert time.monotonic() < deadline, self.log
             time.sleep(0.02)
         self.address = self._ready.read_text().strip()
         self._port = self.address.rpartition(":")[2]
+
+    def wait(self) -> int:
+        """Waits for its end, and returns its exit code."""
+        assert self._process is not None
+        return self._process.wait(START_SECONDS)
 
     def kill(self) -> None:
         """Ends it as a power cut would, as far as it can tell."""
@@ -63,5 +86,6 @@ class ServerProcess:
 
     def _end(self, number: int) -> int:
         assert self._process is not None
+        # for one that ended by itself this does nothing
         self._process.send_signal(number)
-        return self._process.wait(START_SECONDS)
+        return self.wait()

@@ -1,6 +1,13 @@
-"""What the service asks of a storage, of every storage that it runs on."""
+"""What the service asks of a storage, of every storage that it runs on.
+
+``BucketTests`` is inherited by a class for each storage; ``SharedBucketTests`` by
+those of storages that several processes can open.
+"""
 
 import asyncio
+import subprocess
+import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,8 +16,38 @@ from typing import Any
 import pytest
 
 from storesvc.bucket import IF_ABSENT, Generation, PreconditionError
-from storesvc.errors import CorruptDataError, InvalidFieldError, StorageUnavailableError
-from storesvc.kvbucket import KvBucket, root_spec
+from storesvc.errors import (
+    CorruptDataError,
+    InvalidFieldError,
+    StorageFullError,
+    StorageUnavailableError,
+    StoreError,
+)
+from storesvc.kvbucket import EVERYTHING, KvBucket, Share, root_spec
+from tests.small_disk import small_disk
+
+Test = Callable[[KvBucket], Coroutine[Any, Any, None]]
+
+ODD_PLACES = (
+    "%2e%2e/%2F",
+    "..",
+    "/a",
+    "a//b",
+    "a/../b",
+    "a/./b",
+    "a/",
+    "a\0b",
+    "a\\b",
+    "a\nb",
+    "a b?c#d*e:f|g",
+    "a.__lock",
+    "con",
+    "e\u0301",
+    "é/\u202e/\U0001f600",
+    "k" * 300,
+    "k/" * 300 + "k",
+)
+"""Each is kept as any other, or refused whole."""
 
 
 class BucketTests:
@@ -18,6 +55,10 @@ class BucketTests:
 
     def root(self, directory: Path) -> str:
         """Returns the root of a fresh store."""
+        raise NotImplementedError
+
+    def refuses(self, place: str) -> bool:
+        """Returns whether the storage cannot hold such a place."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -151,6 +192,156 @@ class BucketTests:
 
         within(test)
 
+    def test_a_list_goes_on_after_a_place(self, within: Callable[..., None]) -> None:
+        async def test(bucket: KvBucket) -> None:
+            for place in ("a/1", "a/2", "a/2.x", "a/3", "b"):
+                await bucket.write(place, b"")
+            assert ["a/2", "a/2.x", "a/3"] == await bucket.list("a/", after="a/1")
+            assert ["a/2.x", "a/3"] == await bucket.list("a/", after="a/2")
+            assert ["a/3"] == await bucket.list("a/", after="a/2.y")
+            assert [] == await bucket.list("a/", after="a/3")
+            assert ["a/1", "a/2"] == (await bucket.list("a/", after="a"))[:2]
+
+        within(test)
+
+    def test_a_list_of_thousands_is_whole(self, within: Callable[..., None]) -> None:
+        async def test(bucket: KvBucket) -> None:
+            places = [f"n/{number:05d}" for number in range(3000)]
+            for some in range(0, 3000, 200):
+                await asyncio.gather(
+                    *(bucket.write(p, b"") for p in places[some : some + 200])
+                )
+            assert places == await bucket.list("n/")
+            assert places[1500:] == await bucket.list("n/", after=places[1499])
+            assert places[1000:2000] == await bucket.list("n/01")
+            await bucket.delete_below("n/01")
+            assert places[:1000] + places[2000:] == await bucket.list("n/")
+
+        within(test)
+
+    def test_what_was_just_written_or_deleted_is_seen_by_every_call(
+        self, within: Callable[..., None]
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            async def live(name: str) -> None:
+                for turn in range(10):
+                    data = f"{name} {turn}".encode()
+                    generation = await bucket.write(f"w/{name}", data)
+                    stored = await bucket.read(f"w/{name}")
+                    assert stored is not None
+                    assert (data, generation) == (stored.data, stored.generation)
+                    assert f"w/{name}" in await bucket.list("w/")
+                    await bucket.delete(f"w/{name}", generation=generation)
+                    assert await bucket.read(f"w/{name}") is None
+                    assert f"w/{name}" not in await bucket.list("w/")
+
+            await asyncio.gather(*map(live, "abcdefgh"))
+
+        within(test)
+
+    def test_a_place_created_anew_is_another_generation(
+        self, within: Callable[..., None]
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            seen = set()
+            for _ in range(50):
+                generation = await bucket.write("a", b"1", condition=IF_ABSENT)
+                seen.add(generation)
+                await bucket.delete("a", generation=generation)
+                with pytest.raises(PreconditionError):
+                    await bucket.write("a", b"1", condition=generation)
+            assert 50 == len(seen)
+
+        within(test)
+
+    def test_of_a_write_and_a_delete_of_one_generation_one_wins(
+        self, within: Callable[..., None]
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            async def succeeds(change: Coroutine[Any, Any, object]) -> bool:
+                try:
+                    await change
+                except PreconditionError:
+                    return False
+                return True
+
+            for _ in range(20):
+                first = await bucket.write("a", b"1")
+                wrote, deleted = await asyncio.gather(
+                    succeeds(bucket.write("a", b"2", condition=first)),
+                    succeeds(bucket.delete("a", generation=first)),
+                )
+                assert (wrote, deleted) in {(True, False), (False, True)}
+                assert wrote == (await bucket.read("a") is not None)
+
+        within(test)
+
+    def test_of_many_threads_one_wins(self, within: Callable[..., None]) -> None:
+        async def test(bucket: KvBucket) -> None:
+            rounds = 30
+            winners: list[int] = []
+            start = threading.Barrier(4)
+
+            async def create(number: int) -> None:
+                for turn in range(rounds):
+                    try:
+                        await bucket.write(
+                            f"t/{turn}", str(number).encode(), condition=IF_ABSENT
+                        )
+                    except PreconditionError:
+                        continue
+                    winners.append(turn)
+
+            def run(number: int) -> None:
+                start.wait()
+                asyncio.run(create(number))
+
+            await asyncio.gather(*(asyncio.to_thread(run, n) for n in range(4)))
+            assert list(range(rounds)) == sorted(winners)
+
+        within(test)
+
+    def test_a_big_value_is_read_as_a_whole_and_in_parts(
+        self, within: Callable[..., None]
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            data = bytes(range(256)) * (1 << 18)  # 64 MiB
+            await bucket.write("big", data)
+            stored = await bucket.read("big")
+            assert stored is not None
+            assert stored.data == data
+            size = len(data)
+            for start, stop in ((0, 1), (1, 70_001), (size - 3, size), (0, size)):
+                found = await bucket.read_range("big", start, stop)
+                assert found == data[start:stop]
+
+        within(test)
+
+    @pytest.mark.parametrize("place", ODD_PLACES, ids=ascii)
+    def test_an_odd_place_is_kept_as_any_other_or_refused(
+        self, within: Callable[..., None], place: str
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            await bucket.write("x", b"other")
+            try:
+                first = await bucket.write(place, b"1", condition=IF_ABSENT)
+            except StoreError:
+                assert self.refuses(place)
+                with pytest.raises(StoreError):
+                    await bucket.read(place)
+            else:
+                assert not self.refuses(place)
+                await bucket.write(place, b"2", condition=first)
+                stored = await bucket.read(place)
+                assert stored is not None
+                assert b"2" == stored.data
+                assert [place] == await bucket.list(place)
+                await bucket.delete(place)
+                assert await bucket.read(place) is None
+            assert ["x"] == await bucket.list("x")
+
+        within(test)
+
     def test_key_spaces_share_values_that_one_took_over(
         self, within: Callable[..., None]
     ) -> None:
@@ -161,8 +352,9 @@ class BucketTests:
             await spaces[1].write({"b": b"bb", "c": b"c"})
             assert await spaces[0].exists()
 
-            await spaces[2].take_over(spaces[:2], {"d": b"dddd"})
-            await spaces[2].take_over(spaces[:2], {"d": b"dddd"})
+            shares = [Share(space, EVERYTHING) for space in spaces[:2]]
+            await spaces[2].take_over(shares, {"d": b"dddd"})
+            await spaces[2].take_over(shares, {"d": b"dddd"})
             await bucket.delete_below("s/0/")
             await bucket.delete_below("s/1/")
 
@@ -178,11 +370,125 @@ class BucketTests:
         within(test)
 
 
-class TestFileBucket(BucketTests):
+RACING = """
+import asyncio, sys
+from storesvc.bucket import IF_ABSENT, PreconditionError
+from storesvc.kvbucket import KvBucket
+
+async def race(root, name, rounds):
+    bucket = await KvBucket.open(root)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for turn in range(rounds):
+        try:
+            await bucket.write(f"r/{turn}", name.encode(), condition=IF_ABSENT)
+            print(turn)
+        except PreconditionError:
+            pass
+        while True:
+            count = await bucket.read("count")
+            following = str(int(count.data) + 1).encode()
+            try:
+                await bucket.write("count", following, condition=count.generation)
+                break
+            except PreconditionError:
+                pass
+
+asyncio.run(race(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+"""
+
+
+class SharedBucketTests(BucketTests):
+    """Of a storage that several processes can open."""
+
+    def test_of_two_processes_one_wins_and_no_increment_is_lost(
+        self, tmp_path: Path
+    ) -> None:
+        root, rounds = self.root(tmp_path), 100
+
+        async def content(place: str) -> bytes:
+            stored = await (await KvBucket.open(root)).read(place)
+            assert stored is not None
+            return stored.data
+
+        async def prepare() -> None:
+            await (await KvBucket.open(root)).write("count", b"0")
+
+        asyncio.run(prepare())
+        racers = {
+            name: subprocess.Popen(
+                [sys.executable, "-c", RACING, root, name, str(rounds)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for name in ("one", "two")
+        }
+        for racer in racers.values():
+            assert racer.stdout is not None
+            assert "ready\n" == racer.stdout.readline()
+        won: dict[int, str] = {}
+        for racer in racers.values():
+            assert racer.stdin is not None
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        for name, racer in racers.items():
+            output, _ = racer.communicate(timeout=60)
+            assert 0 == racer.returncode
+            for turn in map(int, output.split()):
+                assert turn not in won
+                won[turn] = name
+        assert list(range(rounds)) == sorted(won)
+        for turn in (0, rounds - 1):
+            assert won[turn].encode() == asyncio.run(content(f"r/{turn}"))
+        assert str(2 * rounds).encode() == asyncio.run(content("count"))
+
+
+class TestFileBucket(SharedBucketTests):
     """On local disk."""
 
     def root(self, directory: Path) -> str:
         return (directory / "dir with %20 and é").as_uri()
+
+    def refuses(self, place: str) -> bool:
+        # What leads elsewhere, what a file system cannot hold, and the names of the
+        # driver's own lock files. No place that ``format.layout`` makes is such.
+        parts = place.split("/")
+        return (
+            not {"", ".", ".."}.isdisjoint(parts)
+            or "\0" in place
+            or any(len(p) > 200 or p.endswith(".__lock") for p in parts)
+        )
+
+    def test_a_full_disk_is_told_and_can_be_read_and_emptied(
+        self, tmp_path: Path
+    ) -> None:
+        async def test(root: Path) -> None:
+            bucket = await KvBucket.open(root.as_uri())
+            await bucket.write("old", b"old")
+            first = await bucket.write("record", b"1")
+            written: list[str] = []
+
+            async def fill() -> None:
+                while True:
+                    place = f"fill/{len(written)}"
+                    await bucket.write(place, bytes(1 << 20))
+                    written.append(place)
+
+            with pytest.raises(StorageFullError, match="storage is full"):
+                await fill()
+            assert written
+            with pytest.raises(StorageFullError):
+                await bucket.write("record", bytes(2 << 20), condition=first)
+            stored = await bucket.read("record")
+            assert stored is not None
+            assert (b"1", first) == (stored.data, stored.generation)
+            assert written == await bucket.list("fill/")
+            await bucket.delete_below("fill/")
+            await bucket.write("record", b"2", condition=first)
+
+        with small_disk(tmp_path / "disk", size_bytes=4 << 20) as disk:
+            asyncio.run(test(disk))
 
 
 class TestMemoryBucket(BucketTests):
@@ -191,6 +497,10 @@ class TestMemoryBucket(BucketTests):
     def root(self, directory: Path) -> str:
         del directory
         return "memory://"
+
+    def refuses(self, place: str) -> bool:
+        del place
+        return False
 
 
 @pytest.mark.parametrize(

@@ -83,3 +83,11 @@ def test_a_long_name_is_refused_with_its_reason(server_address: str, name: str) 
     with pytest.raises(store.InvalidRequestError) as caught, translated("here"):
         stub.GetRun(api.GetRunRequest(name=name), timeout=10)
     assert "INVALID_FIELD" == caught.value.reason
+
+
+def test_a_status_says_when_to_try_again_where_time_is_all_that_it_takes() -> None:
+    status = storesvc.statuses.status_of(storesvc.errors.StorageFullError("full"))
+
+    retry = error_details_pb2.RetryInfo()
+    assert [detail.Unpack(retry) for detail in status.details] == [False, True]
+    assert retry.retry_delay.seconds == 60

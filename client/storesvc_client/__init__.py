@@ -12,10 +12,34 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from storesvc_client._client import Client, connect
+    from storesvc_client._collecting import Collected, Usage
+    from storesvc_client._findings import Damage, Diff, LeafDifference, Verification
+    from storesvc_client._holding import Hold
     from storesvc_client._opened import OpenCheckpoint
+    from storesvc_client._policies import (
+        KeepBest,
+        KeepEvery,
+        KeepLatest,
+        KeepNewerThan,
+        KeepPinned,
+        KeepSteps,
+        KeepTagged,
+        RetentionPolicy,
+    )
     from storesvc_client._run import Run
     from storesvc_client._save import Save
-    from storesvc_client._values import Checkpoint, LeafInfo, RunInfo, ServerInfo
+    from storesvc_client._values import (
+        Checkpoint,
+        Event,
+        HoldInfo,
+        LeafInfo,
+        RetentionDecision,
+        RunInfo,
+        SaveReport,
+        ServerInfo,
+        Tag,
+        UploadInfo,
+    )
     from storesvc_client.errors import (
         AlreadyExistsError,
         ConflictError,
@@ -35,33 +59,84 @@ __all__ = [
     "AlreadyExistsError",
     "Checkpoint",
     "Client",
+    "Collected",
     "ConflictError",
+    "Damage",
     "DataLossError",
+    "Diff",
+    "Event",
+    "Hold",
+    "HoldInfo",
     "InvalidRequestError",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLatest",
+    "KeepNewerThan",
+    "KeepPinned",
+    "KeepSteps",
+    "KeepTagged",
+    "LeafDifference",
     "LeafInfo",
     "LimitError",
     "MismatchError",
     "NotFoundError",
     "OpenCheckpoint",
     "PreconditionError",
+    "RetentionDecision",
+    "RetentionPolicy",
     "Run",
     "RunInfo",
     "Save",
+    "SaveReport",
     "ServerInfo",
     "StoreError",
     "StructureError",
+    "Tag",
     "UnavailableError",
     "UnsupportedLeafError",
+    "UploadInfo",
+    "Usage",
+    "Verification",
     "connect",
 ]
 
 _HOMES: Final = {
     "Client": "_client",
     "connect": "_client",
+    **dict.fromkeys(("Collected", "Usage"), "_collecting"),
+    "Hold": "_holding",
     "OpenCheckpoint": "_opened",
     "Run": "_run",
     "Save": "_save",
-    **dict.fromkeys(("Checkpoint", "LeafInfo", "RunInfo", "ServerInfo"), "_values"),
+    **dict.fromkeys(
+        (
+            "KeepBest",
+            "KeepEvery",
+            "KeepLatest",
+            "KeepNewerThan",
+            "KeepPinned",
+            "KeepSteps",
+            "KeepTagged",
+            "RetentionPolicy",
+        ),
+        "_policies",
+    ),
+    **dict.fromkeys(("Damage", "Diff", "LeafDifference", "Verification"), "_findings"),
+    **dict.fromkeys(
+        (
+            "Checkpoint",
+            "Event",
+            "HoldInfo",
+            "LeafInfo",
+            "RetentionDecision",
+            "RunInfo",
+            "SaveReport",
+            "ServerInfo",
+            "Tag",
+            "UploadInfo",
+        ),
+        "_values",
+    ),
 }
 """Modules of the public names; those that are not here are errors."""
 

@@ -7,6 +7,7 @@ Nothing is believed: a piece that was not asked for is refused, and every chunk 
 checked against the manifest.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -289,7 +290,7 @@ class StreamedSource:
 def aligned_empty(region: Region, dtype: np.dtype[Any]) -> NDArrayAny:
     """Returns an array for a region, unfilled, aligned for XLA."""
     shape = tuple(stop - start for start, stop in region)
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)

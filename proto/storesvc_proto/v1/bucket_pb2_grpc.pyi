@@ -75,6 +75,9 @@ read the object, then create the next announcement of the namespace, then change
 the object on the condition that it has not changed since that read, with the
 announcement's number in it. A reader of announcement n of an object whose
 number is n takes it for landed; above n, for superseded; below n, for pending.
+The numbers of a namespace are dense and begin at 1; the oldest announcements may
+be deleted, in order, but never one of the last day, nor the last one. A tag's
+record MUST stay for a day after the tag was deleted.
 """
 
 import abc

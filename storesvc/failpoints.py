@@ -1,0 +1,218 @@
+"""Failpoints: places in the service, by name, where a test can make it fail.
+
+One lies at each step of what changes a store. Where nothing is armed, reaching one
+costs a look into an empty dict. Armed by the environment of ``storectl serve``:
+
+    STORESVC_FAILPOINTS="commit.before_record=kill,begin.before_slot=delay:0.5@2"
+
+``@2``: only the second time that it is reached; without: each time. The actions:
+
+    kill           SIGKILL to its own process
+    raise          as a storage that does not answer
+    delay:SECONDS  goes on later
+    drop_reply     what was asked is done, and the client does not learn it; only at
+                   points that are called ``before_reply``
+
+A release refuses to start with any armed.
+"""
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from storesvc.errors import InvalidFieldError, StorageUnavailableError
+
+VARIABLE: Final = "STORESVC_FAILPOINTS"
+"""Of the environment."""
+
+_FORM: Final = re.compile(
+    r"(?P<point>[^=]+)=(?P<action>[a-z_]+)(:(?P<seconds>[0-9]{1,5}(\.[0-9]{1,5})?))?"
+    r"(@(?P<time>[1-9][0-9]{0,8}))?"
+)
+
+
+class Failpoint(StrEnum):
+    """Where: the operation, and the step of it that comes next.
+
+    ``delete``: any change of a committed checkpoint; ``write.before_reply``: before
+    the chunks of a batch are acknowledged.
+    """
+
+    BEGIN_BEFORE_RECORD = "begin.before_record"
+    BEGIN_BEFORE_TREE = "begin.before_tree"
+    BEGIN_BEFORE_SLOT = "begin.before_slot"
+    BEGIN_BEFORE_REPLY = "begin.before_reply"
+    WRITE_BEFORE_BATCH = "write.before_batch"
+    WRITE_BEFORE_REPLY = "write.before_reply"
+    FINISH_BEFORE_RECEIPT = "finish.before_receipt"
+    FINISH_BEFORE_REPLY = "finish.before_reply"
+    COMMIT_BEFORE_MERGE = "commit.before_merge"
+    COMMIT_BEFORE_MANIFEST = "commit.before_manifest"
+    COMMIT_BEFORE_FILES = "commit.before_files"
+    COMMIT_BEFORE_ANNOUNCEMENT = "commit.before_announcement"
+    COMMIT_BEFORE_RECORD = "commit.before_record"
+    COMMIT_BEFORE_DISCARD = "commit.before_discard"
+    COMMIT_BEFORE_REPLY = "commit.before_reply"
+    ABORT_BEFORE_SLOT = "abort.before_slot"
+    ABORT_BEFORE_DISCARD = "abort.before_discard"
+    ABORT_BEFORE_REPLY = "abort.before_reply"
+    DELETE_BEFORE_ANNOUNCEMENT = "delete.before_announcement"
+    DELETE_BEFORE_RECORD = "delete.before_record"
+    DELETE_BEFORE_REPLY = "delete.before_reply"
+    PURGE_BEFORE_MARK = "purge.before_mark"
+    PURGE_AFTER_MARK = "purge.after_mark"
+    PURGE_BEFORE_FREE = "purge.before_free"
+    PURGE_BEFORE_REPLY = "purge.before_reply"
+    COLLECT_BEFORE_LIST = "collect.before_list"
+    COLLECT_BEFORE_ENDINGS = "collect.before_endings"
+    COLLECT_BEFORE_MARKS = "collect.before_marks"
+    COLLECT_BEFORE_DELETES = "collect.before_deletes"
+    COLLECT_BEFORE_DELETE = "collect.before_delete"
+    COLLECT_BEFORE_FLOOR = "collect.before_floor"
+    COLLECT_BEFORE_EMPTYING = "collect.before_emptying"
+    COLLECT_BEFORE_REPLY = "collect.before_reply"
+
+
+class Action(StrEnum):
+    """What happens there."""
+
+    KILL = "kill"
+    RAISE = "raise"
+    DELAY = "delay"
+    DROP_REPLY = "drop_reply"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens at a failpoint, and when."""
+
+    action: Action
+    delay_seconds: float
+    time: int | None
+    """The first is 1; None: each time."""
+
+
+_armed: dict[Failpoint, Fault] = {}
+_reached: dict[Failpoint, int] = {}
+
+
+async def reach(point: Failpoint) -> None:
+    """Does what the point is armed with; most often nothing.
+
+    Raises:
+        StorageUnavailableError: It is armed with that.
+    """
+    if not _armed or point not in _armed:
+        return
+    fault = _armed[point]
+    _reached[point] += 1
+    if fault.time not in (None, _reached[point]):
+        return
+    match fault.action:
+        case Action.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case Action.DELAY:
+            await asyncio.sleep(fault.delay_seconds)
+        case Action.RAISE:
+            raise StorageUnavailableError(f"failpoint {point}: the storage failed")
+        case Action.DROP_REPLY:
+            raise StorageUnavailableError(f"failpoint {point}: the reply was lost")
+
+
+def times_reached(point: Failpoint) -> int:
+    """Returns how often a point was reached since it was armed."""
+    return _reached.get(point, 0)
+
+
+def arm(faults: Mapping[Failpoint, Fault]) -> None:
+    """Arms these points of this process, and no others."""
+    _armed.clear()
+    _reached.clear()
+    _reached.update(dict.fromkeys(faults, 0))
+    _armed.update(faults)
+
+
+@contextmanager
+def armed(text: str) -> Iterator[None]:
+    """Arms points while the context lasts."""
+    arm(parse(text))
+    try:
+        yield
+    finally:
+        arm({})
+
+
+def arm_from(environment: Mapping[str, str], *, version: str) -> None:
+    """Arms what the environment asks for.
+
+    Raises:
+        InvalidFieldError: This is a release, or it asks for what there is not.
+    """
+    text = environment.get(VARIABLE, "")
+    if not text:
+        return
+    if not is_development(version):
+        raise InvalidFieldError(
+            f"{VARIABLE}: expected it unset, because storesvc {version} is a release "
+            f"and failpoints are for tests, got {text!r}; unset it"
+        )
+    arm(parse(text))
+
+
+def is_development(version: str) -> bool:
+    """Returns whether a version is none that was released (PEP 440)."""
+    return re.search(r"\.dev[0-9]*(\+|$)", version) is not None
+
+
+def parse(text: str) -> dict[Failpoint, Fault]:
+    """Returns the faults that a text asks for.
+
+    Raises:
+        InvalidFieldError: It names a point or an action that there is not.
+    """
+    return dict(_parse_one(entry.strip()) for entry in text.split(",") if entry.strip())
+
+
+def _parse_one(entry: str) -> tuple[Failpoint, Fault]:
+    found = _FORM.fullmatch(entry)
+    if found is None:
+        raise InvalidFieldError(
+            f"{VARIABLE}: expected POINT=ACTION or POINT=ACTION@TIME, got {entry!r}"
+        )
+    if found["point"] not in set(Failpoint):
+        raise InvalidFieldError(
+            f"{VARIABLE}: expected a point of {', '.join(Failpoint)}; got "
+            f"{found['point']!r}"
+        )
+    point = Failpoint(found["point"])
+    takes_seconds = found["action"] == Action.DELAY
+    if (
+        found["action"] not in set(Action)
+        or (found["seconds"] is not None) != takes_seconds
+    ):
+        raise InvalidFieldError(
+            f"{VARIABLE}: {point}: expected kill, raise, delay:SECONDS or drop_reply, "
+            f"got {entry.partition('=')[2]!r}"
+        )
+    action = Action(found["action"])
+    if action is Action.DROP_REPLY and not drops_reply(point):
+        raise InvalidFieldError(
+            f"{VARIABLE}: {point}: expected kill, raise or delay:SECONDS, because "
+            "nothing is answered there, got drop_reply"
+        )
+    return point, Fault(
+        action=action,
+        delay_seconds=float(found["seconds"] or 0),
+        time=int(found["time"]) if found["time"] else None,
+    )
+
+
+def drops_reply(point: Failpoint) -> bool:
+    """Returns whether what was asked is done there, and only the answer is left."""
+    return point.endswith(".before_reply")

@@ -1,0 +1,74 @@
+"""Sealed records in the bucket: read, and changed without losing an answer."""
+
+from datetime import datetime, timedelta
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from storesvc.bucket import Bucket, Generation, PreconditionError, WriteCondition
+from storesvc.errors import CorruptDataError, FormatUnsupportedError
+from storesvc.format.checksums import digest
+from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, seal, unseal
+
+
+async def read_record(
+    bucket: Bucket, place: str, kind: type[M]
+) -> tuple[M, Generation] | None:
+    """Returns the record that a place holds, and its generation.
+
+    Raises:
+        CorruptDataError: Its bytes are not those that were written.
+        FormatUnsupportedError: It is of another version of the format.
+    """
+    stored = await bucket.read(place)
+    if stored is None:
+        return None
+    try:
+        return unseal(stored.data, kind), stored.generation
+    except CorruptRecordError as e:
+        raise CorruptDataError(f"{place} is damaged: {e}") from e
+    except FormatVersionError as e:
+        raise FormatUnsupportedError(f"{place}: {e}; use a newer release") from e
+
+
+async def write_record(
+    bucket: Bucket, place: str, record: Message, *, condition: WriteCondition
+) -> Generation:
+    """Writes a record on a condition, and returns its generation.
+
+    The record MUST hold something that no other writer's has, such as a random id:
+    a storage that retries below us may report as a conflict what it has written
+    itself, and these bytes tell.
+
+    Raises:
+        PreconditionError: The condition did not hold, and the place does not hold
+            this very record.
+    """
+    data = seal(record)
+    try:
+        return await bucket.write(place, data, condition=condition)
+    except PreconditionError:
+        stored = await bucket.read(place)
+        if stored is None or stored.data != data:
+            raise
+        return stored.generation
+
+
+def etag_of(record: Message) -> str:
+    """Returns what changes with every change of a record."""
+    return f'"{digest(record.SerializeToString(deterministic=True)).hex()}"'
+
+
+def timestamp(moment: datetime) -> Timestamp:
+    """Returns a moment as records hold it."""
+    stamp = Timestamp()
+    stamp.FromDatetime(moment)
+    return stamp
+
+
+def duration(length: timedelta) -> Duration:
+    """Returns a length of time as records hold it."""
+    message = Duration()
+    message.FromTimedelta(length)
+    return message

@@ -1,0 +1,1 @@
+"""Maps calls onto the store: translate, call, translate back."""

@@ -1,0 +1,99 @@
+"""Calls that read the catalogue."""
+
+import asyncio
+from typing import Final
+
+from storesvc.format import trees
+from storesvc.format.names import CheckpointName, RunName
+from storesvc.rpc import fields, messages
+from storesvc.rpc.handling import Context, refusals, write
+from storesvc.store import Store
+from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+
+MAX_MANIFESTS: Final = 4
+"""Manifests that are sent, at once."""
+
+
+class CatalogueCalls:
+    """Reads the catalogue."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._manifests = asyncio.Semaphore(MAX_MANIFESTS)
+
+    async def ListRuns(
+        self, request: catalogue_api.ListRunsRequest, context: Context
+    ) -> catalogue_api.ListRunsResponse:
+        async with refusals(context):
+            size = fields.page_size(request.page_size)
+            found = await self._store.catalogue.runs(
+                fields.namespace_of(request.parent),
+                after=fields.last_run(request.parent, request.page_token),
+                limit=size + 1,
+            )
+            token = ""
+            if len(found) > size:
+                token = fields.page_token(request.parent, str(found[size - 1].name))
+            return catalogue_api.ListRunsResponse(
+                runs=map(messages.run_message, found[:size]), next_page_token=token
+            )
+        raise AssertionError
+
+    async def GetRun(
+        self, request: catalogue_api.GetRunRequest, context: Context
+    ) -> catalogue_api.GetRunResponse:
+        async with refusals(context):
+            name = RunName.from_resource(request.name)
+            summary = await self._store.catalogue.run(name)
+            return catalogue_api.GetRunResponse(run=messages.run_message(summary))
+        raise AssertionError
+
+    async def ListCheckpoints(
+        self, request: catalogue_api.ListCheckpointsRequest, context: Context
+    ) -> catalogue_api.ListCheckpointsResponse:
+        async with refusals(context):
+            run = RunName.from_resource(request.parent)
+            size = fields.page_size(request.page_size)
+            rows = f"{request.parent}{' with deleted' * request.show_deleted}"
+            last = fields.last_step(rows, request.page_token)
+            found = await self._store.catalogue.checkpoints(
+                run, before=last, limit=size + 1, show_deleted=request.show_deleted
+            )
+            token = ""
+            if len(found) > size:
+                token = fields.page_token(rows, str(found[size - 1].step))
+            return catalogue_api.ListCheckpointsResponse(
+                checkpoints=[messages.checkpoint_message(run, c) for c in found[:size]],
+                next_page_token=token,
+            )
+        raise AssertionError
+
+    async def GetCheckpoint(
+        self, request: catalogue_api.GetCheckpointRequest, context: Context
+    ) -> catalogue_api.GetCheckpointResponse:
+        async with refusals(context):
+            name = CheckpointName.from_resource(request.name)
+            record = await self._store.catalogue.checkpoint(name)
+            return catalogue_api.GetCheckpointResponse(
+                checkpoint=messages.checkpoint_message(name.run, record)
+            )
+        raise AssertionError
+
+    async def ReadManifest(  # as ReadChunks
+        self, request: catalogue_api.ReadManifestRequest, context: Context
+    ) -> None:
+        async with refusals(context), self._manifests:
+            name = CheckpointName.from_resource(request.name)
+            if request.uid:
+                record = await self._store.catalogue.checkpoint_of_uid(
+                    name, request.uid
+                )
+            else:
+                record = await self._store.catalogue.checkpoint(name)
+            data = await self._store.catalogue.manifest_bytes(name.run, record)
+            checkpoint = messages.checkpoint_message(name.run, record)
+            response = catalogue_api.ReadManifestResponse(checkpoint=checkpoint)
+            await write(context, response)
+            for at in range(0, len(data), trees.MAX_PART_BYTES):
+                part = data[at : at + trees.MAX_PART_BYTES]
+                await write(context, catalogue_api.ReadManifestResponse(part=part))

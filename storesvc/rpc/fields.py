@@ -1,0 +1,166 @@
+"""Checks of the fields of requests, and page tokens.
+
+Every check of a field is here or beside the call it belongs to, so nothing behind
+the calls needs to distrust one.
+"""
+
+import hashlib
+import uuid
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import Error as Base64Error
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+
+from storesvc.errors import InvalidFieldError, InvalidPageTokenError
+from storesvc.format.names import (
+    InvalidNameError,
+    RunName,
+    check_id,
+    parse_step,
+)
+
+DEFAULT_PAGE: Final = 100
+MAX_PAGE: Final = 1000
+MAX_ENTRIES: Final = 64
+"""Labels, and metrics, of a checkpoint."""
+MAX_TEXT_BYTES: Final = 256
+"""Of a label's key and value, and of a metric's key."""
+
+_TOKEN_CHECK_BYTES: Final = 8
+
+
+def write_id(request_id: str) -> str:
+    """Returns a request id, checked.
+
+    Raises:
+        InvalidFieldError: It is not a UUID in its usual form.
+    """
+    try:
+        parsed = uuid.UUID(request_id)
+    except ValueError:
+        parsed = None
+    if parsed is None or str(parsed) != request_id:
+        raise InvalidFieldError(
+            f"request_id: expected a UUID such as {uuid.UUID(int=0)}, got "
+            f"{request_id!r}"
+        )
+    return request_id
+
+
+def duration(field: str, given: Duration, *, most: timedelta) -> timedelta:
+    """Returns a duration of 0 or more.
+
+    Raises:
+        InvalidFieldError: It is negative, malformed, or more than the most.
+    """
+    if not (0 <= given.seconds <= most.total_seconds() and 0 <= given.nanos < 10**9):
+        raise InvalidFieldError(
+            f"{field}: expected 0 to {most.total_seconds():.0f} s, got "
+            f"{given.seconds} s and {given.nanos} ns"
+        )
+    return given.ToTimedelta()
+
+
+def namespace_of(parent: str) -> str | None:
+    """Returns the namespace of ``namespaces/{namespace}``; None for all.
+
+    Raises:
+        InvalidFieldError: The text is something else.
+    """
+    collection, _, namespace = parent.partition("/")
+    if collection != "namespaces":
+        raise InvalidFieldError(
+            f"parent {parent!r}: expected namespaces/NAMESPACE, or namespaces/-"
+        )
+    if namespace == "-":
+        return None
+    check_id(namespace, "namespace")
+    return namespace
+
+
+def page_size(asked: int) -> int:
+    """Returns how many rows a page holds.
+
+    Raises:
+        InvalidFieldError: It is negative.
+    """
+    if asked < 0:
+        raise InvalidFieldError(f"page_size: expected 0 or more, got {asked}")
+    return min(asked or DEFAULT_PAGE, MAX_PAGE)
+
+
+def page_token(parent: str, last: str) -> str:
+    """Returns the token of the page after the row called ``last``."""
+    return urlsafe_b64encode(_token_check(parent, last) + last.encode()).decode()
+
+
+def last_run(parent: str, token: str) -> RunName | None:
+    """Returns the last run of the page before; None for the first page.
+
+    Raises:
+        InvalidPageTokenError: The token was not made for a list of that parent.
+    """
+    last = last_of_page(parent, token)
+    try:
+        return None if last is None else RunName.parse(last)
+    except InvalidNameError as e:
+        raise _invalid_token(parent) from e
+
+
+def last_step(parent: str, token: str) -> int | None:
+    """Returns the last step of the page before; None for the first page.
+
+    Raises:
+        InvalidPageTokenError: The token was not made for a list of that parent.
+    """
+    last = last_of_page(parent, token)
+    try:
+        return None if last is None else parse_step(last)
+    except InvalidNameError as e:
+        raise _invalid_token(parent) from e
+
+
+def last_of_page(parent: str, token: str) -> str | None:
+    """The last row of the page before; None for the first page.
+
+    Raises:
+        InvalidPageTokenError: The token was not made for a list of that parent.
+    """
+    if not token:
+        return None
+    try:
+        data = urlsafe_b64decode(token)
+        check, last = data[:_TOKEN_CHECK_BYTES], data[_TOKEN_CHECK_BYTES:].decode()
+    except (Base64Error, ValueError):
+        check, last = b"", ""
+    if check != _token_check(parent, last):
+        raise _invalid_token(parent)
+    return last
+
+
+def _invalid_token(parent: str) -> InvalidPageTokenError:
+    return InvalidPageTokenError(
+        f"page_token: not a token of a list of {parent}; begin without one"
+    )
+
+
+def _token_check(parent: str, last: str) -> bytes:
+    # Not a secret: it tells a token of another list, or a cut one, not a forger.
+    made_of = f"{parent}\0{last}".encode()
+    return hashlib.blake2b(made_of, digest_size=_TOKEN_CHECK_BYTES).digest()
+
+
+def check_entries(field: str, entries: Mapping[str, str | float]) -> None:
+    if len(entries) > MAX_ENTRIES:
+        raise InvalidFieldError(
+            f"{field}: expected at most {MAX_ENTRIES} entries, got {len(entries)}"
+        )
+    for key, value in entries.items():
+        texts = [key, value] if isinstance(value, str) else [key]
+        if not key or max(len(text.encode()) for text in texts) > MAX_TEXT_BYTES:
+            raise InvalidFieldError(
+                f"{field}[{key[:40]!r}]: expected texts of 1 to {MAX_TEXT_BYTES} bytes"
+            )

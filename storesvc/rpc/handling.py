@@ -1,0 +1,123 @@
+"""What all calls share: refusals, streams with parts, limits of messages."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from storesvc.errors import (
+    InvalidFieldError,
+    LimitExceededError,
+    StalledError,
+    StoreError,
+)
+from storesvc.format.names import InvalidNameError
+from storesvc.statuses import refuse
+
+MAX_MESSAGE_BYTES: Final = 4 << 20
+"""Bytes of a message, either way: gRPC's default, kept."""
+
+MAX_TREE_BYTES: Final = 256 << 20
+"""Bytes of a leaf table, and of a receipt."""
+
+STALL_SECONDS: Final = 60.0
+"""How long a stream may send nothing."""
+
+TAKE_SECONDS: Final = 15.0
+"""How long a client may take no message."""
+
+CALL_SECONDS: Final = 60.0
+"""How long a call that gathers a table may take."""
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class _Parted(Protocol):
+    """A message of a stream, which holds one of several parts."""
+
+    def WhichOneof(self, group: Literal["part"], /) -> str | None:
+        """Returns which one."""
+
+
+T = TypeVar("T", bound=_Parted)
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def refusals(context: Context) -> AsyncIterator[None]:
+    """Ends the call with the status of any refusal raised inside."""
+    try:
+        yield
+    except InvalidNameError as e:
+        await refuse(context, InvalidFieldError(str(e)))
+    except StoreError as e:
+        await refuse(context, e)
+    except TimeoutError:
+        late = f"the call took longer than {CALL_SECONDS:.0f} s; repeat it"
+        await refuse(context, StalledError(late))
+    except grpc.aio.AbortError:
+        raise
+    except Exception:  # noqa: BLE001 - a boundary: told to the log, not to the client
+        bug = uuid.uuid4().hex[:8]
+        _log.exception("bug %s", bug)
+        await context.abort(
+            grpc.StatusCode.INTERNAL,
+            f"a bug of the server, {bug} in its log; please report it",
+        )
+
+
+async def first(stream: AsyncIterator[T], part: str) -> T:
+    """The first message of a stream, which holds another part than the others."""
+    async for message in following(stream, part):
+        return message
+    raise InvalidFieldError(f"stream: expected a first message with {part}, got none")
+
+
+async def following(stream: AsyncIterator[T], part: str) -> AsyncIterator[T]:
+    """The other messages of a stream; none may be of another part, or be late."""
+    while True:
+        try:
+            message = await asyncio.wait_for(anext(stream), STALL_SECONDS)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as e:
+            raise StalledError(
+                f"the stream sent nothing for {STALL_SECONDS:.0f} s; send what was not "
+                "acknowledged in a new one"
+            ) from e
+        if message.WhichOneof("part") != part:
+            raise InvalidFieldError(
+                f"stream: expected a message with {part}, got "
+                f"{message.WhichOneof('part')}"
+            )
+        yield message
+
+
+async def write(context: Context, message: Message) -> None:
+    """Sends a message; a client that takes none holds memory of the server."""
+    try:
+        await asyncio.wait_for(context.write(message), TAKE_SECONDS)
+    except TimeoutError as e:
+        raise StalledError(
+            f"the client took nothing for {TAKE_SECONDS:.0f} s; ask for what is "
+            "missing in a new call"
+        ) from e
+
+
+def check_size(what: str, size: int) -> None:
+    """Refuses a table that grows past the limit.
+
+    Raises:
+        LimitExceededError: It does.
+    """
+    if size > MAX_TREE_BYTES:
+        raise LimitExceededError(
+            f"{what}: expected at most {MAX_TREE_BYTES} bytes, got more"
+        )

@@ -1,0 +1,32 @@
+"""Calls that tell what the server is."""
+
+import storesvc
+from storesvc import receiving, sending, uploads
+from storesvc.format import trees
+from storesvc.rpc.handling import MAX_MESSAGE_BYTES, MAX_TREE_BYTES, Context
+from storesvc.store import Store
+from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
+
+
+class InfoCalls:
+    """Tells what the server is and allows."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def GetServerInfo(
+        self, request: maintenance_api.GetServerInfoRequest, context: Context
+    ) -> maintenance_api.GetServerInfoResponse:
+        return maintenance_api.GetServerInfoResponse(
+            version=storesvc.__version__,
+            store_uid=self._store.uid,
+            limits=maintenance_api.Limits(
+                max_message_bytes=MAX_MESSAGE_BYTES,
+                max_frame_bytes=receiving.FRAME_BYTES,
+                max_chunk_bytes=trees.MAX_CHUNK_BYTES,
+                max_leaf_count=uploads.MAX_LEAVES,
+                max_chunk_count=uploads.MAX_CHUNKS,
+                max_tree_bytes=MAX_TREE_BYTES,
+                max_read_chunk_count=sending.MAX_CHUNKS,
+            ),
+        )

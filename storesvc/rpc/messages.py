@@ -1,0 +1,173 @@
+"""Messages of the contract, made of what the service knows."""
+
+from collections.abc import Iterable
+from typing import Final
+
+from storesvc import slots
+from storesvc.catalogue import RunSummary
+from storesvc.format.names import (
+    CheckpointName,
+    HoldName,
+    RunName,
+    TagName,
+    UploadName,
+)
+from storesvc.holds import expire_time
+from storesvc.records import etag_of, timestamp
+from storesvc.retaining import Verdict
+from storesvc.runs import run_etag
+from storesvc.uploads import Fate
+from storesvc.watching import Told
+from storesvc_proto.v1 import bucket_pb2 as pb
+from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
+
+_EVENT_KINDS: Final = {
+    pb.Announcement.KIND_COMMIT: catalogue_api.CheckpointEvent.KIND_COMMITTED,
+    pb.Announcement.KIND_DELETE: catalogue_api.CheckpointEvent.KIND_DELETED,
+    pb.Announcement.KIND_UNDELETE: catalogue_api.CheckpointEvent.KIND_UNDELETED,
+    pb.Announcement.KIND_TAG: catalogue_api.CheckpointEvent.KIND_TAGGED,
+    pb.Announcement.KIND_UNTAG: catalogue_api.CheckpointEvent.KIND_UNTAGGED,
+}
+
+
+def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Upload:
+    """Returns an upload as the contract shows it."""
+    base = CheckpointName(name.run, record.base_step).resource if record.base else ""
+    return upload_api.Upload(
+        name=name.resource,
+        step=record.step,
+        writer_count=record.writer_count,
+        labels=record.labels,
+        metrics=record.metrics,
+        lease_duration=record.lease_duration,
+        epoch=record.epoch,
+        create_time=record.create_time,
+        base=base,
+        resumes=bool(record.predecessor),
+        state=upload_api.Upload.STATE_LIVE,
+    )
+
+
+def fate_message(fate: Fate) -> upload_api.Upload:
+    """Returns an upload with what became of it."""
+    message = upload_message(fate.name, fate.record)
+    if fate.slot is None or fate.slot.state == slots.FREE:
+        message.state = upload_api.Upload.STATE_ENDED
+    elif fate.slot.state != slots.UPLOADING:
+        message.state = upload_api.Upload.STATE_COMMITTED
+    message.renew_time.CopyFrom(fate.renew_time)
+    message.finished_writer_count = fate.finished_writers
+    return message
+
+
+def checkpoint_message(
+    run: RunName, record: pb.CheckpointRecord
+) -> catalogue_api.Checkpoint:
+    """Returns a checkpoint as the contract shows it."""
+    message = catalogue_api.Checkpoint(
+        name=CheckpointName(run, record.step).resource,
+        uid=record.upload,
+        step=record.step,
+        create_time=record.create_time,
+        commit_time=record.commit_time,
+        labels=record.labels,
+        metrics=record.metrics,
+        size_bytes=record.size_bytes,
+        stored_bytes=record.stored_bytes,
+        leaf_count=record.leaf_count,
+        chunk_count=record.chunk_count,
+        manifest_bytes=record.manifest_bytes,
+        manifest_digest=record.manifest_digest,
+        own_bytes=record.own_bytes,
+        pinned=record.pinned,
+        etag=etag_of(record),
+        key_space="-".join(filter(None, (record.upload, record.attempt))),
+    )
+    if record.HasField("purge_time"):
+        message.delete_time.CopyFrom(record.delete_time)
+        message.purge_time.CopyFrom(record.purge_time)
+    return message
+
+
+def told_message(told: Told) -> catalogue_api.WatchCheckpointsResponse:
+    """Returns what a watch tells as the contract shows it."""
+    message = catalogue_api.WatchCheckpointsResponse(resume_token=told.token)
+    change = told.change
+    if change is None:
+        return message
+    message.event.kind = _EVENT_KINDS[change.announcement.kind]
+    message.event.tag = change.announcement.tag
+    if change.checkpoint is not None:
+        message.event.checkpoint.CopyFrom(
+            checkpoint_message(change.run, change.checkpoint)
+        )
+    else:
+        step = change.announcement.step
+        message.event.checkpoint.name = CheckpointName(change.run, step).resource
+        message.event.checkpoint.uid = change.announcement.upload
+        message.event.checkpoint.step = step
+    return message
+
+
+def run_message(summary: RunSummary) -> catalogue_api.Run:
+    """Returns a run as the contract shows it."""
+    record = summary.record
+    message = catalogue_api.Run(
+        name=summary.name.resource,
+        uid=record.uid,
+        create_time=record.create_time,
+        labels=record.labels,
+        etag=run_etag(record),
+    )
+    if summary.latest is not None:
+        message.latest_step = summary.latest.step
+    if record.HasField("retention"):
+        message.retention.CopyFrom(record.retention)
+    if record.HasField("purge_delay"):
+        message.purge_delay.CopyFrom(record.purge_delay)
+    return message
+
+
+def retention_response(
+    verdicts: Iterable[Verdict],
+) -> catalogue_api.ApplyRetentionResponse:
+    """Returns what becomes of checkpoints as the contract shows it."""
+    return catalogue_api.ApplyRetentionResponse(
+        decisions=(
+            catalogue_api.RetentionDecision(
+                step=verdict.step,
+                uid=verdict.uid,
+                kept=verdict.kept,
+                reasons=verdict.reasons,
+                own_bytes=verdict.own_bytes,
+            )
+            for verdict in verdicts
+        )
+    )
+
+
+def tag_message(name: TagName, record: pb.TagRecord) -> catalogue_api.Tag:
+    """Returns a tag as the contract shows it."""
+    return catalogue_api.Tag(
+        name=name.resource,
+        checkpoint=CheckpointName(name.run, record.step).resource,
+        uid=record.upload,
+        protected=record.protected,
+        create_time=record.create_time,
+        update_time=record.update_time,
+        etag=etag_of(record),
+    )
+
+
+def hold_message(name: HoldName, record: pb.HoldRecord) -> catalogue_api.Hold:
+    """Returns a hold as the contract shows it."""
+    return catalogue_api.Hold(
+        name=name.resource,
+        checkpoint=CheckpointName(name.run, record.step).resource,
+        uid=record.upload,
+        owner=record.owner,
+        ttl=record.ttl,
+        create_time=record.create_time,
+        expire_time=timestamp(expire_time(record)),
+    )

@@ -1,0 +1,124 @@
+"""A store, opened: what its services share in one process."""
+
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+from storesvc.bucket import IF_ABSENT, PreconditionError
+from storesvc.catalogue import Catalogue
+from storesvc.clocks import Clock, SystemClock
+from storesvc.collection import Collector
+from storesvc.commits import Commits
+from storesvc.comparisons import Comparisons
+from storesvc.errors import StorageUnavailableError
+from storesvc.format import layout
+from storesvc.holds import Holds
+from storesvc.journal import Journal
+from storesvc.kvbucket import KvBucket
+from storesvc.lives import Lives
+from storesvc.receiving import Receiver
+from storesvc.recent import Recent
+from storesvc.records import read_record, timestamp, write_record
+from storesvc.reserve import Reserve
+from storesvc.retaining import Retaining
+from storesvc.reuse import Reuse
+from storesvc.runs import Runs
+from storesvc.sending import Sender
+from storesvc.snapshots import Snapshots
+from storesvc.tags import Tags
+from storesvc.uploads import Uploads
+from storesvc.usage import Usages
+from storesvc.uses import Uses
+from storesvc.verification import Verifier
+from storesvc.watching import Watcher
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """One store, in one process."""
+
+    uid: str
+    bucket: KvBucket
+    clock: Clock
+    catalogue: Catalogue
+    journal: Journal
+    runs: Runs
+    uploads: Uploads
+    receiver: Receiver
+    commits: Commits
+    sender: Sender
+    uses: Uses
+    lives: Lives
+    retaining: Retaining
+    reserve: Reserve
+    collector: Collector
+    recent: Recent
+    usages: Usages
+    tags: Tags
+    holds: Holds
+    verifier: Verifier
+    comparisons: Comparisons
+    watcher: Watcher
+
+    @classmethod
+    async def open(cls, bucket: KvBucket, *, clock: Clock | None = None) -> Self:
+        """Returns the store of a bucket; makes one where there is none.
+
+        Raises:
+            FormatUnsupportedError: It is in a format that this code does not know.
+            StorageUnavailableError: The storage does not answer.
+        """
+        clock = clock or SystemClock()
+        created = pb.StoreRecord(
+            uid=str(uuid.uuid4()), create_time=timestamp(clock.now())
+        )
+        with suppress(PreconditionError):  # it exists
+            await write_record(bucket, layout.STORE, created, condition=IF_ABSENT)
+        found = await read_record(bucket, layout.STORE, pb.StoreRecord)
+        if found is None:
+            raise StorageUnavailableError(f"{layout.STORE} vanished; retry")
+        catalogue = Catalogue(bucket)
+        journal = Journal(bucket, clock=clock)
+        uses = Uses(bucket, catalogue, clock=clock)
+        runs = Runs(bucket, catalogue, clock=clock)
+        uploads = Uploads(bucket, catalogue, runs, clock=clock)
+        reuse = Reuse(bucket, uploads)
+        lives = Lives(bucket, catalogue, journal, uses, clock=clock)
+        retaining = Retaining(catalogue, lives, uses, clock=clock)
+        reserve = Reserve(bucket)
+        return cls(
+            uid=found[0].uid,
+            bucket=bucket,
+            clock=clock,
+            catalogue=catalogue,
+            journal=journal,
+            runs=runs,
+            uploads=uploads,
+            receiver=Receiver(bucket, uploads, reuse),
+            commits=Commits(bucket, catalogue, uploads, reuse, journal, clock=clock),
+            sender=Sender(bucket),
+            uses=uses,
+            lives=lives,
+            retaining=retaining,
+            reserve=reserve,
+            collector=Collector(
+                bucket,
+                catalogue,
+                runs,
+                retaining,
+                lives,
+                uses,
+                journal,
+                reserve,
+                clock=clock,
+            ),
+            recent=Recent(),
+            usages=Usages(catalogue, Snapshots(bucket, catalogue)),
+            tags=Tags(bucket, catalogue, journal, clock=clock),
+            holds=Holds(bucket, catalogue, clock=clock),
+            verifier=Verifier(bucket, catalogue, clock=clock),
+            comparisons=Comparisons(catalogue),
+            watcher=Watcher(catalogue, journal, store_uid=found[0].uid, clock=clock),
+        )

@@ -68,6 +68,13 @@ class Bucket(Protocol):
             PreconditionError: The condition did not hold; nothing was written.
         """
 
+    async def settle(self, place: str) -> None:
+        """Makes durable what a place was just seen to hold.
+
+        A write that was cut off, or whose sync failed, can be seen before it is
+        durable: who answers for what another call wrote MUST settle it first.
+        """
+
     async def delete(self, place: str, *, generation: Generation | None = None) -> None:
         """Empties a place, if it still holds that write. Empty already: no error.
 

@@ -193,6 +193,9 @@ class Collector:
                 await each(self._delete_place, part)
                 count += len(part)
                 yield count
+        # What no list shows, as files that a killed write left, and directories.
+        prefixes = [p for gone in marks.gone for p in snapshot.places.all_of(gone)]
+        await each(self._delete_below, prefixes)
         count += await self._empty(snapshot, marks.free_steps)
         count += await self._delete_unchanged({**garbage.holds, **garbage.tags})
         yield count
@@ -200,6 +203,9 @@ class Collector:
     async def _delete_place(self, place: str) -> None:
         await reach(Failpoint.COLLECT_BEFORE_DELETE)
         await self._reserve.spent_on(self._bucket.delete, place)
+
+    async def _delete_below(self, prefix: str) -> None:
+        await self._reserve.spent_on(self._bucket.delete_below, prefix)
 
     async def _empty(self, snapshot: Snapshot, steps: Iterable[int]) -> int:
         """Empties FREE slots, and returns how many."""

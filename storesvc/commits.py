@@ -110,7 +110,7 @@ class Commits:
         found = await self._catalogue.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
         if found is None or slot.state != slots.UPLOADING:  # after a lost reply
-            return slot
+            return await self._settled(name, slot)
         try:
             made = await self._prepare(name, record)
         except StoreError as e:
@@ -293,13 +293,20 @@ class Commits:
         found = await self._catalogue.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
         if slot.state != slots.UPLOADING:
-            return slot
+            return await self._settled(name, slot)
         if isinstance(error, StoreError):
             raise error
         raise ConflictError(
             f"{name}: its slot changed while it was committed; commit it again",
             upload=name.upload,
         ) from error
+
+    async def _settled(
+        self, name: UploadName, slot: pb.CheckpointRecord
+    ) -> pb.CheckpointRecord:
+        """A record that another call wrote, once it will survive a power cut."""
+        await self._bucket.settle(RunPlaces(name.run).checkpoint(slot.step))
+        return slot
 
     async def _discard(self, name: UploadName) -> None:
         places = RunPlaces(name.run)

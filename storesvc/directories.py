@@ -8,6 +8,7 @@ here, and its entry synced, before anything is put into it.
 
 import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,6 +43,26 @@ class Directories:
         if self._root is not None:
             leftovers.clear(self._root / place)
 
+    async def sync(self, place: str) -> None:
+        """Makes durable that a place is there, or is not."""
+        if self._root is not None:
+            await asyncio.to_thread(_sync, (self._root / place).parent)
+
+    async def remove_empty(self, prefix: str) -> None:
+        """Removes the directories below a prefix that hold nothing."""
+        if self._root is not None:
+            await asyncio.to_thread(self._remove_empty, prefix)
+
+    def _remove_empty(self, prefix: str) -> None:
+        assert self._root is not None
+        above, _, name = prefix.rpartition("/")
+        tops = (self._root / above).glob(f"{name}*/") if name else [self._root / above]
+        for top in tops:
+            for path, _, _ in os.walk(top, topdown=False):
+                with suppress(OSError):  # it holds something, or another was faster
+                    Path(path).rmdir()
+                    self._synced.discard(Path(path))
+
     def _make_all(self, wanted: set[Path]) -> None:
         for path in wanted:
             self._make(path)
@@ -53,9 +74,13 @@ class Directories:
             self._make(path.parent)
         path.mkdir(parents=True, exist_ok=True)
         # also where it was there: who made it may have died before this
-        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path.parent)
         self._synced.add(path)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

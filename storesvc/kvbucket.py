@@ -7,7 +7,7 @@ the very same driver object.
 
 import asyncio
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -36,6 +36,8 @@ DATA_FILE_BYTES: Final = 64 << 20
 
 NODE_CACHE_BYTES: Final = 64 << 20
 """Nodes of a key space that are kept in memory while it is read or written."""
+
+_DELETE_TRIES: Final = 3
 
 _FAILED: Final = b""  # the generation that a write with a failed condition returns
 _ABSENT: Final = b"\x02"  # TensorStore's StorageGeneration::NoValue()
@@ -134,15 +136,28 @@ class KvBucket:
             raise PreconditionError(place)
         return Generation(stamp.generation)
 
+    async def settle(self, place: str) -> None:
+        with _translated(place):
+            await self._directories.sync(place)
+
     async def delete(self, place: str, *, generation: Generation | None = None) -> None:
         with _translated(place):
-            stamp = await self._root.write(place, None, if_equal=generation)
+            stamp = await self._deleted(place, generation)
         if stamp.generation == _FAILED:
             raise PreconditionError(place)
+
+    async def _deleted(self, place: str, generation: Generation | None) -> Any:
+        """The stamp of a deletion, tried again where it ran into another: the file
+        driver fails where two take the lock of one place away."""
+        for _ in range(_DELETE_TRIES):
+            with suppress(OSError, ValueError):
+                return await self._root.write(place, None, if_equal=generation)
+        return await self._root.write(place, None, if_equal=generation)
 
     async def delete_below(self, prefix: str) -> None:
         with _translated(prefix):
             await self._root.delete_range(_below(prefix))
+            await self._directories.remove_empty(prefix)
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
         with _translated(prefix):

@@ -98,6 +98,8 @@ class Marks:
     """What points to data files before data files."""
     records: Sequence[str]
     """Records of uploads of which nothing else is left."""
+    gone: Sequence[str]
+    """Uploads of which nothing at all is left with that."""
     free_steps: Sequence[int]
     """FREE slots of uploads of which nothing else is left: to be emptied only after the
     run's ``epoch_floor`` was raised to their epochs."""
@@ -186,6 +188,7 @@ def mark(
     """
     garbage: list[str] = []
     records: list[str] = []
+    gone: list[str] = []
     free_steps: list[int] = []
     claimed = _predecessors(snapshot, known)
     recorded = _recorded(snapshot)
@@ -209,12 +212,15 @@ def mark(
         is_gone = has_ended and len(unused) == len(written)
         if upload in answered and (is_gone or fate.state is State.KEPT):
             records.append(record)
+            if is_gone:
+                gone.append(upload)
         if is_gone and fate.slot and fate.slot.step not in recorded:
             free_steps.append(fate.slot.step)
     listed = set(snapshot.listed)
     return Marks(
         garbage=sorted(garbage, key=lambda p: p.startswith(snapshot.places.pool)),
         records=[place for place in records if place in listed],
+        gone=[u for u in gone if snapshot.places.upload(u) in listed],
         free_steps=sorted(free_steps),
         waiting=waiting,
     )

@@ -52,6 +52,7 @@ async def write_record(
         stored = await bucket.read(place)
         if stored is None or stored.data != data:
             raise
+        await bucket.settle(place)
         return stored.generation
 
 

@@ -190,6 +190,9 @@ class FaultyBucket(KvBucket):
             "write", place, write, changes=True, conditional=condition is not ALWAYS
         )
 
+    async def settle(self, place: str) -> None:
+        await self.calls.make("settle", place, super().settle(place))
+
     async def delete(self, place: str, *, generation: Generation | None = None) -> None:
         delete = super().delete(place, generation=generation)
         await self.calls.make(

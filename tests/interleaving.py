@@ -116,6 +116,9 @@ class ShuffledBucket(Bucket):
         self._maybe_lose(place, condition)
         return generation
 
+    async def settle(self, place: str) -> None:
+        await self._others()
+
     async def delete(self, place: str, *, generation: Generation | None = None) -> None:
         await self._others()
         found = self._world.stored.get(place)

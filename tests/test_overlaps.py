@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from storesvc import receiving, slots
+from storesvc.bucket import ALWAYS, Generation, WriteCondition
 from storesvc.errors import (
     RunNotFoundError,
     StalledError,
+    StorageUnavailableError,
     UploadNotFoundError,
     UploadSupersededError,
     WriterUnfinishedError,
@@ -26,6 +28,7 @@ from storesvc.store import Store
 from storesvc.uploads import NewUpload, OpenUpload
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.contract import frame, sums, tree_of
+from tests.faulty_bucket import Call, Fault, FaultyBucket
 
 RUN = RunName("tests", "overlap")
 IDS = ["a" * 32, "b" * 32]
@@ -283,3 +286,61 @@ def test_a_chunk_sent_twice_counts_twice(within: Callable[[Test], None]) -> None
         )
 
     within(test)
+
+
+@pytest.mark.parametrize("fault", [Fault.LOST, Fault.RETRIED])
+def test_a_commit_that_answers_for_another_write_makes_it_durable_first(
+    tmp_path: Path, fault: Fault
+) -> None:
+    """The record may be seen before it would survive a power cut."""
+    settled: list[str] = []
+
+    def plan(call: Call) -> Fault:
+        if call.operation == "settle":
+            settled.append(call.place)
+        is_record = call.operation == "write" and "/checkpoints/" in call.place
+        return fault if is_record and not settled else Fault.NONE
+
+    async def main() -> None:
+        bucket = await FaultyBucket.faulty(tmp_path.as_uri())
+        caller = Caller(await Store.open(bucket), UploadName(RUN, IDS[0]))
+        await caller.ready()
+        bucket.calls.follow(plan)
+        with contextlib.suppress(StorageUnavailableError):
+            await caller.commit()
+        await caller.commit()
+
+    asyncio.run(main())
+    assert {RunPlaces(RUN).checkpoint(1)} == set(settled)
+
+
+class EmptyingBucket(KvBucket):
+    """A bucket whose slot the collector empties right before it is written."""
+
+    store: Store | None = None
+
+    async def write(
+        self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
+    ) -> Generation:
+        slot = RunPlaces(RUN).checkpoint(1)
+        if place == slot and self.store is not None:
+            store, self.store = self.store, None
+            await store.runs.raise_epoch_floor(RUN, 1)
+            await self.delete(slot)
+        return await super().write(place, data, condition=condition)
+
+
+def test_a_begin_goes_on_where_the_collector_emptied_the_slot(tmp_path: Path) -> None:
+    async def main() -> None:
+        bucket = await EmptyingBucket.open(tmp_path.as_uri())
+        assert isinstance(bucket, EmptyingBucket)
+        store = await Store.open(bucket)
+        first, second = (Caller(store, UploadName(RUN, i)) for i in IDS)
+        await first.begin()
+        await store.uploads.abort(first.name)
+        bucket.store = store
+
+        await second.begin()
+        assert 2 == second.epoch
+
+    asyncio.run(main())

@@ -163,6 +163,17 @@ class RunPlaces:
         """Returns what the leaf table and the receipts of an upload lie below."""
         return f"{self.root}uploads/{upload}/"
 
+    def all_of(self, upload: str) -> list[str]:
+        """Returns what all objects of an upload begin with, but for its record."""
+        return [
+            f"{self.root}manifests/{upload}-",
+            f"{self.root}files/{upload}-",
+            f"{self.root}trees/{upload}",
+            self.staging_of(upload),
+            self.upload_parts(upload),
+            f"{self.pool}{self.data_prefix(upload)}",
+        ]
+
     def data_prefix(self, upload: str) -> str:
         """Returns what an upload's data files begin with, relative to the pool."""
         return f"{upload}/"

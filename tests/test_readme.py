@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 README = Path(__file__).parents[1] / "README.md"
 ROOT = "file:///tmp/ckpts"
@@ -23,35 +24,46 @@ def steady(text: str) -> str:
     return re.sub(MOMENT, "MOMENT", text)
 
 
-def test_the_example_and_the_command_line_print_what_the_readme_shows(
-    tmp_path: Path,
-) -> None:
-    root = tmp_path.as_uri()
-    example = blocks("python")[0]
-    assert ROOT in example
+def executed(example: str, names: dict[str, Any]) -> str:
+    """What an example prints; it finds and leaves names."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(example.replace(ROOT, root), "README.md", "exec"), {})
-    assert printed.getvalue().startswith("100 ")
-    with contextlib.redirect_stdout(printed):
-        models = "import storesvc_client as store\n" + blocks("python")[1]
-        exec(compile(models.replace(ROOT, root), "README.md", "exec"), {})
-    assert printed.getvalue().endswith("\n7 bfloat16\n")
+        exec(compile(example, "README.md", "exec"), names)
+    return printed.getvalue()
 
-    (session,) = [b for b in blocks("console") if "STORECTL_STORE" in b]
-    first, *commands = re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", session, re.MULTILINE)
-    assert f"export STORECTL_STORE={ROOT}" == first[0]
-    assert 4 == len(commands)
+
+def run_session(session: str, root: str) -> int:
+    """Runs a session of the command line, and returns how many commands it has."""
+    commands = re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", session, re.MULTILINE)
     for command, output in commands:
         ran = subprocess.run(
             command.replace("storectl", f"{sys.executable} -m storesvc_client.cli", 1),
             shell=True,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            check=True,
+            check=False,
             env=os.environ | {"STORECTL_STORE": root},
         )
-        assert steady(output) == steady(ran.stdout)
+        assert (0, steady(output)) == (ran.returncode, steady(ran.stdout))
+    return len(commands)
+
+
+def test_the_examples_and_the_command_line_print_what_the_readme_shows(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path.as_uri()
+    first, life, models = (text.replace(ROOT, root) for text in blocks("python"))
+    looking, changing = (b for b in blocks("console") if "STEP" in b)
+    export, _, looking = looking.partition("\n")
+    names: dict[str, Any] = {}
+
+    assert executed(first, names).startswith("100 ")
+    assert f"$ export STORECTL_STORE={ROOT}" == export
+    assert 4 == run_session(looking, root)
+    assert executed(life, names).splitlines() == ["12 1048580"] * 2
+    assert 10 == run_session(changing, root)
+    assert executed(models, names).endswith("7 bfloat16\n")
 
 
 def test_every_command_that_shows_a_promise_exists() -> None:

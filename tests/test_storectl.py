@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 import storesvc_client as store
 from storesvc_client.cli import main
+from tests.command_line import document, printed, refusal, storectl, table
 
 COMMAND = [sys.executable, "-m", "storesvc_client.cli"]
 
@@ -62,36 +63,6 @@ def address(server_address: str) -> str:
         client.run("edge/one-leaf").save(1, FLOATS)
         client.run("edge/sharded").save(1, {"rows": rows})
     return server_address
-
-
-def storectl(address: str, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["--store", address, *arguments])
-
-
-def printed(address: str, *arguments: str) -> str:
-    result = storectl(address, *arguments)
-
-    assert 0 == result.exit_code, result.output
-    return result.stdout
-
-
-def document(address: str, *arguments: str) -> Any:
-    return json.loads(printed(address, *arguments, "--json"))
-
-
-def refusal(address: str, *arguments: str) -> str:
-    """The sentence with which a command ends."""
-    result = storectl(address, *arguments)
-
-    assert (1, "") == (result.exit_code, result.stdout)
-    assert result.stderr.startswith("storectl: ")
-    assert 1 == result.stderr.count("\n")
-    return result.stderr.removeprefix("storectl: ").rstrip()
-
-
-def table(text: str) -> list[list[str]]:
-    """The cells of a plain table: two spaces or more lie between columns."""
-    return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
 
 
 # --- ls ---------------------------------------------------------------------------

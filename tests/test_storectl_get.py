@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
-from click.testing import CliRunner, Result
 
 import storesvc_client as store
-from storesvc_client.cli import main
+from tests.command_line import document, printed, refusal, storectl, table
 
 FLOATS = np.array([[1.5, np.nan], [-2.5, 4.0]], np.float32)
 
@@ -43,36 +41,6 @@ def address(server_address: str) -> str:
     with store.connect(server_address) as client:
         client.run("prod/tiny").save(20, state)
     return server_address
-
-
-def storectl(address: str, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["--store", address, *arguments])
-
-
-def printed(address: str, *arguments: str) -> str:
-    result = storectl(address, *arguments)
-
-    assert 0 == result.exit_code, result.output
-    return result.stdout
-
-
-def document(address: str, *arguments: str) -> Any:
-    return json.loads(printed(address, *arguments, "--json"))
-
-
-def refusal(address: str, *arguments: str) -> str:
-    """The sentence with which a command ends."""
-    result = storectl(address, *arguments)
-
-    assert (1, "") == (result.exit_code, result.stdout)
-    assert result.stderr.startswith("storectl: ")
-    assert 1 == result.stderr.count("\n")
-    return result.stderr.removeprefix("storectl: ").rstrip()
-
-
-def table(text: str) -> list[list[str]]:
-    """The cells of a plain table: two spaces or more lie between columns."""
-    return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
 
 
 def test_get_sums_up_the_values_that_are_numbers(address: str) -> None:

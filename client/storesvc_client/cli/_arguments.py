@@ -1,10 +1,11 @@
-"""What commands take: paths into a store, stores, ``--json``.
+"""What commands take: paths into a store, stores, lengths of time, ``--json``.
 
 The functions are types of click parameters: from the text that was typed they
 make what it means, or say which rule it breaks.
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import click
@@ -13,6 +14,8 @@ from storesvc.format.names import InvalidNameError
 from storesvc_client.cli._paths import (
     CheckpointPath,
     LeafPath,
+    NamespacePath,
+    RunPath,
     StorePath,
     check_target,
     parse_path,
@@ -29,6 +32,35 @@ def any_path(text: str) -> StorePath:
         raise click.BadParameter(str(e)) from e
 
 
+def parent_path(text: str) -> NamespacePath | RunPath:
+    """Returns the path of a namespace or a run."""
+    match any_path(text):
+        case NamespacePath() | RunPath() as path:
+            return path
+    raise click.BadParameter(
+        f"{text!r}: expected a namespace or a run, such as prod or prod/llama-8b"
+    )
+
+
+def run_path(text: str) -> RunPath:
+    """Returns the path of a run."""
+    match any_path(text):
+        case RunPath() as path:
+            return path
+    raise click.BadParameter(f"{text!r}: expected a run, such as prod/llama-8b")
+
+
+def run_or_checkpoint(text: str) -> RunPath | CheckpointPath:
+    """Returns the path of a run, or of a checkpoint as a whole."""
+    match any_path(text):
+        case RunPath() | CheckpointPath() as path:
+            return path
+    raise click.BadParameter(
+        f"{text!r}: expected a run or a checkpoint, such as prod/llama-8b or "
+        "prod/llama-8b@latest"
+    )
+
+
 def checkpoint_path(text: str) -> CheckpointPath | LeafPath:
     """Returns the path of a checkpoint, or of leaves of one."""
     match any_path(text):
@@ -37,6 +69,28 @@ def checkpoint_path(text: str) -> CheckpointPath | LeafPath:
     raise click.BadParameter(
         f"{text!r}: expected a checkpoint, such as prod/llama-8b@latest"
     )
+
+
+def whole_checkpoint(text: str) -> CheckpointPath:
+    """Returns the path of a checkpoint as a whole."""
+    match checkpoint_path(text):
+        case CheckpointPath() as path:
+            return path
+        case LeafPath(checkpoint):
+            raise click.BadParameter(
+                f"{text!r}: expected a checkpoint as a whole, such as {checkpoint}"
+            )
+
+
+def step_path(text: str) -> CheckpointPath:
+    """Returns the path of a checkpoint by its step: other names may move."""
+    path = whole_checkpoint(text)
+    if isinstance(path.which, str):
+        raise click.BadParameter(
+            f"{text!r}: expected the step of a checkpoint, such as {path.run}@500; "
+            f"{path.which!r} may name another one by now"
+        )
+    return path
 
 
 def leaf_path(text: str) -> LeafPath:
@@ -56,6 +110,22 @@ def store_target(text: str) -> str:
         return check_target(text)
     except InvalidNameError as e:
         raise click.BadParameter(str(e)) from e
+
+
+def duration(text: str) -> timedelta:
+    """Returns the length of time."""
+    from storesvc_client import InvalidRequestError
+    from storesvc_client._durations import parse_duration
+
+    try:
+        return parse_duration(text)
+    except InvalidRequestError as e:
+        raise click.BadParameter(str(e)) from e
+
+
+def etag(text: str) -> str:
+    """Returns the etag in its quotes, which a shell may have taken off."""
+    return text if text.startswith('"') else f'"{text}"'
 
 
 def json_option(command: _Command) -> _Command:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -80,6 +81,21 @@ def _checkpoint_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
     )
 
 
+def _deleted_row(checkpoint: "Checkpoint") -> tuple[str, ...]:
+    return (
+        str(checkpoint.step),
+        _moment_text(checkpoint.delete_time),
+        _moment_text(checkpoint.purge_time),
+        size_text(checkpoint.size_bytes),
+        pairs_text(checkpoint.metrics),
+        pairs_text(checkpoint.labels),
+    )
+
+
+def _moment_text(time: datetime | None) -> str:
+    return ABSENT if time is None else time_text(time)
+
+
 def _leaf_row(leaf: "LeafInfo") -> tuple[str, ...]:
     return (
         key_text(leaf),
@@ -111,6 +127,18 @@ _CHECKPOINTS: Final = _Listing(
         Column("LABELS", folds=True),
     ),
 )
+_DELETED: Final = _Listing(
+    noun="deleted checkpoint",
+    row=_deleted_row,
+    columns=(
+        Column("STEP", right=True),
+        Column("DELETED"),
+        Column("PURGE"),
+        Column("SIZE", right=True),
+        Column("METRICS", folds=True),
+        Column("LABELS", folds=True),
+    ),
+)
 _LEAVES: Final = _Listing(
     noun="leaf",
     row=_leaf_row,
@@ -132,6 +160,11 @@ _LEAVES: Final = _Listing(
     metavar="N",
     help="Print the first N only, and say on stderr that there are more.",
 )
+@click.option(
+    "--deleted",
+    is_flag=True,
+    help="List the deleted checkpoints of a run, and when they are purged.",
+)
 @json_option
 @pass_connection
 def ls(
@@ -139,6 +172,7 @@ def ls(
     *,
     path: StorePath | None,
     limit: int | None,
+    deleted: bool,
     as_json: bool,
 ) -> None:
     """List runs, checkpoints or leaves.
@@ -151,15 +185,21 @@ def ls(
       storectl ls prod                             the runs of a namespace
       storectl ls prod/llama-8b                    the checkpoints of a run
       storectl ls prod/llama-8b --limit 1 --json   its newest one, for a program
+      storectl ls prod/llama-8b --deleted          those that can be undeleted
       storectl ls prod/llama-8b@latest             the leaves of a checkpoint
       storectl ls 'prod/llama-8b@500:**/kernel'    those whose key matches
     """
+    if deleted and not isinstance(path, RunPath):
+        raise click.UsageError("--deleted goes with a run, such as prod/llama-8b")
     with connection.open() as client:
         match path:
             case None:
                 _RUNS.show(client.runs(), limit=limit, as_json=as_json)
             case NamespacePath(namespace):
                 _RUNS.show(client.runs(namespace), limit=limit, as_json=as_json)
+            case RunPath(run) if deleted:
+                gone = client.run(run).deleted()
+                _DELETED.show(gone, limit=limit, as_json=as_json)
             case RunPath(run):
                 checkpoints = client.run(run).checkpoints()
                 _CHECKPOINTS.show(checkpoints, limit=limit, as_json=as_json)

@@ -8,12 +8,24 @@ import click
 from storesvc_client.cli._arguments import store_target
 from storesvc_client.cli._connection import DEFAULT_TARGET, Connection
 from storesvc_client.cli._demo import demo
+from storesvc_client.cli._diff import diff
+from storesvc_client.cli._du import du
+from storesvc_client.cli._gc import gc
 from storesvc_client.cli._get import get
+from storesvc_client.cli._hold import hold
 from storesvc_client.cli._ls import ls
 from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli._retain import retain
+from storesvc_client.cli._rm import rm
 from storesvc_client.cli._serve import serve
 from storesvc_client.cli._stat import stat
+from storesvc_client.cli._tag import tag
 from storesvc_client.cli._tree import tree
+from storesvc_client.cli._undelete import undelete
+from storesvc_client.cli._update import update
+from storesvc_client.cli._uploads import uploads
+from storesvc_client.cli._verify import verify
+from storesvc_client.cli._watch import watch
 
 
 class _Group(click.Group):
@@ -88,13 +100,13 @@ def main(
     timeout: float,
     verbose: bool,  # noqa: ARG001 - _Group.invoke asks for it
 ) -> None:
-    """Look into a checkpoint store, take arrays out of it, or serve one.
+    """Look into a checkpoint store, look after it, or serve one.
 
     \b
     Paths narrow from left to right:
       prod                              a namespace
       prod/llama-8b                     a run
-      prod/llama-8b@latest              a checkpoint, by step or "latest"
+      prod/llama-8b@latest              a checkpoint, by step, tag or "latest"
       prod/llama-8b@500:params/**       leaves of it, by key or glob
 
     \b
@@ -103,6 +115,7 @@ def main(
       storectl ls
       storectl tree prod/llama-8b@latest
       storectl get 'prod/llama-8b@latest:params/**/kernel' -o kernels.npz
+      storectl tag prod/llama-8b@500 best
 
     Exit code 0: done; 1: refused, for the reason on stderr; 2: wrong usage.
     Completion in bash: eval "$(_STORECTL_COMPLETE=bash_source storectl)"; zsh and
@@ -111,5 +124,9 @@ def main(
     context.obj = Connection(target=store, ca=ca, insecure=insecure, timeout=timeout)
 
 
-for _command in (ls, tree, stat, get, serve, demo):
+for _command in (
+    *(ls, tree, stat, get, diff, verify, watch),
+    *(tag, update, hold, rm, undelete, retain),
+    *(uploads, du, gc, serve, demo),
+):
     main.add_command(_command)

@@ -6,8 +6,9 @@ from a store is shown with what cannot be printed escaped, so no label can steer
 terminal.
 
 JSON follows protobuf's mapping where JSON has no word of its own: times are
-RFC 3339 in UTC, NaN and the infinities are the strings "NaN", "Infinity" and
-"-Infinity", complex numbers are [real, imaginary]. Sizes are in bytes.
+RFC 3339 in UTC, lengths of time are seconds such as "90s", NaN and the infinities are
+the strings "NaN", "Infinity" and "-Infinity", complex numbers are [real, imaginary].
+Sizes are in bytes.
 """
 
 import json
@@ -16,7 +17,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from shlex import quote
 from typing import Any, Final
 
@@ -88,6 +89,8 @@ def json_value(value: Any) -> Any:
             return [json_value(item) for item in value]
         case datetime():
             return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+        case timedelta():
+            return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
         case complex():
             return [json_value(value.real), json_value(value.imag)]
         case float() if not math.isfinite(value):

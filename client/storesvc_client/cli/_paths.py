@@ -4,10 +4,10 @@ A path grows to the right, and each part narrows it:
 
     prod                                 a namespace
     prod/llama-8b                        a run
-    prod/llama-8b@latest                 a checkpoint, by step or ``latest``
+    prod/llama-8b@latest                 a checkpoint, by step, tag or ``latest``
     prod/llama-8b@500:params/**/kernel   leaves of it, by key or glob
 
-Neither runs nor steps hold "@" or ":", so a key may hold both. The key of a
+No run, step or tag holds "@" or ":", so a key may hold both. The key of a
 tree that is a single leaf is empty: ``prod/rng@latest:`` names that leaf, where
 ``prod/rng@latest`` names the checkpoint.
 
@@ -23,7 +23,7 @@ from storesvc.format.names import (
     RunName,
     Which,
     check_id,
-    parse_step,
+    parse_which,
 )
 
 
@@ -82,9 +82,7 @@ def parse_path(text: str) -> StorePath:
     if not at:
         return _parse_run(text)
     which, colon, glob = rest.partition(":")
-    checkpoint = CheckpointPath(
-        str(RunName.parse(run)), "latest" if which == "latest" else parse_step(which)
-    )
+    checkpoint = CheckpointPath(str(RunName.parse(run)), parse_which(which))
     return LeafPath(checkpoint, glob) if colon else checkpoint
 
 

@@ -18,7 +18,7 @@ class Selection:
     """Leaves of one checkpoint."""
 
     checkpoint: CheckpointPath
-    """By its step: "latest" may be another one by the next call."""
+    """By its step: a tag, or "latest", may name another one by the next call."""
     leaves: "tuple[LeafInfo, ...]"
     """In the order of their keys."""
 
@@ -84,9 +84,9 @@ def sizes_text(sizes: Iterable[int]) -> str:
 
 
 def _pin(client: "Client", path: CheckpointPath) -> CheckpointPath:
-    if path.which != "latest":
+    if isinstance(path.which, int):
         return path
-    return CheckpointPath(path.run, client.run(path.run).latest().step)
+    return CheckpointPath(path.run, client.run(path.run).checkpoint(path.which).step)
 
 
 def _absence(

@@ -29,8 +29,9 @@ from storesvc_client.cli._selection import (
 )
 
 if TYPE_CHECKING:
+    from storesvc.format.names import Which
     from storesvc.format.trees import SavedSharding
-    from storesvc_client import LeafInfo, OpenCheckpoint
+    from storesvc_client import Checkpoint, LeafInfo, OpenCheckpoint, Run
 
 
 @click.command()
@@ -50,37 +51,94 @@ def stat(
     with connection.open() as client:
         match path:
             case CheckpointPath(run, which):
-                _print_checkpoint(client.run(run).open(which), as_json=as_json)
+                _print_checkpoint(client.run(run), which, as_json=as_json)
             case LeafPath():
                 _print_leaf(select_leaf(client, path), as_json=as_json)
 
 
-def _print_checkpoint(opened: "OpenCheckpoint", *, as_json: bool) -> None:
-    checkpoint, leaves = opened.info, opened.leaves
-    model = _model(opened.structure)
-    kinds = Counter(leaf.kind for leaf in leaves.values())
-    dtypes = Counter(dtype_text(leaf) for leaf in leaves.values())
-    meshes = sorted({_mesh_text(leaf.sharding) for leaf in leaves.values()} - {ABSENT})
+def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
+    checkpoint, opened = _found(run, which)
+    contents = {} if opened is None else _contents(opened)
+    tags = [tag.name for tag in run.tags() if tag.uid == checkpoint.uid]
+    base_step = _base_step(run, checkpoint)
+    shared_bytes = checkpoint.stored_bytes - checkpoint.own_bytes
     if as_json:
-        counts = {"kinds": kinds, "dtypes": dtypes, "meshes": meshes}
-        print_json(json_value(checkpoint) | counts | {"model": model})
+        uses = {"tags": tags, "base_step": base_step, "shared_bytes": shared_bytes}
+        print_json(json_value(checkpoint) | uses | contents)
         return
     fields = {
         "uid": checkpoint.uid,
         "begun": time_text(checkpoint.create_time),
         "committed": time_text(checkpoint.commit_time),
+        **_deletion_fields(checkpoint),
         "size": _exact_size(checkpoint.size_bytes),
         "stored": _exact_size(checkpoint.stored_bytes),
+        "own": _exact_size(checkpoint.own_bytes),
+        "shared": _exact_size(shared_bytes),
+        "base": ABSENT if base_step is None else f"{run.name}@{base_step}",
         "leaves": f"{checkpoint.leaf_count:,}",
         "chunks": f"{checkpoint.chunk_count:,}",
-        "kinds": _counts_text(kinds),
-        "dtypes": _counts_text(dtypes),
-        "saved on": "; ".join(meshes) or ABSENT,
-        "model": _model_text(model),
+        **_contents_fields(contents),
+        "tags": ", ".join(tags) or ABSENT,
+        "pinned": "yes" if checkpoint.pinned else "no",
         "metrics": pairs_text(checkpoint.metrics),
         "labels": pairs_text(checkpoint.labels),
     }
     print_fields(f"{checkpoint.run}@{checkpoint.step}", fields.items())
+
+
+def _found(
+    run: "Run", which: "Which"
+) -> "tuple[Checkpoint, OpenCheckpoint] | tuple[Checkpoint, None]":
+    """Returns a checkpoint, opened unless it was deleted."""
+    from storesvc_client import NotFoundError
+
+    try:
+        opened = run.open(which)
+    except NotFoundError as e:
+        if e.reason != "CHECKPOINT_DELETED":
+            raise
+        for checkpoint in run.deleted():
+            if checkpoint.uid == e.metadata["uid"]:
+                return checkpoint, None
+        raise  # it was purged just now
+    return opened.info, opened
+
+
+def _base_step(run: "Run", checkpoint: "Checkpoint") -> int | None:
+    """Returns whose chunks it could share; None: nobody's, or not known any more."""
+    from storesvc_client import ConflictError
+
+    try:
+        return run.upload(checkpoint.uid).base_step
+    except ConflictError:  # its upload is forgotten
+        return None
+
+
+def _deletion_fields(checkpoint: "Checkpoint") -> dict[str, str]:
+    times = {"deleted": checkpoint.delete_time, "purge": checkpoint.purge_time}
+    return {name: time_text(time) for name, time in times.items() if time}
+
+
+def _contents(opened: "OpenCheckpoint") -> dict[str, Any]:
+    leaves = opened.leaves.values()
+    return {
+        "kinds": Counter(leaf.kind for leaf in leaves),
+        "dtypes": Counter(map(dtype_text, leaves)),
+        "meshes": sorted({_mesh_text(leaf.sharding) for leaf in leaves} - {ABSENT}),
+        "model": _model(opened.structure),
+    }
+
+
+def _contents_fields(contents: Mapping[str, Any]) -> dict[str, str]:
+    if not contents:
+        return {}
+    return {
+        "kinds": _counts_text(contents["kinds"]),
+        "dtypes": _counts_text(contents["dtypes"]),
+        "saved on": "; ".join(contents["meshes"]) or ABSENT,
+        "model": _model_text(contents["model"]),
+    }
 
 
 def _model(structure: bytes) -> dict[str, Any] | None:

@@ -1,0 +1,61 @@
+"""The uploads of a run: checkpoints that are being written."""
+
+from collections.abc import Iterator
+
+from storesvc.format.names import InvalidNameError, UploadName
+from storesvc_client._channel import Connection
+from storesvc_client._run_base import RunBase
+from storesvc_client._values import UploadInfo
+from storesvc_client.errors import InvalidRequestError
+from storesvc_proto.v1 import upload_service_pb2 as api
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+
+
+class RunUploads(RunBase):
+    """Tells of the uploads of a run, and ends them."""
+
+    def uploads(self) -> Iterator[UploadInfo]:
+        """Yields the live uploads, by id; of a run that does not exist, none."""
+        request = api.ListUploadsRequest(parent=self._name.resource)
+        for page in self._pages(_stub(self._connection).ListUploads, request):
+            yield from map(UploadInfo.from_message, page.uploads)
+
+    def upload(self, upload: str) -> UploadInfo:
+        """Returns an upload, live or not; for a day at least after it ended.
+
+        Args:
+            upload: ``UploadInfo.id``, or the uid of a checkpoint, which is that of the
+                upload that it was.
+
+        Raises:
+            ConflictError: There is none.
+            InvalidRequestError: It is no id of an upload.
+        """
+        request = api.GetUploadRequest(name=self._upload_name(upload))
+        response = self._ask(_stub(self._connection).GetUpload, request)
+        return UploadInfo.from_message(response.upload)
+
+    def abort(self, upload: str) -> None:
+        """Gives an upload up and frees its step: who writes it can no longer commit.
+        One that is over, or does not exist, is left as it is.
+
+        Args:
+            upload: ``UploadInfo.id``.
+
+        Raises:
+            AlreadyExistsError: It is committed.
+            ConflictError: It changed at the same moment.
+            InvalidRequestError: It is no id of an upload.
+        """
+        request = api.AbortUploadRequest(name=self._upload_name(upload))
+        self._ask(_stub(self._connection).AbortUpload, request)
+
+    def _upload_name(self, upload: str) -> str:
+        try:
+            return UploadName(self._name, upload).resource
+        except (InvalidNameError, TypeError) as e:
+            raise InvalidRequestError(f"{self.name}: {e}") from e
+
+
+def _stub(connection: Connection) -> UploadServiceStub:
+    return UploadServiceStub(connection.channel)

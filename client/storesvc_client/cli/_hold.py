@@ -1,0 +1,145 @@
+"""``storectl hold``: keeps a checkpoint while a command runs."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from storesvc_client.cli._arguments import duration, json_option, run_or_checkpoint
+from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._output import (
+    ABSENT,
+    Column,
+    print_json,
+    print_note,
+    print_table,
+    time_text,
+)
+from storesvc_client.cli._paths import CheckpointPath, RunPath
+from storesvc_client.cli._refusal import Refusal
+
+if TYPE_CHECKING:
+    from storesvc_client import HoldInfo, Run
+
+_DEFAULT_TTL: Final = timedelta(minutes=10)
+_COLUMNS: Final = (
+    Column("HOLD"),
+    Column("STEP", right=True),
+    Column("OWNER", folds=True),
+    Column("EXPIRES"),
+)
+
+
+@click.command()
+@click.argument("path", type=run_or_checkpoint, metavar="PATH")
+@click.argument("command", nargs=-1, metavar="[-- COMMAND...]")
+@click.option("--owner", metavar="NAME", help="Who holds it; without: this machine.")
+@click.option(
+    "--ttl",
+    type=duration,
+    metavar="TIME",
+    help="How long the hold outlives storectl, if that is killed; 10m without.",
+)
+@click.option("--delete", metavar="HOLD", help="End a hold of a run, whoever has it.")
+@json_option
+@pass_connection
+def hold(
+    connection: Connection,
+    *,
+    path: RunPath | CheckpointPath,
+    command: Sequence[str],
+    owner: str | None,
+    ttl: timedelta | None,
+    delete: str | None,
+    as_json: bool,
+) -> None:
+    """Hold a checkpoint while a command runs, or list holds.
+
+    What is held is not purged: even if it is deleted meanwhile, it can be undeleted.
+    COMMAND finds its name, by step, in $STORECTL_HELD, and gets the signals that
+    storectl gets.
+
+    \b
+    Examples:
+      storectl hold prod/llama-8b@best -- python evaluate.py
+      storectl hold prod/llama-8b            the holds, those of restores among them
+      storectl hold prod/llama-8b --delete 0d2f6c1e9a5b4c3d8e7f60718293a4b5
+
+    Exit code: that of COMMAND, as shells count it; 1 if all went well with it, and
+    the hold did not last.
+    """
+    match path:
+        case CheckpointPath() if command and delete is None and not as_json:
+            lasting = _DEFAULT_TTL if ttl is None else ttl
+            code = _run_held(connection, path, command, owner=owner, ttl=lasting)
+            raise click.exceptions.Exit(code)
+        case RunPath(name) if not command and owner is None and ttl is None:
+            with connection.open() as client:
+                if delete is None:
+                    _print_holds(client.run(name), as_json=as_json)
+                else:
+                    _delete(client.run(name), delete, as_json=as_json)
+        case _:
+            raise click.UsageError(
+                "expected CHECKPOINT -- COMMAND, RUN, or RUN --delete HOLD"
+            )
+
+
+def _run_held(
+    connection: Connection,
+    path: CheckpointPath,
+    command: Sequence[str],
+    *,
+    owner: str | None,
+    ttl: timedelta,
+) -> int:
+    """Returns the exit code of the command, run while the checkpoint is held."""
+    from storesvc_client import StoreError
+    from storesvc_client.cli._running import run_command
+
+    code = None
+    with connection.open() as client:
+        try:
+            with client.run(path.run).hold(path.which, owner=owner, ttl=ttl) as held:
+                name = f"{path.run}@{held.checkpoint.step}"
+                code = run_command(command, os.environ | {"STORECTL_HELD": name})
+        except StoreError as e:
+            if code is None:
+                raise
+            print_note(f"the hold on {name} did not last: {e}")
+            return code or 1
+    return code
+
+
+def _print_holds(run: "Run", *, as_json: bool) -> None:
+    holds = list(run.holds())
+    if as_json:
+        print_json(holds)
+    elif holds:
+        print_table(_COLUMNS, map(_row, holds))
+    else:
+        print_note("no holds")
+
+
+def _delete(run: "Run", wanted: str, *, as_json: bool) -> None:
+    found = next((hold for hold in run.holds() if hold.id == wanted), None)
+    if found is None:
+        raise Refusal(
+            f"{run.name} has no hold {wanted!r}; 'storectl hold {run.name}' lists them"
+        )
+    run.end_hold(found.id)
+    if as_json:
+        print_json({"run": run.name, "hold": found.id, "deleted": True})
+    else:
+        click.echo(f"hold {found.id} on {run.name}@{found.step} deleted")
+
+
+def _row(hold: "HoldInfo") -> tuple[str, ...]:
+    return (
+        hold.id,
+        str(hold.step),
+        hold.owner or ABSENT,
+        time_text(hold.expire_time),
+    )

@@ -1,0 +1,60 @@
+"""Changes of several checkpoints by one command."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
+
+import click
+
+from storesvc_client.cli._connection import Connection
+from storesvc_client.cli._output import print_json, print_note
+from storesvc_client.cli._paths import CheckpointPath
+from storesvc_client.cli._refusal import Refusal
+
+if TYPE_CHECKING:
+    from storesvc_client import Run
+
+Change: TypeAlias = "Callable[[Run, int], tuple[str, object]]"
+"""Changes a checkpoint; returns what to print, as a line and as JSON."""
+
+
+def change_each(
+    connection: Connection,
+    paths: Iterable[CheckpointPath],
+    change: Change,
+    *,
+    as_json: bool,
+) -> None:
+    """Changes checkpoints, one after another, and prints what became of each.
+
+    Args:
+        connection: To the store.
+        paths: Of the checkpoints, by step.
+        change: What to do with each.
+        as_json: Whether to print one JSON document, at the end.
+
+    Raises:
+        StoreError: One was refused; the others are changed.
+    """
+    from storesvc_client import StoreError, UnavailableError
+
+    documents: list[object] = []
+    refused: list[StoreError | Refusal] = []
+    with connection.open() as client:
+        for path in dict.fromkeys(paths):
+            assert isinstance(path.which, int)  # click saw to it
+            try:
+                line, document = change(client.run(path.run), path.which)
+            except (StoreError, Refusal) as e:
+                refused.append(e)
+                if isinstance(e, UnavailableError):  # the others would wait in vain
+                    break
+                continue
+            documents.append(document)
+            if not as_json:
+                click.echo(line)
+    if as_json and documents:
+        print_json(documents)
+    for refusal in refused[:-1]:
+        print_note(str(refusal))
+    if refused:
+        raise refused[-1]

@@ -1,0 +1,171 @@
+"""``storectl tag``: movable names for checkpoints."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from storesvc.format.names import InvalidNameError, check_tag
+from storesvc_client.cli._arguments import etag, json_option, run_or_checkpoint
+from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._output import (
+    Column,
+    print_json,
+    print_note,
+    print_table,
+    time_text,
+)
+from storesvc_client.cli._paths import CheckpointPath, RunPath
+from storesvc_client.cli._refusal import Refusal
+
+if TYPE_CHECKING:
+    from storesvc_client import Run, Tag
+
+_COLUMNS: Final = (
+    Column("TAG"),
+    Column("STEP", right=True),
+    Column("SET"),
+    Column("PROTECTED"),
+)
+
+
+def tag_name(text: str) -> str:
+    """Returns the name of a tag."""
+    try:
+        check_tag(text)
+    except InvalidNameError as e:
+        raise click.BadParameter(str(e)) from e
+    return text
+
+
+@click.command()
+@click.argument("path", type=run_or_checkpoint, metavar="PATH")
+@click.argument("name", type=tag_name, metavar="[NAME]", required=False)
+@click.option(
+    "--protected/--unprotected",
+    default=None,
+    help="Whether later changes need the tag's etag. Without, that stays as it is.",
+)
+@click.option("--delete", is_flag=True, help="Delete the tag NAME of a run.")
+@click.option(
+    "--etag",
+    "expected",
+    type=etag,
+    metavar="ETAG",
+    help="Refuse the change if the tag is no more what --json showed.",
+)
+@json_option
+@pass_connection
+def tag(
+    connection: Connection,
+    *,
+    path: RunPath | CheckpointPath,
+    name: str | None,
+    protected: bool | None,
+    delete: bool,
+    expected: str | None,
+    as_json: bool,
+) -> None:
+    """List tags, set one, or delete one.
+
+    A tag stands in paths where a step does: prod/llama-8b@best. A checkpoint that has
+    a tag is neither deleted nor purged.
+
+    \b
+    Examples:
+      storectl tag prod/llama-8b                     the tags of a run
+      storectl tag prod/llama-8b@500 best            from now on, best is step 500
+      storectl tag prod/llama-8b@latest prod --protected
+      storectl tag prod/llama-8b@600 prod --etag 5c0d..
+      storectl tag prod/llama-8b best --delete
+    """
+    match path, name:
+        case RunPath(run), None if not delete and protected is None and not expected:
+            _print_tags(connection, run, as_json=as_json)
+        case RunPath(run), str() if delete and protected is None:
+            _delete(connection, run, name, expected=expected, as_json=as_json)
+        case CheckpointPath(), str() if not delete:
+            _set(
+                connection,
+                path,
+                name,
+                protected=protected,
+                expected=expected,
+                as_json=as_json,
+            )
+        case _:
+            raise click.UsageError("expected RUN, CHECKPOINT NAME or RUN NAME --delete")
+
+
+def _print_tags(connection: Connection, run: str, *, as_json: bool) -> None:
+    with connection.open() as client:
+        tags = list(client.run(run).tags())
+    if as_json:
+        print_json(tags)
+    elif tags:
+        print_table(_COLUMNS, map(_row, tags))
+    else:
+        print_note("no tags")
+
+
+def _delete(
+    connection: Connection, run: str, name: str, *, expected: str | None, as_json: bool
+) -> None:
+    with connection.open() as client, _etag_hint(run):
+        client.run(run).untag(name, etag=expected)
+    if as_json:
+        print_json({"run": run, "tag": name, "deleted": True})
+    else:
+        click.echo(f"tag {name} of {run} deleted")
+
+
+def _set(
+    connection: Connection,
+    path: CheckpointPath,
+    name: str,
+    *,
+    protected: bool | None,
+    expected: str | None,
+    as_json: bool,
+) -> None:
+    with connection.open() as client, _etag_hint(path.run):
+        run = client.run(path.run)
+        if protected is None:
+            protected = _is_protected(run, name, expected)
+        found = run.tag(name, path.which, protected=protected, etag=expected)
+    if as_json:
+        print_json(found)
+    else:
+        suffix = ", protected" if found.protected else ""
+        click.echo(f"{path.run}@{found.name} is step {found.step}{suffix}")
+
+
+def _is_protected(run: "Run", name: str, expected: str | None) -> bool:
+    """Returns whether a tag is protected, where a change of it may come through."""
+    if expected is None:
+        return False
+    # The etag, which the store compares, tells that this is what will be changed.
+    return any(tag.protected for tag in run.tags() if tag.name == name)
+
+
+@contextmanager
+def _etag_hint(run: str) -> Iterator[None]:
+    """Tells where the etag is that a protected tag asks for."""
+    from storesvc_client import PreconditionError
+
+    try:
+        yield
+    except PreconditionError as e:
+        if e.reason != "TAG_PROTECTED":
+            raise
+        raise Refusal(f"{e}: --etag, which 'storectl tag {run} --json' shows") from e
+
+
+def _row(tag: "Tag") -> tuple[str, ...]:
+    return (
+        tag.name,
+        str(tag.step),
+        time_text(tag.update_time),
+        "yes" if tag.protected else "no",
+    )

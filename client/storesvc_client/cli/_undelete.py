@@ -1,0 +1,40 @@
+"""``storectl undelete``: takes deletions back."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from storesvc_client.cli._arguments import json_option, step_path
+from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._paths import CheckpointPath
+from storesvc_client.cli._several import change_each
+
+if TYPE_CHECKING:
+    from storesvc_client import Run
+
+
+@click.command()
+@click.argument("paths", type=step_path, metavar="PATH...", nargs=-1, required=True)
+@json_option
+@pass_connection
+def undelete(
+    connection: Connection, *, paths: Sequence[CheckpointPath], as_json: bool
+) -> None:
+    """Take the deletion of checkpoints back.
+
+    That can be done as long as they are not purged.
+
+    \b
+    Examples:
+      storectl undelete prod/llama-8b@500
+      storectl ls prod/llama-8b --deleted   what can be undeleted
+
+    Exit code 1: one of them could not be undeleted; the others are.
+    """
+
+    def take_back(run: "Run", step: int) -> tuple[str, object]:
+        checkpoint = run.undelete(step)
+        return f"{checkpoint.run}@{checkpoint.step} undeleted", checkpoint
+
+    change_each(connection, paths, take_back, as_json=as_json)

@@ -1,22 +1,28 @@
 """Planning and rebuilding trees of many leaves, beside jax's own flattening.
 
-    python -m tests.bench.trees [--leaves 100000]
+    python -m tests.bench.trees [--leaves 100000] [--server]
 
 What a save does before its first byte, and a restore before and after its last one,
 for a module of many small parameters. The floor is ``tree_flatten_with_path`` of the
-same state. Nothing is sent.
+same state. Nothing is sent. With --server: whole saves and restores of such a tree of
+host arrays, and the processor time and the memory of the server.
 """
 
 import argparse
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+import storesvc_client as store
 from storesvc.format.trees import pack_leaves, unpack_leaves
 from storesvc_client.trees.blueprints import draw_blueprint
 from storesvc_client.trees.easydel import EasyDeLState
@@ -27,6 +33,8 @@ from storesvc_client.trees.restoring import Target
 from storesvc_client.trees.snapshot import take_snapshot
 from storesvc_client.trees.sourcing import Sources
 from storesvc_proto.v1 import tree_pb2
+from tests.bench.memory import resident
+from tests.server_process import ServerProcess
 
 RULES = [("kernel", PartitionSpec()), ("", PartitionSpec())]
 
@@ -108,11 +116,67 @@ def timed(task: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def measure_server(leaves: int) -> None:
+    """Prints the seconds of each whole save and restore."""
+    layers = [layer(number) for number in range(leaves // 2)]
+    with tempfile.TemporaryDirectory(prefix="storesvc-bench-") as directory:
+        server = ServerProcess(Path(directory) / "store", Path(directory))
+        server.start()
+        print(f"{'':34}{'seconds':>8}{'client':>8}{'server':>8}{'peak MiB':>9}")
+        try:
+            with store.connect(server.address) as client:
+                for name, task in tasks_of(client.run("bench/trees"), layers):
+                    print(f"{name:34}{costs(server.pid, task)}", flush=True)
+        finally:
+            server.stop()
+
+
+def layer(number: int) -> dict[str, Any]:
+    """Returns two small leaves."""
+    kernel = np.full((2, 2), number, np.float32)
+    return {"kernel": kernel, "bias": kernel[0].copy()}
+
+
+def tasks_of(
+    run: store.Run, layers: list[dict[str, Any]]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields what is measured, by name; changes the layers between saves."""
+    yield "save", lambda: run.save(0, layers).result()
+    yield "list leaves", lambda: run.leaves(0)
+    yield "restore like", lambda: run.restore(0, like=layers)
+    layers[7]["bias"] = layers[7]["bias"] + 1
+    yield "save, one leaf changed", lambda: run.save(1, layers).result()
+    for changed in layers:
+        changed["kernel"] = changed["kernel"] + 1
+    yield "save, every other leaf changed", lambda: run.save(2, layers).result()
+    yield "restore", lambda: run.restore(2)
+
+
+def costs(pid: int, task: Callable[[], Any]) -> str:
+    """Returns seconds of the clock, of both processors, and the server's memory."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
+    own, others = time.process_time(), processor_seconds(pid)
+    seconds = timed(task)
+    own, others = time.process_time() - own, processor_seconds(pid) - others
+    return f"{seconds:8.2f}{own:8.2f}{others:8.2f}{resident(pid, 'VmHWM'):9}"
+
+
+def processor_seconds(pid: int) -> float:
+    """Returns the processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--leaves", type=int, default=100_000)
-    seconds = measure(parser.parse_args().leaves)
+    parser.add_argument("--server", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.server:
+        measure_server(arguments.leaves)
+        return
+    seconds = measure(arguments.leaves)
     floor = next(iter(seconds.values()))
     print(f"{'':34}{'seconds':>8}{'floors':>8}")
     for name, value in seconds.items():

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 from flax import nnx
 
+from storesvc_client._pausing import collector_paused
 from storesvc_client.trees.dicts import (
     GraphPath,
     add_leaves,
@@ -64,6 +65,7 @@ def graph_leaves(graph: Mapping[Any, Any]) -> dict[GraphPath, Any]:
     return leaves
 
 
+@collector_paused()
 def refine_graphs(*graphs: Mapping[Any, Any]) -> GraphState:
     """Returns one State that holds the leaves of all graphs.
 
@@ -81,6 +83,7 @@ def refine_graphs(*graphs: Mapping[Any, Any]) -> GraphState:
     return nnx.State(nest_leaves({p: fresh_leaf(leaf) for p, leaf in leaves.items()}))
 
 
+@collector_paused()
 def merge_by_path(graphdef: "nnx.GraphDef[M]", *graphs: Mapping[Any, Any]) -> M:
     """Returns the module of a structure, with Variables of its own.
 
@@ -104,6 +107,7 @@ def merge_by_path(graphdef: "nnx.GraphDef[M]", *graphs: Mapping[Any, Any]) -> M:
     return merged
 
 
+@collector_paused()
 def fill_graph(graphdef: "nnx.GraphDef[M]", values: Mapping[GraphPath, Any]) -> M:
     """Returns the module of a structure, each Variable as the structure says it is.
 

@@ -32,6 +32,7 @@ from flax import nnx
 
 from storesvc.format.keys import join_key
 from storesvc_client._documents import pack_document, unpack_document
+from storesvc_client._pausing import collector_paused
 from storesvc_client.errors import StoreError, StructureError
 from storesvc_client.trees.config_differences import config_differences
 from storesvc_client.trees.containers import containers
@@ -95,6 +96,7 @@ class Recipe:
     """See ``containers``; None where there was no optimizer."""
 
     @classmethod
+    @collector_paused()
     def of(
         cls,
         graphdef: "nnx.GraphDef[Any]",
@@ -133,6 +135,7 @@ class Recipe:
             return pack_document(found | {"graphdef": None})
 
     @classmethod
+    @collector_paused()
     def unpack(cls, document: bytes) -> "Recipe":
         """Returns the recipe that a document holds.
 

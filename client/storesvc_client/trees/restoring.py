@@ -16,6 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, whole
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._pausing import collector_paused
 from storesvc_client._receiving import Buffer
 from storesvc_client.errors import MismatchError
 from storesvc_client.trees.flattening import list_problems
@@ -55,6 +56,7 @@ class Target:
         self._wide = allows_wide()
 
     @classmethod
+    @collector_paused()
     def choose(
         cls,
         tree: Tree,
@@ -138,6 +140,7 @@ class Target:
         with self._lock:
             item.arrays.update(zip(devices, arrays, strict=True))
 
+    @collector_paused()
     def result(self) -> Any:
         """Returns the tree; everything wanted must have arrived."""
         return self._build({row: _value(x) for row, x in self._arriving.items()})

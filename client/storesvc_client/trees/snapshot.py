@@ -15,6 +15,7 @@ from storesvc.format.checksums import Buffer
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, choose_chunk_shape, part, whole
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._pausing import collector_paused
 from storesvc_client.trees.flattening import (
     NamedLeaf,
     Signature,
@@ -57,6 +58,7 @@ class TreeSnapshot:
         return _bytes(chunk)
 
 
+@collector_paused()
 def take_snapshot(tree: Any, structure: bytes = b"") -> TreeSnapshot:
     """Returns a snapshot of a pytree, and of the document about it.
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import join_key
+from storesvc_client._pausing import collector_paused
 from storesvc_client._values import LeafInfo
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.blueprints import PARTS, Blueprint, stand_in
@@ -54,6 +55,7 @@ class Sources:
     """Variables to initialise, abstract."""
 
     @classmethod
+    @collector_paused()
     def find(
         cls, blueprint: Blueprint, keys: Container[str], *, initialising: bool
     ) -> "Sources":

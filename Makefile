@@ -2,7 +2,7 @@
 # with Python 3.11, pip, make and gcc; `make check` and `make test-easydel` are what
 # CI runs.
 
-.PHONY: demo test check lint types contract breaking wheel-test \
+.PHONY: demo test check lint types contract breaking wheel-test soak \
         test-easydel format proto lock clean
 
 VENV := .venv
@@ -97,6 +97,11 @@ wheel-test: $(INSTALLED)
 	  where = storesvc_client.__file__; print("Testing", where); \
 	  sys.exit(not where.startswith(sys.prefix))'
 	cd build/wheel/run && $(WHEEL_VENV)/bin/python -m pytest
+
+# All that a machine can do to a store, at every point of its work: half an hour, as
+# root for the parts that mount a disk. SOAK names parts; none: all.
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.soak $(SOAK)
 
 # Beside the real easydel and the jax and flax that it pins: its states and helpers
 # against ours, then our own tests. Importing easydel changes a process (jax's flags,

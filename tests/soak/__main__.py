@@ -1,0 +1,65 @@
+"""``python -m tests.soak [NAME ...]``: runs kinds of harm, and prints a table."""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Final
+
+from tests.soak.outcomes import CannotRunError, Outcome
+
+NAMES: Final = (
+    "kills",
+    "power_cuts",
+    "truncations",
+    "bit_flips",
+    "swapped_files",
+    "full_disks",
+    "failed_syncs",
+    "rivals",
+    "paused_servers",
+    "lost_writers",
+    "lost_replies",
+    "clock_jumps",
+    "collector_races",
+    "listings",
+)
+"""Modules of this package, each with a function of its name."""
+
+
+def main() -> int:
+    """Returns the exit code: 1 where something was lost."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("name", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    names = parser.parse_args().name or NAMES
+    if unknown := set(names) - set(NAMES):
+        parser.error(f"expected {', '.join(NAMES)}, got {', '.join(unknown)}")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    logging.disable()
+    lost, lines = 0, []
+    for name in names:
+        harm: Callable[[], Outcome] = getattr(import_module(f"tests.soak.{name}"), name)
+        began = time.monotonic()
+        try:
+            outcome = harm()
+        except CannotRunError as e:
+            lines.append(f"{name:16} {'-':>7} {'-':>6} {'-':>7}  not run: {e}")
+            continue
+        finally:
+            print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+        for loss in outcome.losses[:20]:
+            print(f"  LOST {loss}", flush=True)
+        lost += len(outcome.losses)
+        lines.append(
+            f"{name:16} {outcome.points:7} {len(outcome.losses):6} "
+            f"{time.monotonic() - began:6.0f}s  {outcome.note}"
+        )
+    print(f"\n{'':16} {'points':>7} {'lost':>6} {'time':>7}", *lines, sep="\n")
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

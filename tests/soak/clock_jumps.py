@@ -1,0 +1,106 @@
+"""R14: servers whose clocks are a day apart, or jump by a day, in either direction.
+
+Nothing that is promised hangs on a clock: a live upload survives collectors of every
+such time, and saves commit. (Two servers that are more than two days apart may end each
+other's uploads: a save fails then, and nothing else.)
+"""
+
+import asyncio
+import tempfile
+import uuid
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import storesvc_client as store
+from storesvc.clocks import SystemClock
+from storesvc.format.names import RunName, UploadName
+from storesvc.format.trees import pack_leaves
+from storesvc.kvbucket import KvBucket
+from storesvc.store import Store
+from storesvc.uploads import NewUpload
+from storesvc_proto.v1 import upload_service_pb2 as api
+from tests.contract import elements, frame, sums, tree_of
+from tests.soak.outcomes import Outcome
+
+RUN = RunName("soak", "clocks")
+JUMPS = tuple(timedelta(hours=hours) for hours in (-24, -12, -1, 0, 1, 12, 24))
+WHOLE = elements(0) + elements(1) + elements(2)
+
+
+class JumpingClock(SystemClock):
+    """The time of day, and a jump; time still passes as it does."""
+
+    def __init__(self) -> None:
+        self.jump = timedelta()
+
+    def now(self) -> datetime:
+        """Returns the time of day that this machine believes in."""
+        return datetime.now(UTC) + self.jump
+
+
+def clock_jumps() -> Outcome:
+    """Saves at each time of day, beside a collector of each other time."""
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
+        root = (Path(scratch) / "store").as_uri()
+        pairs = [(a, b) for a in JUMPS for b in JUMPS]
+        for step, (ours, theirs) in enumerate(pairs):
+            lost = asyncio.run(_save_beside(root, step, ours, theirs))
+            outcome.add(f"a save at {ours}, a collector at {theirs}", lost)
+        with store.connect(root) as client:
+            run = client.run(str(RUN))
+            found = sorted(checkpoint.step for checkpoint in run.checkpoints())
+            if found != list(range(len(pairs))):
+                outcome.losses.append(f"expected {len(pairs)} steps, got {found}")
+            for _, array in (row for s in found for row in run.read(s, ["x"])):
+                if array.tobytes() != WHOLE:
+                    outcome.losses.append("a step came back with other bytes")
+    return outcome
+
+
+async def _save_beside(
+    root: str, step: int, ours: timedelta, theirs: timedelta
+) -> list[str]:
+    """Saves, while a collector of another time passes between all calls, and our own
+    clock jumps to and fro."""
+    clocks = [JumpingClock(), JumpingClock()]
+    clocks[0].jump, clocks[1].jump = ours, theirs
+    saver, collector = [
+        await Store.open(await KvBucket.open(root), clock=clock) for clock in clocks
+    ]
+    name = UploadName(RUN, uuid.uuid4().hex)
+    new = NewUpload(
+        step=step,
+        writer_count=1,
+        labels={},
+        metrics={},
+        lease=timedelta(minutes=10),
+        base=None,
+        body=str(step).encode(),
+    )
+    try:
+        record = await saver.uploads.begin(name, new, b"".join(pack_leaves(tree_of())))
+        await _collect(collector)
+        clocks[0].jump = theirs
+        opened = await saver.uploads.open(name, record.epoch)
+        async for _ in saver.receiver.write(opened, 0, _frames()):
+            pass
+        await _collect(collector)
+        clocks[0].jump = ours
+        await saver.receiver.finish(opened, 0, sums(0, 1, 2))
+        await _collect(collector)
+        await saver.commits.commit(name, record.epoch)
+        await _collect(collector)
+    except Exception as e:  # noqa: BLE001 - whatever it is, the save was lost
+        return [f"{type(e).__name__}: {e}"]
+    return []
+
+
+async def _frames() -> AsyncIterator[api.ChunkFrame]:
+    yield frame(0, 1, 2)
+
+
+async def _collect(collector: Store) -> None:
+    async for _ in collector.collector.collect(RUN, grace=timedelta(minutes=10)):
+        pass

@@ -1,0 +1,95 @@
+"""R13: the connection is cut after so many bytes of the server's answers."""
+
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import storesvc_client as store
+from tests.server_process import ServerProcess
+from tests.soak import promises
+from tests.soak.outcomes import Outcome
+
+CUTS = 200
+BYTES_APART = 11
+"""Cuts lie so far apart: all of a save's answers together are some 800 bytes."""
+
+
+class CuttingProxy:
+    """Forwards connections to an address; cuts the first after so many bytes."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._target = (host, int(port))
+        self._left: int | None = None
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.has_cut = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut_after(self, count: int) -> None:
+        """Cuts the connection that has brought so many bytes from now on, once."""
+        self.has_cut = False
+        self._left = count
+
+    def close(self) -> None:
+        """Takes no more connections."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                for source, target, is_answer in (
+                    (near, far, False),
+                    (far, near, True),
+                ):
+                    threading.Thread(
+                        target=self._pump, args=(source, target, is_answer), daemon=True
+                    ).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, answer: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if answer and self._left is not None:
+                    if len(data) >= self._left:
+                        target.sendall(data[: self._left])
+                        self._left = None
+                        self.has_cut = True
+                        break
+                    self._left -= len(data)
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def _proxied(address: str) -> Iterator[CuttingProxy]:
+    proxy = CuttingProxy(address)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+def lost_replies() -> Outcome:
+    """Cuts the connection of a save at many points; the save goes on in a new one."""
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
+        server = ServerProcess(Path(scratch) / "store", Path(scratch))
+        server.start()
+        with _proxied(server.address) as proxy, store.connect(server.address) as near:
+            for number in range(CUTS):
+                with store.connect(proxy.address) as client:
+                    proxy.cut_after(1 + number * BYTES_APART)
+                    promises.save(client, number)
+                lost = promises.losses(near, kept=set(range(number + 1)))
+                if not proxy.has_cut:
+                    break
+                outcome.add(f"cut after {1 + number * BYTES_APART} bytes", lost)
+        server.stop()
+    return outcome

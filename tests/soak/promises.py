@@ -1,0 +1,124 @@
+"""What must hold of a store after any harm, looked at through a client."""
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import storesvc_client as store
+
+RUN = "soak/run"
+NEXT = 9_999
+"""A step that only the check saves."""
+
+
+NEWEST = 5
+"""Steps that are restored, beside the oldest."""
+
+
+def tree(step: int) -> dict[str, Any]:
+    """Returns the state of a step: a part that changes, and one that never does."""
+    rng = np.random.default_rng(step)
+    return {
+        "moving": rng.integers(0, 256, 3000).astype(np.uint8),
+        "still": np.arange(2000, dtype=np.uint16),
+        "step": step,
+    }
+
+
+def save(client: store.Client, *steps: int) -> None:
+    """Saves steps, and waits for each."""
+    for step in steps:
+        client.run(RUN).save(step, tree(step)).result()
+
+
+def is_whole(found: Any, step: int) -> bool:
+    """Returns whether a state is that of a step, to the byte."""
+    expected = tree(step)
+    return set(found) == set(expected) and all(
+        np.asarray(found[k]).tobytes() == np.asarray(v).tobytes()
+        for k, v in expected.items()
+    )
+
+
+def losses(
+    client: store.Client, *, kept: Iterable[int], maybe: Iterable[int] = ()
+) -> list[str]:
+    """Returns which promises a store has broken.
+
+    Args:
+        client: Of the store.
+        kept: Steps that were acknowledged, and that nobody deleted.
+        maybe: Steps that may be there, whole, or not.
+    """
+    kept, maybe = set(kept), set(maybe)
+    run = client.run(RUN)
+    try:
+        found = [checkpoint.step for checkpoint in run.checkpoints()]
+    except store.NotFoundError:
+        found = []
+    lost = []
+    if not kept <= set(found) <= kept | maybe:
+        lost.append(f"expected steps {kept}, perhaps {maybe}, got {found}")
+    if found and run.latest().step != max(found):
+        lost.append(f"latest is {run.latest().step}, and not the newest of {found}")
+    # of very many: the newest, and the oldest
+    for step in (*found[:NEWEST], *found[NEWEST:][-1:]):
+        try:
+            if not is_whole(run.restore(step), step):
+                lost.append(f"step {step} came back with other bytes")
+        except store.StoreError as e:
+            lost.append(f"step {step} cannot be restored: {e}")
+    return lost
+
+
+def losses_at(
+    root: Path, *, kept: Iterable[int], maybe: Iterable[int] = ()
+) -> list[str]:
+    """Returns which promises the store in a directory has broken; leaves it as it is.
+
+    A new process must open it, read it, and be able to save what is not there.
+    """
+    kept, maybe = set(kept), set(maybe)
+    with copied(root) as copy:
+        try:
+            with store.connect(copy.as_uri()) as client:
+                lost = losses(client, kept=kept, maybe=maybe)
+                saved = {step for step in (*maybe, NEXT) if _is_saved(client, step)}
+                lost += losses(client, kept=kept | saved, maybe=maybe)
+        except store.StoreError as e:
+            return [f"it cannot be used any more: {type(e).__name__}: {e}"]
+    return lost
+
+
+def _is_saved(client: store.Client, step: int) -> bool:
+    """Saves a step, and returns whether it was free: neither there nor deleted."""
+    try:
+        save(client, step)
+    except store.AlreadyExistsError:
+        return False
+    return True
+
+
+@contextmanager
+def copied(root: Path) -> Iterator[Path]:
+    """Copies a directory for as long as the context lasts."""
+    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
+        copy = Path(scratch) / "store"
+        if root.exists():
+            shutil.copytree(root, copy)
+        yield copy
+
+
+@contextmanager
+def prepared(*steps: int) -> Iterator[Path]:
+    """Makes a store of these steps for as long as the context lasts."""
+    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
+        root = Path(scratch) / "store"
+        with store.connect(root.as_uri()) as client:
+            save(client, *steps)
+        yield root

@@ -1,0 +1,21 @@
+"""R4: each file of a store, cut off at 0, at 1, in the middle, before its last byte."""
+
+import os
+from functools import partial
+
+from tests.soak import promises
+from tests.soak.damages import damaged
+from tests.soak.outcomes import Outcome
+
+
+def truncations() -> Outcome:
+    """Cuts every file off, one after another, and restores."""
+    outcome = Outcome()
+    with promises.prepared(0, 1) as root:
+        for file in sorted(f for f in root.rglob("*") if f.is_file()):
+            size = file.stat().st_size
+            for length in sorted({0, 1, size // 2, size - 1} & set(range(size))):
+                point = f"{file.relative_to(root)} cut from {size} to {length}"
+                cut = partial(os.truncate, length=length)
+                outcome.add(point, damaged(root, file, cut))
+    return outcome

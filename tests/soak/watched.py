@@ -1,0 +1,86 @@
+"""A server whose calls to the file system are counted, logged and broken."""
+
+import errno
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from tests.server_process import ServerProcess
+from tests.soak.outcomes import CannotRunError
+
+WRITES: Final = "create,mkdir,write,truncate"
+"""Kinds of calls that take space."""
+
+_SOURCE: Final = Path(__file__).with_name("syscalls.c")
+
+
+class WatchedServer(ServerProcess):
+    """A server of a root, with ``syscalls.c`` in it."""
+
+    def __init__(self, root: Path, directory: Path) -> None:
+        super().__init__(root, directory, "--log-level", "error")
+        self._control = directory / "control"
+        self._serial = count()
+        self.calls_log = directory / "calls"
+        """A line for each call that changed something."""
+        self.environment = {
+            "LD_PRELOAD": str(_library()),
+            # with the folder that holds it: a new root is a name there
+            "SOAK_ROOT": str(root.parent),
+            "SOAK_CONTROL": str(self._control),
+        }
+
+    def log_calls(self) -> None:
+        """Logs the calls from the next start on."""
+        self.environment["SOAK_LOG"] = str(self.calls_log)
+
+    def kill_at(self, number: int) -> None:
+        """Ends it before a call; the first is 1, counted from now on."""
+        self._break(f"kill {number} once all")
+
+    def fail_at(
+        self, number: int, error: int, *, kinds: str, all_that_follow: bool
+    ) -> None:
+        """Lets a call of some kinds fail, and perhaps all that follow."""
+        assert error in errno.errorcode
+        more = "on" if all_that_follow else "once"
+        self._break(f"{error} {number} {more} {kinds}")
+
+    def mend(self) -> None:
+        """Breaks nothing from now on."""
+        self._break("0 0 once all")
+
+    def _break(self, what: str) -> None:
+        partial = self._control.with_suffix(".partial")
+        partial.write_text(f"{next(self._serial)} {what}\n")
+        partial.rename(self._control)
+
+
+@contextmanager
+def watched(root: Path) -> Iterator[WatchedServer]:
+    """Makes a server of a root, to be started."""
+    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
+        server = WatchedServer(root, Path(scratch))
+        yield server
+        if server.is_running:
+            server.kill()
+
+
+@cache
+def _library() -> Path:
+    """``syscalls.c``, compiled."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise CannotRunError("it takes a C compiler: install gcc")
+    library = Path(tempfile.mkdtemp(prefix="storesvc-soak-")) / "syscalls.so"
+    subprocess.run(
+        [compiler, "-O1", "-shared", "-fPIC", "-o", library, _SOURCE, "-ldl"],
+        check=True,
+    )
+    return library

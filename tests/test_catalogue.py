@@ -14,6 +14,7 @@ from storesvc.format import layout
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.seal import seal
 from storesvc.kvbucket import KvBucket
+from storesvc.rpc import fields
 from storesvc.rpc.fields import page_token
 from storesvc.store import Store
 from storesvc_client.errors import translated
@@ -333,3 +334,19 @@ def test_chunks_of_another_checkpoint_at_the_step_are_refused(address: str) -> N
 
     with pytest.raises(store.NotFoundError, match="replaced"), translated("here"):
         list(stub.ReadChunks(request))
+
+
+def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:
+    rows = [
+        (str(i), api.Run(labels={f"{k}": "x" * 200 for k in range(64)}))
+        for i in range(1001)
+    ]
+    found, left = [], rows
+    while left:
+        page, token = fields.page("runs", left[:1001], size=1000)
+        assert 0 < sum(row.ByteSize() for row in page) <= fields.MAX_PAGE_BYTES
+        last = fields.last_of_page("runs", token)
+        assert last == (left[len(page) - 1][0] if token else None)
+        found += page
+        left = left[len(page) :]
+    assert [row for _, row in rows] == found

@@ -100,7 +100,7 @@ class Run(
         """Returns a checkpoint, resolved, its manifest read; for several reads of it.
 
         Args:
-            which: A step, or "latest".
+            which: A step, "latest", or a tag.
 
         Raises:
             NotFoundError: There is no such run or checkpoint.
@@ -126,7 +126,7 @@ class Run(
         devices; nothing that no local device needs is read.
 
         Args:
-            which: A step, or "latest".
+            which: A step, "latest", or a tag.
             like: A pytree of the structure to return. ``jax.Array`` and
                 ``jax.ShapeDtypeStruct`` become device arrays on their sharding,
                 NumPy arrays host arrays. A ``ShapeDtypeStruct`` without a sharding
@@ -182,7 +182,7 @@ class Run(
         """Returns a checkpoint.
 
         Args:
-            which: A step, or "latest".
+            which: A step, "latest", or a tag.
 
         Raises:
             NotFoundError: There is none; the message names the nearest.
@@ -199,7 +199,7 @@ class Run(
         """Returns the leaves of a checkpoint by key, in the order of keys.
 
         Args:
-            which: A step, or "latest".
+            which: A step, "latest", or a tag.
 
         Raises:
             NotFoundError: There is no such run or checkpoint.
@@ -216,7 +216,7 @@ class Run(
         Holds one leaf at a time in memory, or as many small ones as 64 MiB take.
 
         Args:
-            which: A step, or "latest"; resolved once, for all keys.
+            which: A step, "latest", or a tag; resolved once, for all keys.
             keys: Of the leaves; each is read once.
 
         Raises:

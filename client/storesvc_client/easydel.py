@@ -145,7 +145,7 @@ def restore_state(
 
     Args:
         run: The run of the checkpoint.
-        which: A step, or "latest".
+        which: A step, "latest", or a tag.
         model: The model: a class, a factory (a callable that takes nothing), a
             module, or a state; modules and states may be abstract. Factories run
             under ``nnx.eval_shape``. A class with a ``config_class``, such as those
@@ -218,7 +218,7 @@ def restore_model(
 
     Args:
         run: The run of the checkpoint.
-        which: A step, or "latest".
+        which: A step, "latest", or a tag.
         model: As of ``restore_state``. None builds the module of the structure that
             was saved. Flax's own modules are known; nothing is imported by a name
             that the checkpoint holds.

@@ -31,12 +31,9 @@ class CatalogueCalls:
                 after=fields.last_run(request.parent, request.page_token),
                 limit=size + 1,
             )
-            token = ""
-            if len(found) > size:
-                token = fields.page_token(request.parent, str(found[size - 1].name))
-            return catalogue_api.ListRunsResponse(
-                runs=map(messages.run_message, found[:size]), next_page_token=token
-            )
+            rows = [(str(run.name), messages.run_message(run)) for run in found]
+            runs, token = fields.page(request.parent, rows, size=size)
+            return catalogue_api.ListRunsResponse(runs=runs, next_page_token=token)
         raise AssertionError
 
     async def GetRun(
@@ -54,17 +51,15 @@ class CatalogueCalls:
         async with refusals(context):
             run = RunName.from_resource(request.parent)
             size = fields.page_size(request.page_size)
-            rows = f"{request.parent}{' with deleted' * request.show_deleted}"
-            last = fields.last_step(rows, request.page_token)
+            listed = f"{request.parent}{' with deleted' * request.show_deleted}"
+            last = fields.last_step(listed, request.page_token)
             found = await self._store.catalogue.checkpoints(
                 run, before=last, limit=size + 1, show_deleted=request.show_deleted
             )
-            token = ""
-            if len(found) > size:
-                token = fields.page_token(rows, str(found[size - 1].step))
+            rows = [(str(c.step), messages.checkpoint_message(run, c)) for c in found]
+            checkpoints, token = fields.page(listed, rows, size=size)
             return catalogue_api.ListCheckpointsResponse(
-                checkpoints=[messages.checkpoint_message(run, c) for c in found[:size]],
-                next_page_token=token,
+                checkpoints=checkpoints, next_page_token=token
             )
         raise AssertionError
 

@@ -8,11 +8,12 @@ import hashlib
 import uuid
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from storesvc.errors import InvalidFieldError, InvalidPageTokenError
 from storesvc.format.names import (
@@ -22,8 +23,12 @@ from storesvc.format.names import (
     parse_step,
 )
 
+M = TypeVar("M", bound=Message)
+
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
+MAX_PAGE_BYTES: Final = 3 << 20
+"""Of the rows of a page, unless one alone is larger."""
 MAX_ENTRIES: Final = 64
 """Labels, and metrics, of a checkpoint."""
 MAX_TEXT_BYTES: Final = 256
@@ -90,6 +95,30 @@ def page_size(asked: int) -> int:
     if asked < 0:
         raise InvalidFieldError(f"page_size: expected 0 or more, got {asked}")
     return min(asked or DEFAULT_PAGE, MAX_PAGE)
+
+
+def page(
+    rows: str, found: Sequence[tuple[str, M]], *, size: int
+) -> tuple[list[M], str]:
+    """Returns the rows of a page, and the token of the next one; "" after the last.
+
+    A page is cut short where its rows, labels and all, would not fit a message.
+
+    Args:
+        rows: What is listed; the token is for that alone.
+        found: Names and rows, one more than a page holds where there are more.
+        size: Rows of a page.
+    """
+    taken: list[M] = []
+    held = 0
+    for _, row in found[:size]:
+        held += row.ByteSize()
+        if taken and held > MAX_PAGE_BYTES:
+            break
+        taken.append(row)
+    if len(taken) == len(found):
+        return taken, ""
+    return taken, page_token(rows, found[len(taken) - 1][0])
 
 
 def page_token(parent: str, last: str) -> str:

@@ -52,13 +52,11 @@ class TagCalls:
     ) -> catalogue_api.ListTagsResponse:
         async with refusals(context):
             run = RunName.from_resource(request.parent)
-            size, rows = fields.page_size(request.page_size), f"{request.parent}/tags"
-            after = fields.last_of_page(rows, request.page_token) or ""
+            size, listed = fields.page_size(request.page_size), f"{request.parent}/tags"
+            after = fields.last_of_page(listed, request.page_token) or ""
             found = await self._store.tags.list(run, after=after, limit=size + 1)
-            token = ""
-            if len(found) > size:
-                token = fields.page_token(rows, found[size - 1][0].tag)
-            tags = [messages.tag_message(*row) for row in found[:size]]
+            rows = [(name.tag, messages.tag_message(name, tag)) for name, tag in found]
+            tags, token = fields.page(listed, rows, size=size)
             return catalogue_api.ListTagsResponse(tags=tags, next_page_token=token)
         raise AssertionError
 
@@ -98,13 +96,14 @@ class TagCalls:
     ) -> catalogue_api.ListHoldsResponse:
         async with refusals(context):
             run = RunName.from_resource(request.parent)
-            size, rows = fields.page_size(request.page_size), f"{request.parent}/holds"
-            after = fields.last_of_page(rows, request.page_token) or ""
+            size, listed = (
+                fields.page_size(request.page_size),
+                f"{request.parent}/holds",
+            )
+            after = fields.last_of_page(listed, request.page_token) or ""
             found = await self._store.holds.list(run, after=after, limit=size + 1)
-            token = ""
-            if len(found) > size:
-                token = fields.page_token(rows, found[size - 1][0].hold)
-            holds = [messages.hold_message(*row) for row in found[:size]]
+            rows = [(name.hold, messages.hold_message(name, h)) for name, h in found]
+            holds, token = fields.page(listed, rows, size=size)
             return catalogue_api.ListHoldsResponse(holds=holds, next_page_token=token)
         raise AssertionError
 

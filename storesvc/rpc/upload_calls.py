@@ -77,17 +77,14 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
         async with refusals(context):
             run = RunName.from_resource(request.parent)
             size = fields.page_size(request.page_size)
-            token_of = f"{request.parent}/uploads"
-            last = fields.last_of_page(token_of, request.page_token)
+            listed = f"{request.parent}/uploads"
+            last = fields.last_of_page(listed, request.page_token)
             found = await self._store.uploads.live(
                 run, after=last or "", limit=size + 1
             )
-            token = ""
-            if len(found) > size:
-                token = fields.page_token(token_of, found[size - 1].name.upload)
-            return upload_api.ListUploadsResponse(
-                uploads=map(messages.fate_message, found[:size]), next_page_token=token
-            )
+            rows = [(fate.name.upload, messages.fate_message(fate)) for fate in found]
+            live, token = fields.page(listed, rows, size=size)
+            return upload_api.ListUploadsResponse(uploads=live, next_page_token=token)
         raise AssertionError
 
     async def KeepUploadAlive(

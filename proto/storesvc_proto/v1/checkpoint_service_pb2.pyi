@@ -10,6 +10,9 @@ checkpoint is called by its step in decimal digits, or by a tag that names it;
 called as a run is, begins with a letter, and is not called `latest`. No field of
 this contract is ever a path, a URI or a TensorStore spec.
 
+Lists. A page holds at most `page_size` rows, and fewer where they would not fit a
+message; an empty `next_page_token` alone says that it was the last.
+
 Changes. A request that changes something has a `request_id`, a random UUID:
 repeated with the same one while nobody else has changed the object, it answers as
 the first time. Where it has an `etag` that is not empty, the object MUST still
@@ -1058,7 +1061,9 @@ class LeafDifference(google.protobuf.message.Message):
     kind: Global___LeafDifference.Kind.ValueType
     """What differs."""
     base_dtype: builtins.str
-    """The dtype before; empty where added."""
+    """The dtype before, of PRNG keys with their implementation, as in
+    `key<threefry2x32>`; empty where added.
+    """
     dtype: builtins.str
     """The dtype after; empty where removed."""
     changed_chunk_count: builtins.int
@@ -1067,7 +1072,7 @@ class LeafDifference(google.protobuf.message.Message):
     """Number of chunks after, or, where removed, before."""
     @property
     def base_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The shape before."""
+        """The shape before; of PRNG keys that of the array of keys."""
 
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

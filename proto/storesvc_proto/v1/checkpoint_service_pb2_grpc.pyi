@@ -10,6 +10,9 @@ checkpoint is called by its step in decimal digits, or by a tag that names it;
 called as a run is, begins with a letter, and is not called `latest`. No field of
 this contract is ever a path, a URI or a TensorStore spec.
 
+Lists. A page holds at most `page_size` rows, and fewer where they would not fit a
+message; an empty `next_page_token` alone says that it was the last.
+
 Changes. A request that changes something has a `request_id`, a random UUID:
 repeated with the same one while nobody else has changed the object, it answers as
 the first time. Where it has an `etag` that is not empty, the object MUST still

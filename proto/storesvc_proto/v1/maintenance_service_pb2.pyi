@@ -59,7 +59,9 @@ class VerifyCheckpointResponse(google.protobuf.message.Message):
 
     @property
     def damages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Damage]:
-        """What was found since the last message."""
+        """What was found since the last message: at most 10000 in all, and then one that
+        says how many more there are.
+        """
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class Damage(google.protobuf.message.Message):
     """One sentence for people."""
     @property
     def index(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Its index in the chunk grid of the leaf."""
+        """Its index in the chunk grid of the leaf; empty: the leaf as a whole."""
 
     def __init__(
         self,

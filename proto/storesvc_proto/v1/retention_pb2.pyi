@@ -32,7 +32,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class RetentionPolicy(google.protobuf.message.Message):
-    """Says which checkpoints are kept."""
+    """Says which checkpoints are kept. At most 256 rules and 128 KiB in all."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

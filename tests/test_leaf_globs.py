@@ -133,7 +133,7 @@ def test_a_path_narrows_from_left_to_right(text: str, expected: object) -> None:
         "prod/llama:params",
         "prod@latest",
         "prod/llama@",
-        "prod/llama@newest",
+        "prod/llama@Newest",
         "prod/llama@-1",
         "prod/llama@007",
         "prod/llama@9223372036854775808",

@@ -152,7 +152,8 @@ class Commits:
         tree = await self._uploads.tree(name, record)
         upload = OpenUpload(name, record, tree)
         # 1. Decide, from the receipts alone. Threads, here and below: a ping must
-        #    not wait for a million chunks.
+        #    not wait for a million chunks. The work is a sign of life, too.
+        await self._uploads.renew(upload)
         receipts = await self._receipts(upload)
         stored = await asyncio.to_thread(slots.check_complete, name, tree, receipts)
         sums, places = await asyncio.to_thread(merge, stored)
@@ -163,19 +164,10 @@ class Commits:
         attempt = uuid.uuid4().hex[:8]
         target = await self._merge_key_spaces(upload, attempt, claims)
         contents = await target.contents()
-        manifest = await asyncio.to_thread(
-            _manifest_of, name, Manifest(tree, sums, places), contents
-        )
+        await self._uploads.renew(upload)
         # 4. The manifest and the file table, each under a name of its own content.
-        data = await asyncio.to_thread(lambda: b"".join(pack_manifest(manifest)))
-        table = _file_table(manifest, contents).SerializeToString(deterministic=True)
-        made = _Prepared(
-            tree,
-            attempt=attempt,
-            manifest_bytes=len(data),
-            manifest_digest=digest(data),
-            files_digest=digest(table),
-            own_bytes=_own_bytes(upload, places),
+        made, data, table = await asyncio.to_thread(
+            _packed, upload, Manifest(tree, sums, places), contents, attempt
         )
         run = upload.places
         await reach(Failpoint.COMMIT_BEFORE_MANIFEST)
@@ -199,12 +191,7 @@ class Commits:
         found = await asyncio.to_thread(
             find_claims, upload.tree, sums.take(claimed), sources
         )
-        wanted = list(places.take(claimed).rows())
-        lie = dict.fromkeys(range(len(wanted)), ("", 0, 0))
-        for claims in found:
-            rows = claims.rows.tolist()
-            lie.update(zip(rows, claimed_places(claims).rows(), strict=True))
-        lost = [row for row, place in lie.items() if place != wanted[row]]
+        lost = await asyncio.to_thread(_moved, places.take(claimed), found)
         if lost:
             first = upload.tree.describe_chunk(int(sums.ordinal[claimed[lost[0]]]))
             raise ChunksIncompleteError(
@@ -337,9 +324,36 @@ def _unpack_receipt(place: str, receipt: pb.Receipt) -> tuple[Sums, Places]:
         raise CorruptDataError(f"{place} is damaged: {e}") from e
 
 
-def _manifest_of(name: UploadName, manifest: Manifest, contents: Contents) -> Manifest:
-    """The manifest of what the writers finished, if the merged key space holds
-    that and nothing else: both views of a checkpoint show the same bytes."""
+def _moved(wanted: Places, found: Sequence[Claims]) -> list[int]:
+    """The rows of places where what was claimed does not lie any more."""
+    there: dict[int, tuple[str, int, int]] = {}
+    for claims in found:
+        rows = claims.rows.tolist()
+        there.update(zip(rows, claimed_places(claims).rows(), strict=True))
+    return [row for row, place in enumerate(wanted.rows()) if there.get(row) != place]
+
+
+def _packed(
+    upload: OpenUpload, manifest: Manifest, contents: Contents, attempt: str
+) -> tuple[_Prepared, bytes, bytes]:
+    """What a record will name, the manifest and the file table."""
+    _check_view(upload.name, manifest, contents)
+    data = b"".join(pack_manifest(manifest))
+    table = _file_table(manifest, contents).SerializeToString(deterministic=True)
+    made = _Prepared(
+        manifest.tree,
+        attempt=attempt,
+        manifest_bytes=len(data),
+        manifest_digest=digest(data),
+        files_digest=digest(table),
+        own_bytes=int(manifest.places.length[_is_own(upload, manifest.places)].sum()),
+    )
+    return made, data, table
+
+
+def _check_view(name: UploadName, manifest: Manifest, contents: Contents) -> None:
+    """Refuses what the writers finished, unless the merged key space holds that and
+    nothing else: both views of a checkpoint show the same bytes."""
     tree = manifest.tree
     metadata = {zarr.metadata_key(leaf.key) for leaf in tree.leaves}
     keys = tree.chunk_keys(np.arange(tree.chunk_count))
@@ -349,7 +363,6 @@ def _manifest_of(name: UploadName, manifest: Manifest, contents: Contents) -> Ma
             f"{name}: a writer stored chunks after it had finished, or left some out; "
             "finish it again, then commit again"
         )
-    return manifest
 
 
 def _file_table(manifest: Manifest, contents: Contents) -> pb.FileTable:
@@ -370,7 +383,3 @@ def _is_own(upload: OpenUpload, places: Places) -> NDArray[np.bool_]:
     prefix = upload.places.data_prefix(upload.name.upload)
     own = np.array([file.startswith(prefix) for file in places.files], np.bool_)
     return own[places.file] if places.file.size else np.zeros(0, np.bool_)
-
-
-def _own_bytes(upload: OpenUpload, places: Places) -> int:
-    return int(places.length[_is_own(upload, places)].sum())

@@ -16,6 +16,7 @@ import tensorstore as ts
 
 from storesvc.bucket import (
     ALWAYS,
+    IF_ABSENT,
     Condition,
     Generation,
     PreconditionError,
@@ -30,6 +31,7 @@ from storesvc.errors import (
     StorageUnavailableError,
     StoreError,
 )
+from storesvc.ticks import Ticks
 
 DATA_FILE_BYTES: Final = 64 << 20
 """Where OCDBT begins the next data file."""
@@ -95,6 +97,7 @@ class KvBucket:
         self._root = root
         self._context = context
         self._directories = Directories.of(root)
+        self._ticks = Ticks.of(root)
 
     @classmethod
     async def open(cls, root: str) -> "KvBucket":
@@ -131,6 +134,8 @@ class KvBucket:
         with _translated(place):
             await self._directories.make(place)
             self._directories.clear(place)
+            if condition not in (ALWAYS, IF_ABSENT):
+                await self._ticks.pass_since(place)
             stamp = await self._root.write(place, data, if_equal=_if_equal(condition))
         if stamp.generation == _FAILED:
             raise PreconditionError(place)

@@ -265,15 +265,11 @@ class Receiver:
         if None in rows:
             sources = await self._reuse.sources(upload)
             await asyncio.to_thread(claim_rows, upload, sums, sources, rows)
-        places = Places.of_rows([row for row in rows if row is not None])
-        table = b"".join(
-            part.SerializeToString()
-            for part in pack_placed(sums, places, with_ordinals=True)
-        )
+        places, receipt = await asyncio.to_thread(receipt_of, sums, rows)
         await reach(Failpoint.FINISH_BEFORE_RECEIPT)
         await self._bucket.write(
             upload.places.receipt(upload.name.upload, writer),
-            seal(pb.Receipt(chunks=table)),
+            seal(receipt),
         )
         await self._uploads.renew(upload)
         await reach(Failpoint.FINISH_BEFORE_REPLY)
@@ -370,6 +366,14 @@ def stored_rows(
                 f"{row.length}"
             )
     return rows
+
+
+def receipt_of(sums: Sums, rows: Sequence[Place | None]) -> tuple[Places, pb.Receipt]:
+    """Returns where the chunks of a writer lie, and its receipt."""
+    places = Places.of_rows([row for row in rows if row is not None])
+    parts = pack_placed(sums, places, with_ordinals=True)
+    table = b"".join(part.SerializeToString() for part in parts)
+    return places, pb.Receipt(chunks=table)
 
 
 def claim_rows(

@@ -28,6 +28,7 @@ from storesvc.received import sums_of
 from storesvc.slots import CHECKPOINTS, PURGING
 from storesvc.uploads import OpenUpload, Uploads
 
+_WRITERS_AT_ONCE: Final = 32
 _LOOKS: Final = 50
 _LOOK_SECONDS: Final = 0.1
 """Between looks at a base that is looked at for what uses it."""
@@ -116,10 +117,14 @@ class Reuse:
         except UploadNotFoundError:
             return []
         opened = OpenUpload(name, record, tree)
-        found = []
-        for writer in range(record.writer_count):
-            found += await self.stored(opened, writer)
-        return found
+        at_once = asyncio.Semaphore(_WRITERS_AT_ONCE)
+
+        async def stored(writer: int) -> list[Source]:
+            async with at_once:
+                return await self.stored(opened, writer)
+
+        found = await asyncio.gather(*map(stored, range(record.writer_count)))
+        return [source for sources in found for source in sources]
 
     async def stored(self, upload: OpenUpload, writer: int) -> list[Source]:
         """Returns what a writer stored; nothing where that is damaged: it is sent

@@ -5,9 +5,11 @@ take what was read and return what is to be written, or raise; the caller writes
 it on the condition that the slot has not changed since. So the rules hold
 whatever the clocks, and however many processes, do:
 
-1. A committed slot never changes again.
+1. What a committed slot holds never changes; ``transitions`` says what may happen
+   to it.
 2. An upload owns the slot from its reservation until a later one takes it over
-   or the upload is aborted. A slot is never emptied, so epochs never begin anew.
+   or the upload is aborted. The epoch of each owner is above all before it, also
+   where the slot was emptied meanwhile.
 3. Only the owner commits, and only with all chunks of all leaves.
 """
 
@@ -114,13 +116,7 @@ def check_owner(
         return slot
     if slot.state in CHECKPOINTS:
         raise exists(name.run, slot)
-    raise UploadSupersededError(
-        f"{name}: step {record.step} was taken over by upload {slot.upload} (epoch "
-        f"{slot.epoch}, this one has {record.epoch}); begin a new upload",
-        upload=name.upload,
-        owner=slot.upload,
-        epoch=str(slot.epoch),
-    )
+    raise lost(name, record, slot)
 
 
 def check_epoch(name: UploadName, record: pb.UploadRecord, epoch: int) -> None:
@@ -186,6 +182,21 @@ def exists(run: RunName, slot: pb.CheckpointRecord) -> CheckpointExistsError:
         text = "was deleted; undelete it, purge it, or save another step"
     return CheckpointExistsError(
         f"{run}@{slot.step} {text}", run=str(run), step=str(slot.step)
+    )
+
+
+def lost(
+    name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord | None
+) -> UploadNotFoundError | UploadSupersededError:
+    """Returns the refusal of a begin that is repeated after its upload has ended."""
+    if slot is None or slot.upload == name.upload:
+        return absent(name)
+    return UploadSupersededError(
+        f"{name}: step {record.step} was taken over by upload {slot.upload} (epoch "
+        f"{slot.epoch}, this one has {record.epoch}); begin a new upload",
+        upload=name.upload,
+        owner=slot.upload,
+        epoch=str(slot.epoch),
     )
 
 

@@ -8,6 +8,7 @@ is in ``receiving``, how it becomes a checkpoint in ``commits``.
 
 import asyncio
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from operator import attrgetter
@@ -29,9 +30,7 @@ from storesvc.errors import (
     LimitExceededError,
     RequestIdReusedError,
     RunNotFoundError,
-    StoreError,
     UploadNotFoundError,
-    UploadSupersededError,
 )
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.checksums import digest
@@ -140,27 +139,25 @@ class Uploads:
         await self._trees.get(
             tree_digest, lambda: asyncio.to_thread(parse_tree, name, table)
         )
-        lost: StoreError = UploadSupersededError(
-            f"{name}: step {new.step} was taken from it; begin a new upload",
-            upload=name.upload,
-        )
         for _ in range(_TRIES):
             # 1. The slot says which epoch is next, or that a retry is done already.
             slot = await self._catalogue.slot(name.run, new.step)
-            record = await self._own_record(name, new.body + tree_digest)
-            if record and slot and slots.holds(name, record, slot[0]):
-                return record
+            found = await self._own_record(name, new.body + tree_digest)
+            if found and slot and slots.holds(name, found[0], slot[0]):
+                return found[0]
             run = await self._runs.create(name.run)
             epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)
             predecessor = slots.predecessor(slot and slot[0])
             # 2. Record before tree before slot: whoever sees the slot finds the others.
-            if record is None:
+            if found is None:
                 described = await self._described(new, tree_digest)
                 described.epoch, described.predecessor = epoch, predecessor
                 await reach(Failpoint.BEGIN_BEFORE_RECORD)
                 record = await self._create_record(name, new, described)
+            else:
+                record = found[0]
             if (record.epoch, record.predecessor) != (epoch, predecessor):
-                raise lost
+                raise slots.lost(name, record, slot and slot[0])
             await reach(Failpoint.BEGIN_BEFORE_TREE)
             place = RunPlaces(name.run).tree(name.upload, tree_digest)
             await self._bucket.write(place, table)
@@ -169,13 +166,30 @@ class Uploads:
             if await self._reserve(name, record, slot and slot[1]):
                 await reach(Failpoint.BEGIN_BEFORE_REPLY)
                 return record
-            # A rival has it, or the collector has emptied it: that one changes nothing.
-            lost = ConflictError(
-                f"{name}: another upload of step {new.step} began at the same "
-                "moment; begin a new one",
-                upload=name.upload,
-            )
-        raise lost
+            # The collector ended the upload before, or emptied the slot; or a rival
+            # has it, and that is a conflict.
+            if not await self._may_begin_anew(name, record):
+                break
+        raise ConflictError(
+            f"{name}: another upload of step {new.step} began at the same moment; "
+            "begin a new one",
+            upload=name.upload,
+        )
+
+    async def _may_begin_anew(self, name: UploadName, record: pb.UploadRecord) -> bool:
+        """Whether the slot that an upload has never held is there to be taken still;
+        then its record is taken back, which said what the slot was."""
+        slot = await self._catalogue.slot(name.run, record.step)
+        if slot is not None and (
+            slot[0].state != slots.FREE or slot[0].upload == name.upload
+        ):
+            return False
+        place = RunPlaces(name.run).upload(name.upload)
+        found = await read_record(self._bucket, place, pb.UploadRecord)
+        if found is not None and found[0] == record:
+            with suppress(PreconditionError):
+                await self._bucket.delete(place, generation=found[1])
+        return True
 
     async def _reserve(
         self, name: UploadName, record: pb.UploadRecord, seen: Generation | None
@@ -368,7 +382,7 @@ class Uploads:
 
     async def _own_record(
         self, name: UploadName, body: bytes
-    ) -> pb.UploadRecord | None:
+    ) -> tuple[pb.UploadRecord, Generation] | None:
         """The record that an earlier try of the same request wrote."""
         place = RunPlaces(name.run).upload(name.upload)
         found = await read_record(self._bucket, place, pb.UploadRecord)
@@ -379,7 +393,7 @@ class Uploads:
                 f"{name}: its request id was used with another body; take a new one",
                 upload=name.upload,
             )
-        return found[0]
+        return found
 
     async def _described(self, new: NewUpload, tree_digest: bytes) -> pb.UploadRecord:
         """The record, but for what the slot says."""
@@ -420,7 +434,8 @@ class Uploads:
                 condition=IF_ABSENT,
             )
         except PreconditionError:
-            return await self._own_record(name, new.body + record.tree_digest) or record
+            found = await self._own_record(name, new.body + record.tree_digest)
+            return found[0] if found else record
         return record
 
 

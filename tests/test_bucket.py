@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.kvbucket import EVERYTHING, KvBucket, Share, root_spec
+from storesvc.ticks import TICK_SECONDS
 from tests.small_disk import small_disk
 
 Test = Callable[[KvBucket], Coroutine[Any, Any, None]]
@@ -537,3 +539,21 @@ def test_a_storage_that_fails_is_unavailable() -> None:
 
     with pytest.raises(StorageUnavailableError, match="a: the storage failed"):
         asyncio.run(main())
+
+
+def test_two_conditional_writes_of_a_file_are_a_tick_apart(tmp_path: Path) -> None:
+    """So that their time stamps differ, however coarse the kernel's clock is."""
+
+    async def main() -> list[int]:
+        bucket = await KvBucket.open(tmp_path.as_uri())
+        generation = await bucket.write("a", b"0", condition=IF_ABSENT)
+        stamps = []
+        for number in range(3):
+            stamps.append((tmp_path / "a").stat().st_mtime_ns)
+            data = str(number).encode()
+            generation = await bucket.write("a", data, condition=generation)
+        return stamps
+
+    stamps = asyncio.run(main())
+    apart = [b - a for a, b in pairwise(stamps)]
+    assert min(apart) >= TICK_SECONDS * 1e9 * 0.9

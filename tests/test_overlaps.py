@@ -13,6 +13,7 @@ import pytest
 from storesvc import receiving, slots
 from storesvc.bucket import ALWAYS, Generation, WriteCondition
 from storesvc.errors import (
+    ConflictError,
     RunNotFoundError,
     StalledError,
     StorageUnavailableError,
@@ -120,10 +121,9 @@ def test_an_aborted_upload_has_no_second_life(within: Callable[[Test], None]) ->
         await first.ready()
         await store.uploads.abort(first.name)
 
-        with pytest.raises(UploadSupersededError):
-            await first.begin()
-        with pytest.raises(UploadNotFoundError):
-            await first.commit()
+        for call in (first.begin, first.commit):
+            with pytest.raises(UploadNotFoundError):
+                await call()
         await second.begin()
         assert first.epoch + 1 == second.epoch
 
@@ -314,33 +314,64 @@ def test_a_commit_that_answers_for_another_write_makes_it_durable_first(
     assert {RunPlaces(RUN).checkpoint(1)} == set(settled)
 
 
-class EmptyingBucket(KvBucket):
-    """A bucket whose slot the collector empties right before it is written."""
+class BusyBucket(KvBucket):
+    """A bucket where something happens right before a slot is written."""
 
-    store: Store | None = None
+    meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     async def write(
         self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
-        slot = RunPlaces(RUN).checkpoint(1)
-        if place == slot and self.store is not None:
-            store, self.store = self.store, None
-            await store.runs.raise_epoch_floor(RUN, 1)
-            await self.delete(slot)
+        if place == RunPlaces(RUN).checkpoint(1) and self.meanwhile is not None:
+            happens, self.meanwhile = self.meanwhile, None
+            await happens()
         return await super().write(place, data, condition=condition)
 
 
-def test_a_begin_goes_on_where_the_collector_emptied_the_slot(tmp_path: Path) -> None:
-    async def main() -> None:
-        bucket = await EmptyingBucket.open(tmp_path.as_uri())
-        assert isinstance(bucket, EmptyingBucket)
+@pytest.mark.parametrize("collected", ["live", "free", "emptied", "emptied far above"])
+def test_a_begin_goes_on_whatever_the_collector_did_to_the_slot(
+    tmp_path: Path, collected: str
+) -> None:
+    """It ends dead uploads, and empties slots: none of that is a rival."""
+
+    async def main() -> int:
+        bucket = await BusyBucket.open(tmp_path.as_uri())
+        assert isinstance(bucket, BusyBucket)
         store = await Store.open(bucket)
         first, second = (Caller(store, UploadName(RUN, i)) for i in IDS)
         await first.begin()
-        await store.uploads.abort(first.name)
-        bucket.store = store
+        if collected != "live":
+            await store.uploads.abort(first.name)
 
+        async def collect() -> None:
+            if collected == "live":
+                await store.uploads.abort(first.name)
+            if collected.startswith("emptied"):
+                floor = 1 if collected == "emptied" else 7
+                await store.runs.raise_epoch_floor(RUN, floor)
+                await bucket.delete(RunPlaces(RUN).checkpoint(1))
+
+        bucket.meanwhile = collect
         await second.begin()
-        assert 2 == second.epoch
+        assert (await store.uploads.record(second.name)).epoch == second.epoch
+        await second.write(frames_of(frame(0, 1, 2)))
+        await second.finish()
+        await second.commit()
+        return second.epoch
+
+    expected = 8 if collected == "emptied far above" else 2
+    assert expected == asyncio.run(main())
+
+
+def test_a_rival_at_the_same_moment_is_a_conflict(tmp_path: Path) -> None:
+    async def main() -> None:
+        bucket = await BusyBucket.open(tmp_path.as_uri())
+        assert isinstance(bucket, BusyBucket)
+        store = await Store.open(bucket)
+        first, second = (Caller(store, UploadName(RUN, i)) for i in IDS)
+        bucket.meanwhile = first.begin
+        with pytest.raises(ConflictError, match="at the same moment"):
+            await second.begin()
+        await first.open()
 
     asyncio.run(main())

@@ -42,7 +42,7 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
     @asynccontextmanager
     async def _large_call(self) -> AsyncIterator[None]:
         """Bounds what tables take in memory: their number, and their time."""
-        async with asyncio.timeout(CALL_SECONDS), self._large_calls:
+        async with self._large_calls, asyncio.timeout(CALL_SECONDS):
             yield
 
     async def BeginUpload(

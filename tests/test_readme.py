@@ -62,7 +62,7 @@ def test_the_examples_and_the_command_line_print_what_the_readme_shows(
     assert f"$ export STORECTL_STORE={ROOT}" == export
     assert 4 == run_session(looking, root)
     assert executed(life, names).splitlines() == ["12 1048580"] * 2
-    assert 9 == (changing, root)
+    assert 9 == run_session(changing, root)
     assert executed(models, names).endswith("7 bfloat16\n")
 
 

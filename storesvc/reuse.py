@@ -1,8 +1,10 @@
 """Reuse: which chunks of an upload are stored already, by its base or predecessor.
 
 A chunk is the same where the leaf has the same key, shape, dtype and grid, and the
-chunk the same CRC-32C, digest and length. It is then shared by reference: the new
-checkpoint names its place, and takes its key over.
+chunk the same CRC-32C, digest and length, by what the manifest says of it. It is then
+shared by reference: the new checkpoint names its place, and takes its key over. Its
+bytes are not read: of data files only the ends are looked at. A base or a predecessor
+that is damaged is none: a save that can reuse nothing is a save all the same.
 
 A claim is nothing that is kept: it is found again by whoever needs it, FinishWriter
 and the commit alike, and only while the base's slot says that it still stands. The
@@ -10,7 +12,8 @@ upload's own reservation is older than that look, so a purge of the base sees it
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,17 +24,21 @@ from storesvc.errors import CorruptDataError, UploadNotFoundError
 from storesvc.format import zarr
 from storesvc.format.chunks import I64, Places, Sums, same_sums
 from storesvc.format.layout import RunPlaces
-from storesvc.format.names import UploadName
+from storesvc.format.manifests import Manifest
+from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Leaf, Tree
-from storesvc.kvbucket import KeySpace, KvBucket, Share
+from storesvc.kvbucket import Contents, KeySpace, KvBucket, Share
 from storesvc.received import sums_of
 from storesvc.slots import CHECKPOINTS, PURGING
 from storesvc.uploads import OpenUpload, Uploads
 
+_FILES_AT_ONCE: Final = 64
 _WRITERS_AT_ONCE: Final = 32
 _LOOKS: Final = 50
 _LOOK_SECONDS: Final = 0.1
 """Between looks at a base that is looked at for what uses it."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -44,11 +51,10 @@ class Source:
     held: NDArray[np.bool_]
     """For each chunk of the tree, whether it is stored."""
     key_space: KeySpace
-    uncertain: frozenset[str] = frozenset()
-    """Keys that the key space holds, of chunks that cannot be claimed."""
-    is_checkpoint: bool
-    """Whether the key space holds the ``zarr.json`` of each leaf, as those of
-    checkpoints do."""
+    keys: frozenset[str]
+    """All keys of the key space."""
+    metadata: frozenset[str]
+    """Those of the ``zarr.json`` of leaves; only checkpoints have them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,21 +99,41 @@ class Reuse:
             or slot.upload != upload.record.base
         ):
             return []
-        manifest = await self._uploads.manifest(run, slot)
         places = RunPlaces(run)
         key_space = self._bucket.key_space(
             place=places.key_space(slot.upload, slot.attempt), pool=places.pool
         )
+        try:
+            manifest = await self._uploads.manifest(run, slot)
+            contents = await key_space.contents()
+        except CorruptDataError as e:
+            _log.warning("%s@%d cannot be a base: %s", run, slot.step, e)
+            return []
+        whole = await self._whole_files(run, contents)
         return [
-            Source(
-                tree=manifest.tree,
-                sums=manifest.sums,
-                places=manifest.places,
-                held=np.ones(manifest.tree.chunk_count, np.bool_),
-                key_space=key_space,
-                is_checkpoint=True,
+            await asyncio.to_thread(
+                _of_checkpoint, manifest, contents, whole, key_space
             )
         ]
+
+    async def _whole_files(self, run: RunName, contents: Contents) -> set[str]:
+        """The data files of a key space, without those missing or cut off."""
+        pool, ends = RunPlaces(run).pool, dict[str, int]()
+        for file, offset, length in contents.places.values():
+            ends[file] = max(ends.get(file, 0), offset + length)
+        at_once = asyncio.Semaphore(_FILES_AT_ONCE)
+
+        async def is_whole(file: str, end: int) -> bool:
+            async with at_once:
+                try:
+                    await self._bucket.read_range(pool + file, end - 1, end)
+                except CorruptDataError as e:
+                    _log.warning("%s: nothing can be claimed of a file: %s", run, e)
+                    return False
+            return True
+
+        whole = await asyncio.gather(*(is_whole(*file) for file in ends.items()))
+        return {file for file, it_is in zip(ends, whole, strict=True) if it_is}
 
     async def _stored_by(self, name: UploadName) -> list[Source]:
         """What the writers of an unfinished upload had stored."""
@@ -137,30 +163,62 @@ class Reuse:
             recorded = await sums_of(space, tree.chunk_count)
         except CorruptDataError:
             return []
+        whole = await self._whole_files(upload.name.run, contents)
+        source = await asyncio.to_thread(
+            _source, tree, recorded.sums, contents, whole, space
+        )
+        source.held[~recorded.certain] = False
+        return [source]
 
-        def build() -> Source:
-            held = np.zeros(tree.chunk_count, np.bool_)
-            rows = [("", 0, 0)] * tree.chunk_count
-            left = set(contents.places)
-            certain = np.flatnonzero(recorded.certain)
-            keys = tree.chunk_keys(certain)
-            for chunk, key in zip(certain.tolist(), keys, strict=True):
-                place = contents.places.get(key)
-                if place is not None and place.length == tree.stored_lengths[chunk]:
-                    held[chunk], rows[chunk] = True, place
-                    left.discard(key)
-            places = Places.of_rows(rows)
-            return Source(
-                tree=tree,
-                sums=recorded.sums,
-                places=places,
-                held=held,
-                key_space=space,
-                uncertain=frozenset(left),
-                is_checkpoint=False,
-            )
 
-        return [await asyncio.to_thread(build)]
+def _source(
+    tree: Tree,
+    sums: Sums,
+    contents: Contents,
+    whole: Container[str],
+    key_space: KeySpace,
+) -> Source:
+    """The source that a key space is.
+
+    Args:
+        tree: What it holds chunks of.
+        sums: Those of all chunks of the tree.
+        contents: What it holds.
+        whole: The data files that are neither missing nor cut off.
+        key_space: Itself.
+    """
+    held = np.zeros(tree.chunk_count, np.bool_)
+    rows = [("", 0, 0)] * tree.chunk_count
+    keys = tree.chunk_keys(np.arange(tree.chunk_count))
+    lengths = tree.stored_lengths.tolist()
+    for chunk, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+        place = contents.places.get(key)
+        if place is not None and place.length == length and place.file in whole:
+            held[chunk], rows[chunk] = True, place
+    return Source(
+        tree=tree,
+        sums=sums,
+        places=Places.of_rows(rows),
+        held=held,
+        key_space=key_space,
+        keys=frozenset(contents.places),
+        metadata=frozenset(
+            key
+            for key in map(zarr.metadata_key, (leaf.key for leaf in tree.leaves))
+            if key in contents.places and contents.places[key].file in whole
+        ),
+    )
+
+
+def _of_checkpoint(
+    manifest: Manifest, contents: Contents, whole: Container[str], key_space: KeySpace
+) -> Source:
+    """The source that a checkpoint is: chunks on which its two views agree."""
+    source = _source(manifest.tree, manifest.sums, contents, whole, key_space)
+    views = zip(source.places.rows(), manifest.places.rows(), strict=True)
+    agree = np.array([here == there for here, there in views], np.bool_)
+    source.held[~agree] = False
+    return source
 
 
 def find_claims(tree: Tree, sums: Sums, sources: Sequence[Source]) -> list[Claims]:
@@ -191,25 +249,18 @@ def share_of(tree: Tree, claims: Claims) -> Share:
     leaf.
     """
     source = claims.source
-    wanted = set(source.tree.chunk_keys(claims.chunks))
-    held = source.tree.chunk_keys(np.flatnonzero(source.held))
-    keys = [*held, *source.uncertain]
-    if source.is_checkpoint:
-        wanted.update(metadata_keys(tree, claims))
-        keys += [zarr.metadata_key(leaf.key) for leaf in source.tree.leaves]
-    return Share(source.key_space, _ranges(sorted(keys), wanted.__contains__))
+    wanted = set(source.tree.chunk_keys(claims.chunks)) | metadata_keys(tree, claims)
+    return Share(source.key_space, _ranges(sorted(source.keys), wanted.__contains__))
 
 
 def metadata_keys(tree: Tree, claims: Claims) -> set[str]:
     """Returns the keys of the metadata that a source has as the tree needs it."""
-    if not claims.source.is_checkpoint:
-        return set()
-    by_key = claims.source.tree.by_key
+    there = claims.source.tree
     return {
-        zarr.metadata_key(leaf.key)
+        key
         for leaf in tree.leaves
-        if leaf.key in by_key
-        and _same_array(leaf, claims.source.tree.leaves[by_key[leaf.key]])
+        if (key := zarr.metadata_key(leaf.key)) in claims.source.metadata
+        and _same_array(leaf, there.leaves[there.by_key[leaf.key]])
     }
 
 

@@ -417,8 +417,9 @@ class Uploads:
             return None
         try:
             return await self._catalogue.checkpoint(new.base)
-        except (RunNotFoundError, CheckpointNotFoundError):
-            if new.base.which == LATEST:  # the first save of a run
+        except (RunNotFoundError, CheckpointNotFoundError, CorruptDataError):
+            # the first save of a run, or one whose newest record is damaged
+            if new.base.which == LATEST:
                 return None
             raise
 

@@ -194,6 +194,51 @@ def test_a_receipt_for_other_bytes_than_arrived_is_refused(
     writer.commit()
 
 
+def damage(root: Path, what: str) -> None:
+    """Damages the only checkpoint of a run."""
+    files = {
+        "a data file is gone": "pool/*/*",
+        "a data file is cut off": "pool/*/*",
+        "the manifest is flipped": "manifests/*",
+        "the key space is gone": "trees/*/manifest.ocdbt",
+        "the record is flipped": "checkpoints/*",
+    }
+    found = sorted(root.glob(files[what]), key=lambda f: f.stat().st_size)
+    file = found[-1]
+    data = bytearray(file.read_bytes())
+    if what.endswith("gone"):
+        file.unlink()
+    elif what.endswith("cut off"):
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a data file is gone",
+        "a data file is cut off",
+        "the manifest is flipped",
+        "the key space is gone",
+        "the record is flipped",
+    ],
+)
+def test_a_damaged_base_is_none(tmp_path: Path, what: str) -> None:
+    """The next save is whole, and says what it could not reuse."""
+    with store.connect(tmp_path.as_uri()) as client:
+        client.run("tests/base").save(1, TREE).result()
+    damage(tmp_path / "data/tests/base", what)
+    with store.connect(tmp_path.as_uri()) as client:
+        run = client.run("tests/base")
+        report = run.save(2, TREE).report()
+
+        assert report.sent_bytes > 0.9 * report.total_bytes
+        assert run.verify(2).ok
+        assert_equal(TREE, run.restore(2))
+
+
 class TestASaveThatWasCutOff:
     """Goes on where it stopped, when the step is saved again."""
 

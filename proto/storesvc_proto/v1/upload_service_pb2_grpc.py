@@ -102,6 +102,7 @@ class UploadServiceServicer(object):
         * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
         * `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`: the base.
         * `UPLOAD_SUPERSEDED`: this very upload began before, and lost its step.
+        * `UPLOAD_NOT_FOUND`: this very upload began before, and was aborted or purged.
         * `CONFLICT`: another upload of this step began at the same moment.
         * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
         """

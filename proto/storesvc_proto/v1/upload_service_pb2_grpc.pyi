@@ -11,7 +11,9 @@ with the key, the CRC-32C, the digest and the length of one of the base need not
 sent: the writer claims it by its row in the receipt. What an unfinished upload of
 the same step had stored, when this one took the step over, can be claimed in the
 same way: so a save that was cut off goes on where it stopped. A base cannot be
-purged while the upload lives.
+purged while the upload lives. The server does not read the bytes of what is claimed,
+but refuses chunks whose data file is missing or too short; a base that is damaged so
+that it cannot be used is none. What damages a shared chunk later damages it for all.
 
 Life. An upload lives while something is heard of it: it began, chunks were
 acknowledged, a writer finished, or KeepUploadAlive was called. One that nothing is
@@ -288,6 +290,7 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
     * `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`: the base.
     * `UPLOAD_SUPERSEDED`: this very upload began before, and lost its step.
+    * `UPLOAD_NOT_FOUND`: this very upload began before, and was aborted or purged.
     * `CONFLICT`: another upload of this step began at the same moment.
     * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
     """
@@ -465,6 +468,7 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
         * `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`: the base.
         * `UPLOAD_SUPERSEDED`: this very upload began before, and lost its step.
+        * `UPLOAD_NOT_FOUND`: this very upload began before, and was aborted or purged.
         * `CONFLICT`: another upload of this step began at the same moment.
         * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
         """

@@ -2,17 +2,24 @@
 
 Reads only. To a reader, a slot is absent that is neither COMMITTED nor, where it asks
 for those, DELETED or PURGING.
+
+A list names the slots, and reads then tell their states, one after the other. What
+was passed over may be committed meanwhile and what comes below it deleted, so that
+what is found was the newest at no time. So where the slots that were passed over may
+have changed, they are looked at again, until they are seen to have not.
 """
 
 import asyncio
 import difflib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC
 from operator import attrgetter
 from typing import Final
 
 from storesvc.bucket import Bucket, Generation
 from storesvc.caching import TREES_BYTES, ByteCache
+from storesvc.clocks import Clock, SystemClock
 from storesvc.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -27,12 +34,14 @@ from storesvc.format.manifests import (
     unpack_manifest,
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
+from storesvc.leases import MARGIN
 from storesvc.records import read_record
-from storesvc.slots import CHECKPOINTS, COMMITTED
-from storesvc.transitions import is_deleted
+from storesvc.slots import CHECKPOINTS, COMMITTED, UPLOADING
+from storesvc.transitions import is_deleted, replaced
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _READS_AT_ONCE: Final = 32
+_LOOKS: Final = 10
 _NEAREST: Final = 3
 _LISTED: Final = frozenset({COMMITTED})
 
@@ -47,11 +56,23 @@ class RunSummary:
     """The newest committed checkpoint."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Slots of a run, read from the newest down."""
+
+    found: Sequence[pb.CheckpointRecord]
+    """Those that were looked for."""
+    passed: Mapping[int, Generation | None]
+    """What other steps held above the last one of them, as far as it is not known to
+    have been so when they were listed."""
+
+
 class Catalogue:
     """The runs and checkpoints of a bucket."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, *, clock: Clock | None = None) -> None:
         self._bucket = bucket
+        self._clock = clock or SystemClock()
         self._manifests: ByteCache[str, Manifest] = ByteCache(
             TREES_BYTES, size_of=attrgetter("memory_bytes")
         )
@@ -94,7 +115,7 @@ class Catalogue:
         before: int | None,
         limit: int,
         show_deleted: bool = False,
-    ) -> list[pb.CheckpointRecord]:
+    ) -> Sequence[pb.CheckpointRecord]:
         """Returns checkpoints, newest first.
 
         Args:
@@ -107,15 +128,10 @@ class Catalogue:
             RunNotFoundError: With the most similar names.
         """
         states = CHECKPOINTS if show_deleted else _LISTED
-        steps = await self._steps(run)
-        steps = [step for step in steps if before is None or step < before]
-        found: list[pb.CheckpointRecord] = []
-        while steps and len(found) < limit:
-            batch, steps = steps[:_READS_AT_ONCE], steps[_READS_AT_ONCE:]
-            found += await self._held(run, batch, states)
+        found = await self._at_once(run, states, before=before, limit=limit)
         if not found:
             await self.check_run(run)
-        return found[:limit]
+        return found
 
     async def checkpoint(self, name: CheckpointName) -> pb.CheckpointRecord:
         """Returns a committed checkpoint by its step, as the newest one, or by a tag.
@@ -148,13 +164,7 @@ class Catalogue:
         if record is None:
             raise await self.missing(name)
         if record.upload != uid:
-            raise CheckpointNotFoundError(
-                f"{name}: the checkpoint with uid {uid[:80]!r} was replaced by "
-                f"{record.upload!r}; read its manifest again",
-                run=str(name.run),
-                step=str(record.step),
-                nearest="",
-            )
+            raise replaced(name.run, record, uid)
         return record
 
     async def missing(
@@ -275,16 +285,63 @@ class Catalogue:
     async def _newest(
         self, run: RunName, states: Container[int] = CHECKPOINTS
     ) -> pb.CheckpointRecord | None:
+        found = await self._at_once(run, states, before=None, limit=1)
+        return found[0] if found else None
+
+    async def _at_once(
+        self, run: RunName, states: Container[int], *, before: int | None, limit: int
+    ) -> Sequence[pb.CheckpointRecord]:
+        """The newest slots of some states, none missing that was there throughout."""
+        for _ in range(_LOOKS):
+            steps = await self._steps(run, before=before)
+            look = await self._look(run, steps, states, limit)
+            if not look.passed:
+                break
+            above = look.found[-1].step if len(look.found) == limit else None
+            later = await self._steps(run, after=above, before=before)
+            if set(later) <= set(steps) and await self._is_still(run, look.passed):
+                break
+        return look.found
+
+    async def _look(
+        self, run: RunName, steps: Sequence[int], states: Container[int], limit: int
+    ) -> _Look:
+        found: list[pb.CheckpointRecord] = []
+        passed: dict[int, Generation | None] = {}
         # The newest slots may be reservations of saves that are under way, or freed:
         # mostly the first is it, and the others are looked at many at once.
-        steps, at_once = await self._steps(run), 1
-        while steps:
+        at_once = min(limit, _READS_AT_ONCE)
+        while steps and len(found) < limit:
             batch, steps = steps[:at_once], steps[at_once:]
-            found = await self._held(run, batch, states)
-            if found:
-                return found[0]
+            slots = await asyncio.gather(*(self.slot(run, step) for step in batch))
+            for step, slot in zip(batch, slots, strict=True):
+                if len(found) == limit:
+                    break
+                if slot is not None and slot[0].state in states:
+                    found.append(slot[0])
+                elif slot is None or not self._is_settled(slot[0]):
+                    passed[step] = slot and slot[1]
             at_once = _READS_AT_ONCE
-        return None
+        return _Look(found, passed)
+
+    async def _is_still(
+        self, run: RunName, passed: Mapping[int, Generation | None]
+    ) -> bool:
+        """Whether steps hold what they held."""
+        steps = list(passed)
+        while steps:
+            batch, steps = steps[:_READS_AT_ONCE], steps[_READS_AT_ONCE:]
+            slots = await asyncio.gather(*(self.slot(run, step) for step in batch))
+            for step, slot in zip(batch, slots, strict=True):
+                if (slot and slot[1]) != passed[step]:
+                    return False
+        return True
+
+    def _is_settled(self, slot: pb.CheckpointRecord) -> bool:
+        """Whether what is no checkpoint was none for longer than a call takes,
+        however wrong the clock is of whoever deleted it."""
+        age = self._clock.now() - slot.delete_time.ToDatetime(UTC)
+        return slot.state != UPLOADING and age > MARGIN
 
     async def _held(
         self, run: RunName, steps: Sequence[int], states: Container[int]
@@ -298,12 +355,17 @@ class Catalogue:
         found = await self.slot(run, step)
         return found[0] if found and found[0].state in states else None
 
-    async def _steps(self, run: RunName) -> list[int]:
+    async def _steps(
+        self, run: RunName, *, after: int | None = None, before: int | None = None
+    ) -> list[int]:
         """Steps that have a slot, newest first."""
         places = RunPlaces(run)
-        found = await self._bucket.list(places.checkpoints)
+        found = await self._bucket.list(
+            places.checkpoints,
+            after="" if after is None else places.checkpoint(after),
+        )
         steps = map(places.step_of, reversed(found))
-        return [step for step in steps if step is not None]
+        return [s for s in steps if s is not None and (before is None or s < before)]
 
     async def _run_names(self, namespace: str | None) -> list[RunName]:
         prefix = layout.RUNS if namespace is None else f"{layout.RUNS}{namespace}/"

@@ -13,7 +13,6 @@ from typing import Final, TypeVar
 from storesvc import slots
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
-from storesvc.errors import CorruptDataError
 from storesvc.events import Held, Outcome, resolve
 from storesvc.format.names import RunName, TagName
 from storesvc.journal import Journal
@@ -40,22 +39,6 @@ class Change:
     run: RunName
     checkpoint: pb.CheckpointRecord | None = None
     """With LANDED: the checkpoint, as it is now; None: it is gone."""
-    damage: CorruptDataError | None = None
-    """Why it cannot be known what came of it."""
-
-    @property
-    def is_told(self) -> bool:
-        """Whether a watch has to do with it."""
-        return self.damage is not None or self.outcome is Outcome.LANDED
-
-    def check(self) -> None:
-        """Refuses to pass over what is damaged.
-
-        Raises:
-            CorruptDataError: It is.
-        """
-        if self.damage is not None:
-            raise self.damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +69,12 @@ class Changes:
         self._announced: OrderedDict[int, pb.Announcement] = OrderedDict()
         self._looked: OrderedDict[int, _Looked] = OrderedDict()
 
-    def begin_poll(self, found: Iterable[tuple[int, pb.Announcement]]) -> None:
+    def begin_poll(self, found: Iterable[tuple[int, pb.Announcement | None]]) -> None:
         """Takes announcements that were read; what was pending may have landed."""
         self._poll += 1
         for number, announcement in found:
-            _keep(self._announced, number, announcement)
+            if announcement is not None:
+                _keep(self._announced, number, announcement)
 
     async def change(self, number: int, run: str | None = None) -> Change | None:
         """Returns a change; None where its announcement was trimmed.
@@ -100,7 +84,7 @@ class Changes:
             run: Only this run matters: others' changes need not be looked at.
 
         Raises:
-            CorruptDataError: Its announcement is damaged.
+            CorruptDataError: Its announcement is damaged, or what it is about.
         """
         looked = self._looked.get(number)
         if looked is not None:
@@ -115,7 +99,7 @@ class Changes:
                 outcome=Outcome.SUPERSEDED, announcement=announcement, run=name
             )
         if looked is None or self._is_due(looked):
-            change = await self._look(number, name, announcement)
+            change = await self._resolved(number, name, announcement)
             now = self._clock.elapsed()
             first = now if looked is None else looked.first
             looked = _Looked(change, self._poll, first, now)
@@ -127,23 +111,10 @@ class Changes:
             return self._announced[number]
         return await self._journal.read(self._namespace, number)
 
-    async def _look(
-        self, number: int, run: RunName, announcement: pb.Announcement
-    ) -> Change:
-        """What came of a change by now."""
-        try:
-            return await self._resolved(number, run, announcement)
-        except CorruptDataError as e:
-            return Change(
-                outcome=Outcome.SUPERSEDED,
-                announcement=announcement,
-                run=run,
-                damage=e,
-            )
-
     async def _resolved(
         self, number: int, run: RunName, announcement: pb.Announcement
     ) -> Change:
+        """What came of a change by now."""
         held: Held
         slot = tag = None
         if announcement.kind in _TAGGING:

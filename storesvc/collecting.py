@@ -21,6 +21,7 @@ from storesvc.bucket import IF_ABSENT, PreconditionError
 from storesvc.collection import DEFAULT_GRACE
 from storesvc.errors import StoreError
 from storesvc.format import layout
+from storesvc.format.names import RunName
 from storesvc.leases import Observations
 from storesvc.records import read_record, timestamp, write_record
 from storesvc.store import Store
@@ -31,6 +32,9 @@ DEFAULT_INTERVAL: Final = timedelta(minutes=10)
 
 _RENEWAL_SECONDS: Final = 60.0
 _RELEASE_SECONDS: Final = 2.0
+_RUNS_UNAVAILABLE: Final = 3
+"""Runs in a row whose storage did not answer, after which a pass is given up: each
+takes as long as a storage is waited for."""
 _SETTLING_SECONDS: Final = 2.0
 """After a commit: the next ones of a fast job are looked at with it."""
 
@@ -137,26 +141,41 @@ async def _pass_after_pass(store: Store, lease: Lease, interval: timedelta) -> N
 
 
 async def _pass(store: Store, lease: Lease) -> None:
-    """Makes one pass over all runs."""
+    """Makes one pass over all runs; what fails in one of them keeps no other."""
     keeping = asyncio.create_task(lease.keep())
     try:
-        runs = await store.collector.runs(None)
+        runs, unavailable = await store.collector.runs(None), 0
         for run in runs:
-            async for progress in store.collector.collect(run, grace=DEFAULT_GRACE):
-                if progress.is_done:
-                    _log.debug("%s", progress)
-        await store.collector.trim({run.namespace for run in runs})
+            with _logged(f"the collection of {run}"):
+                is_there = await _collect(store, run)
+                unavailable = 0 if is_there else unavailable + 1
+            if unavailable == _RUNS_UNAVAILABLE:
+                _log.warning("a pass over all runs was given up at %s", run)
+                return
+        for namespace in sorted({run.namespace for run in runs}):
+            with _logged(f"the trimming of the journal of {namespace}"):
+                await store.collector.trim([namespace])
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def _collect(store: Store, run: RunName) -> bool:
+    """Collects a run; False: the storage did not answer."""
+    is_there = True
+    async for progress in store.collector.collect(run, grace=DEFAULT_GRACE):
+        is_there = not progress.is_unavailable
+        if progress.is_done:
+            _log.debug("%s", progress)
+    return is_there
 
 
 async def _look_after_commits(store: Store) -> None:
     while True:
         await store.recent.wait()
         await asyncio.sleep(_SETTLING_SECONDS)
-        with _logged("retention after a commit"):
-            for run in store.recent.take():
+        for run in store.recent.take():
+            with _logged(f"retention after a commit to {run}"):
                 await store.collector.retain(run)
 
 

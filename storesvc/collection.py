@@ -6,8 +6,10 @@ one cannot go on with:
 1. Uploads whose lease is over are aborted.
 2. The retention policy is applied.
 3. Deleted checkpoints whose time has come are purged.
-4. The run is read as it is then, and ``marking`` says what is garbage.
-5. Garbage is deleted: what points to data files, data files, records of uploads.
+4. The run is read as it is then, and ``marking`` says what is garbage. The steps
+   before need no such read, so that they go on in a run that never holds still.
+5. Garbage is deleted: what points to data files, data files, what no list shows of
+   uploads that are gone, records of uploads.
 6. FREE slots are emptied, once no new epoch can be one of theirs.
 7. Holds that are over, and tags that were deleted, go.
 
@@ -15,6 +17,7 @@ Passes of several processes beside each other do no harm: what is garbage stays 
 each record is deleted on the condition that it is still what was judged.
 """
 
+import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,7 +27,7 @@ from storesvc.bucket import Bucket, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.endings import Ending, Endings
-from storesvc.errors import ConflictError, CorruptDataError, FormatUnsupportedError
+from storesvc.errors import StorageUnavailableError, StoreError
 from storesvc.expiry import Expiry
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout
@@ -47,8 +50,7 @@ DEFAULT_GRACE: Final = timedelta(hours=1)
 _DELETES_TOLD: Final = 256
 """Deletions after which progress is told."""
 
-_POSTPONING: Final = (ConflictError, CorruptDataError, FormatUnsupportedError)
-"""A run in which this happens is left for the next time; others are not."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,8 @@ class Progress:
     deleted_objects: int = 0
     postponed: str = ""
     """Why something was left for the next time."""
+    is_unavailable: bool = False
+    """Whether that is because the storage did not answer."""
 
     def after(self, endings: Endings) -> "Progress":
         """Returns the progress once something ended."""
@@ -73,6 +77,16 @@ class Progress:
             aborted_uploads=len(endings.aborted),
             deleted_checkpoints=len(endings.deleted),
             purged_checkpoints=len(endings.purged),
+        )
+
+    def failed(self, error: StoreError) -> "Progress":
+        """Returns the progress where the rest is left for the next time; other runs
+        go on."""
+        _log.warning("%s: its collection is postponed: %s", self.run, error)
+        return replace(
+            self,
+            postponed=str(error),
+            is_unavailable=isinstance(error, StorageUnavailableError),
         )
 
     def knowing(self, garbage: Garbage, grace: timedelta) -> "Progress":
@@ -132,14 +146,15 @@ class Collector:
         progress = Progress(run=run)
         try:
             await reach(Failpoint.COLLECT_BEFORE_LIST)
-            snapshot = await self._snapshots.read(run)
+            seen = await self._snapshots.look(run)
             await reach(Failpoint.COLLECT_BEFORE_ENDINGS)
-            endings = await self._ending.apply(run, snapshot)
+            endings = await self._ending.apply(run, seen)
             progress = progress.after(endings)
             yield progress
             if endings.slots:
                 # What came since may use what has lost its use: look again.
-                snapshot = await self._snapshots.read(run)
+                seen = await self._snapshots.look(run)
+            snapshot = await self._snapshots.settled(seen)
             await reach(Failpoint.COLLECT_BEFORE_MARKS)
             over = self._search.over(snapshot, grace)
             garbage = await self._search.find(snapshot, over)
@@ -149,9 +164,9 @@ class Collector:
             async for count in self._delete(snapshot, garbage):
                 progress = replace(progress, deleted_objects=count)
                 yield progress
-        except _POSTPONING as e:
-            progress = replace(progress, postponed=str(e))
-        await self._reserve.put_back()
+            await self._reserve.put_back()
+        except StoreError as e:
+            progress = progress.failed(e)
         await reach(Failpoint.COLLECT_BEFORE_REPLY)
         yield replace(progress, is_done=True)
 
@@ -161,16 +176,17 @@ class Collector:
         """Yields what ``collect`` would do, and changes nothing."""
         progress = Progress(run=run)
         try:
-            snapshot = await self._snapshots.read(run)
-            endings = await self._ending.preview(run, snapshot)
+            seen = await self._snapshots.look(run)
+            endings = await self._ending.preview(run, seen)
             progress = progress.after(endings)
+            snapshot = await self._snapshots.settled(seen)
             over = self._search.over(snapshot, grace)
             if not grace:
                 over |= endings.uploads
             after = snapshot.with_slots(endings.slots)
             progress = progress.knowing(await self._search.find(after, over), grace)
-        except _POSTPONING as e:
-            progress = replace(progress, postponed=str(e))
+        except StoreError as e:
+            progress = progress.failed(e)
         yield replace(progress, is_done=True)
 
     async def retain(self, run: RunName) -> None:
@@ -187,15 +203,19 @@ class Collector:
     ) -> AsyncGenerator[int, None]:
         """Deletes garbage, and yields how many objects are gone."""
         count, marks = 0, garbage.marks
-        for places in (marks.garbage, marks.records):
+        # What no list shows goes before what this pass knew its uploads by: one that
+        # is cut off here is repeated.
+        prefixes = [p for gone in marks.gone for p in snapshot.places.all_of(gone)]
+        for delete, places in (
+            (self._delete_place, marks.garbage),
+            (self._delete_below, prefixes),
+            (self._delete_place, marks.records),
+        ):
             for at in range(0, len(places), _DELETES_TOLD):
                 part = places[at : at + _DELETES_TOLD]
-                await each(self._delete_place, part)
-                count += len(part)
+                await each(delete, part)
+                count += len(part) if places is not prefixes else 0
                 yield count
-        # What no list shows, as files that a killed write left, and directories.
-        prefixes = [p for gone in marks.gone for p in snapshot.places.all_of(gone)]
-        await each(self._delete_below, prefixes)
         count += await self._empty(snapshot, marks.free_steps)
         count += await self._delete_unchanged({**garbage.holds, **garbage.tags})
         yield count

@@ -10,12 +10,14 @@ from itertools import product
 from typing import TypeAlias
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from storesvc.format import zarr
 from storesvc.format.checksums import crc32c, digest
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
+from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 
 Kind: TypeAlias = "api.Damage.Kind.ValueType"
@@ -24,6 +26,7 @@ MISSING = api.Damage.KIND_MISSING
 CHECKSUM = api.Damage.KIND_CHECKSUM
 DIGEST = api.Damage.KIND_DIGEST
 KEY_SPACE = api.Damage.KIND_KEY_SPACE
+FILE_TABLE = api.Damage.KIND_FILE_TABLE
 
 Place: TypeAlias = tuple[str, int, int]
 """Data file, relative to the pool; offset; length."""
@@ -34,13 +37,14 @@ class Damage:
     """Something that is not what was saved."""
 
     key: str
-    """Of the leaf."""
+    """Of the leaf; "": the checkpoint as a whole."""
     index: tuple[int, ...] = ()
     """Of the chunk in the leaf's grid."""
     kind: Kind
     message: str
     chunk: int | None = None
-    """The ordinal of the chunk; None: it is of the leaf as a whole."""
+    """The ordinal of the chunk; None: it is of the leaf, or of the checkpoint, as a
+    whole."""
 
 
 def of_chunk(tree: Tree, chunk: int, kind: Kind, what: str) -> Damage:
@@ -125,6 +129,22 @@ def of_key_space(
         )
 
 
+def of_file_table(
+    manifest: Manifest, data: bytes | None, *, expected: bytes
+) -> list[Damage]:
+    """Returns what is wrong with a file table: one damage, or none.
+
+    Args:
+        manifest: The checkpoint's.
+        data: The file table as it lies; None: it is missing.
+        expected: Its digest.
+    """
+    problem = _table_problem(manifest, data, expected)
+    if not problem:
+        return []
+    return [Damage(key="", kind=FILE_TABLE, message=f"the file table: {problem}")]
+
+
 class Metadata:
     """What the key space holds of the leaves of a tree beside their chunks."""
 
@@ -168,6 +188,29 @@ class Metadata:
                 what = "its zarr.json does not describe what the manifest does"
                 yield of_leaf(self._tree.leaves[row], what)
             at += len(expected)
+
+
+def _table_problem(manifest: Manifest, data: bytes | None, expected: bytes) -> str:
+    if data is None:
+        return "it is missing"
+    if digest(data) != expected:
+        wanted = expected.hex()
+        return f"expected bytes with the digest {wanted}, got {digest(data).hex()}"
+    try:
+        table = pb.FileTable.FromString(data)
+        named = dict(zip(table.file, table.chunk_bytes, strict=True))
+    except (DecodeError, ValueError) as e:
+        return f"it cannot be read: {e}"
+    places = manifest.places
+    bytes_in = np.bincount(places.file, places.length, len(places.files))
+    # files that it names besides hold nodes and metadata of the key space
+    needed = dict.fromkeys(named, 0)
+    needed |= zip(places.files, bytes_in.astype(int).tolist(), strict=True)
+    for file, count in needed.items():
+        if named.get(file) != count:
+            got = "nothing" if file not in named else f"{named[file]} bytes"
+            return f"expected {count} bytes of chunks in {file}, got {got}"
+    return ""
 
 
 def _chunk_keys(tree: Tree) -> Iterator[str]:

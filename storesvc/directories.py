@@ -8,13 +8,18 @@ here, and its entry synced, before anything is put into it.
 
 import asyncio
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import tensorstore as ts
+from cachetools import LRUCache
 
 from storesvc import leftovers
+
+KEPT: Final = 10_000
+"""Directories that are known to be durable; others are synced again."""
 
 
 class Directories:
@@ -22,7 +27,8 @@ class Directories:
 
     def __init__(self, root: Path | None) -> None:
         self._root = root
-        self._synced: set[Path] = set()
+        self._synced: LRUCache[Path, bool] = LRUCache(KEPT)
+        self._lock = threading.Lock()  # a cache knows no threads
 
     @classmethod
     def of(cls, store: "ts.KvStore") -> Self:
@@ -35,7 +41,7 @@ class Directories:
         if self._root is None:
             return
         wanted = {self._root / place.rpartition("/")[0] for place in places}
-        if not all(path in self._synced and path.is_dir() for path in wanted):
+        if not all(self._is_durable(path) for path in wanted):
             await asyncio.to_thread(self._make_all, wanted)
 
     def clear(self, place: str) -> None:
@@ -61,21 +67,31 @@ class Directories:
             for path, _, _ in os.walk(top, topdown=False):
                 with suppress(OSError):  # it holds something, or another was faster
                     Path(path).rmdir()
-                    self._synced.discard(Path(path))
+                    self._forget(Path(path))
 
     def _make_all(self, wanted: set[Path]) -> None:
         for path in wanted:
             self._make(path)
 
     def _make(self, path: Path) -> None:
-        if path in self._synced and path.is_dir():
+        if self._is_durable(path):
             return
         if path not in (path.parent, self._root):
             self._make(path.parent)
         path.mkdir(parents=True, exist_ok=True)
         # also where it was there: who made it may have died before this
         _sync(path.parent)
-        self._synced.add(path)
+        with self._lock:
+            self._synced[path] = True
+
+    def _is_durable(self, path: Path) -> bool:
+        with self._lock:
+            is_synced = self._synced.get(path, False)
+        return is_synced and path.is_dir()
+
+    def _forget(self, path: Path) -> None:
+        with self._lock:
+            self._synced.pop(path, None)
 
 
 def _sync(directory: Path) -> None:

@@ -21,7 +21,7 @@ from storesvc.marking import Snapshot
 from storesvc.records import read_record, timestamp
 from storesvc.reserve import Reserve
 from storesvc.retaining import Retaining, Verdict
-from storesvc.uses import Uses
+from storesvc.uses import Use, Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Ending:
         due = [s for s in snapshot.slots.values() if transitions.is_due(s, now)]
         if not due:
             return []
-        ended = {f"upload {upload.upload}" for upload in expired}
+        ended = {Use(kind="upload", name=upload.upload) for upload in expired}
         uses = await self._uses.of(run)
         used = {uid for uid, by in uses.items() if by not in ended}
         return [self._freed(slot) for slot in due if slot.upload not in used]

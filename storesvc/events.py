@@ -29,13 +29,15 @@ from typing import Final, TypeAlias
 
 from storesvc import slots
 from storesvc.errors import InvalidResumeTokenError
+from storesvc.leases import MARGIN
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 MAX_PENDING: Final = 256
 """Announcements that a position takes along; a token has some three bytes for each."""
 
-PATIENCE: Final = timedelta(days=1)
-"""How long a change may take after it was announced, a commit excepted."""
+PATIENCE: Final = timedelta(days=1) + MARGIN
+"""How long a change may take after it was announced, a commit excepted: a day, by
+the clocks of two machines."""
 
 Held: TypeAlias = pb.CheckpointRecord | pb.TagRecord | None
 """What an announced object holds: a slot or a tag, or nothing."""

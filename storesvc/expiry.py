@@ -7,9 +7,10 @@ for ``leases`` to say, by what this process has seen of it.
 """
 
 from dataclasses import dataclass
-from datetime import UTC
+from datetime import UTC, timedelta
 
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc import marking, slots
 from storesvc.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
@@ -19,7 +20,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.leases import Observations
 from storesvc.marking import Snapshot
-from storesvc.records import duration, read_record, timestamp, write_record
+from storesvc.records import read_record, timestamp, write_record
 from storesvc.snapshots import each
 from storesvc.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -91,7 +92,10 @@ class Expiry:
 
         async def look(place: str) -> tuple[str, Generation] | None:
             found = await read_record(self._bucket, place, pb.HoldRecord)
-            if found is None or not self._is_over(place, _bytes_of(found[0]), found[0]):
+            if found is None:
+                return None
+            hold, seen = found[0], _bytes_of(found[0])
+            if not self._is_over(place, seen, hold.ttl.ToTimedelta(), hold.renew_time):
                 return None
             return place, found[1]
 
@@ -106,13 +110,11 @@ class Expiry:
         begun = record or owned
         assert begun is not None
         sign = await self._sign(run, upload)
-        lease = pb.HoldRecord(
-            ttl=record.lease_duration if record else duration(DEFAULT_LEASE),
-            renew_time=sign.renew_time if sign else begun.create_time,
-        )
+        length = record.lease_duration.ToTimedelta() if record else DEFAULT_LEASE
+        renewed = sign.renew_time if sign else begun.create_time
         # To become the owner of a slot is a sign of life, too.
         seen = _bytes_of(owned) + _bytes_of(sign)
-        if not self._is_over(RunPlaces(run).lease(upload), seen, lease):
+        if not self._is_over(RunPlaces(run).lease(upload), seen, length, renewed):
             return None
         reserved = pb.CheckpointRecord(
             upload=upload, step=begun.step, epoch=begun.epoch
@@ -130,12 +132,14 @@ class Expiry:
         found = await read_record(self._bucket, place, pb.LeaseRecord)
         return found and found[0]
 
-    def _is_over(self, key: str, seen: bytes, lease: pb.HoldRecord) -> bool:
+    def _is_over(
+        self, key: str, seen: bytes, length: timedelta, renewed: Timestamp
+    ) -> bool:
         return self._observations.is_over(
             key,
             seen,
-            length=lease.ttl.ToTimedelta(),
-            renew_time=lease.renew_time.ToDatetime(UTC),
+            length=length,
+            renew_time=renewed.ToDatetime(UTC),
             clock_now=self._clock.now(),
             elapsed=self._clock.elapsed(),
         )

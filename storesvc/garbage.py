@@ -23,7 +23,6 @@ from storesvc.format.names import RunName, TagName
 from storesvc.leases import Observations
 from storesvc.marking import Fate, Marks, Snapshot, State
 from storesvc.snapshots import Snapshots, each
-from storesvc_proto.v1 import bucket_pb2 as pb
 
 ANSWERED: Final = timedelta(hours=24)
 """How long the record of an upload answers repeated requests, once all is over."""
@@ -106,7 +105,12 @@ class Search:
         )
 
     def over(self, snapshot: Snapshot, grace: timedelta) -> set[str]:
-        """Returns the uploads that ended longer than a grace ago."""
+        """Returns the uploads that ended longer than a grace ago.
+
+        Here the clocks of others are believed: a grace is for readers that have no
+        hold, and where a clock is wrong, the worst is that such a reader finds nothing
+        more to read. No checkpoint and no upload depends on it.
+        """
         now = self._clock.now()
         found = set()
         for upload, fate in marking.fates(snapshot).items():
@@ -134,7 +138,9 @@ class Search:
         return found
 
     def _was_seen(self, key: str, since: datetime | None, length: timedelta) -> bool:
-        """Whether this process has seen something to be so for long."""
+        """Whether something has been so for long: as this process has seen it by a
+        clock of its own, or by the clock of whoever wrote down when it began, where
+        that is further back than any clock is wrong."""
         now = self._clock.now()
         return self._observations.is_over(
             key,
@@ -146,25 +152,21 @@ class Search:
         )
 
     async def _tags(self, run: RunName) -> dict[str, Generation]:
-        """The deleted tags of which the journal tells nothing any more."""
-        names = await self._catalogue.tag_names(run)
-        if not names:
-            return {}
-        told = await self._bucket.list(layout.journal(run.namespace))
-        numbers = (layout.number_of(place) for place in told)
-        before = min((number for number in numbers if number is not None), default=0)
+        """The deleted tags of which the journal tells nothing any more: announcements
+        are trimmed in order, so that where the one of the deletion is gone, none is
+        left that tells of the tag."""
 
-        async def look(tag: str) -> tuple[pb.TagRecord, Generation] | None:
-            return await self._catalogue.tag_slot(TagName(run, tag))
+        async def look(tag: str) -> tuple[str, Generation] | None:
+            found = await self._catalogue.tag_slot(TagName(run, tag))
+            if found is None or found[0].upload:
+                return None
+            told = layout.announcement(run.namespace, found[0].sequence)
+            if await self._bucket.read(told) is not None:
+                return None
+            return RunPlaces(run).tag(tag), found[1]
 
-        read = zip(names, await each(look, names), strict=True)
-        found = {name: tag for name, tag in read if tag is not None}
-        records = {name: tag[0] for name, tag in found.items()}
-        places = RunPlaces(run)
-        return {
-            places.tag(name): found[name][1]
-            for name in marking.removable_tags(records, before=before)
-        }
+        found = await each(look, await self._catalogue.tag_names(run))
+        return dict(one for one in found if one is not None)
 
     def _forget(self, snapshot: Snapshot) -> None:
         """Forgets what this process saw of uploads and holds that are gone."""

@@ -29,6 +29,7 @@ from storesvc.errors import (
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, HoldName, RunName
 from storesvc.format.seal import seal
+from storesvc.leases import MARGIN
 from storesvc.records import duration, read_record, timestamp
 from storesvc.slots import CHECKPOINTS, COMMITTED, DELETED, PURGING
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -50,14 +51,27 @@ class Holds:
         self._clock = clock
 
     async def create(
-        self, name: HoldName, checkpoint: CheckpointName, *, owner: str, ttl: timedelta
+        self,
+        name: HoldName,
+        checkpoint: CheckpointName,
+        *,
+        owner: str,
+        ttl: timedelta,
+        uid: str = "",
     ) -> pb.HoldRecord:
         """Holds a checkpoint; where the hold exists already, renews it.
 
+        Args:
+            name: The hold.
+            checkpoint: What to hold.
+            owner: Who holds it, for people.
+            ttl: How long it lasts after each renewal.
+            uid: The very one of this uid, also where it was deleted; "": any.
+
         Raises:
             RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps.
-            CheckpointDeletedError: It was deleted.
+            CheckpointNotFoundError: With the nearest steps, or it was replaced.
+            CheckpointDeletedError: It was deleted; with a uid: it is being purged.
             TagNotFoundError: With the most similar tags.
             RequestIdReusedError: The hold is of another checkpoint.
             ConflictError: The checkpoint, or the hold, changes at the moment.
@@ -65,9 +79,9 @@ class Holds:
         for _ in range(_TRIES):
             found = await self._read(name)
             if found is None:
-                record = await self._new(checkpoint, owner=owner, ttl=ttl)
+                record = await self._new(checkpoint, uid, owner=owner, ttl=ttl)
             else:
-                _check_same(name, found[0], checkpoint)
+                _check_same(name, found[0], checkpoint, uid)
                 record = self._renewed(found[0])
             written = await self._write(name, record, found[1] if found else IF_ABSENT)
             if written is None:
@@ -83,12 +97,12 @@ class Holds:
         raise _contended(name)
 
     async def renew(self, name: HoldName) -> pb.HoldRecord:
-        """Renews a hold, and returns it.
+        """Renews a hold, be it late, while its checkpoint is there; returns it.
 
         Raises:
             HoldNotFoundError: There is none.
-            HoldExpiredError: It came too late.
-            ConflictError: The checkpoint is being purged, which the hold ends.
+            HoldExpiredError: It came too late: the checkpoint was purged.
+            ConflictError: The checkpoint is being purged, or others change the hold.
         """
         for _ in range(_TRIES):
             found = await self._read(name)
@@ -97,12 +111,14 @@ class Holds:
                     f"{name} does not exist, or was collected; create another one",
                     hold=name.hold,
                 )
-            if expire_time(found[0]) <= self._clock.now():
+            # What was recorded may be of a clock that goes behind this one: only what
+            # no wrong clock explains counts.
+            if expire_time(found[0]) + MARGIN <= self._clock.now():
                 raise _expired(name, found[0])
             record = self._renewed(found[0])
             if await self._write(name, record, found[1]) is None:
                 continue
-            # Another process may have counted it as over a moment ago.
+            # Another process may have counted it as over, and purged.
             slot = await self._slot(name.run, record)
             if slot is None:
                 raise _expired(name, found[0])
@@ -140,9 +156,12 @@ class Holds:
         return found[:limit]
 
     async def _new(
-        self, checkpoint: CheckpointName, *, owner: str, ttl: timedelta
+        self, checkpoint: CheckpointName, uid: str, *, owner: str, ttl: timedelta
     ) -> pb.HoldRecord:
-        held = await self._catalogue.checkpoint(checkpoint)
+        if uid:
+            held = await self._catalogue.checkpoint_of_uid(checkpoint, uid)
+        else:
+            held = await self._catalogue.checkpoint(checkpoint)
         now = timestamp(self._clock.now())
         return pb.HoldRecord(
             step=held.step,
@@ -197,14 +216,16 @@ def expire_time(record: pb.HoldRecord) -> datetime:
 
 
 def _check_same(
-    name: HoldName, record: pb.HoldRecord, checkpoint: CheckpointName
+    name: HoldName, record: pb.HoldRecord, checkpoint: CheckpointName, uid: str
 ) -> None:
     """Refuses a repetition that means another checkpoint; where "latest" or a tag is
     asked, it may name another one by now."""
-    if isinstance(checkpoint.which, int) and checkpoint.which != record.step:
+    is_another = isinstance(checkpoint.which, int) and checkpoint.which != record.step
+    if is_another or uid not in ("", record.upload):
         raise RequestIdReusedError(
-            f"{name}: its request id made a hold of step {record.step}, got "
-            f"{checkpoint}; take a new one",
+            f"{name}: its request id made a hold of step {record.step} with uid "
+            f"{record.upload}, got {checkpoint} with uid {uid[:80] or '(any)'}; take a "
+            "new one",
             hold=name.hold,
         )
 

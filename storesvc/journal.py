@@ -10,9 +10,11 @@ begin anew.
 
 import asyncio
 import uuid
-from collections import defaultdict
 from datetime import UTC, timedelta
 from typing import Final
+from weakref import WeakValueDictionary
+
+from cachetools import LRUCache
 
 from storesvc.bucket import IF_ABSENT, Bucket, PreconditionError
 from storesvc.clocks import Clock
@@ -36,6 +38,9 @@ KEPT: Final = 100_000
 
 READS_AT_ONCE: Final = 32
 
+MAX_KNOWN: Final = 10_000
+"""Namespaces of which a process knows a number; of others it lists the journal."""
+
 
 class Journal:
     """The journals of a bucket."""
@@ -43,9 +48,11 @@ class Journal:
     def __init__(self, bucket: Bucket, *, clock: Clock) -> None:
         self._bucket = bucket
         self._clock = clock
-        self._known: dict[str, int] = {}  # a number that is, or was, there; 0: none
-        self._announcing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._landings: dict[str, asyncio.Event] = {}
+        # a number that is, or was, there; 0: none
+        self._known: LRUCache[str, int] = LRUCache(MAX_KNOWN)
+        # kept by whoever uses them
+        self._announcing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._landings: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
 
     async def announce(self, namespace: str, announcement: pb.Announcement) -> int:
         """Announces a change of an object that was read before, and returns the number
@@ -54,15 +61,16 @@ class Journal:
             number = await self._create(namespace, announcement)
             if await self._is_next(namespace, number):
                 return number
-            await self._bucket.delete(layout.announcement(namespace, number))
 
     def landed(self, namespace: str) -> None:
         """Tells the watchers of this process that an announced change was made."""
-        if namespace in self._landings:
-            self._landings[namespace].set()
+        landings = self._landings.get(namespace)
+        if landings is not None:
+            landings.set()
 
     def landings(self, namespace: str) -> asyncio.Event:
-        """Returns what is set whenever a change lands in this process."""
+        """Returns what is set whenever a change lands in this process, for as long as
+        somebody keeps it."""
         return self._landings.setdefault(namespace, asyncio.Event())
 
     async def read(self, namespace: str, number: int) -> pb.Announcement | None:
@@ -77,8 +85,8 @@ class Journal:
 
     async def following(
         self, namespace: str, after: int, *, limit: int
-    ) -> list[tuple[int, pb.Announcement]]:
-        """Returns the announcements after one, in order.
+    ) -> list[tuple[int, pb.Announcement | None]]:
+        """Returns the announcements after one, in order; None for a damaged one.
 
         Args:
             namespace: Of this namespace.
@@ -89,15 +97,15 @@ class Journal:
             ResumeTokenExpiredError: The next ones were trimmed.
             InvalidResumeTokenError: There is no such number yet.
         """
-        found: list[tuple[int, pb.Announcement]] = []
+        found: list[tuple[int, pb.Announcement | None]] = []
         more, batch = True, 1  # mostly there is none
         while more and len(found) < limit:
             first = after + len(found) + 1
             numbers = range(first, first + min(batch, limit - len(found)))
-            read = await asyncio.gather(*(self.read(namespace, n) for n in numbers))
-            for number, announcement in zip(numbers, read, strict=True):
-                more = more and announcement is not None
-                if more and announcement is not None:
+            read = await asyncio.gather(*(self._look(namespace, n) for n in numbers))
+            for number, (is_there, announcement) in zip(numbers, read, strict=True):
+                more = more and is_there
+                if more:
                     found.append((number, announcement))
             batch = min(2 * batch, READS_AT_ONCE)
         if found:
@@ -110,6 +118,13 @@ class Journal:
         """Returns the number of the last announcement; 0: there is none."""
         known = self._known.get(namespace, 0)
         return await self._last(namespace, known)
+
+    async def recent(self, namespace: str, *, limit: int) -> range:
+        """Returns the numbers of the last announcements, damaged or not."""
+        tail = await self.tail(namespace)
+        least = max(0, tail - limit)
+        numbers = await self._numbers(namespace, after=least)
+        return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
     async def trim(
         self, namespace: str, *, keep: int = KEPT, older_than: timedelta = KEPT_AGE
@@ -143,30 +158,46 @@ class Journal:
         record = pb.Announcement()
         record.CopyFrom(announcement)
         record.nonce = uuid.uuid4().hex
-        async with self._announcing[namespace]:
-            if namespace not in self._known:
-                await self._last(namespace, 0)
+        async with self._announcing.setdefault(namespace, asyncio.Lock()):
+            known = self._known.get(namespace)
+            if known is None:
+                known = await self._last(namespace, 0)
             while True:
-                number = self._known.get(namespace, 0) + 1
+                number = known + 1
                 place = layout.announcement(namespace, number)
                 record.create_time.CopyFrom(timestamp(self._clock.now()))
                 try:
                     await write_record(self._bucket, place, record, condition=IF_ABSENT)
                 except PreconditionError:  # another process was faster
-                    await self._last(namespace, number)
+                    known = await self._last(namespace, number)
                     continue
                 self._note(namespace, number)
                 return number
 
     async def _is_next(self, namespace: str, number: int) -> bool:
         """Whether a number that this process created was not trimmed long ago, while
-        the process slept: no watch would look there."""
-        if number == 1 or await self._is_there(namespace, number - 1):
+        the process slept: no watch would look there. One that was is taken back."""
+        if number > 1 and await self._is_there(namespace, number - 1):
             return True
         later = await self._numbers(namespace, after=number)
-        if later:
-            self._note(namespace, later[-1])
-        return not later or later[0] == number + 1
+        if not later:
+            return True
+        self._note(namespace, later[-1])
+        # Where the next one follows, this may be in its place all the same: it stays,
+        # so that there is no gap, and nobody uses it.
+        if later[0] != number + 1:
+            await self._bucket.delete(layout.announcement(namespace, number))
+        return False
+
+    async def _look(
+        self, namespace: str, number: int
+    ) -> tuple[bool, pb.Announcement | None]:
+        """Whether there is an announcement, and which, unless it is damaged."""
+        try:
+            announcement = await self.read(namespace, number)
+        except CorruptDataError:
+            return True, None
+        return announcement is not None, announcement
 
     async def _is_there(self, namespace: str, number: int) -> bool:
         """Whether there is an announcement, damaged or not."""

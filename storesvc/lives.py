@@ -8,7 +8,7 @@ off finishes it.
 
 import asyncio
 from collections.abc import Callable, Iterable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 
 from storesvc import transitions
@@ -29,6 +29,9 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_PURGE_DELAY: Final = timedelta(days=3)
 """How long a deleted checkpoint can be undeleted, where nobody says otherwise."""
+
+MAX_PURGE_DELAY: Final = timedelta(days=365)
+"""How long at most."""
 
 _TRIES: Final = 8
 """Of a change, while others change the same slot."""
@@ -84,6 +87,7 @@ class Lives:
         purge_delay: timedelta | None,
         etag: str,
         write_id: str,
+        uid: str = "",
     ) -> pb.CheckpointRecord:
         """Deletes a checkpoint softly, and returns its record.
 
@@ -93,10 +97,11 @@ class Lives:
             purge_delay: How long it can be undeleted; None: as the run says.
             etag: What the caller read, or "".
             write_id: Of the request.
+            uid: Of the checkpoint; "": of whichever is there.
 
         Raises:
             RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps.
+            CheckpointNotFoundError: With the nearest steps, or it was replaced.
             CheckpointInUseError: It is pinned or tagged.
             EtagMismatchError: It changed since the etag was read.
             ConflictError: Others change it all the time.
@@ -119,36 +124,40 @@ class Lives:
                 write_id=write_id,
             )
 
-        return await self._change(run, step, decide, pb.Announcement.KIND_DELETE)
+        kind = pb.Announcement.KIND_DELETE
+        return await self._change(run, step, decide, kind, uid=uid)
 
     async def undelete(
-        self, run: RunName, step: int, *, write_id: str
+        self, run: RunName, step: int, *, write_id: str, uid: str = ""
     ) -> pb.CheckpointRecord:
         """Takes the deletion of a checkpoint back, and returns its record.
 
         Raises:
             RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps.
+            CheckpointNotFoundError: With the nearest steps, or the one of the uid was
+                replaced.
             ConflictError: It is being purged, or others change it all the time.
         """
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
             return transitions.undeleted(run, slot, write_id=write_id)
 
-        return await self._change(run, step, decide, pb.Announcement.KIND_UNDELETE)
+        kind = pb.Announcement.KIND_UNDELETE
+        return await self._change(run, step, decide, kind, uid=uid)
 
-    async def purge(self, run: RunName, step: int, *, etag: str) -> None:
+    async def purge(self, run: RunName, step: int, *, etag: str, uid: str = "") -> None:
         """Ends a deleted checkpoint for good, and frees its step.
 
         Raises:
             RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps.
+            CheckpointNotFoundError: With the nearest steps, or the one of the uid was
+                replaced.
             CheckpointNotDeletedError: It is not deleted.
             CheckpointInUseError: Something needs it.
             EtagMismatchError: It changed since the etag was read.
             ConflictError: Others change it all the time.
         """
-        uid = (await self._slot(run, step))[0].upload
+        uid = (await self._slot(run, step, uid))[0].upload
         for _ in range(_TRIES):
             found = await self._catalogue.slot(run, step)
             if found is None or not _is_checkpoint(found[0], uid):
@@ -160,7 +169,7 @@ class Lives:
             if not await self._settle(run, *marked, uses):
                 continue
             if uid in uses:
-                raise transitions.in_use(run, found[0], uses[uid], "end that")
+                raise transitions.in_use(run, found[0], str(uses[uid]), "end that")
             return
         raise _contended(run, step)
 
@@ -177,9 +186,38 @@ class Lives:
             slots: What was read, of any state.
         """
         now = self._clock.now()
+        due = [slot for slot in slots if transitions.is_due(slot, now)]
+        if not due:
+            return []
+        # 1. What is used stays as it is: marking it would only refuse, for a moment,
+        #    to undelete it or to renew its hold.
+        uses = await self._uses.of(run)
+        due = [s for s in due if s.state == PURGING or s.upload not in uses]
+        # 2. PURGING, before the look at the uses that counts.
+        marked = await self._mark_due(run, due, now)
+        if not marked:
+            return []
+        # 3. All uses, once more.
+        uses = await self._uses.of(run)
         at_once = asyncio.Semaphore(_CHANGES_AT_ONCE)
 
-        # 1. PURGING, before any use is looked for.
+        # 4. Free what has none.
+        async def settle(
+            slot: pb.CheckpointRecord, generation: Generation
+        ) -> pb.CheckpointRecord | None:
+            async with at_once:
+                settled = await self._settle(run, slot, generation, uses)
+            return slot if settled and slot.upload not in uses else None
+
+        purged = await asyncio.gather(*(settle(*m) for m in marked))
+        return [slot for slot in purged if slot is not None]
+
+    async def _mark_due(
+        self, run: RunName, due: Iterable[pb.CheckpointRecord], now: datetime
+    ) -> list[tuple[pb.CheckpointRecord, Generation]]:
+        """Those that are still due, PURGING."""
+        at_once = asyncio.Semaphore(_CHANGES_AT_ONCE)
+
         async def mark(
             slot: pb.CheckpointRecord,
         ) -> tuple[pb.CheckpointRecord, Generation] | None:
@@ -191,31 +229,17 @@ class Lives:
                     return None
                 return await self._mark(run, *found, etag="")
 
-        due = [slot for slot in slots if transitions.is_due(slot, now)]
-        marked = [m for m in await asyncio.gather(*map(mark, due)) if m is not None]
-        if not marked:
-            return []
-        # 2. All uses, once.
-        uses = await self._uses.of(run)
-
-        # 3. Free what has none.
-        async def settle(
-            slot: pb.CheckpointRecord, generation: Generation
-        ) -> pb.CheckpointRecord | None:
-            async with at_once:
-                settled = await self._settle(run, slot, generation, uses)
-            return slot if settled and slot.upload not in uses else None
-
-        purged = await asyncio.gather(*(settle(*m) for m in marked))
-        return [slot for slot in purged if slot is not None]
+        return [m for m in await asyncio.gather(*map(mark, due)) if m is not None]
 
     async def _slot(
-        self, run: RunName, step: int
+        self, run: RunName, step: int, uid: str = ""
     ) -> tuple[pb.CheckpointRecord, Generation]:
-        """The slot of a checkpoint, deleted or not."""
+        """The slot of a checkpoint, deleted or not; with a uid, of that very one."""
         found = await self._catalogue.slot(run, step)
         if found is None or found[0].state not in CHECKPOINTS:
             raise await self._catalogue.missing(CheckpointName(run, step))
+        if uid not in ("", found[0].upload):
+            raise transitions.replaced(run, found[0], uid)
         return found
 
     async def _change(
@@ -224,10 +248,12 @@ class Lives:
         step: int,
         decide: _Decide,
         kind: "pb.Announcement.Kind.ValueType" = pb.Announcement.KIND_UNSPECIFIED,
+        *,
+        uid: str = "",
     ) -> pb.CheckpointRecord:
         """Makes one change of a slot, and tells of it where it is of a kind."""
         for _ in range(_TRIES):
-            slot, generation = await self._slot(run, step)
+            slot, generation = await self._slot(run, step, uid)
             changed = decide(slot)
             if changed is slot:
                 return slot

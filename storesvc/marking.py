@@ -1,8 +1,9 @@
 """What is garbage: from what was read of a run.
 
-A collector lists the objects of a run, and then reads all its slots as they were at
-one moment. What these functions call garbage may be deleted at any time after that,
-whatever else goes on, for they keep to these rules:
+A collector lists the objects of a run, and then reads all its slots until two reads
+agree. ``agreement`` says when they do, and why the second one then has all that needed
+anything at one moment. What these functions call garbage may be deleted at any time
+after that, whatever else goes on, for they keep to these rules:
 
 1. An upload *lives* while its slot is UPLOADING by it. All that carries its id stays,
    and all that carries the id of its predecessor, which it may claim.
@@ -18,10 +19,12 @@ whatever else goes on, for they keep to these rules:
 6. The record of an upload outlives it, to answer repeated requests. A FREE slot
    outlives all else of the uploads of its step: nothing is ever without an owner, and
    no upload that found the slot empty once finds it empty again.
-7. What carries no upload's id is never garbage.
+7. What no list shows (what a killed write left, and directories) goes with the last
+   of an upload that a list shows, and before it: its record, or the FREE slot.
+8. What carries no upload's id is never garbage.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -62,7 +65,7 @@ class Snapshot:
     listed: Sequence[str]
     """All its objects, listed before the slots were read."""
     slots: Mapping[int, pb.CheckpointRecord]
-    """By step: all its slots, as they were at one moment."""
+    """By step: all its slots; what is marked as garbage needs that they agree."""
     records: Mapping[str, pb.UploadRecord]
     """By upload: the records of those that no slot names, and of those that live."""
 
@@ -96,10 +99,11 @@ class Marks:
 
     garbage: Sequence[str]
     """What points to data files before data files."""
-    records: Sequence[str]
-    """Records of uploads of which nothing else is left."""
     gone: Sequence[str]
-    """Uploads of which nothing at all is left with that."""
+    """Uploads of which no list shows anything after the rest of this: whatever is left
+    of them below ``RunPlaces.all_of`` goes first."""
+    records: Sequence[str]
+    """Records of uploads of which nothing else is left, or that are kept."""
     free_steps: Sequence[int]
     """FREE slots of uploads of which nothing else is left: to be emptied only after the
     run's ``epoch_floor`` was raised to their epochs."""
@@ -175,7 +179,7 @@ def mark(
     *,
     over: Container[str],
     answered: Container[str],
-    named: Container[str],
+    named: Collection[str],
 ) -> Marks:
     """Returns what may be deleted.
 
@@ -186,56 +190,25 @@ def mark(
         answered: Uploads whose record has answered for long enough.
         named: The data files, relative to the pool, in the file tables of ``tables``.
     """
-    garbage: list[str] = []
-    records: list[str] = []
-    gone: list[str] = []
-    free_steps: list[int] = []
-    claimed = _predecessors(snapshot, known)
-    recorded = _recorded(snapshot)
-    waiting: list[str] = []
-    for upload, fate in known.items():
-        has_ended = fate.state is State.ENDED
-        if has_ended and upload in claimed:
-            continue
-        record = snapshot.places.upload(upload)
-        written = [p for p in snapshot.objects.get(upload, ()) if p != record]
-        unused = [
-            place
-            for place in written
-            if _is_unused(snapshot.places, place, fate)
-            and _file_of(snapshot.places, place) not in named
-        ]
-        if has_ended and upload not in over:
-            waiting += [upload] if unused else []
-            continue
-        garbage += unused
-        is_gone = has_ended and len(unused) == len(written)
-        if upload in answered and (is_gone or fate.state is State.KEPT):
-            records.append(record)
-            if is_gone:
-                gone.append(upload)
-        if is_gone and fate.slot and fate.slot.step not in recorded:
-            free_steps.append(fate.slot.step)
-    listed = set(snapshot.listed)
+    view = _View(
+        snapshot=snapshot,
+        over=over,
+        answered=answered,
+        named=named,
+        sharing={file.partition("/")[0] for file in named},
+        claimed=_predecessors(snapshot, known),
+        listed=set(snapshot.listed),
+        recorded=_recorded(snapshot),
+    )
+    ends = [_end(view, upload, fate) for upload, fate in known.items()]
+    garbage = [place for end in ends for place in end.garbage]
     return Marks(
         garbage=sorted(garbage, key=lambda p: p.startswith(snapshot.places.pool)),
-        records=[place for place in records if place in listed],
-        gone=[u for u in gone if snapshot.places.upload(u) in listed],
-        free_steps=sorted(free_steps),
-        waiting=waiting,
+        gone=[end.upload for end in ends if end.is_gone],
+        records=[snapshot.places.upload(end.upload) for end in ends if end.ends_record],
+        free_steps=sorted(e.free_step for e in ends if e.free_step is not None),
+        waiting=[end.upload for end in ends if end.is_waiting],
     )
-
-
-def removable_tags(tags: Mapping[str, pb.TagRecord], *, before: int) -> list[str]:
-    """Returns the deleted tags that nobody reads any more.
-
-    Args:
-        tags: All tags of a run.
-        before: The lowest number of an announcement that somebody may still read.
-    """
-    return [
-        name for name, tag in tags.items() if not tag.upload and tag.sequence < before
-    ]
 
 
 def moment(stamp: Timestamp) -> datetime | None:
@@ -307,3 +280,66 @@ def _is_unused(places: RunPlaces, place: str, fate: Fate) -> bool:
 def _file_of(places: RunPlaces, place: str) -> str | None:
     """A data file, as file tables call it; None for what is none."""
     return place.removeprefix(places.pool) if place.startswith(places.pool) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """All that the end of one upload depends on."""
+
+    snapshot: Snapshot
+    over: Container[str]
+    answered: Container[str]
+    named: Container[str]
+    sharing: Container[str]
+    """Uploads whose data files are named."""
+    claimed: Container[str]
+    """Uploads that live ones took over from."""
+    listed: Container[str]
+    recorded: Container[int]
+    """Steps that an upload has a record of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """What may be deleted of one upload."""
+
+    upload: str
+    garbage: Sequence[str] = ()
+    is_gone: bool = False
+    ends_record: bool = False
+    free_step: int | None = None
+    is_waiting: bool = False
+
+
+def _end(view: _View, upload: str, fate: Fate) -> _End:
+    """What may be deleted of an upload."""
+    places = view.snapshot.places
+    has_ended = fate.state is State.ENDED
+    if has_ended and upload in view.claimed:
+        return _End(upload=upload)
+    record = places.upload(upload)
+    written = [p for p in view.snapshot.objects.get(upload, ()) if p != record]
+    unused = [
+        place
+        for place in written
+        if _is_unused(places, place, fate) and _file_of(places, place) not in view.named
+    ]
+    if has_ended and upload not in view.over:
+        return _End(upload=upload, is_waiting=bool(unused))
+    # Another may have claimed a file since the list: one that is named, not listed.
+    is_empty = has_ended and len(unused) == len(written) and upload not in view.sharing
+    has_record, is_answered = record in view.listed, upload in view.answered
+    ends_record = has_record and is_answered and (is_empty or fate.state is State.KEPT)
+    free_step = None
+    if is_empty and fate.slot and fate.slot.step not in view.recorded:
+        free_step = fate.slot.step
+    is_last = ends_record or (
+        not has_record and (bool(written) or free_step is not None)
+    )
+    return _End(
+        upload=upload,
+        garbage=unused,
+        is_gone=is_empty and is_last,
+        ends_record=ends_record,
+        free_step=free_step,
+    )

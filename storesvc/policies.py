@@ -33,6 +33,9 @@ MAX_REASONS: Final = 8
 MAX_REASON_CHARACTERS: Final = 120
 """Of one of them."""
 
+_STEPS_TOLD: Final = 5
+"""Of the steps that a rule lists."""
+
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNITS: Final = {"day": 86_400, "hour": 3600, "minute": 60, "second": 1}
 
@@ -135,7 +138,7 @@ def describe(policy: pb.RetentionPolicy) -> str:
             without = " or without it" if best.keep_without_metric else ""
             return f"best {best.count} by {best.metric} ({mode}){without}"
         case "steps":
-            return "listed step" if policy.steps.steps else "no step"
+            return _steps_text(policy.steps.steps)
         case "any" | "all" as rule:
             word = " or " if rule == "any" else " and "
             return f"({word.join(map(describe, members_of(policy))) or 'none'})"
@@ -241,6 +244,14 @@ def _length_text(length: Duration) -> str:
             if length.seconds % seconds == 0:
                 return _counted(length.seconds // seconds, unit)
     return f"{nanos(length) / 10**9:g} seconds"
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    if not steps:
+        return "no step"
+    text = ", ".join(map(str, steps[:_STEPS_TOLD]))
+    more = f" and {len(steps) - _STEPS_TOLD} more" if len(steps) > _STEPS_TOLD else ""
+    return f"{'step' if len(steps) == 1 else 'steps'} {text}{more}"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -33,6 +33,8 @@ _CHOICES: Final = frozenset({"latest", "every_duration", "best"})
 
 _NONE: Final = frozenset[int]()
 
+_SHORTEN: Final = "use a shorter policy"
+
 
 def check(policy: pb.RetentionPolicy) -> None:
     """Refuses a policy that could not be meant.
@@ -48,10 +50,11 @@ def check(policy: pb.RetentionPolicy) -> None:
     """
     size = policy.ByteSize()
     if size > MAX_BYTES:
-        raise _invalid("", f"at most {MAX_BYTES} bytes", str(size))
+        raise _invalid("", f"at most {MAX_BYTES} bytes", str(size), _SHORTEN)
     parts = list(_parts(policy, ()))
     if len(parts) > MAX_RULES:
-        raise _invalid("", f"at most {MAX_RULES} rules in all", str(len(parts)))
+        wanted = f"at most {MAX_RULES} rules in all"
+        raise _invalid("", wanted, str(len(parts)), _SHORTEN)
     for place, part in parts:
         _check_rule(place, part)
     if _keeps_none(policy):
@@ -61,7 +64,8 @@ def check(policy: pb.RetentionPolicy) -> None:
         )
     for place, part in parts:
         if _keeps_none(part) and not any(map(_keeps_none, members_of(part))):
-            raise _invalid(place, "what could keep a checkpoint", describe(part))
+            wanted = "what could keep a checkpoint"
+            raise _invalid(place, wanted, describe(part), "leave it out")
 
 
 def _parts(
@@ -70,7 +74,8 @@ def _parts(
     """A policy and all that it is built of, with their places in it."""
     place = ".".join(path)
     if len(path) == MAX_DEPTH:
-        raise _invalid(place, f"policies nested at most {MAX_DEPTH} deep", "more")
+        wanted = f"policies nested at most {MAX_DEPTH} deep"
+        raise _invalid(place, wanted, "more", _SHORTEN)
     yield place, policy
     rule = policy.WhichOneof("rule")
     for at, member in enumerate(members_of(policy)):
@@ -84,9 +89,10 @@ def _check_rule(place: str, policy: pb.RetentionPolicy) -> None:
     at = f"{place}.{rule}" if place else str(rule)
     match rule:
         case None:
-            raise _invalid(place, "exactly one rule that this server knows", "none")
+            wanted = "exactly one rule that this server knows"
+            raise _invalid(place, wanted, "none", "name one, or use a newer server")
         case "latest":
-            _check_least(f"{at}.count", policy.latest.count, least=0)
+            _check_count(f"{at}.count", policy.latest.count)
         case "every_steps":
             _check_least(f"{at}.steps", policy.every_steps.steps, least=1)
         case "every_duration":
@@ -104,18 +110,22 @@ def _check_rule(place: str, policy: pb.RetentionPolicy) -> None:
 
 
 def _check_best(at: str, best: pb.KeepBest) -> None:
-    least = 1 if best.keep_without_metric else 0
-    _check_least(f"{at}.count", best.count, least=least)
+    if best.keep_without_metric:  # then 0 keeps something
+        _check_least(f"{at}.count", best.count, least=1)
+    _check_count(f"{at}.count", best.count)
     size = len(best.metric.encode())
     if not 1 <= size <= MAX_METRIC_BYTES:
-        raise _invalid(f"{at}.metric", f"1 to {MAX_METRIC_BYTES} bytes", str(size))
+        wanted = f"1 to {MAX_METRIC_BYTES} bytes"
+        raise _invalid(f"{at}.metric", wanted, str(size), "name another metric")
     if best.mode not in (pb.KeepBest.MODE_MIN, pb.KeepBest.MODE_MAX):
-        raise _invalid(f"{at}.mode", "MODE_MIN or MODE_MAX", str(best.mode))
+        wanted = "MODE_MIN or MODE_MAX"
+        raise _invalid(f"{at}.mode", wanted, str(best.mode), "say which is better")
 
 
 def _check_steps(at: str, steps: Sequence[int]) -> None:
     if len(steps) > MAX_STEPS:
-        raise _invalid(at, f"at most {MAX_STEPS} steps", str(len(steps)))
+        wanted = f"at most {MAX_STEPS} steps"
+        raise _invalid(at, wanted, str(len(steps)), "tag or pin checkpoints instead")
     for number, step in enumerate(steps):
         _check_least(f"{at}[{number}]", step, least=0)
 
@@ -125,19 +135,28 @@ def _check_members(at: str, policy: pb.RetentionPolicy) -> None:
     # `any` of none keeps nothing, where `all` of none would keep everything
     least = 1 if policy.HasField("all") else 0
     if not least <= count <= MAX_POLICIES:
-        raise _invalid(at, f"1 to {MAX_POLICIES} policies", str(count))
+        wanted = f"1 to {MAX_POLICIES} policies"
+        raise _invalid(at, wanted, str(count), _SHORTEN if count else "give one")
 
 
 def _check_negated(at: str, policy: pb.RetentionPolicy) -> None:
     for place, part in _parts(policy, (at,)):
         if part.WhichOneof("rule") in _CHOICES:
             expected = "rules that look at one checkpoint at a time"
-            raise _invalid(place, expected, describe(part))
+            advice = "leave it out of what is negated"
+            raise _invalid(place, expected, describe(part), advice)
+
+
+def _check_count(place: str, count: int) -> None:
+    # 0 breaks no bound: that it keeps nothing is told of the policy as a whole
+    if count < 0:
+        _check_least(place, count, least=1)
 
 
 def _check_least(place: str, number: int, *, least: int) -> None:
     if number < least:
-        raise _invalid(place, "1 or more" if least else "0 or more", str(number))
+        wanted = f"at least {least}"
+        raise _invalid(place, wanted, str(number), "give a higher number")
 
 
 def _check_duration(place: str, length: Duration) -> None:
@@ -147,6 +166,7 @@ def _check_duration(place: str, length: Duration) -> None:
             place,
             f"more than 0 and at most {MAX_DURATION_SECONDS} s",
             f"{length.seconds} s and {length.nanos} ns",
+            "give another length of time",
         )
 
 
@@ -207,8 +227,9 @@ def _contradict(policies: Sequence[pb.RetentionPolicy]) -> bool:
     return any(p.HasField("not") and negated(p) in policies for p in policies)
 
 
-def _invalid(place: str, expected: str, got: str) -> InvalidPolicyError:
+def _invalid(place: str, expected: str, got: str, advice: str) -> InvalidPolicyError:
     at = f", {place}" if place else ""
     return InvalidPolicyError(
-        f"retention policy{at}: expected {expected}, got {cut(got)}", place=place
+        f"retention policy{at}: expected {expected}, got {cut(got)}; {advice}",
+        place=place,
     )

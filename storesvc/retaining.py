@@ -156,8 +156,12 @@ class Retaining:
         for at, verdict in enumerate(after):
             if not verdict.kept and (verdict.uid in tags or not is_newest_there):
                 with suppress(ConflictError, CheckpointNotFoundError):
-                    write_id = str(uuid.uuid4())
-                    await self._lives.undelete(run, verdict.step, write_id=write_id)
+                    await self._lives.undelete(
+                        run,
+                        verdict.step,
+                        write_id=str(uuid.uuid4()),
+                        uid=verdict.uid,
+                    )
                     after[at] = replace(verdict, reasons=_LEFT)
         return {verdict.step: verdict for verdict in after}
 
@@ -210,7 +214,7 @@ def _candidate(
         commit_time=record.commit_time.ToDatetime(UTC),
         metrics={name: record.metrics[name] for name in metrics & set(record.metrics)},
         pinned=record.pinned,
-        tags=(tag.removeprefix("tag "),) if tag else (),
+        tags=(tag,) if tag else (),
     )
 
 

@@ -1,16 +1,18 @@
-"""Reading a run as it was at one moment, for the collector.
+"""Reading a run, for the collector.
 
-The objects are listed first, and only then the slots are read, all of them again and
-again until two reads in a row agree: at a moment between those two they were all so
-at once. ``marking`` says what follows from that.
+The objects are listed first, and only then the slots are read. One read of each tells
+what may end. For garbage they are all read again, until two reads in a row agree, as
+``agreement`` means it; ``marking`` says what follows from that.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
 
+from storesvc.agreement import agree
 from storesvc.bucket import Bucket, Generation
 from storesvc.catalogue import Catalogue
 from storesvc.errors import ConflictError, CorruptDataError
@@ -22,7 +24,9 @@ from storesvc.records import read_record
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _TRIES: Final = 10
-"""Reads of all slots, while some change."""
+"""Reads of all slots, while some lose what they hold."""
+_LISTS: Final = 10
+"""Lists of the slots, while more come."""
 _READS_AT_ONCE: Final = 32
 
 S = TypeVar("S")
@@ -36,25 +40,34 @@ class Snapshots:
         self._bucket = bucket
         self._catalogue = catalogue
 
-    async def read(self, run: RunName) -> Snapshot:
-        """Returns what a run holds.
+    async def look(self, run: RunName) -> Snapshot:
+        """Returns what a run holds, each slot as it was at some moment.
 
         Raises:
-            ConflictError: Its slots did not hold still.
             CorruptDataError: A slot, or the record of an upload, is damaged.
         """
         places = RunPlaces(run)
         listed = await self._bucket.list(places.root)
-        slots = await self._still_slots(run)
-        snapshot = Snapshot(places=places, listed=listed, slots=slots, records={})
-        uploads = unnamed(snapshot)
-        found = await each(self._record, map(places.upload, uploads))
-        records = {
-            upload: record
-            for upload, record in zip(uploads, found, strict=True)
-            if record is not None
-        }
-        return Snapshot(places=places, listed=listed, slots=slots, records=records)
+        return await self._described(places, listed, _bare(await self.slots(run)))
+
+    async def settled(self, seen: Snapshot) -> Snapshot:
+        """Returns what a run holds, after a look at it, with slots that agree.
+
+        Raises:
+            ConflictError: They did not.
+            CorruptDataError: A slot, or the record of an upload, is damaged.
+        """
+        run, first = seen.places.name, seen.slots
+        for _ in range(_TRIES):
+            first, steps = await self._completed(run, first)
+            second = _bare(await self._slots_of(run, steps))
+            if agree(first, second):
+                return await self._described(seen.places, seen.listed, second)
+            first = second
+        raise ConflictError(
+            f"{run}: a slot was given up or taken over during each of {_TRIES} reads "
+            "of all"
+        )
 
     async def file_table(self, place: str) -> pb.FileTable:
         """Returns the file table that lies at a place.
@@ -72,36 +85,61 @@ class Snapshots:
         except DecodeError as e:
             raise CorruptDataError(f"{place} is damaged: {e}") from e
 
-    async def _still_slots(self, run: RunName) -> dict[int, pb.CheckpointRecord]:
-        """All slots, as they were at one moment."""
-        before = None
-        for _ in range(_TRIES):
-            found = await self.slots(run)
-            generations = {step: slot[1] for step, slot in found.items()}
-            if generations == before:
-                return {step: slot[0] for step, slot in found.items()}
-            before = generations
-        raise ConflictError(f"{run}: its slots changed during {_TRIES} reads of all")
-
     async def slots(
         self, run: RunName
     ) -> dict[int, tuple[pb.CheckpointRecord, Generation]]:
         """Returns what each slot of a run holds, one read after another, by step."""
+        return await self._slots_of(run, await self._steps(run))
+
+    async def _completed(
+        self, run: RunName, read: Mapping[int, pb.CheckpointRecord]
+    ) -> tuple[Mapping[int, pb.CheckpointRecord], list[int]]:
+        """A read of slots, with those that came since; and a later list, by which no
+        more had come."""
+        for _ in range(_LISTS):
+            steps = await self._steps(run)
+            new = [step for step in steps if step not in read]
+            if not new:
+                return read, steps
+            read = {**read, **_bare(await self._slots_of(run, new))}
+        raise ConflictError(f"{run}: new slots came between {_LISTS} lists of them")
+
+    async def _steps(self, run: RunName) -> list[int]:
         places = RunPlaces(run)
         listed = await self._bucket.list(places.checkpoints)
-        steps = [
-            step for place in listed if (step := places.step_of(place)) is not None
-        ]
+        return [s for place in listed if (s := places.step_of(place)) is not None]
 
+    async def _slots_of(
+        self, run: RunName, steps: Sequence[int]
+    ) -> dict[int, tuple[pb.CheckpointRecord, Generation]]:
         async def slot(step: int) -> tuple[pb.CheckpointRecord, Generation] | None:
             return await self._catalogue.slot(run, step)
 
         found = await each(slot, steps)
         return {s: slot for s, slot in zip(steps, found, strict=True) if slot}
 
+    async def _described(
+        self,
+        places: RunPlaces,
+        listed: Sequence[str],
+        slots: Mapping[int, pb.CheckpointRecord],
+    ) -> Snapshot:
+        """What was read, with the records of uploads that it needs."""
+        snapshot = Snapshot(places=places, listed=listed, slots=slots, records={})
+        uploads = unnamed(snapshot)
+        found = await each(self._record, map(places.upload, uploads))
+        records = zip(uploads, found, strict=True)
+        return replace(snapshot, records={u: r for u, r in records if r is not None})
+
     async def _record(self, place: str) -> pb.UploadRecord | None:
         found = await read_record(self._bucket, place, pb.UploadRecord)
         return found and found[0]
+
+
+def _bare(
+    slots: Mapping[int, tuple[pb.CheckpointRecord, Generation]],
+) -> dict[int, pb.CheckpointRecord]:
+    return {step: slot for step, (slot, _) in slots.items()}
 
 
 async def each(look: Callable[[S], Awaitable[T]], things: Iterable[S]) -> list[T]:

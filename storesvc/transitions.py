@@ -19,6 +19,7 @@ from storesvc.errors import (
     CheckpointDeletedError,
     CheckpointInUseError,
     CheckpointNotDeletedError,
+    CheckpointNotFoundError,
     ConflictError,
     EtagMismatchError,
 )
@@ -96,7 +97,8 @@ def deleted(
     if slot.pinned:
         raise in_use(run, slot, "a pin", "unpin it")
     if slot.upload in tagged:
-        raise in_use(run, slot, tagged[slot.upload], "move or delete the tag")
+        tag = f"tag {tagged[slot.upload]}"
+        raise in_use(run, slot, tag, "move or delete the tag")
     changed = _copy(slot, write_id)
     changed.state = DELETED
     changed.delete_time.CopyFrom(timestamp(when))
@@ -208,6 +210,19 @@ def is_deleted(run: RunName, slot: pb.CheckpointRecord) -> CheckpointDeletedErro
         step=str(slot.step),
         uid=slot.upload,
         purge_time=until,
+    )
+
+
+def replaced(
+    run: RunName, slot: pb.CheckpointRecord, uid: str
+) -> CheckpointNotFoundError:
+    """Returns the refusal of a checkpoint at whose step another one is by now."""
+    return CheckpointNotFoundError(
+        f"{run}@{slot.step}: the checkpoint with uid {uid[:80]!r} was replaced by "
+        f"{slot.upload!r}; open that one, or use another step",
+        run=str(run),
+        step=str(slot.step),
+        nearest="",
     )
 
 

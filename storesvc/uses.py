@@ -7,8 +7,9 @@ after PURGING was set will find the checkpoint gone (``bucket.proto``).
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from datetime import UTC
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from storesvc import slots
 from storesvc.bucket import Bucket
@@ -25,6 +26,20 @@ _READS_AT_ONCE: Final = 32
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """Something that uses a checkpoint; as a text, in words for people."""
+
+    kind: Literal["tag", "hold", "upload"]
+    name: str
+    """Of the tag, or the id."""
+    owner: str = ""
+    """Of a hold that says it."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}" + (f" by {self.owner}" if self.owner else "")
+
+
 class Uses:
     """Those of the checkpoints of a bucket."""
 
@@ -35,12 +50,13 @@ class Uses:
         # What this process has seen: another one finds out for itself.
         self._observations = Observations()
 
-    async def of(self, run: RunName) -> dict[str, str]:
-        """Returns what uses the checkpoints of a run, by the uid of the checkpoint:
-        of each one use, in words for people."""
-        uploads, holds, tags = await asyncio.gather(
+    async def of(self, run: RunName) -> dict[str, Use]:
+        """Returns what uses the checkpoints of a run, by the uid of the checkpoint: of
+        each one use."""
+        uploads, holds, tagged = await asyncio.gather(
             self._bases(run), self._held(run), self.tagged(run)
         )
+        tags = {uid: Use(kind="tag", name=tag) for uid, tag in tagged.items()}
         return {**uploads, **holds, **tags}
 
     async def tagged(self, run: RunName) -> dict[str, str]:
@@ -48,26 +64,27 @@ class Uses:
 
         async def named(tag: str) -> tuple[str, str] | None:
             found = await self._catalogue.tag_slot(TagName(run, tag))
-            return (found[0].upload, f"tag {tag}") if found else None
+            return (found[0].upload, tag) if found else None
 
         names = await self._catalogue.tag_names(run)
         return {uid: tag for uid, tag in await _each(named, names) if uid}
 
-    async def _held(self, run: RunName) -> dict[str, str]:
+    async def _held(self, run: RunName) -> dict[str, Use]:
         places = RunPlaces(run)
 
-        async def held(place: str) -> tuple[str, str] | None:
+        async def held(place: str) -> tuple[str, Use] | None:
             found = await read_record(self._bucket, place, pb.HoldRecord)
             if found is None or self._is_over(place, found[0]):
                 return None
             record = found[0]
-            owner = f" by {record.owner}" if record.owner else ""
-            return record.upload, f"hold {places.hold_of(place)}{owner}"
+            return record.upload, Use(
+                kind="hold", name=holds[place], owner=record.owner
+            )
 
         listed = await self._bucket.list(places.holds)
-        holds = [place for place in listed if places.hold_of(place)]
+        holds = {place: id_ for place in listed if (id_ := places.hold_of(place))}
         held_by = dict(await _each(held, holds))
-        self._observations.forget(places.holds, but=frozenset(holds))
+        self._observations.forget(places.holds, but=holds)
         return held_by
 
     def _is_over(self, place: str, record: pb.HoldRecord) -> bool:
@@ -80,11 +97,11 @@ class Uses:
             elapsed=self._clock.elapsed(),
         )
 
-    async def _bases(self, run: RunName) -> dict[str, str]:
+    async def _bases(self, run: RunName) -> dict[str, Use]:
         """The bases of live uploads: those whose slot is UPLOADING by them."""
         places = RunPlaces(run)
 
-        async def base(upload: str) -> tuple[str, str] | None:
+        async def base(upload: str) -> tuple[str, Use] | None:
             found = await read_record(
                 self._bucket, places.upload(upload), pb.UploadRecord
             )
@@ -95,7 +112,7 @@ class Uses:
             if slot is None or slot[0].state != slots.UPLOADING:
                 return None
             is_live = (upload, record.epoch) == (slot[0].upload, slot[0].epoch)
-            return (record.base, f"upload {upload}") if is_live else None
+            return (record.base, Use(kind="upload", name=upload)) if is_live else None
 
         # A record stays for long after its upload has ended. A live upload has a leaf
         # table too, below its name, which it wrote before its slot.

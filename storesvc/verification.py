@@ -2,7 +2,8 @@
 
 Both views of a checkpoint are looked at: the chunks that the manifest places, and
 the key space, which must show the same chunks at the same places beside the
-metadata of each leaf. What is wrong is told and ends nothing. Nothing keeps the
+metadata of each leaf; and the file table, without which no garbage of the run can be
+told from what is needed. What is wrong is told and ends nothing. Nothing keeps the
 checkpoint from being purged meanwhile; so before something counts as missing, the
 slot is read again.
 
@@ -95,6 +96,7 @@ class Verifier:
                             yield report
                         reported = self._clock.elapsed()
             await _check_key_space(reading, manifest, tally)
+            tally.add(await reading.file_table(manifest))
             tally.close()
             for report in tally.reports():
                 yield report
@@ -153,6 +155,20 @@ class _Reading:
             _log.warning("%s@%d: %s", self._run, self._record.step, e)
         await self._check_slot()
         return None
+
+    async def file_table(self, manifest: Manifest) -> list[Damage]:
+        """Returns what is wrong with the file table: a damage, or nothing."""
+        expected = self._record.files_digest
+        if not expected:  # of the first release, which had none
+            return []
+        place = self._places.file_table(self._record.upload, expected)
+        stored = await self._bucket.read(place)
+        if stored is None:
+            await self._check_slot()
+        data = stored.data if stored is not None else None
+        return await asyncio.to_thread(
+            damages.of_file_table, manifest, data, expected=expected
+        )
 
     async def checked(
         self, places: Places, check: Check, missing: Missing

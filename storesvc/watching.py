@@ -11,14 +11,17 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, timedelta
 from itertools import islice
 from typing import Final
 
 from storesvc.catalogue import Catalogue
 from storesvc.changes import Change, Changes
 from storesvc.clocks import Clock
-from storesvc.errors import LimitExceededError, StorageUnavailableError
+from storesvc.errors import (
+    CorruptDataError,
+    LimitExceededError,
+    StorageUnavailableError,
+)
 from storesvc.events import (
     MAX_PENDING,
     Outcome,
@@ -41,9 +44,10 @@ TOKEN_SECONDS: Final = 20.0
 MAX_WATCHES: Final = 1000
 """Watches of a process."""
 
-SINCE: Final = timedelta(hours=1)
+BEFORE: Final = MAX_PENDING
 """A watch without a token tells of changes that were announced before it began, and
-land later, if it is not longer ago."""
+land later, if they are among so many. Their times would not tell which those are: they
+are by the clocks of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class Watcher:
             StorageUnavailableError: The storage does not answer, or the server stops;
                 go on from the last token.
             LimitExceededError: There are too many watches.
-            CorruptDataError: An announcement is damaged, or what it is about.
+            CorruptDataError: An announcement is damaged, or what it is about; the last
+                token goes on after it.
         """
         namespace, run, parent = _parsed(of)
         position = None
@@ -109,8 +114,10 @@ class Watcher:
                 moved = feed.moved
                 async for at, change in feed.news(position, run):
                     position = at
-                    if change is not None:
-                        change.check()
+                    if isinstance(change, CorruptDataError):
+                        yield Told(None, self._token(position, parent))
+                        raise change
+                    if change.outcome is Outcome.LANDED:
                         yield Told(change, self._token(position, parent))
                         beat = self._clock.elapsed() + self._token_seconds
                 left = beat - self._clock.elapsed()
@@ -220,8 +227,9 @@ class _Feed:
         """Goes through all that has been announced by now."""
         async with self._looking:
             if self._tip is None:
-                self._tail = await self._journal.tail(self._namespace)
-                self._tip = Position(await self._recent(self._tail) - 1)
+                numbers = await self._journal.recent(self._namespace, limit=BEFORE)
+                self._tail = numbers[-1] if numbers else 0
+                self._tip = Position(numbers[0] - 1 if numbers else 0)
             before, more = self._tip, True
             while more:
                 found = await self._journal.following(
@@ -231,7 +239,7 @@ class _Feed:
                 self._tail += len(found)
                 more = len(found) == MAX_PENDING
                 # What is damaged fails those who ask for it, and not the others.
-                async for position, _ in self.news(self._tip, None):
+                async for position, _ in self._news(self._tip, None):
                     self._tip = position
             if self._tip != before:
                 self.moved.set()
@@ -239,27 +247,47 @@ class _Feed:
 
     async def news(
         self, position: Position, run: str | None
-    ) -> AsyncIterator[tuple[Position, Change | None]]:
-        """Yields the positions on the way to the tail, and what is told there.
+    ) -> AsyncIterator[tuple[Position, Change | CorruptDataError]]:
+        """Yields the positions on the way to the tail, and the changes there, or why
+        one cannot be known.
 
         Args:
             position: Where to begin.
-            run: What to tell of; None: of all.
+            run: Only what matters to this run; None: to any.
+
+        Raises:
+            ResumeTokenExpiredError: What came of one of them cannot be known: its
+                announcement was trimmed.
         """
+        async for at, change in self._news(position, run):
+            if change is None:
+                raise expired(self._namespace)
+            yield at, change
+
+    async def _news(
+        self, position: Position, run: str | None
+    ) -> AsyncIterator[tuple[Position, Change | CorruptDataError | None]]:
+        """As ``news``; None where an announcement was trimmed."""
         numbers = due(position, self._tail)
         while batch := list(islice(numbers, READS_AT_ONCE)):
-            looked = (self._changes.change(number, run) for number in batch)
-            for number, change in zip(
-                batch, await asyncio.gather(*looked), strict=True
-            ):
-                if number > position.last:
-                    if is_full(position):
-                        return
-                    if change is None:
-                        raise expired(self._namespace)
-                outcome = change.outcome if change else Outcome.SUPERSEDED
+            looked = (self._look(number, run) for number in batch)
+            found = await asyncio.gather(*looked)
+            for number, change in zip(batch, found, strict=True):
+                if number > position.last and is_full(position):
+                    return
+                outcome = Outcome.SUPERSEDED
+                if isinstance(change, Change):
+                    outcome = change.outcome
                 position = after(position, number, outcome)
-                yield position, change if change and change.is_told else None
+                yield position, change
+
+    async def _look(
+        self, number: int, run: str | None
+    ) -> Change | CorruptDataError | None:
+        try:
+            return await self._changes.change(number, run)
+        except CorruptDataError as e:
+            return e
 
     async def _poll(self, seconds: float) -> None:
         landings = self._journal.landings(self._namespace)
@@ -268,21 +296,6 @@ class _Feed:
                 await asyncio.wait_for(landings.wait(), seconds)
             landings.clear()
             await self.look()
-
-    async def _recent(self, tail: int) -> int:
-        """The first number, not long ago, whose change may still be pending."""
-        oldest = self._clock.now() - SINCE
-        first, least = tail + 1, max(1, tail + 1 - MAX_PENDING)
-        is_recent = True
-        while is_recent and first > least:
-            numbers = range(max(least, first - READS_AT_ONCE), first)
-            reads = (self._journal.read(self._namespace, n) for n in numbers)
-            found = await asyncio.gather(*reads)
-            times = [a.create_time.ToDatetime(UTC) for a in found if a is not None]
-            is_recent = len(times) == len(numbers) and min(times) >= oldest
-            if times and max(times) >= oldest:
-                first = numbers[len(numbers) - len(times)]
-        return first
 
 
 def _parsed(of: RunName | str) -> tuple[str, str | None, str]:

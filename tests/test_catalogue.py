@@ -1,7 +1,8 @@
 """The catalogue: lists, pages, latest, and what is said of what is not there."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
@@ -9,11 +10,15 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc.bucket import Stored
+from storesvc.catalogue import Catalogue
 from storesvc.errors import CheckpointNotFoundError, RunNotFoundError
 from storesvc.format import layout
+from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.seal import seal
 from storesvc.kvbucket import KvBucket
+from storesvc.records import timestamp
 from storesvc.rpc import fields
 from storesvc.rpc.fields import page_token
 from storesvc.store import Store
@@ -24,6 +29,7 @@ from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.contract import Writer
+from tests.faulty_bucket import Call, Fault, FaultyBucket
 from tests.server_process import ServerProcess
 
 LLAMA = "namespaces/prod/runs/llama-8b"
@@ -350,3 +356,134 @@ def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:
         found += page
         left = left[len(page) :]
     assert [row for _, row in rows] == found
+
+
+# --- Reads between whose calls others make changes ---------------------------------
+
+RUN = RunName("tests", "overtaken")
+COMMITTED = pb.CheckpointRecord.STATE_COMMITTED
+DELETED = pb.CheckpointRecord.STATE_DELETED
+UPLOADING = pb.CheckpointRecord.STATE_UPLOADING
+NEWEST = CheckpointName(RUN, "latest")
+
+
+class Overtaken(FaultyBucket):
+    """A bucket as a process sees it that others overtake, once."""
+
+    after: str
+    """The place after whose read they do."""
+    overtake: Callable[[], Awaitable[None]] | None = None
+
+    async def read(self, place: str) -> Stored | None:
+        found = await super().read(place)
+        overtake = self.overtake
+        if overtake is not None and place == self.after:
+            self.overtake = None
+            await overtake()
+        return found
+
+
+async def put(
+    bucket: FaultyBucket, *steps: int, state: pb.CheckpointRecord.State.ValueType
+) -> None:
+    """Makes slots what they are, from now on."""
+    for step in steps:
+        slot = pb.CheckpointRecord(state=state, step=step, upload=f"{step:032x}")
+        if state == DELETED:
+            slot.delete_time.CopyFrom(timestamp(datetime.now(UTC)))
+        await bucket.write(RunPlaces(RUN).checkpoint(step), seal(slot))
+
+
+async def overtaken(
+    bucket: FaultyBucket, after: int, overtake: Callable[[], Awaitable[None]]
+) -> Overtaken:
+    """The bucket of a process that others overtake once it has read a step."""
+    await bucket.write(layout.run_record(RUN), seal(pb.RunRecord(uid="u")))
+    process = Overtaken(bucket._root, bucket._context)
+    process.calls = bucket.calls
+    process.after, process.overtake = RunPlaces(RUN).checkpoint(after), overtake
+    return process
+
+
+@pytest.mark.parametrize("limit", [None, 1, 9])
+def test_a_run_that_always_had_a_checkpoint_is_never_without_one(
+    limit: int | None,
+) -> None:
+    async def main() -> None:
+        bucket = await FaultyBucket.faulty("memory://")
+        await put(bucket, 4, 5, state=COMMITTED)
+        await put(bucket, 6, state=UPLOADING)
+
+        async def overtake() -> None:  # a policy keeps the newest
+            await put(bucket, 6, state=COMMITTED)
+            await put(bucket, 5, 4, state=DELETED)
+
+        catalogue = Catalogue(await overtaken(bucket, 6, overtake))
+        if limit is None:
+            assert 6 == (await catalogue.checkpoint(NEWEST)).step
+        else:
+            listed = await catalogue.checkpoints(RUN, before=None, limit=limit)
+            assert 6 == listed[0].step
+
+    asyncio.run(main())
+
+
+def test_what_was_never_the_latest_is_not_told_as_such() -> None:
+    async def main() -> None:
+        bucket = await FaultyBucket.faulty("memory://")
+        await put(bucket, 4, 5, 6, state=COMMITTED)
+        await put(bucket, 7, state=UPLOADING)
+
+        async def overtake() -> None:  # a policy keeps every fourth, and the newest
+            await put(bucket, 8, state=COMMITTED)
+            await put(bucket, 6, 5, state=DELETED)
+
+        catalogue = Catalogue(await overtaken(bucket, 7, overtake))
+        assert 8 == (await catalogue.checkpoint(NEWEST)).step
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("age", "calls"),
+    [
+        (timedelta(hours=1), ["list", "read", "read", "list", "read"]),
+        (timedelta(days=3), ["list", "read", "read"]),
+    ],
+)
+def test_what_was_deleted_long_ago_is_looked_at_once(
+    age: timedelta, calls: list[str]
+) -> None:
+    async def main() -> None:
+        bucket = await FaultyBucket.faulty("memory://")
+        await put(bucket, 4, state=COMMITTED)
+        deleted = pb.CheckpointRecord(state=DELETED, step=5, upload="u")
+        deleted.delete_time.CopyFrom(timestamp(datetime.now(UTC) - age))
+        await bucket.write(RunPlaces(RUN).checkpoint(5), seal(deleted))
+        made: list[str] = []
+
+        def recorded(call: Call) -> Fault:
+            made.append(call.operation)
+            return Fault.NONE
+
+        catalogue = Catalogue(bucket.reopened(recorded))
+        assert 4 == (await catalogue.checkpoint(NEWEST)).step
+        assert calls == made
+
+    asyncio.run(main())
+
+
+def test_a_run_that_never_stands_still_is_answered_all_the_same() -> None:
+    async def main() -> None:
+        bucket = await FaultyBucket.faulty("memory://")
+        await put(bucket, 4, state=COMMITTED)
+        await put(bucket, 5, state=UPLOADING)
+
+        async def again() -> None:
+            await put(bucket, 5, state=UPLOADING)
+            process.overtake = again
+
+        process = await overtaken(bucket, 5, again)
+        assert 4 == (await Catalogue(process).checkpoint(NEWEST)).step
+
+    asyncio.run(main())

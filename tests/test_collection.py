@@ -14,12 +14,13 @@ import pytest
 
 import storesvc_client as store
 from storesvc import slots
-from storesvc.collecting import Lease, collecting
+from storesvc.collecting import Lease, _pass, collecting
 from storesvc.collection import DEFAULT_GRACE, Progress
 from storesvc.errors import StorageFullError
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, UploadName
+from storesvc.format.seal import seal
 from storesvc.format.trees import pack_leaves
 from storesvc.records import read_record
 from storesvc.reserve import RESERVE_BYTES
@@ -27,7 +28,14 @@ from storesvc.store import Store
 from storesvc.uploads import DEFAULT_LEASE, NewUpload
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.contract import frame, mixed_sums, tree_of
-from tests.faulty_bucket import DiedError, FaultyBucket, dies_before
+from tests.faulty_bucket import (
+    Call,
+    DiedError,
+    Fault,
+    FaultyBucket,
+    dies_before,
+    no_faults,
+)
 from tests.server_process import EndedError, ServerProcess
 
 RUN = RunName("tests", "collection")
@@ -716,12 +724,222 @@ def test_what_is_committed_before_a_purge_keeps_what_it_shares() -> None:
         async def commit() -> None:
             await other.commit(upload, (0, 0, 0))
 
-        # the pass has seen the upload alive by now, and purges its base next
-        bucket.before("write", PLACES.checkpoint(2), commit)
+        # the pass has seen the upload alive by now, and looks at what uses its base
+        bucket.before("list", PLACES.uploads, commit)
         told = await process.collect()
 
         assert 1 == told.purged_checkpoints
         await process.check()
+
+    asyncio.run(main())
+
+
+def test_a_run_is_collected_though_saves_begin_whenever_it_is_read() -> None:
+    async def main() -> None:
+        process, bucket, other = await hooked()
+        first = await process.save(1)
+        await process.save(9, (1, 1, 1))
+        await process.delete(1)
+        steps = itertools.count(10)
+
+        async def begin() -> None:
+            await other.begin(next(steps))
+            bucket.before("read", PLACES.checkpoint(9), begin)
+
+        bucket.before("read", PLACES.checkpoint(9), begin)
+        told = await process.collect()
+
+        assert (1, "") == (told.purged_checkpoints, told.postponed)
+        assert [] == await process.objects(first)
+        assert next(steps) > 11
+        await process.check()
+
+    asyncio.run(main())
+
+
+def test_what_is_due_ends_in_a_run_that_never_holds_still() -> None:
+    async def main() -> None:
+        process, bucket, other = await hooked()
+        first = await process.save(1)
+        await process.save(9)
+        await process.delete(1)
+
+        async def take_over() -> None:
+            await other.begin(5)
+            bucket.before("read", PLACES.checkpoint(9), take_over)
+
+        bucket.before("read", PLACES.checkpoint(9), take_over)
+        told = await process.collect()
+
+        assert 1 == told.purged_checkpoints
+        assert "taken over" in told.postponed
+        assert await process.objects(first)
+
+    asyncio.run(main())
+
+
+def test_what_no_list_shows_goes_with_the_last_of_its_upload(tmp_path: Path) -> None:
+    async def main() -> None:
+        clock = Hands()
+
+        async def prepared(name: str) -> tuple[Process, Path]:
+            """A purged checkpoint whose record was swept while it was kept."""
+            bucket = await FaultyBucket.faulty((tmp_path / name).as_uri())
+            process = await Process.over(bucket, clock)
+            upload = await process.save(1)
+            root = tmp_path / name / PLACES.root
+            (root / f"pool/{upload.upload}/killed.__lock").write_bytes(bytes(1000))
+            for _ in range(2):
+                await process.collect()
+                clock.turn(timedelta(days=1))
+            await process.collect()
+            assert await bucket.read(PLACES.upload(upload.upload)) is None
+            assert upload.upload in "".join(map(str, root.rglob("*")))
+            await process.delete(1)
+            return process, root
+
+        for cut in itertools.count():
+            process, root = await prepared(str(cut))
+            process.bucket.calls.follow(dies_before(cut))
+            try:
+                await process.collect()
+            except DiedError:
+                has_died = True
+            else:
+                has_died = False
+            await (await process.beside()).collect()
+
+            assert [] == [p for p in root.rglob("*") if p.is_file()]
+            assert {root} == {p.parent for p in root.rglob("*")}
+            if not has_died:
+                break
+
+    asyncio.run(main())
+
+
+def test_the_journal_is_not_listed_for_tags_that_are_there() -> None:
+    async def main() -> None:
+        process = await started()
+        await process.save(1)
+        await process.store.tags.set(
+            TagName(RUN, "best"),
+            CheckpointName(RUN, 1),
+            protected=False,
+            etag="",
+            write_id=str(uuid.uuid4()),
+        )
+        calls = []
+
+        def note(call: Call) -> Fault:
+            calls.append(call)
+            return Fault.NONE
+
+        process.bucket.calls.follow(note)
+        await process.collect()
+
+        journal = layout.journal(RUN.namespace)
+        assert calls
+        assert [] == [call for call in calls if call.place.startswith(journal)]
+
+    asyncio.run(main())
+
+
+async def _deleted_in(process: Process, *runs: RunName) -> None:
+    """Each has a deleted checkpoint that is due."""
+    for run in runs:
+        await process.store.runs.create(run)
+        due = pb.CheckpointRecord(state=slots.DELETED, step=1, upload="1" * 32, epoch=1)
+        due.purge_time.FromSeconds(1)
+        await process.bucket.write(RunPlaces(run).checkpoint(1), seal(due))
+
+
+async def _purged(process: Process, *runs: RunName) -> list[bool]:
+    process.bucket.calls.follow(no_faults)
+    found = [await process.store.catalogue.slot(run, 1) for run in runs]
+    return [slot is None or slot[0].state == slots.FREE for slot in found]
+
+
+def test_a_collection_that_the_storage_fails_is_told_as_postponed() -> None:
+    async def main() -> None:
+        process = await started()
+        await process.save(1)
+        process.bucket.calls.follow(
+            lambda call: (
+                Fault.UNAVAILABLE if call.place == PLACES.checkpoint(1) else Fault.NONE
+            )
+        )
+
+        for told in (await process.collect(), await process.preview()):
+            assert told.is_unavailable
+            assert PLACES.checkpoint(1) in told.postponed
+
+    asyncio.run(main())
+
+
+def test_a_run_that_cannot_be_read_keeps_no_other_from_collection() -> None:
+    async def main() -> None:
+        process = await started()
+        runs = [RunName(name, "run") for name in "abcde"]
+        await _deleted_in(process, *runs)
+        bad = {RunPlaces(runs[at]).checkpoint(1) for at in (0, 1, 3)}
+        process.bucket.calls.follow(
+            lambda call: Fault.UNAVAILABLE if call.place in bad else Fault.NONE
+        )
+
+        await _pass(process.store, Lease(process.store, length=timedelta(hours=1)))
+
+        assert [False, False, True, False, True] == await _purged(process, *runs)
+
+    asyncio.run(main())
+
+
+def test_a_pass_is_given_up_where_the_storage_does_not_answer_at_all() -> None:
+    async def main() -> None:
+        process = await started()
+        runs = [RunName(name, "run") for name in "abcde"]
+        await _deleted_in(process, *runs)
+        asked = []
+
+        def fail(call: Call) -> Fault:
+            if not call.place.startswith("data/"):
+                return Fault.NONE
+            asked.append(call.place.split("/")[1])
+            return Fault.UNAVAILABLE
+
+        process.bucket.calls.follow(fail)
+        await _pass(process.store, Lease(process.store, length=timedelta(hours=1)))
+
+        assert {"a", "b", "c"} == set(asked)
+
+    asyncio.run(main())
+
+
+def test_retention_after_a_commit_goes_on_past_a_run_that_fails() -> None:
+    async def main() -> None:
+        process = await started()
+        bad = RunName("tests", "a-bad-one")
+        await process.store.runs.create(bad)
+        for step in (1, 2):
+            await process.save(step)
+        found = await read_record(process.bucket, layout.run_record(RUN), pb.RunRecord)
+        assert found is not None
+        found[0].retention.latest.count = 1
+        await process.bucket.write(layout.run_record(RUN), seal(found[0]))
+        process.bucket.calls.follow(
+            lambda call: (
+                Fault.UNAVAILABLE
+                if call.place == layout.run_record(bad)
+                else Fault.NONE
+            )
+        )
+        process.store.recent.take()
+
+        async with collecting(process.store, timedelta(hours=1)):
+            process.store.recent.add(bad)
+            process.store.recent.add(RUN)
+            async with asyncio.timeout(20):
+                while await process.steps() != [2]:  # noqa: ASYNC110 - as watchers do
+                    await asyncio.sleep(0.02)
 
     asyncio.run(main())
 
@@ -733,7 +951,7 @@ def test_a_sign_of_life_at_the_last_moment_counts() -> None:
         await process.collect()
         process.clock.turn(DEFAULT_LEASE)
         expiry = process.store.collector._ending._expiry
-        snapshot = await process.store.collector._snapshots.read(RUN)
+        snapshot = await process.store.collector._snapshots.look(RUN)
         (expired,) = await expiry.uploads(RUN, snapshot)
 
         await process.store.uploads.renew(await process._open(upload))

@@ -121,6 +121,14 @@ def test_the_object_tells_what_came_of_announcements_4_5_and_6(
     assert expected == outcomes(NOW + PATIENCE * 2)
 
 
+def test_a_change_that_a_slow_clock_has_announced_may_still_be_made() -> None:
+    announced = pb.Announcement(
+        kind=UNDELETE, upload="u", create_time=timestamp(NOW - timedelta(hours=47))
+    )
+
+    assert PENDING is resolve(6, announced, HELD["deleted"], now=NOW)
+
+
 positions = st.builds(
     lambda pending, more: Position(max(pending, default=0) + more, pending),
     st.sets(st.integers(1, 10**12), max_size=MAX_PENDING).map(

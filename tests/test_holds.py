@@ -3,13 +3,14 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 import storesvc_client as store
 from storesvc.errors import ConflictError, HoldExpiredError, StoreError
 from storesvc.format.names import CheckpointName, HoldName, RunName
+from storesvc.leases import MARGIN
 from storesvc.rpc.fields import page_token
 from storesvc.slots import CHECKPOINTS, DELETED, FREE, PURGING
 from storesvc_client.errors import translated
@@ -141,8 +143,39 @@ def test_the_error_that_ends_a_block_is_the_one_to_see(run: store.Run) -> None:
     assert [] == list(run.holds())
 
 
+def test_a_renewal_that_fails_for_a_passing_reason_is_tried_again(
+    run: store.Run, server: ServerProcess
+) -> None:
+    with run.hold(2, ttl=timedelta(seconds=0.3)) as hold:
+        (info,) = run.holds()
+        (file,) = server.root.rglob(f"{info.id}*")
+        good = file.read_bytes()
+        file.write_bytes(b"damaged")
+        _wait_until(lambda: _error_of(hold) is not None)
+        assert isinstance(_error_of(hold), store.DataLossError)
+
+        file.write_bytes(good)
+
+        _wait_until(lambda: _error_of(hold) is None)
+
+
+def _error_of(hold: store.Hold) -> store.StoreError | None:
+    try:
+        hold.check()
+    except store.StoreError as e:
+        return e
+    return None
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_a_hold_that_nobody_renews_expires_and_keeps_nothing(
-    run: store.Run, stub: CheckpointServiceStub, server: ServerProcess
+    run: store.Run, stub: CheckpointServiceStub
 ) -> None:
     request = create(run, 2, ttl=Duration(seconds=1))
     name = stub.CreateHold(request).hold.name
@@ -150,16 +183,41 @@ def test_a_hold_that_nobody_renews_expires_and_keeps_nothing(
     with pytest.raises(store.PreconditionError):
         run.purge(2)
     time.sleep(1.1)
+    run.purge(2)
 
     with (
-        unchanged(server.root),
         pytest.raises(store.PreconditionError, match="create another one") as caught,
         translated("here"),
     ):
         stub.RenewHold(api.RenewHoldRequest(name=name))
     assert "HOLD_EXPIRED" == caught.value.reason
     assert 1 == len(list(run.holds()))
+
+
+def test_what_is_deleted_is_held_by_its_uid_until_it_is_purged(
+    run: store.Run, stub: CheckpointServiceStub
+) -> None:
+    uid = run.delete(2).uid
+    request = create(run, 2, uid=uid)
+    hold = stub.CreateHold(request).hold
+
+    assert uid == hold.uid == stub.CreateHold(request).hold.uid
+    with pytest.raises(store.PreconditionError, match="by eval"):
+        run.purge(2)
+    request.uid = "f" * 32
+    assert "REQUEST_ID_REUSED" == _refusal(stub, request)
+    stub.DeleteHold(api.DeleteHoldRequest(name=hold.name))
     run.purge(2)
+    assert "CHECKPOINT_NOT_FOUND" == _refusal(stub, create(run, 2, uid=uid))
+    run.save(2, TREE).result()
+    assert "CHECKPOINT_NOT_FOUND" == _refusal(stub, create(run, 2, uid=uid))
+    assert [] == list(run.holds())
+
+
+def _refusal(stub: CheckpointServiceStub, request: api.CreateHoldRequest) -> str:
+    with pytest.raises(store.StoreError) as caught, translated("here"):
+        stub.CreateHold(request)
+    return caught.value.reason
 
 
 def test_a_hold_that_is_asked_for_again_is_the_same_one(
@@ -359,7 +417,7 @@ async def _collect_often(process: Process) -> None:
     st.lists(
         st.lists(st.sampled_from([0.3, 0.9, 1.5]), max_size=3), min_size=1, max_size=3
     ),
-    st.timedeltas(timedelta(days=-2), timedelta(0)),
+    st.timedeltas(-MARGIN, MARGIN),
 )
 @settings(max_examples=150, deadline=None)
 def test_what_is_held_is_never_purged_whatever_the_order_and_the_clocks(
@@ -400,6 +458,35 @@ def test_a_hold_that_is_asked_for_again_is_not_taken_back_by_the_first_call(
     )
 
 
+@pytest.mark.parametrize(
+    "ahead", [timedelta(hours=-1), timedelta(hours=1), MARGIN - timedelta(hours=1)]
+)
+def test_a_hold_is_renewed_by_a_server_whose_clock_is_another(ahead: timedelta) -> None:
+    world = world_of(0, steps=1)
+    maker, purger, other = Process(world), Process(world), Process(world, skew=ahead)
+    name = HoldName(RUN, uuid.uuid4().hex)
+    together(_create(maker, Promises(world), name))
+
+    for _ in range(4):  # each is late, and no purge came first
+        together(purger.remove(0))
+        assert DELETED == slot_of(world, 0).state
+        world.seconds += TTL * 1.1
+        asyncio.run(other.holds.renew(name))
+
+
+def test_a_hold_that_ended_longer_ago_than_any_clock_is_wrong_is_not_renewed() -> None:
+    world = world_of(0, steps=1)
+    process = Process(world)
+    name = HoldName(RUN, uuid.uuid4().hex)
+    together(_create(process, Promises(world), name))
+    world.seconds += TTL + MARGIN.total_seconds()
+    writes = world.writes
+
+    with pytest.raises(HoldExpiredError, match="create another one"):
+        asyncio.run(process.holds.renew(name))
+    assert writes == world.writes
+
+
 def test_a_renewal_after_another_process_purged_is_refused_whatever_its_clock() -> None:
     world = world_of(0, steps=1)
     maker, purger = Process(world), Process(world)
@@ -422,3 +509,29 @@ def test_a_renewal_after_another_process_purged_is_refused_whatever_its_clock() 
     assert FREE == slot_of(world, 0).state
     with pytest.raises(HoldExpiredError, match="may be gone"):
         asyncio.run(behind.holds.renew(name))
+
+
+def test_a_hold_that_was_not_renewed_in_time_says_so(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    with store.connect(server.address) as client:
+        run = client.run("tests/late")
+        run.save(1, {"x": np.ones(3)}).result()
+        hold = run.hold(1, ttl=timedelta(seconds=1))
+        hold.check()
+        server.kill()
+        time.sleep(1.1)
+        with pytest.raises(store.PreconditionError, match="not renewed") as caught:
+            hold.check()
+        assert "HOLD_EXPIRED" == caught.value.reason
+        server.start()
+
+
+def test_a_closed_hold_opens_nothing(run: store.Run) -> None:
+    run.save(77, {"x": np.ones(3)}).result()
+    with run.hold(77) as hold:
+        opened = hold.open()
+    with pytest.raises(store.InvalidRequestError, match="is closed"):
+        hold.open()
+    assert 3 == len(opened.restore()["x"])  # it takes a hold of its own

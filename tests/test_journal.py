@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from storesvc import journal as journals
 from storesvc.errors import (
     CorruptDataError,
     InvalidResumeTokenError,
@@ -118,6 +119,7 @@ def test_an_announcement_says_what_and_when(within: Callable[[Test], None]) -> N
 
         ((number, found),) = await journal.following("n", 0, limit=10)
         assert 1 == number
+        assert found is not None
         assert clock.now() == found.create_time.ToDatetime(UTC)
         assert (announced.upload, 7) == (found.upload, found.step)
         assert not announced.HasField("create_time")  # the caller's stays as it was
@@ -280,6 +282,69 @@ def test_a_process_that_slept_through_a_trim_announces_at_the_end(
     within(test)
 
 
+def test_who_saw_an_empty_journal_does_not_announce_its_first_number_again(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock = HandClock()
+        sleeper = Journal(bucket.reopened(), clock=clock)
+        assert 0 == await sleeper.tail("n")
+        awake = Journal(bucket.reopened(), clock=clock)
+        for _ in range(6):
+            await awake.announce("n", commit())
+        clock.turn(timedelta(days=30))
+        assert 5 == await awake.trim("n")
+
+        assert 7 == await sleeper.announce("n", commit())
+
+        assert [6, 7] == await numbers(awake)
+
+    within(test)
+
+
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_a_number_just_before_those_that_are_left_is_none_to_announce_with(
+    within: Callable[[Test], None], known: int
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock = HandClock()
+        sleeper = Journal(bucket.reopened(), clock=clock)
+        awake = Journal(bucket.reopened(), clock=clock)
+        for _ in range(known):
+            await awake.announce("n", commit())
+        assert known == await sleeper.tail("n")
+        await awake.announce("n", commit())
+        clock.turn(timedelta(days=30))
+        await awake.announce("n", commit())
+        assert known + 1 == await awake.trim("n")
+
+        # the next one that it knows of is gone, and the one after it is there
+        assert known + 3 == await sleeper.announce("n", commit())
+
+        assert [known + 1, known + 2, known + 3] == await numbers(awake)
+
+    within(test)
+
+
+def test_of_namespaces_that_nobody_uses_nothing_is_kept(
+    within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "MAX_KNOWN", 3)
+
+    async def test(bucket: FaultyBucket) -> None:
+        journal = Journal(bucket, clock=HandClock())
+        for turn in (1, 2):
+            for at in range(9):
+                assert turn == await journal.announce(f"n{at}", commit())
+                journal.landings(f"n{at}")
+
+        assert 3 == len(journal._known)
+        assert 0 == len(journal._announcing)
+        assert 0 == len(journal._landings)
+
+    within(test)
+
+
 def test_a_position_outside_the_journal_is_refused(
     within: Callable[[Test], None],
 ) -> None:
@@ -325,8 +390,12 @@ def test_a_damaged_announcement_stops_nobody_who_announces(
 
         assert 3 == await journal.announce("n", commit())
 
+        (damaged, (number, _)) = await journal.following("n", 1, limit=5)
+        assert ((2, None), 3) == (damaged, number)
         with pytest.raises(CorruptDataError):
-            await journal.following("n", 1, limit=5)
+            await journal.read("n", 2)
+        assert range(1, 4) == await journal.recent("n", limit=5)
+        assert range(2, 4) == await journal.recent("n", limit=2)
         clock.turn(timedelta(days=30))
         assert 2 == await journal.trim("n")
         assert [3] == await numbers(journal)

@@ -171,20 +171,50 @@ def test_a_run_whose_checkpoints_are_all_deleted_is_not_listed(
     assert 2 == run.latest().step
 
 
-def test_an_opened_checkpoint_that_is_deleted_fails_before_the_first_byte(
+def test_an_opened_checkpoint_is_read_until_it_is_purged_though_it_was_deleted(
     run: store.Run,
 ) -> None:
     opened = run.open(3)
     run.delete(3)
 
-    with pytest.raises(store.NotFoundError, match="was deleted"):
-        opened.restore()
+    np.testing.assert_array_equal(TREE["x"], opened.restore()["x"])
+    assert ["y"] == [leaf.key for leaf, _ in opened.read(["y"])]
+    assert [] == list(run.holds())
+
+
+def test_an_opened_checkpoint_that_is_purged_fails_before_the_first_byte(
+    run: store.Run,
+) -> None:
+    opened = run.open(3)
+    run.delete(3)
     run.purge(3)
+
     with pytest.raises(store.NotFoundError, match="does not exist"):
         opened.restore()
     run.save(3, TREE).result()
-    with pytest.raises(store.NotFoundError, match="another one was saved"):
+    with pytest.raises(store.NotFoundError, match="was replaced"):
         opened.restore()
+
+
+def test_what_is_meant_by_its_uid_is_not_taken_for_another_at_its_step(
+    run: store.Run,
+) -> None:
+    first = run.checkpoint(3)
+    run.delete(3, uid=first.uid)
+    run.undelete(3, uid=first.uid)
+    run.delete(3, uid=first.uid)
+    run.purge(3, uid=first.uid)
+    second = run.save(3, TREE).result()
+
+    with pytest.raises(store.NotFoundError, match="was replaced") as caught:
+        run.delete(3, uid=first.uid)
+    assert "CHECKPOINT_NOT_FOUND" == caught.value.reason
+    deleted = run.delete(3, uid=second.uid)
+    for call in (run.undelete, run.purge):
+        with pytest.raises(store.NotFoundError, match="was replaced") as caught:
+            call(3, uid=first.uid)
+        assert "CHECKPOINT_NOT_FOUND" == caught.value.reason
+    assert [deleted] == list(run.deleted())
 
 
 def test_what_is_being_read_is_not_purged(run: store.Run) -> None:
@@ -427,6 +457,25 @@ def test_what_is_used_is_spared_by_the_collector_and_can_be_undeleted() -> None:
     asyncio.run(process.lives.undelete(RUN, 0, write_id=new_id()))
     name = CheckpointName(RUN, "best")
     assert 0 == asyncio.run(process.catalogue.checkpoint(name)).step
+
+
+def test_what_is_used_is_not_touched_by_the_collector() -> None:
+    world = world_of(0, steps=3)
+    process = Process(world)
+    for step in (0, 1):
+        _delete(process, step)
+    _tag_without_a_look(world)
+    before = slot_of(world, 0)
+    changed: list[str] = []
+    world.watch = lambda place, data: changed.append(place)
+
+    purged = asyncio.run(
+        process.lives.purge_due(RUN, [slot_of(world, step) for step in range(3)])
+    )
+
+    assert [1] == [slot.step for slot in purged]
+    assert before == slot_of(world, 0)
+    assert {RunPlaces(RUN).checkpoint(1)} == set(changed)
 
 
 def _delete(

@@ -294,6 +294,34 @@ def test_a_free_slot_goes_last(world: World) -> None:
     assert not steps & set(marks.free_steps)
 
 
+@given(worlds(), st.sets(st.sampled_from(sorted(EVERYTHING)[:8])))
+def test_what_no_list_shows_goes_before_the_last_that_a_list_shows(
+    world: World, answered: set[str]
+) -> None:
+    def shown() -> set[str]:
+        return {*world.snapshot().objects, *world.snapshot().owners}
+
+    before = shown()
+    marks = world.marks(answered=answered)
+    needed = {u for p in reachable(world) if (u := PLACES.upload_of(p))}
+    world.sweep(marks)
+
+    assert before - shown() <= set(marks.gone)
+    assert not needed & set(marks.gone)
+
+
+def test_an_upload_is_not_gone_while_a_file_is_named_that_came_after_the_list() -> None:
+    world = World()
+    first = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
+    second = world.add_upload(2, pb.UploadRecord(step=0, epoch=2, predecessor=first))
+    world.commit(second, [world.file(first, 0)], slots.COMMITTED)
+
+    marks = world.marks()
+
+    assert first not in marks.gone
+    assert PLACES.upload(first) not in marks.records
+
+
 def test_an_upload_that_has_begun_stays_until_its_slot_says_otherwise() -> None:
     world = World()
     begun = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
@@ -406,13 +434,3 @@ def test_a_live_upload_without_a_record_is_told() -> None:
     del world.records[upload]
 
     assert [upload] == marking.blind(world.snapshot(), _known(world))
-
-
-def test_a_deleted_tag_stays_while_the_journal_tells_of_it() -> None:
-    tags = {
-        "best": pb.TagRecord(upload=upload_id(1), sequence=1),
-        "gone": pb.TagRecord(sequence=4),
-        "older": pb.TagRecord(sequence=2),
-    }
-
-    assert ["older"] == marking.removable_tags(tags, before=4)

@@ -14,7 +14,12 @@ import storesvc_client as store
 from storesvc.errors import InvalidPolicyError, PolicyKeepsNothingError
 from storesvc.policies import Candidate, decide, metrics_of
 from storesvc.policy_bounds import MAX_DEPTH, MAX_RULES, check
-from storesvc_client._durations import duration_text, parse_duration
+from storesvc_client._durations import (
+    MAX_DURATION,
+    duration_message,
+    duration_text,
+    parse_duration,
+)
 from storesvc_client._policies import KeepAll, KeepAny
 from storesvc_client._policy_messages import policy_message, policy_of
 from storesvc_proto.v1 import retention_pb2 as pb
@@ -311,7 +316,7 @@ def test_decisions_tell_people_why() -> None:
         "every 1 step",
         "every 1 day",
         "newer than 90 minutes",
-        "listed step",
+        "step 5",
         "(best 2 by loss (min) and not pinned)",
     ) == decision.reasons
 
@@ -424,9 +429,29 @@ BROKEN: dict[str, tuple[pb.RetentionPolicy, str]] = {
 def test_a_policy_that_breaks_a_bound_is_refused_with_the_place(
     policy: pb.RetentionPolicy, place: str
 ) -> None:
-    with pytest.raises(InvalidPolicyError, match=r"expected .*, got ") as caught:
+    with pytest.raises(InvalidPolicyError, match=r"expected .*, got .*; ") as caught:
         check(policy)
     assert place == caught.value.metadata["place"]
+
+
+@pytest.mark.parametrize("text", ["latest(-1)", "best(-1, loss, min)"])
+def test_what_a_count_must_be_is_what_would_keep_something(text: str) -> None:
+    with pytest.raises(InvalidPolicyError, match="expected at least 1, got -1; give"):
+        check(policy_message(store.RetentionPolicy.parse(text)))
+
+
+def test_steps_that_keep_nothing_together_are_named() -> None:
+    policy = store.RetentionPolicy.parse("steps(1) & steps(2, 3, 4, 5, 6, 7, 8)")
+
+    with pytest.raises(PolicyKeepsNothingError) as caught:
+        check(policy_message(policy))
+    assert "got (step 1 and steps 2, 3, 4, 5, 6 and 2 more)" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [None, 3, b"latest(3)", store.KeepLatest(3)], ids=repr)
+def test_only_a_text_is_parsed(text: Any) -> None:
+    with pytest.raises(store.InvalidRequestError, match=r"such as 'latest\(3\)'"):
+        store.RetentionPolicy.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -627,3 +652,16 @@ def test_durations_are_read_in_several_ways(text: str, length: timedelta) -> Non
 def test_a_text_that_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(store.InvalidRequestError, match="such as 3d"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize("length", [5, "3d", None, timedelta.max, timedelta.min])
+def test_only_a_length_of_time_that_the_contract_can_say_is_sent(length: Any) -> None:
+    with pytest.raises(
+        store.InvalidRequestError, match=r"^grace=: expected a timedelta of at most"
+    ):
+        duration_message(length, "grace=")
+
+
+def test_a_length_of_time_is_sent_to_the_microsecond() -> None:
+    for length in (timedelta(0), timedelta(microseconds=-1), MAX_DURATION):
+        assert length == duration_message(length, "grace=").ToTimedelta()

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,16 @@ import pytest
 from jax.sharding import Mesh
 
 import storesvc_client as store
+from storesvc.format.trees import Leaf
 from storesvc_client import _retrying
+from storesvc_client._save import Save
+from storesvc_client._values import Event, LeafInfo, UploadInfo
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from tests.server_process import ServerProcess
+
+NEWER: Any = 99
+"""A number of an enum that no release has yet."""
 
 
 @pytest.fixture
@@ -161,10 +170,26 @@ def test_a_closed_client_says_so(server_address: str) -> None:
         {"step": 2**63},
         {"labels": {"a": 3}},
         {"labels": {3: "a"}},
+        {"labels": ["a"]},
+        {"labels": []},
+        {"labels": {"a": "\ud800"}},
+        {"labels": {"\ud800": "a"}},
+        {"labels": {"": "a"}},
+        {"labels": {"a": "é" * 129}},
+        {"labels": {"é" * 129: "a"}},
+        {"labels": {str(n): "" for n in range(65)}},
         {"metrics": {"a": "x"}},
+        {"metrics": {"a": "1"}},
         {"metrics": {"a": None}},
+        {"metrics": {"a": 10**400}},
+        {"metrics": {1: 1.0}},
+        {"metrics": {"\ud800": 1.0}},
+        {"metrics": {"a" * 257: 1.0}},
+        {"metrics": {str(n): 1.0 for n in range(65)}},
+        {"metrics": [1.0]},
+        {"structure": "text"},
     ],
-    ids=str,
+    ids=ascii,
 )
 def test_a_bad_argument_of_save_is_refused_at_once(
     run: store.Run, arguments: dict[str, Any]
@@ -173,6 +198,96 @@ def test_a_bad_argument_of_save_is_refused_at_once(
 
     with pytest.raises(store.InvalidRequestError, match=f"save to {run.name}"):
         save(**({"step": 1, "tree": {"x": 1}} | arguments))
+    run.wait()
+    assert [] == list(run.uploads())
+
+
+def test_the_bound_of_a_step_is_told(run: store.Run) -> None:
+    with pytest.raises(store.InvalidRequestError, match=r"0 to 2\^63 - 1, got 9223"):
+        run.save(2**63, {"x": 1})
+
+
+def test_metrics_and_labels_may_be_as_many_and_as_long_as_the_contract_says(
+    run: store.Run,
+) -> None:
+    labels = {f"{n:03d}" + "é" * 126: "é" * 128 for n in range(64)}
+    metrics = {f"{n:03d}" + "é" * 126: n / 7 for n in range(64)}
+
+    saved = run.save(1, {"x": 1}, labels=labels, metrics=metrics).result()
+
+    assert (labels, metrics) == (saved.labels, saved.metrics)
+
+
+def test_a_client_closes_whatever_a_save_failed_with(server_address: str) -> None:
+    client = store.connect(server_address)
+    broken = client.run("tests/close-broken")
+    failed = Future[Any]()
+    failed.set_exception(MemoryError("no more of it"))
+    broken._last = Save(1, failed)
+    other = client.run("tests/close-other").save(1, {"x": 1})
+
+    with pytest.raises(MemoryError, match="no more of it"):
+        client.close()
+
+    assert other.done()
+    with pytest.raises(store.InvalidRequestError, match="is closed"):
+        client.info()
+
+
+WRONG: dict[str, Callable[[Any], object]] = {
+    "run": lambda client: client.run(5),
+    "no run": lambda client: client.run(None),
+    "runs": lambda client: list(client.runs(5)),
+    "collect": lambda client: list(client.collect(5)),
+    "grace": lambda client: list(client.collect(grace=5)),
+    "grace of a preview": lambda client: list(client.preview_collection(grace="3d")),
+    "namespace": lambda client: client.watch(5),
+    "since": lambda client: client.watch("prod", since=5),
+    "since of a run": lambda client: client.run("a/b").watch(since=5),
+    "half a character": lambda client: client.run("a/b").watch(since="\ud800"),
+    "diff": lambda client: client.run("a/b").diff(1, of="a/b"),
+    "purge delay": lambda client: client.run("a/b").configure(purge_delay=5),
+    "labels": lambda client: client.run("a/b").configure(labels={"a": "\ud800"}),
+    "upload": lambda client: client.run("a/b").upload(5),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_an_argument_of_another_type_is_refused(
+    client: store.Client, call: Callable[[Any], object]
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match=r"expected .*, got "):
+        call(client)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_upload_that_is_not_there_is_not_found(run: store.Run, exists: bool) -> None:
+    if exists:
+        run.save(1, {"x": 1}).result()
+
+    with pytest.raises(store.NotFoundError, match=f"{run.name} has no upload") as found:
+        run.upload("0" * 32)
+
+    assert "UPLOAD_NOT_FOUND" == found.value.reason
+
+
+def test_what_only_a_newer_server_knows_is_unknown() -> None:
+    upload = upload_api.Upload(name=f"namespaces/a/runs/b/uploads/{'0' * 32}")
+    upload.state = NEWER
+    found = api.Checkpoint(name="namespaces/a/runs/b/checkpoints/1")
+    event = api.CheckpointEvent(kind=NEWER, checkpoint=found)
+    leaf = Leaf(
+        key="x",
+        path_kinds="k",
+        kind=NEWER,
+        dtype="int8",
+        shape=(3,),
+        chunk_shape=(3,),
+    )
+
+    assert "unknown" == UploadInfo.from_message(upload).state
+    assert "unknown" == Event.from_message(event, "").kind
+    assert "unknown" == LeafInfo.from_row(leaf, leaf.grid).kind
 
 
 def test_a_restore_in_a_context_of_wide_types_keeps_them(run: store.Run) -> None:

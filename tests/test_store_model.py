@@ -66,6 +66,8 @@ TAGS = st.sampled_from(["best", "live"])
 async def collect(store: Store, grace: timedelta) -> Any:
     """Makes a pass over the run; returns what it told last."""
     told = [p async for p in store.collector.collect(RUN, grace=grace)]
+    if told[-1].is_unavailable:
+        raise StorageUnavailableError(told[-1].postponed)  # made again, as by a caller
     return told[-1]
 
 
@@ -188,6 +190,12 @@ class StoreMachine(RuleBasedStateMachine):
         now = self._clock.now()
         kept = self._model.checkpoints.values()
         return [c for c in kept if c.deleted and c.purge_time and c.purge_time <= now]
+
+    def _end_idle_holds(self, kept: Checkpoint) -> None:
+        """Forgets those of a checkpoint that was purged."""
+        for hold in [h for h in self._model.holds.values() if self._is_idle(h)]:
+            if hold.checkpoint is kept:
+                del self._model.holds[hold.id]
 
     def _is_idle(self, leased: Upload | Hold) -> bool:
         # not every sign of progress is written
@@ -478,11 +486,13 @@ class StoreMachine(RuleBasedStateMachine):
             assert answer in (RunNotFoundError, CheckpointNotFoundError)
         elif not kept.deleted:
             assert answer is CheckpointNotDeletedError
-        elif self._model.users(kept):
-            assert answer is CheckpointInUseError
+        elif answer is CheckpointInUseError:
+            assert self._model.users(kept)
         else:
             # the purge may have landed before its answer was lost
             assert answer in (None, RunNotFoundError, CheckpointNotFoundError)
+            self._end_idle_holds(kept)
+            assert not self._model.users(kept)
             self._model.purge(kept)
 
     @rule(tag=TAGS, step=STEPS, trouble=TROUBLES)
@@ -582,9 +592,7 @@ class StoreMachine(RuleBasedStateMachine):
             found = await self._other.catalogue.slot(RUN, kept.step)
             if found is None or found[0].state == pb.CheckpointRecord.STATE_FREE:
                 assert kept in self._due()
-                for hold in [h for h in model.holds.values() if self._is_idle(h)]:
-                    if hold.checkpoint is kept:
-                        del model.holds[hold.id]
+                self._end_idle_holds(kept)
                 assert not model.users(kept)
                 model.purge(kept)
 

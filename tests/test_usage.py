@@ -1,8 +1,10 @@
 """What runs take: counted from records and file tables, and told by storectl."""
 
 import json
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -85,6 +87,22 @@ def test_an_upload_under_way_is_counted_as_one(
     writer.write(frame(0))
 
     assert 1 == saved.usage().upload_count
+
+
+def test_usage_is_told_through_a_restart_of_the_server(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    with store.connect(server.address) as client:
+        run = client.run("usage/restarted")
+        run.save(1, {"x": np.arange(10)}).result()
+        server.kill()
+        with ThreadPoolExecutor(1) as aside:
+            usage = aside.submit(run.usage)
+            time.sleep(1)
+            server.start()
+
+            assert 1 == usage.result(60).checkpoint_count
 
 
 def test_a_run_that_there_is_not_takes_nothing(client: store.Client) -> None:

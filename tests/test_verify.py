@@ -622,7 +622,7 @@ def test_a_storage_that_does_not_answer_is_not_damage(
         reports(DeadPool)
 
 
-@pytest.mark.parametrize("what", ["pool", "manifests", "trees"])
+@pytest.mark.parametrize("what", ["pool", "manifests", "trees", "files"])
 @pytest.mark.parametrize("after", ["free", "empty", "another upload"])
 def test_a_checkpoint_that_was_purged_meanwhile_is_not_called_damaged(
     saved: Saved, reports: Callable[..., list[Report]], what: str, after: str
@@ -658,6 +658,66 @@ def test_very_many_damages_are_summed_up(
     messages = [damage.message for report in found for damage in report.damages]
     assert 4 == len(messages)
     assert messages[-1].startswith("2 more damages, beginning with leaf 'x' chunk 3:")
+
+
+# --- the file table ---------------------------------------------------------------
+
+
+def file_table(saved: Saved) -> Path:
+    record = saved.record
+    return saved.root / saved.places.file_table(record.upload, record.files_digest)
+
+
+@pytest.mark.parametrize("damage", ["delete", "flip", "cut", "empty"])
+def test_a_damaged_file_table_is_told(
+    run: store.Run, saved: Saved, damage: str
+) -> None:
+    place = file_table(saved)
+    match damage:
+        case "delete":
+            place.unlink()
+        case "flip":
+            flip(place, place.stat().st_size // 2)
+        case "cut":
+            os.truncate(place, place.stat().st_size - 1)
+        case "empty":
+            place.write_bytes(b"")
+
+    found = run.verify(3)
+
+    assert [("", (), "file_table")] == told(found)
+    wanted = "it is missing" if damage == "delete" else "expected bytes with the digest"
+    assert found.damages[0].message.startswith(f"the file table: {wanted}")
+    assert CHUNKS == found.chunk_count
+
+
+@pytest.mark.parametrize(
+    ("change", "told_of"),
+    [
+        (lambda table: table.file.append("x"), "it cannot be read"),
+        (lambda table: table.Clear(), "got nothing"),
+        (lambda table: table.chunk_bytes.__setitem__(0, 7), "got 7 bytes"),
+    ],
+    ids=["uneven", "no file", "other bytes"],
+)
+def test_a_file_table_that_does_not_say_what_the_chunks_do_is_told(
+    run: store.Run,
+    saved: Saved,
+    change: Callable[[pb.FileTable], object],
+    told_of: str,
+) -> None:
+    table = pb.FileTable.FromString(file_table(saved).read_bytes())
+    change(table)
+    record = saved.record
+    data = table.SerializeToString(deterministic=True)
+    record.files_digest = digest(data)
+    saved.slot.write_bytes(seal(record))
+    file_table(saved).write_bytes(data)
+
+    found = run.verify(3)
+
+    assert [("", (), "file_table")] == told(found)
+    assert told_of in found.damages[0].message
 
 
 # --- storectl ---------------------------------------------------------------------

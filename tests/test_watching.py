@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +13,7 @@ import pytest
 from storesvc import changes, slots, watching
 from storesvc.bucket import PreconditionError
 from storesvc.catalogue import Catalogue
-from storesvc.clocks import SystemClock
+from storesvc.clocks import Clock, SystemClock
 from storesvc.errors import (
     CorruptDataError,
     InvalidResumeTokenError,
@@ -40,10 +40,15 @@ class Process:
     """A process that changes a bucket, change by change, and watches it."""
 
     def __init__(
-        self, bucket: FaultyBucket, *, poll: float = 0.01, tokens: float = 20
+        self,
+        bucket: FaultyBucket,
+        *,
+        poll: float = 0.01,
+        tokens: float = 20,
+        clock: Clock | None = None,
     ) -> None:
         self.bucket = bucket.reopened()
-        self.journal = Journal(self.bucket, clock=SystemClock())
+        self.journal = Journal(self.bucket, clock=clock or SystemClock())
         self.watcher = Watcher(
             Catalogue(self.bucket),
             self.journal,
@@ -98,6 +103,14 @@ class Process:
     def watch(self, of: RunName | str = RUN, token: str = "") -> Watch:
         """Watches."""
         return self.watcher.watch(of, token)
+
+
+class SlowClock(SystemClock):
+    """A clock that is hours behind."""
+
+    def now(self) -> datetime:
+        """Returns what it takes for the time of day."""
+        return super().now() - timedelta(hours=5)
 
 
 Test: TypeAlias = Callable[[FaultyBucket], Coroutine[Any, Any, None]]
@@ -209,6 +222,64 @@ def test_what_was_announced_before_a_watch_and_lands_later_is_told(
             assert [2, 4] == await take(watch, 2)
             await process.land(crashed)
             assert [3] == await take(watch, 1)
+
+    within(test)
+
+
+def test_a_commit_is_told_however_far_behind_the_clock_is_that_announced_it(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket, clock=SlowClock())
+        underway = await process.announce(await process.begin(1))
+        for step in range(2, 100):
+            await process.commit(step)
+        async with aclosing(Process(bucket).watch()) as watch:
+            await begun(watch)
+            await process.land(underway)
+
+            assert [1] == await take(watch, 1)
+
+    within(test)
+
+
+def test_a_token_that_waits_for_a_change_expires_with_its_announcement(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket)
+        async with aclosing(process.watch()) as watch:
+            await begun(watch)
+            underway = await process.announce(await process.begin(1))
+            await process.commit(2)
+            ((_, told),) = await take_told(watch, 1)
+        await process.land(underway)
+        await bucket.delete(layout.announcement("n", 1))
+
+        with pytest.raises(ResumeTokenExpiredError, match="list the checkpoints"):
+            async with aclosing(Process(bucket).watch(token=told.token)) as watch:
+                await take(watch, 1)
+
+    within(test)
+
+
+def test_a_watch_begins_although_old_announcements_are_trimmed_meanwhile(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process, there = Process(bucket), Process(bucket)
+        await there.announce(await there.begin(1))
+        await there.commit(2)
+        async with aclosing(process.watch()) as first:
+            await begun(first)
+            (feed,) = process.watcher._feeds.values()
+            feed._changes._looked.clear()
+            feed._changes._announced.clear()
+            await bucket.delete(layout.announcement("n", 1))
+            async with aclosing(process.watch()) as watch:
+                await begun(watch)
+                await there.commit(3)
+                assert [3] == await take(watch, 1)
 
     within(test)
 
@@ -479,6 +550,58 @@ def test_a_damaged_checkpoint_fails_the_watch_of_its_run_and_no_other(
             assert [3] == await take(well, 1)
             with pytest.raises(CorruptDataError, match="is damaged"):
                 await take(hurt, 1)
+
+    within(test)
+
+
+def test_after_damage_a_watch_goes_on_with_the_last_token(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process, other = Process(bucket), RunName("n", "other")
+        async with aclosing(process.watch("n")) as watch:
+            token = await begun(watch)
+        await process.commit(1)
+        await bucket.write(RunPlaces(RUN).checkpoint(1), b"noise")
+        await process.commit(2, other)
+        await process.commit(3, other)
+        await bucket.write(layout.announcement("n", 3), b"noise")
+        await process.commit(4, other)
+
+        told: list[int] = []
+        for expected in ([], [2], [2, 4]):
+            with suppress(CorruptDataError):
+                async with aclosing(Process(bucket).watch("n", token)) as watch:
+                    async for message in watch:
+                        token = message.token
+                        if message.change is not None:
+                            told.append(message.change.announcement.step)
+                        if len(told) == 2:
+                            break
+            assert expected == told
+        async with aclosing(Process(bucket).watch("n")) as watch:
+            await begun(watch)
+            await process.commit(5)
+            assert [5] == await take(watch, 1)
+
+    within(test)
+
+
+def test_a_damaged_announcement_ends_the_watches_once(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        process = Process(bucket)
+        async with aclosing(process.watch()) as watch:
+            await begun(watch)
+            await bucket.write(layout.announcement("n", 1), b"noise")
+            token = await begun(watch)
+            with pytest.raises(CorruptDataError, match="is damaged"):
+                await anext(watch)
+        async with aclosing(process.watch(token=token)) as watch:
+            await begun(watch)
+            await process.commit(2)
+            assert [2] == await take(watch, 1)
 
     within(test)
 

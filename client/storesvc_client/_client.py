@@ -9,13 +9,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from storesvc.format.names import InvalidNameError, RunName, check_id
+from storesvc.format.names import RunName
 from storesvc_client._channel import Connection, open_connection
 from storesvc_client._collecting import ClientCollection
+from storesvc_client._names import namespace_resource, run_name
 from storesvc_client._run import Run
 from storesvc_client._values import Event, RunInfo, ServerInfo
 from storesvc_client._watching import watch
-from storesvc_client.errors import InvalidRequestError, StoreError, translated
+from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -92,10 +93,7 @@ class Client(ClientCollection):
         Raises:
             InvalidRequestError: The name breaks the rules.
         """
-        try:
-            parsed = RunName.parse(name)
-        except InvalidNameError as e:
-            raise InvalidRequestError(str(e)) from e
+        parsed = run_name(name)
         # one object a run, so that its saves wait for each other
         return self._runs.setdefault(parsed, Run(self._connection, parsed))
 
@@ -106,12 +104,10 @@ class Client(ClientCollection):
             InvalidRequestError: The namespace breaks the rules.
             UnavailableError: The server does not answer.
         """
-        try:
-            if namespace is not None:
-                check_id(namespace, "namespace")
-        except InvalidNameError as e:
-            raise InvalidRequestError(str(e)) from e
-        request = api.ListRunsRequest(parent=f"namespaces/{namespace or '-'}")
+        parent = "namespaces/-"
+        if namespace is not None:
+            parent = namespace_resource(namespace)
+        request = api.ListRunsRequest(parent=parent)
         while True:
             with translated(self._connection.address):
                 page = self._stub.ListRuns(request, timeout=self._connection.timeout)
@@ -135,11 +131,7 @@ class Client(ClientCollection):
             PreconditionError: The events after the token are gone.
             UnavailableError: The server does not answer.
         """
-        try:
-            check_id(namespace, "namespace")
-        except InvalidNameError as e:
-            raise InvalidRequestError(str(e)) from e
-        parent = f"namespaces/{namespace}"
+        parent = namespace_resource(namespace)
         # a generator: the runs are listed only where they are asked for
         newest = (RunName.parse(run.name).resource for run in self.runs(namespace))
         return watch(self._connection, parent, since, latest_of=newest)
@@ -147,16 +139,20 @@ class Client(ClientCollection):
     def close(self) -> None:
         """Waits for saves in the background, then ends the connection.
 
+        It ends whatever the saves come to.
+
         Raises:
             StoreError: What a save failed with, if nobody has seen it.
         """
         errors = []
-        for run in list(self._runs.values()):
-            try:
-                run.wait()
-            except StoreError as e:  # every other save must end all the same
-                errors.append(e)
-        self._connection.close()
+        try:
+            for run in list(self._runs.values()):
+                try:
+                    run.wait()
+                except Exception as e:  # noqa: BLE001 - every other save must end too
+                    errors.append(e)
+        finally:
+            self._connection.close()
         for other in errors[1:]:
             errors[0].add_note(f"another save failed too: {other}")
         if errors:
@@ -177,7 +173,7 @@ class Client(ClientCollection):
         # the error that ends the block is the one to see
         try:
             self.close()
-        except StoreError as unseen:
+        except Exception as unseen:  # noqa: BLE001 - it must not hide the first
             error.add_note(f"a save in the background failed too: {unseen}")
 
 
@@ -189,7 +185,7 @@ def _close_at_exit(reference: "weakref.ref[Client]") -> None:
         if client is not None:
             try:
                 client.close()
-            except StoreError as e:
+            except Exception as e:  # noqa: BLE001 - nobody is left to catch it
                 print(f"storesvc_client: {e}", file=sys.stderr)
 
     # Not atexit: that comes after executors refuse work, and a save needs them.

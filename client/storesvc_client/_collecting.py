@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-from storesvc.format.names import InvalidNameError, RunName, check_id
+from storesvc.format.names import RunName
 from storesvc_client._channel import Connection
+from storesvc_client._durations import duration_message
+from storesvc_client._names import parent_resource
 from storesvc_client._run_base import RunBase
-from storesvc_client.errors import InvalidRequestError, translated
+from storesvc_client.errors import translated
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 
@@ -146,29 +148,13 @@ class RunUsage(RunBase):
             NotFoundError: There is no such run.
         """
         stub = MaintenanceServiceStub(self._connection.channel)
-        with translated(self._connection.address):
-            response = stub.GetUsage(
-                api.GetUsageRequest(name=self._name.resource),
-                timeout=self._connection.timeout,
-            )
+        request = api.GetUsageRequest(name=self._name.resource)
+        response = self._ask(stub.GetUsage, request)
         return Usage.from_message(self.name, response)
 
 
 def _request(parent: str | None, grace: timedelta | None) -> api.CollectGarbageRequest:
-    request = api.CollectGarbageRequest(parent=_resource(parent))
+    request = api.CollectGarbageRequest(parent=parent_resource(parent))
     if grace is not None:
-        request.grace.FromTimedelta(grace)
+        request.grace.CopyFrom(duration_message(grace, "grace= of a collection"))
     return request
-
-
-def _resource(parent: str | None) -> str:
-    """The name of a parent on the wire."""
-    try:
-        if parent is None:
-            return "namespaces/-"
-        if "/" in parent:
-            return RunName.parse(parent).resource
-        check_id(parent, "namespace")
-    except InvalidNameError as e:
-        raise InvalidRequestError(str(e)) from e
-    return f"namespaces/{parent}"

@@ -1,4 +1,5 @@
-"""Lengths of time as people write them: "3 days", "90m", "0.5 seconds".
+"""Lengths of time: as the contract has them, and as people write them: "3 days",
+"90m", "0.5 seconds".
 
 >>> duration_text(parse_duration("36h"))
 '36 hours'
@@ -8,7 +9,12 @@ import re
 from datetime import timedelta
 from typing import Final
 
+from google.protobuf.duration_pb2 import Duration
+
 from storesvc_client.errors import InvalidRequestError
+
+MAX_DURATION: Final = timedelta(days=3_652_500)
+"""The most that the contract can say."""
 
 _MICROSECONDS: Final = {
     "day": 86_400_000_000,
@@ -24,6 +30,31 @@ _NAMES: Final = {
 _DURATION: Final = re.compile(
     rf"(-?)([0-9]{{1,15}})(?:\.([0-9]{{1,15}}))?\s*({'|'.join(_NAMES)})"
 )
+
+
+def is_duration(value: object) -> bool:
+    """Returns whether something is a length of time that can be sent."""
+    return isinstance(value, timedelta) and abs(value) <= MAX_DURATION
+
+
+def duration_message(length: timedelta, what: str) -> Duration:
+    """Returns the message of a length of time.
+
+    Args:
+        length: How long.
+        what: What it is, for people: "purge_delay= of prod/llama-8b".
+
+    Raises:
+        InvalidRequestError: It is something else.
+    """
+    if not is_duration(length):
+        raise InvalidRequestError(
+            f"{what}: expected a timedelta of at most {MAX_DURATION.days} days, got "
+            f"{length!r}"
+        )
+    message = Duration()
+    message.FromTimedelta(length)
+    return message
 
 
 def duration_text(length: timedelta) -> str:

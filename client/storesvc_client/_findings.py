@@ -14,6 +14,7 @@ DAMAGE_KINDS: Final = MappingProxyType(
         maintenance_api.Damage.KIND_CHECKSUM: "checksum",
         maintenance_api.Damage.KIND_DIGEST: "digest",
         maintenance_api.Damage.KIND_KEY_SPACE: "key_space",
+        maintenance_api.Damage.KIND_FILE_TABLE: "file_table",
     }
 )
 """What ``Damage.kind`` says."""
@@ -36,13 +37,13 @@ class Damage:
     """Something in a checkpoint that is not what was saved."""
 
     key: str
-    """Of the leaf."""
+    """Of the leaf; "" where it is the checkpoint as a whole."""
     index: tuple[int, ...]
     """Of the chunk in the leaf's grid; () too where it is the leaf as a whole."""
     kind: str
     """One of ``DAMAGE_KINDS``, or "unknown" for those of a newer server."""
     message: str
-    """Names the leaf and the chunk, and says what is wrong."""
+    """Names the leaf and the chunk, if it is of one, and says what is wrong."""
 
     @classmethod
     def from_message(cls, message: maintenance_api.Damage) -> "Damage":

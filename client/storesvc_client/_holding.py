@@ -7,6 +7,7 @@ from typing import Self
 from storesvc_client._channel import Connection
 from storesvc_client._leasing import Lease
 from storesvc_client._opened import OpenCheckpoint, open_checkpoint
+from storesvc_client.errors import InvalidRequestError
 
 
 class Hold:
@@ -36,8 +37,14 @@ class Hold:
         """Returns the checkpoint, for several reads of it, also once it is deleted.
 
         Raises:
+            InvalidRequestError: The hold is closed.
+            PreconditionError: It was not renewed in time, and may have expired.
             StoreError: What the last renewal failed with.
         """
+        if self._lease.has_ended:
+            raise InvalidRequestError(
+                f"the hold on {self._opened.name} is closed; take another one"
+            )
         self.check()
         return self._opened
 
@@ -45,10 +52,12 @@ class Hold:
         """Refuses to go on with a hold that may have expired.
 
         Raises:
+            PreconditionError: It was not renewed in time.
             StoreError: What the last renewal failed with.
         """
-        if self._lease.error is not None:
-            raise self._lease.error
+        error = self._lease.error
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Ends the hold; a second time does nothing.

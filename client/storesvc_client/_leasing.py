@@ -2,30 +2,28 @@
 
 import logging
 import threading
+import time
 import uuid
 from datetime import UTC, datetime, timedelta
 from platform import node
 from types import TracebackType
 from typing import Final, Self
 
-from google.protobuf.duration_pb2 import Duration
-
 from storesvc.format.names import CheckpointName
 from storesvc_client._channel import Connection
+from storesvc_client._durations import duration_message
 from storesvc_client._retrying import patiently
 from storesvc_client.errors import (
-    ConflictError,
-    LimitError,
+    InvalidRequestError,
+    PreconditionError,
     StoreError,
-    UnavailableError,
     translated,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 _RENEWALS_A_TTL: Final = 3
-_PASSING: Final = (ConflictError, LimitError, UnavailableError)
-"""What a later renewal may not meet again."""
+_ENDING_REASONS: Final = frozenset({"HOLD_EXPIRED", "HOLD_NOT_FOUND"})
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +31,9 @@ _log = logging.getLogger(__name__)
 class Lease:
     """A hold of the server, renewed by a thread until it is ended.
 
-    A process that ends without ending it leaves it to expire.
+    The thread goes on through all that may pass, and ends where the server says that
+    there is nothing left to renew (``HOLD_NOT_FOUND``, ``HOLD_EXPIRED``), or where the
+    client was closed. A process that ends without ending its lease leaves it to expire.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Lease:
         connection: Connection,
         checkpoint: CheckpointName,
         *,
+        uid: str = "",
         owner: str | None = None,
         ttl: timedelta | None = None,
     ) -> None:
@@ -49,24 +50,28 @@ class Lease:
         Args:
             connection: To the store.
             checkpoint: What to hold.
+            uid: The very one of this uid, also where it was deleted; "": any.
             owner: Who holds it, for people; None: this machine.
             ttl: How long it lasts after each renewal; None: as the server says.
 
         Raises:
-            NotFoundError: There is no such checkpoint, or it was deleted.
+            NotFoundError: There is no such checkpoint, or, without a uid, it was
+                deleted.
             StoreError: It could not be taken.
         """
         self._connection = connection
         self._stub = CheckpointServiceStub(connection.channel)
         request = api.CreateHoldRequest(
             parent=checkpoint.resource,
+            uid=uid,
             request_id=str(uuid.uuid4()),
             owner=node() if owner is None else owner,
         )
         if ttl is not None:
-            request.ttl.CopyFrom(duration_message(ttl))
+            request.ttl.CopyFrom(duration_message(ttl, "ttl= of a hold"))
         for attempt in patiently():
             with attempt, translated(connection.address):
+                self._renewed = time.monotonic()
                 self._hold = self._stub.CreateHold(
                     request, timeout=connection.timeout
                 ).hold
@@ -74,6 +79,11 @@ class Lease:
         self._ended = threading.Event()
         thread = threading.Thread(target=self._keep, name="storesvc-hold", daemon=True)
         thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was ended here."""
+        return self._ended.is_set()
 
     @property
     def checkpoint(self) -> CheckpointName:
@@ -91,8 +101,21 @@ class Lease:
         return self._hold.expire_time.ToDatetime(UTC)
 
     @property
+    def is_held(self) -> bool:
+        """Whether it was neither ended, nor so long without a renewal that it may have
+        expired."""
+        ttl = self._hold.ttl.ToTimedelta().total_seconds()
+        return not self._ended.is_set() and time.monotonic() - self._renewed < ttl
+
+    @property
     def error(self) -> StoreError | None:
-        """Why the last renewal failed; None: it did not."""
+        """Why it may have expired, or the last renewal failed; None: it was renewed."""
+        if self._error is None and not self._ended.is_set() and not self.is_held:
+            return PreconditionError(
+                f"the hold on {self.checkpoint} was not renewed for longer than its "
+                "ttl, and may have expired; take another one",
+                reason="HOLD_EXPIRED",
+            )
         return self._error
 
     def end(self) -> None:
@@ -128,21 +151,21 @@ class Lease:
                 self._renew()
             except StoreError as e:
                 self._error = e
-                if not isinstance(e, _PASSING):
+                if _is_ending(e):
                     return
 
     def _renew(self) -> None:
         request = api.RenewHoldRequest(name=self._hold.name)
         for attempt in patiently():
             with attempt, translated(self._connection.address):
+                began = time.monotonic()
                 self._hold = self._stub.RenewHold(
                     request, timeout=self._connection.timeout
                 ).hold
+                self._renewed = began
         self._error = None
 
 
-def duration_message(length: timedelta) -> Duration:
-    """Returns a length of time as the contract holds it."""
-    message = Duration()
-    message.FromTimedelta(length)
-    return message
+def _is_ending(e: StoreError) -> bool:
+    """Whether no later renewal can succeed."""
+    return e.reason in _ENDING_REASONS or isinstance(e, InvalidRequestError)

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from storesvc.format.names import HoldName, InvalidNameError, TagName, Which
+from storesvc_client._durations import duration_message
 from storesvc_client._holding import Hold
-from storesvc_client._leasing import Lease, duration_message
+from storesvc_client._leasing import Lease
 from storesvc_client._retrying import patiently
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import Checkpoint, HoldInfo, Tag
@@ -64,6 +65,7 @@ class RunLife(RunBase):
         self,
         step: int,
         *,
+        uid: str | None = None,
         etag: str | None = None,
         purge_delay: timedelta | None = None,
     ) -> Checkpoint:
@@ -72,49 +74,62 @@ class RunLife(RunBase):
 
         Args:
             step: Of the checkpoint.
+            uid: ``Checkpoint.uid``: refuses another one at the same step.
             etag: ``Checkpoint.etag``: refuses to delete it if it changed since.
             purge_delay: How long it can be undeleted; None: as the run says.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: There is none, or another one.
             PreconditionError: It is pinned or tagged.
             ConflictError: It changed since the etag was read.
         """
         request = api.DeleteCheckpointRequest(
-            name=self._step_name(step), etag=etag or "", request_id=_new_id()
+            name=self._step_name(step),
+            uid=uid or "",
+            etag=etag or "",
+            request_id=_new_id(),
         )
         if purge_delay is not None:
-            request.purge_delay.CopyFrom(duration_message(purge_delay))
+            request.purge_delay.CopyFrom(
+                duration_message(purge_delay, f"purge_delay= of {self.name}")
+            )
         response = self._ask(self._stub.DeleteCheckpoint, request)
         return Checkpoint.from_message(response.checkpoint)
 
-    def undelete(self, step: int) -> Checkpoint:
+    def undelete(self, step: int, *, uid: str | None = None) -> Checkpoint:
         """Takes the deletion of a checkpoint back, and returns it.
 
+        Args:
+            step: Of the checkpoint.
+            uid: ``Checkpoint.uid``: refuses another one at the same step.
+
         Raises:
-            NotFoundError: There is none, or it was purged.
+            NotFoundError: There is none, or another one, or it was purged.
             ConflictError: It is being purged.
         """
         request = api.UndeleteCheckpointRequest(
-            name=self._step_name(step), request_id=_new_id()
+            name=self._step_name(step), uid=uid or "", request_id=_new_id()
         )
         response = self._ask(self._stub.UndeleteCheckpoint, request)
         return Checkpoint.from_message(response.checkpoint)
 
-    def purge(self, step: int, *, etag: str | None = None) -> None:
+    def purge(
+        self, step: int, *, uid: str | None = None, etag: str | None = None
+    ) -> None:
         """Ends a deleted checkpoint for good, and frees its step.
 
         Args:
             step: Of the checkpoint.
+            uid: ``Checkpoint.uid``: refuses another one at the same step.
             etag: ``Checkpoint.etag``: refuses to purge it if it changed since.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: There is none, or another one.
             PreconditionError: It is not deleted, or something needs it.
             ConflictError: It changed since the etag was read.
         """
         request = api.PurgeCheckpointRequest(
-            name=self._step_name(step), etag=etag or ""
+            name=self._step_name(step), uid=uid or "", etag=etag or ""
         )
         was_asked = False
         for attempt in patiently():

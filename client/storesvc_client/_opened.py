@@ -139,26 +139,19 @@ class OpenCheckpoint:
     @contextmanager
     def _held(self) -> Generator[None]:
         """Keeps the checkpoint from being purged while it is read."""
-        if self._held_by is not None:
+        if self._held_by is not None and self._held_by.is_held:
             yield
             return
         with ExitStack() as ended:
             try:
-                lease = ended.enter_context(Lease(self._connection, self._name))
+                lease = Lease(self._connection, self._name, uid=self.info.uid)
             except (LimitError, UnavailableError) as e:
                 if e.reason not in _UNWRITABLE:
                     raise
                 _log.warning("%s is read without a hold on it: %s", self.name, e)
             else:
-                self._check_same(lease)
+                ended.enter_context(lease)
             yield
-
-    def _check_same(self, lease: Lease) -> None:
-        if lease.uid != self.info.uid:
-            raise NotFoundError(
-                f"{self.name} was purged, and another one was saved; open it again",
-                reason="CHECKPOINT_NOT_FOUND",
-            )
 
     def _row(self, key: str) -> int:
         if key not in self._manifest.tree.by_key:

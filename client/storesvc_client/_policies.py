@@ -20,14 +20,15 @@ from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Final, Literal, SupportsIndex, TypeAlias, get_args, overload
 
+from storesvc_client._durations import MAX_DURATION, is_duration
+from storesvc_client._names import is_text
 from storesvc_client.errors import InvalidRequestError
 
 Mode: TypeAlias = Literal["min", "max"]
 WithoutMetric: TypeAlias = Literal["drop", "keep"]
 
 _MAX_WHOLE: Final = 2**63 - 1
-_MAX_DURATION: Final = timedelta(days=3_652_500)
-"""Both are the most that the contract can say."""
+"""The most that the contract can say."""
 
 
 class RetentionPolicy:
@@ -45,6 +46,10 @@ class RetentionPolicy:
         """
         from storesvc_client._policy_texts import parse_policy
 
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                f"retention policy: expected a text such as 'latest(3)', got {text!r}"
+            )
         return parse_policy(text)
 
     def __str__(self) -> str:
@@ -122,7 +127,7 @@ class KeepBest(RetentionPolicy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "count", _whole(self, self.count))
-        if not _is_unicode(self.metric):
+        if not is_text(self.metric):
             raise _invalid(self, "the name of a metric", self.metric)
         if self.mode not in get_args(Mode):
             raise _invalid(self, 'mode="min" or mode="max"', self.mode)
@@ -196,17 +201,10 @@ def _whole(rule: RetentionPolicy, value: object) -> int:
 
 
 def _length(rule: RetentionPolicy, value: object) -> timedelta:
-    if not isinstance(value, timedelta) or abs(value) > _MAX_DURATION:
-        most = f"a timedelta of at most {_MAX_DURATION.days} days"
+    if not isinstance(value, timedelta) or not is_duration(value):
+        most = f"a timedelta of at most {MAX_DURATION.days} days"
         raise _invalid(rule, most, value)
     return value
-
-
-def _is_unicode(value: object) -> bool:
-    try:
-        return isinstance(value, str) and bool(value.encode() or True)
-    except UnicodeEncodeError:
-        return False
 
 
 def _invalid(rule: RetentionPolicy, expected: str, got: object) -> InvalidRequestError:

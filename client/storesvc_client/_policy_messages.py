@@ -6,8 +6,7 @@ from datetime import timedelta
 from functools import reduce
 from typing import Final
 
-from google.protobuf.duration_pb2 import Duration
-
+from storesvc_client._durations import duration_message
 from storesvc_client._policies import (
     KeepAll,
     KeepAny,
@@ -38,12 +37,12 @@ def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
         case KeepLatest(count):
             return pb.RetentionPolicy(latest=pb.KeepLatest(count=count))
         case KeepEvery(interval=timedelta() as length):
-            every = pb.KeepEveryDuration(duration=duration_message(length))
+            every = pb.KeepEveryDuration(duration=duration_message(length, "duration="))
             return pb.RetentionPolicy(every_duration=every)
         case KeepEvery(interval=int(steps)):
             return pb.RetentionPolicy(every_steps=pb.KeepEverySteps(steps=steps))
         case KeepNewerThan(length):
-            newer = pb.KeepNewerThan(duration=duration_message(length))
+            newer = pb.KeepNewerThan(duration=duration_message(length, "duration="))
             return pb.RetentionPolicy(newer_than=newer)
         case KeepBest():
             return pb.RetentionPolicy(best=_best_message(policy))
@@ -100,13 +99,6 @@ def policy_of(message: pb.RetentionPolicy) -> RetentionPolicy:
         "retention policy: expected rules that this release knows, got another; use a "
         "newer release"
     )
-
-
-def duration_message(length: timedelta) -> Duration:
-    """Returns the message of a length of time."""
-    message = Duration()
-    message.FromTimedelta(length)
-    return message
 
 
 def _best_message(best: KeepBest) -> pb.KeepBest:

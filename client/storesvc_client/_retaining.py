@@ -7,12 +7,10 @@ from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
 
+from storesvc_client._durations import duration_message
+from storesvc_client._entries import checked_labels
 from storesvc_client._policies import RetentionPolicy
-from storesvc_client._policy_messages import (
-    duration_message,
-    policy_message,
-    policy_of,
-)
+from storesvc_client._policy_messages import policy_message, policy_of
 from storesvc_client._retrying import patiently
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import RetentionDecision, RunInfo
@@ -98,7 +96,7 @@ class RunRetention(RunBase):
         message, paths = api.Run(), []
         if labels is not None:
             paths.append("labels")
-            self._add_labels(message, labels)
+            message.labels.update(checked_labels(self.name, labels))
         if purge_delay is not None:
             paths.append("purge_delay")
             message.purge_delay.CopyFrom(self._delay_message(purge_delay))
@@ -170,19 +168,5 @@ class RunRetention(RunBase):
                 )
         return RunInfo.from_message(response.run)
 
-    def _add_labels(self, message: api.Run, labels: Mapping[str, str]) -> None:
-        try:
-            message.labels.update(labels)
-        except (TypeError, UnicodeEncodeError) as e:
-            raise InvalidRequestError(
-                f"{self.name}: expected texts in labels=, got {labels!r}"
-            ) from e
-
     def _delay_message(self, delay: timedelta) -> Duration:
-        try:
-            return duration_message(delay)
-        except (AttributeError, ValueError) as e:
-            raise InvalidRequestError(
-                f"{self.name}: expected a timedelta of 0 to 365 days as purge_delay=, "
-                f"got {delay!r}"
-            ) from e
+        return duration_message(delay, f"purge_delay= of {self.name}")

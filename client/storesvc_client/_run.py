@@ -13,6 +13,7 @@ from storesvc.format.names import (
 )
 from storesvc_client._channel import Connection
 from storesvc_client._collecting import RunUsage
+from storesvc_client._entries import checked_labels, checked_metrics
 from storesvc_client._inspecting import RunInspection
 from storesvc_client._life import RunLife
 from storesvc_client._opened import OpenCheckpoint, open_checkpoint
@@ -83,13 +84,19 @@ class Run(
         Raises:
             UnsupportedLeafError: The tree holds something else, or two paths that
                 would share a key; names them all.
-            InvalidRequestError: The step breaks the rules.
+            InvalidRequestError: The step, a metric or a label breaks the rules, or
+                the structure is no bytes.
             StoreError: What the save before failed with, if nobody has seen it.
         """
         from storesvc_client.trees.snapshot import take_snapshot
 
         self._connection.check_open()
-        description = self._describe(step, metrics or {}, labels or {}, base)
+        description = self._describe(step, metrics, labels, base)
+        if not isinstance(structure, bytes):
+            raise InvalidRequestError(
+                f"save to {self.name}: expected bytes in structure=, got "
+                f"{type(structure).__name__}"
+            )
         with self._lock:
             self._wait()
             snapshot = take_snapshot(tree, structure)
@@ -251,8 +258,8 @@ class Run(
     def _describe(
         self,
         step: SupportsIndex,
-        metrics: Mapping[str, SupportsFloat],
-        labels: Mapping[str, str],
+        metrics: Mapping[str, SupportsFloat] | None,
+        labels: Mapping[str, str] | None,
         base: Which | None,
     ) -> Description:
         try:
@@ -261,27 +268,12 @@ class Run(
             number = -1
         if not 0 <= number <= MAX_STEP:
             raise InvalidRequestError(
-                f"save to {self.name}: expected a step of 0 or more, got {step!r}"
+                f"save to {self.name}: expected a step of 0 to 2^63 - 1, got {step!r}"
             )
-        for key, text in labels.items():
-            if not all(isinstance(t, str) for t in (key, text)):
-                raise InvalidRequestError(
-                    f"save to {self.name}: expected texts in labels=, got "
-                    f"{key!r}: {text!r}"
-                )
-        numbers = {}
-        for key, value in metrics.items():
-            try:
-                numbers[key] = float(value)
-            except (TypeError, ValueError) as e:
-                raise InvalidRequestError(
-                    f"save to {self.name}: expected numbers in metrics=, got "
-                    f"{key!r}: {value!r}"
-                ) from e
         return Description(
             run=self._name,
             step=number,
-            labels=dict(labels),
-            metrics=numbers,
+            labels=checked_labels(f"save to {self.name}", labels),
+            metrics=checked_metrics(f"save to {self.name}", metrics),
             base=None if base is None else self._checkpoint_name(base),
         )

@@ -6,7 +6,11 @@ from storesvc.format.names import InvalidNameError, UploadName
 from storesvc_client._channel import Connection
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import UploadInfo
-from storesvc_client.errors import InvalidRequestError
+from storesvc_client.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+)
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
@@ -15,7 +19,12 @@ class RunUploads(RunBase):
     """Tells of the uploads of a run, and ends them."""
 
     def uploads(self) -> Iterator[UploadInfo]:
-        """Yields the live uploads, by id; of a run that does not exist, none."""
+        """Yields the live uploads, by id; of a run that does not exist, none.
+
+        Raises:
+            UnavailableError: The server does not answer, for longer than a restart
+                takes.
+        """
         request = api.ListUploadsRequest(parent=self._name.resource)
         for page in self._pages(_stub(self._connection).ListUploads, request):
             yield from map(UploadInfo.from_message, page.uploads)
@@ -28,11 +37,19 @@ class RunUploads(RunBase):
                 upload that it was.
 
         Raises:
-            ConflictError: There is none.
             InvalidRequestError: It is no id of an upload.
+            NotFoundError: There is none.
         """
         request = api.GetUploadRequest(name=self._upload_name(upload))
-        response = self._ask(_stub(self._connection).GetUpload, request)
+        try:
+            response = self._ask(_stub(self._connection).GetUpload, request)
+        except ConflictError as e:  # to a writer, that it has lost its upload
+            raise NotFoundError(
+                f"{self.name} has no upload {upload}, or it ended days ago; list those "
+                "that live",
+                reason=e.reason,
+                metadata=e.metadata,
+            ) from e
         return UploadInfo.from_message(response.upload)
 
     def abort(self, upload: str) -> None:

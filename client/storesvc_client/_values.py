@@ -32,6 +32,9 @@ KINDS: Final[Mapping[int, str]] = {
 }
 """What ``LeafInfo.kind`` says."""
 
+UNKNOWN: Final = "unknown"
+"""What a state, or a kind, is called that only a newer server knows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
@@ -236,7 +239,7 @@ class HoldInfo:
         )
 
 
-UploadState: TypeAlias = Literal["live", "committed", "ended"]
+UploadState: TypeAlias = Literal["live", "committed", "ended", "unknown"]
 
 _UPLOAD_STATES: Final[Mapping[int, UploadState]] = {
     upload_api.Upload.STATE_LIVE: "live",
@@ -253,7 +256,8 @@ class UploadInfo:
     """The uid of the checkpoint that it becomes."""
     step: int
     state: UploadState
-    """"ended": it was aborted, or lost its step."""
+    """"ended": it was aborted, or lost its step; "unknown": only a newer server knows
+    what."""
     writer_count: int
     finished_writer_count: int
     """While it is live."""
@@ -276,7 +280,7 @@ class UploadInfo:
         return cls(
             id=UploadName.from_resource(message.name).upload,
             step=message.step,
-            state=_UPLOAD_STATES[message.state],
+            state=_UPLOAD_STATES.get(message.state, UNKNOWN),
             writer_count=message.writer_count,
             finished_writer_count=message.finished_writer_count,
             labels=dict(message.labels),
@@ -290,7 +294,7 @@ class UploadInfo:
 
 
 EventKind: TypeAlias = Literal[
-    "committed", "deleted", "undeleted", "tagged", "untagged"
+    "committed", "deleted", "undeleted", "tagged", "untagged", "unknown"
 ]
 
 _EVENT_KINDS: Final[Mapping[int, EventKind]] = {
@@ -307,6 +311,7 @@ class Event:
     """What happened to a checkpoint."""
 
     kind: EventKind
+    """"unknown": only a newer server knows what happened."""
     run: str
     """``namespace/run``."""
     step: int
@@ -325,7 +330,7 @@ class Event:
         found = message.checkpoint
         is_there = found.HasField("commit_time")
         return cls(
-            kind=_EVENT_KINDS[message.kind],
+            kind=_EVENT_KINDS.get(message.kind, UNKNOWN),
             run=str(CheckpointName.from_resource(found.name).run),
             step=found.step,
             uid=found.uid,
@@ -345,7 +350,7 @@ class LeafInfo:
     path_kinds: str
     """A letter for each part of the path; see ``LeafTable.path_kinds``."""
     kind: str
-    """One of ``KINDS``."""
+    """One of ``KINDS``, or "unknown" for those of a newer server."""
     dtype: str
     shape: tuple[int, ...]
     """Of what is stored: for PRNG keys, of their key data."""
@@ -363,7 +368,7 @@ class LeafInfo:
             key=leaf.key,
             path=path_of(leaf),
             path_kinds=leaf.path_kinds,
-            kind=KINDS[leaf.kind],
+            kind=KINDS.get(leaf.kind, UNKNOWN),
             dtype=leaf.dtype,
             shape=leaf.shape,
             chunk_shape=leaf.chunk_shape,

@@ -9,10 +9,16 @@ from contextlib import suppress
 from typing import Final, Protocol, cast
 
 from storesvc_client._channel import Connection
+from storesvc_client._names import is_text
 from storesvc_client._retrying import patiently
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import Event
-from storesvc_client.errors import NotFoundError, UnavailableError, translated
+from storesvc_client.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+    translated,
+)
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
@@ -62,6 +68,11 @@ def watch(
     Raises:
         StoreError: As ``RunWatch.watch``.
     """
+    if not is_text(since):
+        raise InvalidRequestError(
+            f"watch of {parent}: expected since= 'now', 'latest' or a resume token, "
+            f"got {since!r}"
+        )
     events = _events(connection, parent, since, latest_of)
     # As far as the beginning: what happens after this call is seen, and closing a
     # generator ends the call only where the generator has begun.

@@ -164,8 +164,10 @@ class RunPlaces:
         return f"{self.root}uploads/{upload}/"
 
     def all_of(self, upload: str) -> list[str]:
-        """Returns what all objects of an upload begin with, but for its record."""
+        """Returns what all objects of an upload begin with, but for its record, and
+        what a killed write of that left."""
         return [
+            f"{self.upload(upload)}.",
             f"{self.root}manifests/{upload}-",
             f"{self.root}files/{upload}-",
             f"{self.root}trees/{upload}",

@@ -5,13 +5,12 @@ from typing import Final
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import CheckpointName, RunName
+from storesvc.lives import MAX_PURGE_DELAY
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals
 from storesvc.store import Store
 from storesvc.transitions import Change
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
-
-MAX_PURGE_DELAY: Final = timedelta(days=365)
 
 _MUTABLE: Final = ("labels", "metrics", "pinned")
 
@@ -48,6 +47,7 @@ class RecordCalls:
                 purge_delay=purge_delay_of(request),
                 etag=request.etag,
                 write_id=fields.write_id(request.request_id),
+                uid=request.uid,
             )
             return catalogue_api.DeleteCheckpointResponse(
                 checkpoint=messages.checkpoint_message(run, record)
@@ -59,8 +59,9 @@ class RecordCalls:
     ) -> catalogue_api.UndeleteCheckpointResponse:
         async with refusals(context):
             run, step = step_of(request.name)
+            write_id = fields.write_id(request.request_id)
             record = await self._store.lives.undelete(
-                run, step, write_id=fields.write_id(request.request_id)
+                run, step, write_id=write_id, uid=request.uid
             )
             return catalogue_api.UndeleteCheckpointResponse(
                 checkpoint=messages.checkpoint_message(run, record)
@@ -73,7 +74,11 @@ class RecordCalls:
         async with refusals(context):
             run, step = step_of(request.name)
             await self._store.reserve.spent_on(
-                self._store.lives.purge, run, step, etag=request.etag
+                self._store.lives.purge,
+                run,
+                step,
+                etag=request.etag,
+                uid=request.uid,
             )
             return catalogue_api.PurgeCheckpointResponse()
         raise AssertionError

@@ -2,11 +2,10 @@
 
 from contextlib import aclosing
 from dataclasses import replace
-from datetime import timedelta
-from typing import Final
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import RunName
+from storesvc.lives import MAX_PURGE_DELAY
 from storesvc.policy_bounds import check
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals, write
@@ -15,9 +14,6 @@ from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 from storesvc_proto.v1 import retention_pb2
-
-MAX_PURGE_DELAY: Final = timedelta(days=365)
-"""How long a deleted checkpoint can be undeleted, at most."""
 
 
 class RunCalls:

@@ -68,7 +68,11 @@ class TagCalls:
             hex_id = fields.write_id(request.request_id).replace("-", "")
             name = HoldName(checkpoint.run, hex_id)
             record = await self._store.holds.create(
-                name, checkpoint, owner=owner_of(request), ttl=ttl_of(request)
+                name,
+                checkpoint,
+                owner=owner_of(request),
+                ttl=ttl_of(request),
+                uid=request.uid,
             )
             hold = messages.hold_message(name, record)
             return catalogue_api.CreateHoldResponse(hold=hold)

@@ -141,7 +141,7 @@ def _print_decisions(
     own = size_text(sum(decision.own_bytes for decision in deleted))
     print_note(
         f"{len(deleted):,} of {len(decisions):,} {plural('checkpoint')} {done}, with "
-        f"{own} of their own"
+        f"{own} of their own, which kept ones may share"
     )
 
 

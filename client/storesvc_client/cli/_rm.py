@@ -76,7 +76,7 @@ def _purge(run: "Run", deleted: "Checkpoint") -> None:
     from storesvc_client import PreconditionError
 
     try:
-        run.purge(deleted.step, etag=deleted.etag)
+        run.purge(deleted.step, uid=deleted.uid, etag=deleted.etag)
     except PreconditionError as e:
         raise Refusal(f"{e}; until then it is deleted, and can be undeleted") from e
 

@@ -107,11 +107,11 @@ def _found(
 
 def _base_step(run: "Run", checkpoint: "Checkpoint") -> int | None:
     """Returns whose chunks it could share; None: nobody's, or not known any more."""
-    from storesvc_client import ConflictError
+    from storesvc_client import NotFoundError
 
     try:
         return run.upload(checkpoint.uid).base_step
-    except ConflictError:  # its upload is forgotten
+    except NotFoundError:  # its upload is forgotten
         return None
 
 

@@ -71,7 +71,7 @@ def _print_uploads(run: "Run", *, as_json: bool) -> None:
 
 
 def _abort(run: "Run", upload: str, *, as_json: bool) -> None:
-    found = _found(run, upload)
+    found = run.upload(upload)
     if found.state == "ended":
         raise Refusal(f"{run.name} upload {upload}: it is over already")
     if found.state == "committed":
@@ -85,18 +85,6 @@ def _abort(run: "Run", upload: str, *, as_json: bool) -> None:
         print_json(run.upload(upload))
     else:
         click.echo(f"upload {upload} of {run.name}@{found.step} aborted")
-
-
-def _found(run: "Run", upload: str) -> "UploadInfo":
-    from storesvc_client import ConflictError
-
-    try:
-        return run.upload(upload)
-    except ConflictError as e:
-        raise Refusal(
-            f"{run.name} has no upload {upload}; 'storectl uploads {run.name}' lists "
-            "those that live"
-        ) from e
 
 
 def _row(upload: "UploadInfo") -> tuple[str, ...]:

@@ -63,12 +63,12 @@ that down (the tag, the hold, the upload's record and then its slot), and only
 then read the checkpoint's slot and give up unless it is COMMITTED, or, for a
 hold, DELETED. So one of the two always sees the other, whatever the clocks say.
 
-Collection. A collector lists a run's objects, then reads all its slots again
-and again until two reads in a row agree: at a moment between those two, they
-were all so at once. What no slot reached then, no slot can reach again, and
-may be deleted at any later time: an upload's own objects while its slot is
-UPLOADING, or while it is the predecessor of one whose slot is; the files of the
-FileTable of every slot that is COMMITTED, DELETED or PURGING.
+Collection. A collector lists a run's objects, then reads all its slots twice, and
+again until between two reads no slot became FREE and none was taken over. Then
+all that needed anything at a moment between them is in the later one. What no slot
+reached then, no slot can reach again, and may be deleted at any later time. A slot
+reaches an upload's own objects while it is UPLOADING by it, and those of its
+predecessor; and the files of its FileTable while it is COMMITTED, DELETED or PURGING.
 
 The journal. Who changes a slot or a tag in a way that a watch tells of MUST
 read the object, then create the next announcement of the namespace, then change

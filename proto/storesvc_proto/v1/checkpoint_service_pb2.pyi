@@ -792,12 +792,15 @@ class DeleteCheckpointRequest(google.protobuf.message.Message):
     ETAG_FIELD_NUMBER: builtins.int
     PURGE_DELAY_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`: a step, not `latest`."""
     etag: builtins.str
     """`Checkpoint.etag`, or empty."""
     request_id: builtins.str
     """A random UUID."""
+    uid: builtins.str
+    """`Checkpoint.uid`, or empty: refuses another checkpoint at the same step."""
     @property
     def purge_delay(self) -> google.protobuf.duration_pb2.Duration:
         """How long it can be undeleted, at most 365 days; absent: as the run says."""
@@ -809,9 +812,10 @@ class DeleteCheckpointRequest(google.protobuf.message.Message):
         etag: builtins.str = ...,
         purge_delay: google.protobuf.duration_pb2.Duration | None = ...,
         request_id: builtins.str = ...,
+        uid: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["purge_delay", b"purge_delay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["etag", b"etag", "name", b"name", "purge_delay", b"purge_delay", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["etag", b"etag", "name", b"name", "purge_delay", b"purge_delay", "request_id", b"request_id", "uid", b"uid"]) -> None: ...
 
 Global___DeleteCheckpointRequest: typing_extensions.TypeAlias = DeleteCheckpointRequest
 
@@ -844,17 +848,21 @@ class UndeleteCheckpointRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`: a step, not `latest`."""
     request_id: builtins.str
     """A random UUID."""
+    uid: builtins.str
+    """`Checkpoint.uid`, or empty: refuses another checkpoint at the same step."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         request_id: builtins.str = ...,
+        uid: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "request_id", b"request_id", "uid", b"uid"]) -> None: ...
 
 Global___UndeleteCheckpointRequest: typing_extensions.TypeAlias = UndeleteCheckpointRequest
 
@@ -887,17 +895,21 @@ class PurgeCheckpointRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     ETAG_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/checkpoints/{step}`: a step, not `latest`."""
     etag: builtins.str
     """`Checkpoint.etag`, or empty."""
+    uid: builtins.str
+    """`Checkpoint.uid`, or empty: refuses another checkpoint at the same step."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         etag: builtins.str = ...,
+        uid: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["etag", b"etag", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["etag", b"etag", "name", b"name", "uid", b"uid"]) -> None: ...
 
 Global___PurgeCheckpointRequest: typing_extensions.TypeAlias = PurgeCheckpointRequest
 
@@ -1364,12 +1376,17 @@ class CreateHoldRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
     TTL_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
     parent: builtins.str
     """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`."""
     request_id: builtins.str
     """A random UUID."""
     owner: builtins.str
     """Who holds it, for people: at most 256 bytes."""
+    uid: builtins.str
+    """`Checkpoint.uid`, or empty: refuses another checkpoint at the same step, and
+    holds a deleted one until it is purged.
+    """
     @property
     def ttl(self) -> google.protobuf.duration_pb2.Duration:
         """How long it lasts after each renewal, positive, at most 30 days; absent: 10
@@ -1383,9 +1400,10 @@ class CreateHoldRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         owner: builtins.str = ...,
         ttl: google.protobuf.duration_pb2.Duration | None = ...,
+        uid: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["owner", b"owner", "parent", b"parent", "request_id", b"request_id", "ttl", b"ttl"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["owner", b"owner", "parent", b"parent", "request_id", b"request_id", "ttl", b"ttl", "uid", b"uid"]) -> None: ...
 
 Global___CreateHoldRequest: typing_extensions.TypeAlias = CreateHoldRequest
 

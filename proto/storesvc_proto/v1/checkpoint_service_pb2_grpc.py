@@ -324,6 +324,9 @@ class CheckpointServiceServicer(object):
         Errors:
         * `INVALID_FIELD`.
         * `INVALID_RESUME_TOKEN`, `RESUME_TOKEN_EXPIRED`.
+        * `LIMIT_EXCEEDED`: the server has too many watches.
+        * `CORRUPT_DATA`: the message before it brings a token that goes on after the
+        damage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -377,21 +380,25 @@ class CheckpointServiceServicer(object):
         Idempotent by `request_id`. Deadline: 30 s.
 
         Errors:
-        * as GetCheckpoint.
+        * as GetCheckpoint. With `uid` a deleted checkpoint can be held until it is
+        purged.
         * `REQUEST_ID_REUSED`: it made a hold of another checkpoint.
+        * `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewHold(self, request, context):
-        """Renews a hold for its `ttl`.
+        """Renews a hold for its `ttl`, be it late, while what it holds was not purged.
 
         Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `HOLD_NOT_FOUND`.
-        * `HOLD_EXPIRED`.
+        * `HOLD_EXPIRED`: it was not renewed in time, and what it held was purged, or it
+        expired days ago.
+        * `CONFLICT`: what it holds is being purged, which may fail; try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -679,6 +679,9 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
     Errors:
     * `INVALID_FIELD`.
     * `INVALID_RESUME_TOKEN`, `RESUME_TOKEN_EXPIRED`.
+    * `LIMIT_EXCEEDED`: the server has too many watches.
+    * `CORRUPT_DATA`: the message before it brings a token that goes on after the
+      damage.
     """
 
     SetTag: _CheckpointServiceSetTagType
@@ -720,18 +723,22 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
     Idempotent by `request_id`. Deadline: 30 s.
 
     Errors:
-    * as GetCheckpoint.
+    * as GetCheckpoint. With `uid` a deleted checkpoint can be held until it is
+      purged.
     * `REQUEST_ID_REUSED`: it made a hold of another checkpoint.
+    * `CONFLICT`.
     """
 
     RenewHold: _CheckpointServiceRenewHoldType
-    """Renews a hold for its `ttl`.
+    """Renews a hold for its `ttl`, be it late, while what it holds was not purged.
 
     Deadline: 30 s.
 
     Errors:
     * `INVALID_FIELD`, `HOLD_NOT_FOUND`.
-    * `HOLD_EXPIRED`.
+    * `HOLD_EXPIRED`: it was not renewed in time, and what it held was purged, or it
+      expired days ago.
+    * `CONFLICT`: what it holds is being purged, which may fail; try again.
     """
 
     DeleteHold: _CheckpointServiceDeleteHoldType
@@ -1050,6 +1057,9 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         * `INVALID_FIELD`.
         * `INVALID_RESUME_TOKEN`, `RESUME_TOKEN_EXPIRED`.
+        * `LIMIT_EXCEEDED`: the server has too many watches.
+        * `CORRUPT_DATA`: the message before it brings a token that goes on after the
+          damage.
         """
 
     @abc.abstractmethod
@@ -1111,8 +1121,10 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         Idempotent by `request_id`. Deadline: 30 s.
 
         Errors:
-        * as GetCheckpoint.
+        * as GetCheckpoint. With `uid` a deleted checkpoint can be held until it is
+          purged.
         * `REQUEST_ID_REUSED`: it made a hold of another checkpoint.
+        * `CONFLICT`.
         """
 
     @abc.abstractmethod
@@ -1121,13 +1133,15 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         request: storesvc_proto.v1.checkpoint_service_pb2.RenewHoldRequest,
         context: _ServicerContext,
     ) -> typing.Union[storesvc_proto.v1.checkpoint_service_pb2.RenewHoldResponse, collections.abc.Awaitable[storesvc_proto.v1.checkpoint_service_pb2.RenewHoldResponse]]:
-        """Renews a hold for its `ttl`.
+        """Renews a hold for its `ttl`, be it late, while what it holds was not purged.
 
         Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `HOLD_NOT_FOUND`.
-        * `HOLD_EXPIRED`.
+        * `HOLD_EXPIRED`: it was not renewed in time, and what it held was purged, or it
+          expired days ago.
+        * `CONFLICT`: what it holds is being purged, which may fail; try again.
         """
 
     @abc.abstractmethod

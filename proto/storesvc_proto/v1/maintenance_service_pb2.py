@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as storesvc__proto_dot_v1_dot_checkpoint__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+storesvc_proto/v1/maintenance_service.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a*storesvc_proto/v1/checkpoint_service.proto\"\'\n\x17VerifyCheckpointRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x98\x01\n\x18VerifyCheckpointResponse\x12+\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x17.storesvc.v1.Checkpoint\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x03 \x01(\x03\x12$\n\x07\x64\x61mages\x18\x04 \x03(\x0b\x32\x13.storesvc.v1.Damage\"\xc5\x01\n\x06\x44\x61mage\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x03(\x03\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.storesvc.v1.Damage.Kind\x12\x0f\n\x07message\x18\x04 \x01(\t\"f\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKIND_MISSING\x10\x01\x12\x11\n\rKIND_CHECKSUM\x10\x02\x12\x0f\n\x0bKIND_DIGEST\x10\x03\x12\x12\n\x0eKIND_KEY_SPACE\x10\x04\"h\n\x15\x43ollectGarbageRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x15\n\rvalidate_only\x18\x02 \x01(\x08\x12(\n\x05grace\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xe3\x01\n\x16\x43ollectGarbageResponse\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x1c\n\x14\x61\x62orted_upload_count\x18\x03 \x01(\x03\x12 \n\x18\x64\x65leted_checkpoint_count\x18\x04 \x01(\x03\x12\x1f\n\x17purged_checkpoint_count\x18\x05 \x01(\x03\x12\x1c\n\x14garbage_object_count\x18\x06 \x01(\x03\x12\x1c\n\x14\x64\x65leted_object_count\x18\x07 \x01(\x03\x12\x11\n\tpostponed\x18\x08 \x01(\t\"\x1f\n\x0fGetUsageRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\xbd\x01\n\x10GetUsageResponse\x12\x18\n\x10\x63heckpoint_count\x18\x01 \x01(\x03\x12 \n\x18\x64\x65leted_checkpoint_count\x18\x02 \x01(\x03\x12\x14\n\x0cupload_count\x18\x03 \x01(\x03\x12\x15\n\rlogical_bytes\x18\x04 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x05 \x01(\x03\x12\x16\n\x0e\x64istinct_bytes\x18\x06 \x01(\x03\x12\x12\n\nfile_count\x18\x07 \x01(\x03\"\x16\n\x14GetServerInfoRequest\"`\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\tstore_uid\x18\x02 \x01(\t\x12#\n\x06limits\x18\x03 \x01(\x0b\x32\x13.storesvc.v1.Limits\"\xbc\x01\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x17\n\x0fmax_frame_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fmax_chunk_bytes\x18\x03 \x01(\x03\x12\x16\n\x0emax_leaf_count\x18\x04 \x01(\x03\x12\x17\n\x0fmax_chunk_count\x18\x05 \x01(\x03\x12\x16\n\x0emax_tree_bytes\x18\x06 \x01(\x03\x12\x1c\n\x14max_read_chunk_count\x18\x07 \x01(\x03\x32\xf5\x02\n\x12MaintenanceService\x12V\n\rGetServerInfo\x12!.storesvc.v1.GetServerInfoRequest\x1a\".storesvc.v1.GetServerInfoResponse\x12\x61\n\x10VerifyCheckpoint\x12$.storesvc.v1.VerifyCheckpointRequest\x1a%.storesvc.v1.VerifyCheckpointResponse0\x01\x12[\n\x0e\x43ollectGarbage\x12\".storesvc.v1.CollectGarbageRequest\x1a#.storesvc.v1.CollectGarbageResponse0\x01\x12G\n\x08GetUsage\x12\x1c.storesvc.v1.GetUsageRequest\x1a\x1d.storesvc.v1.GetUsageResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+storesvc_proto/v1/maintenance_service.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a*storesvc_proto/v1/checkpoint_service.proto\"\'\n\x17VerifyCheckpointRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x98\x01\n\x18VerifyCheckpointResponse\x12+\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x17.storesvc.v1.Checkpoint\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x03 \x01(\x03\x12$\n\x07\x64\x61mages\x18\x04 \x03(\x0b\x32\x13.storesvc.v1.Damage\"\xda\x01\n\x06\x44\x61mage\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x03(\x03\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.storesvc.v1.Damage.Kind\x12\x0f\n\x07message\x18\x04 \x01(\t\"{\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKIND_MISSING\x10\x01\x12\x11\n\rKIND_CHECKSUM\x10\x02\x12\x0f\n\x0bKIND_DIGEST\x10\x03\x12\x12\n\x0eKIND_KEY_SPACE\x10\x04\x12\x13\n\x0fKIND_FILE_TABLE\x10\x05\"h\n\x15\x43ollectGarbageRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x15\n\rvalidate_only\x18\x02 \x01(\x08\x12(\n\x05grace\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xe3\x01\n\x16\x43ollectGarbageResponse\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x1c\n\x14\x61\x62orted_upload_count\x18\x03 \x01(\x03\x12 \n\x18\x64\x65leted_checkpoint_count\x18\x04 \x01(\x03\x12\x1f\n\x17purged_checkpoint_count\x18\x05 \x01(\x03\x12\x1c\n\x14garbage_object_count\x18\x06 \x01(\x03\x12\x1c\n\x14\x64\x65leted_object_count\x18\x07 \x01(\x03\x12\x11\n\tpostponed\x18\x08 \x01(\t\"\x1f\n\x0fGetUsageRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\xbd\x01\n\x10GetUsageResponse\x12\x18\n\x10\x63heckpoint_count\x18\x01 \x01(\x03\x12 \n\x18\x64\x65leted_checkpoint_count\x18\x02 \x01(\x03\x12\x14\n\x0cupload_count\x18\x03 \x01(\x03\x12\x15\n\rlogical_bytes\x18\x04 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x05 \x01(\x03\x12\x16\n\x0e\x64istinct_bytes\x18\x06 \x01(\x03\x12\x12\n\nfile_count\x18\x07 \x01(\x03\"\x16\n\x14GetServerInfoRequest\"`\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\tstore_uid\x18\x02 \x01(\t\x12#\n\x06limits\x18\x03 \x01(\x0b\x32\x13.storesvc.v1.Limits\"\xbc\x01\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x17\n\x0fmax_frame_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fmax_chunk_bytes\x18\x03 \x01(\x03\x12\x16\n\x0emax_leaf_count\x18\x04 \x01(\x03\x12\x17\n\x0fmax_chunk_count\x18\x05 \x01(\x03\x12\x16\n\x0emax_tree_bytes\x18\x06 \x01(\x03\x12\x1c\n\x14max_read_chunk_count\x18\x07 \x01(\x03\x32\xf5\x02\n\x12MaintenanceService\x12V\n\rGetServerInfo\x12!.storesvc.v1.GetServerInfoRequest\x1a\".storesvc.v1.GetServerInfoResponse\x12\x61\n\x10VerifyCheckpoint\x12$.storesvc.v1.VerifyCheckpointRequest\x1a%.storesvc.v1.VerifyCheckpointResponse0\x01\x12[\n\x0e\x43ollectGarbage\x12\".storesvc.v1.CollectGarbageRequest\x1a#.storesvc.v1.CollectGarbageResponse0\x01\x12G\n\x08GetUsage\x12\x1c.storesvc.v1.GetUsageRequest\x1a\x1d.storesvc.v1.GetUsageResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,23 +38,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYCHECKPOINTRESPONSE']._serialized_start=178
   _globals['_VERIFYCHECKPOINTRESPONSE']._serialized_end=330
   _globals['_DAMAGE']._serialized_start=333
-  _globals['_DAMAGE']._serialized_end=530
+  _globals['_DAMAGE']._serialized_end=551
   _globals['_DAMAGE_KIND']._serialized_start=428
-  _globals['_DAMAGE_KIND']._serialized_end=530
-  _globals['_COLLECTGARBAGEREQUEST']._serialized_start=532
-  _globals['_COLLECTGARBAGEREQUEST']._serialized_end=636
-  _globals['_COLLECTGARBAGERESPONSE']._serialized_start=639
-  _globals['_COLLECTGARBAGERESPONSE']._serialized_end=866
-  _globals['_GETUSAGEREQUEST']._serialized_start=868
-  _globals['_GETUSAGEREQUEST']._serialized_end=899
-  _globals['_GETUSAGERESPONSE']._serialized_start=902
-  _globals['_GETUSAGERESPONSE']._serialized_end=1091
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1093
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1115
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1117
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1213
-  _globals['_LIMITS']._serialized_start=1216
-  _globals['_LIMITS']._serialized_end=1404
-  _globals['_MAINTENANCESERVICE']._serialized_start=1407
-  _globals['_MAINTENANCESERVICE']._serialized_end=1780
+  _globals['_DAMAGE_KIND']._serialized_end=551
+  _globals['_COLLECTGARBAGEREQUEST']._serialized_start=553
+  _globals['_COLLECTGARBAGEREQUEST']._serialized_end=657
+  _globals['_COLLECTGARBAGERESPONSE']._serialized_start=660
+  _globals['_COLLECTGARBAGERESPONSE']._serialized_end=887
+  _globals['_GETUSAGEREQUEST']._serialized_start=889
+  _globals['_GETUSAGEREQUEST']._serialized_end=920
+  _globals['_GETUSAGERESPONSE']._serialized_start=923
+  _globals['_GETUSAGERESPONSE']._serialized_end=1112
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1114
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1136
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1138
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1234
+  _globals['_LIMITS']._serialized_start=1237
+  _globals['_LIMITS']._serialized_end=1425
+  _globals['_MAINTENANCESERVICE']._serialized_start=1428
+  _globals['_MAINTENANCESERVICE']._serialized_end=1801
 # @@protoc_insertion_point(module_scope)

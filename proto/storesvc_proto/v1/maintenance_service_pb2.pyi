@@ -78,7 +78,7 @@ Global___VerifyCheckpointResponse: typing_extensions.TypeAlias = VerifyCheckpoin
 
 @typing.final
 class Damage(google.protobuf.message.Message):
-    """A chunk that is not what was saved."""
+    """Something that is not what was saved."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -98,6 +98,11 @@ class Damage(google.protobuf.message.Message):
         """Its bytes do not match the digest in the manifest."""
         KIND_KEY_SPACE: Damage._Kind.ValueType  # 4
         """The key space shows it at another place, or not at all."""
+        KIND_FILE_TABLE: Damage._Kind.ValueType  # 5
+        """The file table of the checkpoint is missing or damaged, or does not say what
+        the chunks do. `key` and `index` are empty: nothing that was saved is lost,
+        but nothing of the run can be collected.
+        """
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
         """What is wrong; the first of these that is."""
@@ -112,13 +117,18 @@ class Damage(google.protobuf.message.Message):
     """Its bytes do not match the digest in the manifest."""
     KIND_KEY_SPACE: Damage.Kind.ValueType  # 4
     """The key space shows it at another place, or not at all."""
+    KIND_FILE_TABLE: Damage.Kind.ValueType  # 5
+    """The file table of the checkpoint is missing or damaged, or does not say what
+    the chunks do. `key` and `index` are empty: nothing that was saved is lost,
+    but nothing of the run can be collected.
+    """
 
     KEY_FIELD_NUMBER: builtins.int
     INDEX_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     key: builtins.str
-    """`LeafTable.key`."""
+    """`LeafTable.key`; empty: the checkpoint as a whole."""
     kind: Global___Damage.Kind.ValueType
     """What is wrong."""
     message: builtins.str

@@ -72,9 +72,10 @@ class MaintenanceServiceServicer(object):
 
     def VerifyCheckpoint(self, request, context):
         """Reads every chunk of a checkpoint, and checks that it is what was saved: its
-        CRC-32C, its digest, its place; and that both views of the checkpoint, the
-        manifest and the key space, show the same chunks. What is wrong is told, chunk
-        by chunk, and does not end the stream; the last message holds all counts.
+        CRC-32C, its digest, its place; that both views of the checkpoint, the manifest
+        and the key space, show the same chunks; and that its file table names the files
+        that they need. What is wrong is told, chunk by chunk, and does not end the
+        stream; the last message holds all counts.
 
         Errors:
         * as GetCheckpoint.

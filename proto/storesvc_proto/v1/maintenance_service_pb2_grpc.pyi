@@ -140,9 +140,10 @@ class MaintenanceServiceStub(typing.Generic[_MaintenanceServiceGetServerInfoType
 
     VerifyCheckpoint: _MaintenanceServiceVerifyCheckpointType
     """Reads every chunk of a checkpoint, and checks that it is what was saved: its
-    CRC-32C, its digest, its place; and that both views of the checkpoint, the
-    manifest and the key space, show the same chunks. What is wrong is told, chunk
-    by chunk, and does not end the stream; the last message holds all counts.
+    CRC-32C, its digest, its place; that both views of the checkpoint, the manifest
+    and the key space, show the same chunks; and that its file table names the files
+    that they need. What is wrong is told, chunk by chunk, and does not end the
+    stream; the last message holds all counts.
 
     Errors:
     * as GetCheckpoint.
@@ -210,9 +211,10 @@ class MaintenanceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointResponse], collections.abc.AsyncIterator[storesvc_proto.v1.maintenance_service_pb2.VerifyCheckpointResponse]]:
         """Reads every chunk of a checkpoint, and checks that it is what was saved: its
-        CRC-32C, its digest, its place; and that both views of the checkpoint, the
-        manifest and the key space, show the same chunks. What is wrong is told, chunk
-        by chunk, and does not end the stream; the last message holds all counts.
+        CRC-32C, its digest, its place; that both views of the checkpoint, the manifest
+        and the key space, show the same chunks; and that its file table names the files
+        that they need. What is wrong is told, chunk by chunk, and does not end the
+        stream; the last message holds all counts.
 
         Errors:
         * as GetCheckpoint.

@@ -1,0 +1,83 @@
+"""Labels and metrics as people give them, checked before anything is sent."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from storesvc_client._names import is_text
+from storesvc_client.errors import InvalidRequestError
+
+MAX_ENTRIES: Final = 64
+"""Labels, and metrics, of a checkpoint or a run."""
+
+MAX_TEXT_BYTES: Final = 256
+"""Of a label's key and value, and of a metric's key."""
+
+_SHOWN: Final = 60
+"""Characters of something that a message repeats."""
+
+
+def checked_labels(place: str, labels: object) -> dict[str, str]:
+    """Returns labels.
+
+    Args:
+        place: What they are for, such as "save to prod/llama-8b".
+        labels: Texts by key; None: there are none.
+
+    Raises:
+        InvalidRequestError: They are something else, too many or too long.
+    """
+    found = {}
+    for key, text in _entries(f"{place}: labels=", labels).items():
+        if not is_text(text) or len(text.encode()) > MAX_TEXT_BYTES:
+            raise InvalidRequestError(
+                f"{place}: labels=: expected a text of at most {MAX_TEXT_BYTES} bytes "
+                f"for {key!r}, got {_shown(text)}"
+            )
+        found[key] = text
+    return found
+
+
+def checked_metrics(place: str, metrics: object) -> dict[str, float]:
+    """Returns metrics.
+
+    Args:
+        place: What they are for, such as "save to prod/llama-8b".
+        metrics: Numbers by key; None: there are none.
+
+    Raises:
+        InvalidRequestError: They are something else, too many, or a key is too long.
+    """
+    found = {}
+    for key, value in _entries(f"{place}: metrics=", metrics).items():
+        try:
+            if isinstance(value, str | bytes | bytearray):  # which float() would read
+                raise TypeError
+            found[key] = float(value)
+        except (TypeError, ValueError, OverflowError) as e:
+            raise InvalidRequestError(
+                f"{place}: metrics=: expected a number for {key!r}, got {_shown(value)}"
+            ) from e
+    return found
+
+
+def _entries(place: str, given: object) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"{place}: expected a mapping, got {_shown(given)}")
+    if len(given) > MAX_ENTRIES:
+        raise InvalidRequestError(
+            f"{place}: expected at most {MAX_ENTRIES} entries, got {len(given)}"
+        )
+    for key in given:
+        if not is_text(key) or not 1 <= len(key.encode()) <= MAX_TEXT_BYTES:
+            raise InvalidRequestError(
+                f"{place}: expected texts of 1 to {MAX_TEXT_BYTES} bytes as keys, got "
+                f"{_shown(key)}"
+            )
+    return dict(given)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

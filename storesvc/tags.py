@@ -47,7 +47,7 @@ class Tags:
         name: TagName,
         checkpoint: CheckpointName,
         *,
-        protected: bool,
+        protected: bool | None,
         etag: str,
         write_id: str,
     ) -> pb.TagRecord:
@@ -56,7 +56,7 @@ class Tags:
         Args:
             name: The tag.
             checkpoint: What it shall name.
-            protected: Whether later changes need its etag.
+            protected: Whether later changes need its etag; None: as it was.
             etag: What the caller read, or "".
             write_id: Of the request.
 
@@ -80,7 +80,8 @@ class Tags:
             named = await self._catalogue.checkpoint(checkpoint)
             record = self._changed(before, write_id)
             record.step, record.upload = named.step, named.upload
-            record.protected = protected
+            was_protected = bool(before and before.upload and before.protected)
+            record.protected = was_protected if protected is None else protected
             written = await self._write(name, record, found[1] if found else IF_ABSENT)
             if written is not None:
                 return await self._checked(name, record, written, before=before)

@@ -473,7 +473,8 @@ def test_a_delay_out_of_bounds_is_one_sentence(
 ) -> None:
     sentence = refused("rm", f"{saved.name}@10", "--purge-delay", delay)
 
-    assert "purge_delay: expected 0 to 31536000 s" in sentence
+    assert "purge_delay" in sentence
+    assert "expected" in sentence
     assert 10 == saved.checkpoint(10).step
 
 

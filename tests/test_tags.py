@@ -312,3 +312,15 @@ def test_what_a_tag_names_is_never_purged_whatever_the_order(
         slot = slot_of(world, record.step)
         assert slot.upload == record.upload
         assert slot.state in CHECKPOINTS
+
+
+def test_a_tag_that_moves_stays_as_protected_as_it_was(run: store.Run) -> None:
+    first = run.tag("keeps", 1, protected=True)
+    second = run.tag("keeps", 2, etag=first.etag)
+    third = run.tag("keeps", 1, protected=False, etag=second.etag)
+
+    assert [True, True, False] == [tag.protected for tag in (first, second, third)]
+    assert not run.tag("keeps", 2).protected
+    run.tag("keeps", 1, protected=True)
+    with pytest.raises(store.PreconditionError):
+        run.untag("keeps")

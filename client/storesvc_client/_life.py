@@ -166,7 +166,7 @@ class RunLife(RunBase):
         name: str,
         which: Which = "latest",
         *,
-        protected: bool = False,
+        protected: bool | None = None,
         etag: str | None = None,
     ) -> Tag:
         """Makes a tag name a checkpoint, wherever it was before, and returns it.
@@ -174,7 +174,8 @@ class RunLife(RunBase):
         Args:
             name: Of the tag.
             which: A step, "latest" or another tag.
-            protected: Whether later changes need the tag's etag.
+            protected: Whether later changes need the tag's etag; None leaves that as it
+                was.
             etag: ``Tag.etag``: refuses to move the tag if it changed since.
 
         Raises:

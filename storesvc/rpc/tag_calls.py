@@ -28,7 +28,7 @@ class TagCalls:
             record = await self._store.tags.set(
                 name,
                 checkpoint_of(request, name),
-                protected=request.protected,
+                protected=request.protected if request.HasField("protected") else None,
                 etag=request.etag,
                 write_id=fields.write_id(request.request_id),
             )

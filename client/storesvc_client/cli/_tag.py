@@ -20,7 +20,7 @@ from storesvc_client.cli._paths import CheckpointPath, RunPath
 from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
-    from storesvc_client import Run, Tag
+    from storesvc_client import Tag
 
 _COLUMNS: Final = (
     Column("TAG"),
@@ -131,22 +131,12 @@ def _set(
 ) -> None:
     with connection.open() as client, _etag_hint(path.run):
         run = client.run(path.run)
-        if protected is None:
-            protected = _is_protected(run, name, expected)
         found = run.tag(name, path.which, protected=protected, etag=expected)
     if as_json:
         print_json(found)
     else:
         suffix = ", protected" if found.protected else ""
         click.echo(f"{path.run}@{found.name} is step {found.step}{suffix}")
-
-
-def _is_protected(run: "Run", name: str, expected: str | None) -> bool:
-    """Returns whether a tag is protected, where a change of it may come through."""
-    if expected is None:
-        return False
-    # The etag, which the store compares, tells that this is what will be changed.
-    return any(tag.protected for tag in run.tags() if tag.name == name)
 
 
 @contextmanager

@@ -13,10 +13,11 @@ this contract is ever a path, a URI or a TensorStore spec.
 Lists. A page holds at most `page_size` rows, and fewer where they would not fit a
 message; an empty `next_page_token` alone says that it was the last.
 
-Changes. A request that changes something has a `request_id`, a random UUID:
-repeated with the same one while nobody else has changed the object, it answers as
-the first time. Where it has an `etag` that is not empty, the object MUST still
-have it, or the call fails with `ETAG_MISMATCH`.
+Changes. A request that has a `request_id`, a random UUID, and is repeated with the
+same one while nobody else has changed the object, answers as the first time; but
+for CreateHold it does so whatever else it says, so an id MUST NOT be used for
+another change. Where a request has an `etag` that is not empty, the object MUST
+still have it, or the call fails with `ETAG_MISMATCH`.
 """
 
 import builtins
@@ -1237,7 +1238,7 @@ class SetTagRequest(google.protobuf.message.Message):
     checkpoint: builtins.str
     """`namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}`, of the same run."""
     protected: builtins.bool
-    """Whether later changes need its etag."""
+    """Whether later changes need its etag; absent: as it was."""
     etag: builtins.str
     """`Tag.etag`, or empty."""
     request_id: builtins.str
@@ -1247,11 +1248,13 @@ class SetTagRequest(google.protobuf.message.Message):
         *,
         name: builtins.str = ...,
         checkpoint: builtins.str = ...,
-        protected: builtins.bool = ...,
+        protected: builtins.bool | None = ...,
         etag: builtins.str = ...,
         request_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "etag", b"etag", "name", b"name", "protected", b"protected", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_protected", b"_protected", "protected", b"protected"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_protected", b"_protected", "checkpoint", b"checkpoint", "etag", b"etag", "name", b"name", "protected", b"protected", "request_id", b"request_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_protected", b"_protected"]) -> typing.Literal["protected"] | None: ...
 
 Global___SetTagRequest: typing_extensions.TypeAlias = SetTagRequest
 

@@ -13,10 +13,11 @@ this contract is ever a path, a URI or a TensorStore spec.
 Lists. A page holds at most `page_size` rows, and fewer where they would not fit a
 message; an empty `next_page_token` alone says that it was the last.
 
-Changes. A request that changes something has a `request_id`, a random UUID:
-repeated with the same one while nobody else has changed the object, it answers as
-the first time. Where it has an `etag` that is not empty, the object MUST still
-have it, or the call fails with `ETAG_MISMATCH`.
+Changes. A request that has a `request_id`, a random UUID, and is repeated with the
+same one while nobody else has changed the object, answers as the first time; but
+for CreateHold it does so whatever else it says, so an id MUST NOT be used for
+another change. Where a request has an `etag` that is not empty, the object MUST
+still have it, or the call fails with `ETAG_MISMATCH`.
 """
 
 import abc

@@ -194,11 +194,13 @@ class Catalogue:
             CorruptDataError: It holds the slot of another step, or is damaged.
         """
         place = RunPlaces(run).checkpoint(step)
-        found = await read_record(self._bucket, place, pb.CheckpointRecord)
+        try:
+            found = await read_record(self._bucket, place, pb.CheckpointRecord)
+        except CorruptDataError as e:
+            raise _damaged(run, step, str(e)) from e
         if found is not None and found[0].step != step:
-            raise CorruptDataError(
-                f"{place} is damaged: expected step {step}, got {found[0].step}"
-            )
+            was = f"{place}: expected step {step}, got {found[0].step}"
+            raise _damaged(run, step, was)
         return found
 
     async def tag_slot(self, name: TagName) -> tuple[pb.TagRecord, Generation] | None:
@@ -428,6 +430,15 @@ class Catalogue:
             step=str(wanted),
             nearest=nearest,
         )
+
+
+def _damaged(run: RunName, step: int, how: str) -> CorruptDataError:
+    return CorruptDataError(
+        f"the record of {run}@{step} is damaged ({how}); use another checkpoint by its "
+        "step, and restore this object from a copy",
+        run=str(run),
+        step=str(step),
+    )
 
 
 def _is_listed(summary: RunSummary) -> bool:

@@ -54,7 +54,9 @@ def gc(
     Servers do the same by themselves, from time to time. Aborts uploads that nothing
     is heard of, applies retention policies, purges deleted checkpoints whose time has
     come, and removes the objects that nothing needs any more. What a checkpoint, a
-    hold or a live upload needs stays, also while saves and restores go on. With a
+    hold or a live upload needs stays, also while saves and restores go on. An upload
+    is dead once the process that collects has seen it silent for its lease: where no
+    server runs, a single gc ends only those that are silent for two days. With a
     short --grace, readers that have no hold may lose what they read.
 
     \b

@@ -91,7 +91,8 @@ class MaintenanceServiceServicer(object):
         reaches. Nothing that a committed record, a hold or a live upload needs is
         touched, whatever else goes on meanwhile. Servers do the same by themselves from
         time to time. A stream that is cut off leaves no harm; the rest is done the next
-        time.
+        time. A lease is over once the process that collects has seen it unchanged for its
+        length, or once it was renewed that and two days ago by the clocks.
 
         Errors:
         * `INVALID_FIELD`, `RUN_NOT_FOUND`.

@@ -340,6 +340,9 @@ def test_chunks_of_another_checkpoint_at_the_step_are_refused(address: str) -> N
 
     with pytest.raises(store.NotFoundError, match="replaced"), translated("here"):
         list(stub.ReadChunks(request))
+    request.uid = ""
+    with pytest.raises(store.InvalidRequestError, match="got none"), translated("here"):
+        list(stub.ReadChunks(request))
 
 
 def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:

@@ -2,6 +2,7 @@
 
 from contextlib import aclosing
 
+from storesvc.errors import InvalidFieldError
 from storesvc.format.names import CheckpointName
 from storesvc.rpc.handling import Context, refusals, write
 from storesvc.store import Store
@@ -20,6 +21,10 @@ class ChunkService(chunk_service_pb2_grpc.ChunkServiceServicer):
     ) -> None:
         async with refusals(context):
             name = CheckpointName.from_resource(request.name)
+            if not request.uid:
+                raise InvalidFieldError(
+                    f"uid: expected that of {name}, got none; read its manifest first"
+                )
             record = await self._store.catalogue.checkpoint_of_uid(name, request.uid)
             manifest = await self._store.catalogue.manifest(name.run, record)
             frames = self._store.sender.send(name.run, manifest, request.chunk)

@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 
 import tensorstore as ts
 
-TICK_SECONDS: Final = 0.02
+TICK_SECONDS: Final = 0.011
 """Longer than the tick of any kernel: that of Linux is 10 ms at most."""
 
 

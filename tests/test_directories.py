@@ -1,10 +1,14 @@
 """Directories: made durable once, and known for as long as there is room."""
 
 import asyncio
+import os
 from pathlib import Path
+
+import pytest
 
 from storesvc import directories
 from storesvc.directories import Directories
+from storesvc.kvbucket import KvBucket
 
 
 def test_what_is_known_of_directories_is_bounded(tmp_path: Path) -> None:
@@ -31,3 +35,39 @@ def test_a_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
         assert (tmp_path / "a/b").is_dir()
 
     asyncio.run(main())
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The directories that this process asks the kernel to sync."""
+    found: list[Path] = []
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        found.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+def test_every_new_directory_is_synced_into_the_one_above(
+    tmp_path: Path, synced: list[Path]
+) -> None:
+    root = tmp_path / "store"
+    asyncio.run(Directories(root).make("a/b/c"))
+
+    assert [tmp_path, root, root / "a"] == synced
+
+
+def test_what_is_settled_has_its_directory_synced(
+    tmp_path: Path, synced: list[Path]
+) -> None:
+    async def main() -> None:
+        bucket = await KvBucket.open(tmp_path.as_uri())
+        await bucket.write("a/b", b"1")
+        synced.clear()
+        await bucket.settle("a/b")
+
+    asyncio.run(main())
+    assert [tmp_path / "a"] == synced

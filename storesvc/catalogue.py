@@ -2,24 +2,17 @@
 
 Reads only. To a reader, a slot is absent that is neither COMMITTED nor, where it asks
 for those, DELETED or PURGING.
-
-A list names the slots, and reads then tell their states, one after the other. What
-was passed over may be committed meanwhile and what comes below it deleted, so that
-what is found was the newest at no time. So where the slots that were passed over may
-have changed, they are looked at again, until they are seen to have not.
 """
 
 import asyncio
 import difflib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from datetime import UTC
 from operator import attrgetter
 from typing import Final
 
 from storesvc.bucket import Bucket, Generation
 from storesvc.caching import TREES_BYTES, ByteCache
-from storesvc.clocks import Clock, SystemClock
 from storesvc.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -34,14 +27,13 @@ from storesvc.format.manifests import (
     unpack_manifest,
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
-from storesvc.leases import MARGIN
-from storesvc.records import read_record
-from storesvc.slots import CHECKPOINTS, COMMITTED, UPLOADING
+from storesvc.gathering import AT_ONCE, rows
+from storesvc.records import or_damage, read_record, sound
+from storesvc.slot_reads import SlotReads
+from storesvc.slots import CHECKPOINTS, COMMITTED
 from storesvc.transitions import is_deleted, replaced
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-_READS_AT_ONCE: Final = 32
-_LOOKS: Final = 10
 _NEAREST: Final = 3
 _LISTED: Final = frozenset({COMMITTED})
 
@@ -56,23 +48,12 @@ class RunSummary:
     """The newest committed checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """Slots of a run, read from the newest down."""
-
-    found: Sequence[pb.CheckpointRecord]
-    """Those that were looked for."""
-    passed: Mapping[int, Generation | None]
-    """What other steps held above the last one of them, as far as it is not known to
-    have been so when they were listed."""
-
-
 class Catalogue:
     """The runs and checkpoints of a bucket."""
 
-    def __init__(self, bucket: Bucket, *, clock: Clock | None = None) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._clock = clock or SystemClock()
+        self._reads = SlotReads(bucket)
         self._manifests: ByteCache[str, Manifest] = ByteCache(
             TREES_BYTES, size_of=attrgetter("memory_bytes")
         )
@@ -90,9 +71,10 @@ class Catalogue:
 
     async def runs(
         self, namespace: str | None, *, after: RunName | None, limit: int
-    ) -> list[RunSummary]:
+    ) -> list[tuple[RunName, RunSummary | CorruptDataError]]:
         """Returns the runs that have a committed checkpoint or were set up, in the
-        order of their names.
+        order of their names; of one whose record, or whose newest checkpoint's, is
+        damaged, that.
 
         Args:
             namespace: Of this namespace; None: of all.
@@ -101,12 +83,12 @@ class Catalogue:
         """
         names = await self._run_names(namespace)
         names = [name for name in names if after is None or name > after]
-        found: list[RunSummary] = []
-        while names and len(found) < limit:
-            batch, names = names[:_READS_AT_ONCE], names[_READS_AT_ONCE:]
-            summaries = await asyncio.gather(*map(self._summary, batch))
-            found += [s for s in summaries if s is not None and _is_listed(s)]
-        return found[:limit]
+
+        async def look(name: RunName) -> RunSummary | None:
+            summary = await self._summary(name)
+            return summary if summary and _is_listed(summary) else None
+
+        return await rows(look, names, limit=limit)
 
     async def checkpoints(
         self,
@@ -116,7 +98,26 @@ class Catalogue:
         limit: int,
         show_deleted: bool = False,
     ) -> Sequence[pb.CheckpointRecord]:
-        """Returns checkpoints, newest first.
+        """Returns checkpoints, newest first; arguments as of ``checkpoint_rows``.
+
+        Raises:
+            RunNotFoundError: With the most similar names.
+            CorruptDataError: The record of one is damaged.
+        """
+        rows = await self.checkpoint_rows(
+            run, before=before, limit=limit, show_deleted=show_deleted
+        )
+        return [sound(row) for _, row in rows]
+
+    async def checkpoint_rows(
+        self,
+        run: RunName,
+        *,
+        before: int | None,
+        limit: int,
+        show_deleted: bool = False,
+    ) -> Sequence[tuple[int, pb.CheckpointRecord | CorruptDataError]]:
+        """Returns checkpoints by step, newest first; of a damaged record, that.
 
         Args:
             run: Of this run.
@@ -128,7 +129,7 @@ class Catalogue:
             RunNotFoundError: With the most similar names.
         """
         states = CHECKPOINTS if show_deleted else _LISTED
-        found = await self._at_once(run, states, before=before, limit=limit)
+        found = await self._reads.newest(run, states, before=before, limit=limit)
         if not found:
             await self.check_run(run)
         return found
@@ -193,20 +194,12 @@ class Catalogue:
         Raises:
             CorruptDataError: It holds the slot of another step, or is damaged.
         """
-        place = RunPlaces(run).checkpoint(step)
-        try:
-            found = await read_record(self._bucket, place, pb.CheckpointRecord)
-        except CorruptDataError as e:
-            raise _damaged(run, step, str(e)) from e
-        if found is not None and found[0].step != step:
-            was = f"{place}: expected step {step}, got {found[0].step}"
-            raise _damaged(run, step, was)
-        return found
+        return await self._reads.slot(run, step)
 
     async def tag_slot(self, name: TagName) -> tuple[pb.TagRecord, Generation] | None:
         """Returns what the place of a tag holds, also of one that was deleted."""
         place = RunPlaces(name.run).tag(name.tag)
-        return await read_record(self._bucket, place, pb.TagRecord)
+        return await read_record(self._bucket, place, pb.TagRecord, of=f"tag {name}")
 
     async def tag_names(self, run: RunName) -> list[str]:
         """Returns the names of tags in order, those of deleted ones among them."""
@@ -217,19 +210,17 @@ class Catalogue:
     async def tag_not_found(self, name: TagName) -> TagNotFoundError:
         """Returns the refusal of a tag that is not there, with the most similar."""
         similar = difflib.get_close_matches(
-            name.tag, await self.tag_names(name.run), n=_READS_AT_ONCE, cutoff=0.5
+            name.tag, await self.tag_names(name.run), n=AT_ONCE, cutoff=0.5
         )
-        tags = await asyncio.gather(
-            *(self.tag_slot(TagName(name.run, tag)) for tag in similar)
-        )
-        rows = zip(similar, tags, strict=True)
-        nearest = [tag for tag, found in rows if found and found[0].upload][:_NEAREST]
+        names = [TagName(name.run, tag) for tag in similar]
+        found = await rows(self.tag_slot, names, limit=len(names))
+        nearest = [other.tag for other, tag in found if _names_something(tag)]
         return TagNotFoundError(
             f"{name.run} has no tag {name.tag} (nearest: "
-            f"{', '.join(nearest) or 'none'}); list its tags to see all",
+            f"{', '.join(nearest[:_NEAREST]) or 'none'}); list its tags to see all",
             run=str(name.run),
             tag=name.tag,
-            nearest=",".join(nearest),
+            nearest=",".join(nearest[:_NEAREST]),
         )
 
     async def manifest(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
@@ -287,69 +278,8 @@ class Catalogue:
     async def _newest(
         self, run: RunName, states: Container[int] = CHECKPOINTS
     ) -> pb.CheckpointRecord | None:
-        found = await self._at_once(run, states, before=None, limit=1)
-        return found[0] if found else None
-
-    async def _at_once(
-        self, run: RunName, states: Container[int], *, before: int | None, limit: int
-    ) -> Sequence[pb.CheckpointRecord]:
-        """The newest slots of some states, none missing that was there throughout."""
-        for _ in range(_LOOKS):
-            steps = await self._steps(run, before=before)
-            look = await self._look(run, steps, states, limit)
-            if not look.passed:
-                break
-            above = look.found[-1].step if len(look.found) == limit else None
-            later = await self._steps(run, after=above, before=before)
-            if set(later) <= set(steps) and await self._is_still(run, look.passed):
-                break
-        return look.found
-
-    async def _look(
-        self, run: RunName, steps: Sequence[int], states: Container[int], limit: int
-    ) -> _Look:
-        found: list[pb.CheckpointRecord] = []
-        passed: dict[int, Generation | None] = {}
-        # The newest slots may be reservations of saves that are under way, or freed:
-        # mostly the first is it, and the others are looked at many at once.
-        at_once = min(limit, _READS_AT_ONCE)
-        while steps and len(found) < limit:
-            batch, steps = steps[:at_once], steps[at_once:]
-            slots = await asyncio.gather(*(self.slot(run, step) for step in batch))
-            for step, slot in zip(batch, slots, strict=True):
-                if len(found) == limit:
-                    break
-                if slot is not None and slot[0].state in states:
-                    found.append(slot[0])
-                elif slot is None or not self._is_settled(slot[0]):
-                    passed[step] = slot and slot[1]
-            at_once = _READS_AT_ONCE
-        return _Look(found, passed)
-
-    async def _is_still(
-        self, run: RunName, passed: Mapping[int, Generation | None]
-    ) -> bool:
-        """Whether steps hold what they held."""
-        steps = list(passed)
-        while steps:
-            batch, steps = steps[:_READS_AT_ONCE], steps[_READS_AT_ONCE:]
-            slots = await asyncio.gather(*(self.slot(run, step) for step in batch))
-            for step, slot in zip(batch, slots, strict=True):
-                if (slot and slot[1]) != passed[step]:
-                    return False
-        return True
-
-    def _is_settled(self, slot: pb.CheckpointRecord) -> bool:
-        """Whether what is no checkpoint was none for longer than a call takes,
-        however wrong the clock is of whoever deleted it."""
-        age = self._clock.now() - slot.delete_time.ToDatetime(UTC)
-        return slot.state != UPLOADING and age > MARGIN
-
-    async def _held(
-        self, run: RunName, steps: Sequence[int], states: Container[int]
-    ) -> list[pb.CheckpointRecord]:
-        slots = await asyncio.gather(*(self._held_slot(run, s, states) for s in steps))
-        return [slot for slot in slots if slot is not None]
+        found = await self._reads.newest(run, states, before=None, limit=1)
+        return sound(found[0][1]) if found else None
 
     async def _held_slot(
         self, run: RunName, step: int, states: Container[int]
@@ -357,28 +287,19 @@ class Catalogue:
         found = await self.slot(run, step)
         return found[0] if found and found[0].state in states else None
 
-    async def _steps(
-        self, run: RunName, *, after: int | None = None, before: int | None = None
-    ) -> list[int]:
-        """Steps that have a slot, newest first."""
-        places = RunPlaces(run)
-        found = await self._bucket.list(
-            places.checkpoints,
-            after="" if after is None else places.checkpoint(after),
-        )
-        steps = map(places.step_of, reversed(found))
-        return [s for s in steps if s is not None and (before is None or s < before)]
-
     async def _run_names(self, namespace: str | None) -> list[RunName]:
         prefix = layout.RUNS if namespace is None else f"{layout.RUNS}{namespace}/"
         found = await self._bucket.list(prefix)
         return sorted(name for place in found if (name := layout.run_of_record(place)))
 
     async def _exists(self, name: RunName) -> bool:
-        summary = await self._summary(name)
-        return summary is not None and (
-            _is_listed(summary) or await self._newest(name) is not None
-        )
+        try:
+            summary = await self._summary(name)
+            return summary is not None and (
+                _is_listed(summary) or await self._newest(name) is not None
+            )
+        except CorruptDataError:  # there is something
+            return True
 
     async def _summary(self, name: RunName) -> RunSummary | None:
         """What is known of a run; its record comes a moment before its first slot."""
@@ -415,13 +336,16 @@ class Catalogue:
                 nearest="",
             )
         wanted = name.which
-        steps = await self._steps(name.run)
+        steps = await self._reads.steps(name.run)
         steps.sort(key=lambda step: abs(step - wanted))
-        found: list[pb.CheckpointRecord] = []
+        found: list[int] = []
         while steps and len(found) < _NEAREST:
             batch, steps = steps[:_NEAREST], steps[_NEAREST:]
-            found += await self._held(name.run, batch, _LISTED)
-        near = sorted(record.step for record in found[:_NEAREST])
+            slots = await asyncio.gather(
+                *(or_damage(self._held_slot(name.run, s, _LISTED)) for s in batch)
+            )
+            found += [s.step for s in slots if isinstance(s, pb.CheckpointRecord)]
+        near = sorted(found[:_NEAREST])
         nearest = ",".join(map(str, near))
         return CheckpointNotFoundError(
             f"{name} does not exist; the nearest steps of {name.run} are "
@@ -432,13 +356,10 @@ class Catalogue:
         )
 
 
-def _damaged(run: RunName, step: int, how: str) -> CorruptDataError:
-    return CorruptDataError(
-        f"the record of {run}@{step} is damaged ({how}); use another checkpoint by its "
-        "step, and restore this object from a copy",
-        run=str(run),
-        step=str(step),
-    )
+def _names_something(
+    tag: tuple[pb.TagRecord, Generation] | CorruptDataError,
+) -> bool:
+    return isinstance(tag, tuple) and bool(tag[0].upload)
 
 
 def _is_listed(summary: RunSummary) -> bool:

@@ -18,7 +18,7 @@ from datetime import UTC, timedelta
 from typing import Final
 
 from storesvc.bucket import IF_ABSENT, PreconditionError
-from storesvc.collection import DEFAULT_GRACE
+from storesvc.collection import DEFAULT_GRACE, Patience
 from storesvc.errors import StoreError
 from storesvc.format import layout
 from storesvc.format.names import RunName
@@ -32,9 +32,6 @@ DEFAULT_INTERVAL: Final = timedelta(minutes=10)
 
 _RENEWAL_SECONDS: Final = 60.0
 _RELEASE_SECONDS: Final = 2.0
-_RUNS_UNAVAILABLE: Final = 3
-"""Runs in a row whose storage did not answer, after which a pass is given up: each
-takes as long as a storage is waited for."""
 _SETTLING_SECONDS: Final = 2.0
 """After a commit: the next ones of a fast job are looked at with it."""
 
@@ -144,12 +141,11 @@ async def _pass(store: Store, lease: Lease) -> None:
     """Makes one pass over all runs; what fails in one of them keeps no other."""
     keeping = asyncio.create_task(lease.keep())
     try:
-        runs, unavailable = await store.collector.runs(None), 0
+        runs, patience = await store.collector.runs(None), Patience()
         for run in runs:
             with _logged(f"the collection of {run}"):
-                is_there = await _collect(store, run)
-                unavailable = 0 if is_there else unavailable + 1
-            if unavailable == _RUNS_UNAVAILABLE:
+                await _collect(store, run, patience)
+            if patience.is_over:
                 _log.warning("a pass over all runs was given up at %s", run)
                 return
         for namespace in sorted({run.namespace for run in runs}):
@@ -160,14 +156,11 @@ async def _pass(store: Store, lease: Lease) -> None:
         await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def _collect(store: Store, run: RunName) -> bool:
-    """Collects a run; False: the storage did not answer."""
-    is_there = True
+async def _collect(store: Store, run: RunName, patience: Patience) -> None:
     async for progress in store.collector.collect(run, grace=DEFAULT_GRACE):
-        is_there = not progress.is_unavailable
+        patience.note(progress)
         if progress.is_done:
             _log.debug("%s", progress)
-    return is_there
 
 
 async def _look_after_commits(store: Store) -> None:

@@ -33,6 +33,7 @@ from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.garbage import Garbage, Search
+from storesvc.gathering import each
 from storesvc.journal import Journal
 from storesvc.leases import Observations
 from storesvc.lives import Lives
@@ -41,11 +42,14 @@ from storesvc.reserve import Reserve
 from storesvc.retaining import Retaining
 from storesvc.runs import Runs
 from storesvc.slots import FREE
-from storesvc.snapshots import Snapshots, each
+from storesvc.snapshots import Snapshots
 from storesvc.uses import Uses
 
 DEFAULT_GRACE: Final = timedelta(hours=1)
 """How long ago something must have lost its use: readers without a hold go on."""
+
+_RUNS_UNANSWERED: Final = 3
+"""Runs in a row whose storage did not answer, after which the others are left."""
 
 _DELETES_TOLD: Final = 256
 """Deletions after which progress is told."""
@@ -98,6 +102,34 @@ class Progress:
             self,
             garbage_objects=len(garbage),
             postponed=waiting if count else "",
+        )
+
+
+class Patience:
+    """With a storage that does not answer, over the runs of a pass: it ends after a few
+    in a row, because each takes as long as a storage is waited for."""
+
+    def __init__(self) -> None:
+        self._unanswered = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the other runs are left for the next time."""
+        return self._unanswered >= _RUNS_UNANSWERED
+
+    def note(self, progress: Progress) -> None:
+        """Takes note of how the pass over a run ended."""
+        if progress.is_done:
+            self._unanswered = self._unanswered + 1 if progress.is_unavailable else 0
+
+    def left(self, run: RunName) -> Progress:
+        """Returns the progress in a run that is left."""
+        return Progress(
+            run=run,
+            is_done=True,
+            postponed=f"the storage did not answer in {_RUNS_UNANSWERED} runs in a "
+            "row before this one; collect again later",
+            is_unavailable=True,
         )
 
 

@@ -10,7 +10,6 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +40,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
+from storesvc.gathering import each
 from storesvc.journal import Journal
 from storesvc.kvbucket import EVERYTHING, Contents, KeySpace, KvBucket, Share
 from storesvc.records import read_record, timestamp, write_record
@@ -55,8 +55,6 @@ from storesvc.reuse import (
 from storesvc.uploads import OpenUpload, Uploads
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
-
-_READS_AT_ONCE: Final = 32
 
 _log = logging.getLogger(__name__)
 
@@ -212,17 +210,13 @@ class Commits:
             upload.places.receipt(name, writer)
             for writer in range(upload.record.writer_count)
         ]
-        at_once = asyncio.Semaphore(_READS_AT_ONCE)
 
         async def receipt(place: str) -> tuple[Sums, Places] | None:
-            async with at_once:
-                found = await read_record(self._bucket, place, pb.Receipt)
+            found = await read_record(self._bucket, place, pb.Receipt)
             return None if found is None else _unpack_receipt(place, found[0])
 
         finished = [place for place in places if place in written]
-        read = dict(
-            zip(finished, await asyncio.gather(*map(receipt, finished)), strict=True)
-        )
+        read = dict(zip(finished, await each(receipt, finished), strict=True))
         return {writer: read.get(place) for writer, place in enumerate(places)}
 
     async def _merge_key_spaces(

@@ -30,6 +30,7 @@ from typing import Final, TypeAlias
 from storesvc import slots
 from storesvc.errors import InvalidResumeTokenError
 from storesvc.leases import MARGIN
+from storesvc.records import etag_of
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 MAX_PENDING: Final = 256
@@ -178,25 +179,29 @@ def _of_deletion(number: int, announcement: pb.Announcement, held: Held) -> Outc
         return Outcome.LANDED if deletes else Outcome.SUPERSEDED
     if held.sequence >= number:
         return Outcome.LANDED if held.sequence == number else Outcome.SUPERSEDED
-    # Announced where there was something to do. There is nothing to do any more: the
-    # slot has changed since, and the condition of the write cannot hold.
-    before = slots.COMMITTED if deletes else slots.DELETED
-    return Outcome.PENDING if held.state == before else Outcome.SUPERSEDED
+    return _of_unchanged(announcement, held)
 
 
 def _of_tag(number: int, announcement: pb.Announcement, held: pb.TagRecord) -> Outcome:
     if held.sequence >= number:
         return Outcome.LANDED if held.sequence == number else Outcome.SUPERSEDED
-    if announcement.kind == pb.Announcement.KIND_UNTAG and not held.upload:
-        return Outcome.SUPERSEDED  # as above
-    return Outcome.PENDING
+    return _of_unchanged(announcement, held)
 
 
 def _of_absent_tag(announcement: pb.Announcement) -> Outcome:
     """Of a tag that has no record: it was never set, or was deleted and collected."""
     if announcement.kind == pb.Announcement.KIND_UNTAG:
         return Outcome.LANDED
-    return Outcome.PENDING
+    return Outcome.SUPERSEDED if announcement.replaces else Outcome.PENDING
+
+
+def _of_unchanged(
+    announcement: pb.Announcement, held: pb.CheckpointRecord | pb.TagRecord
+) -> Outcome:
+    """Of a change that has not landed by now: it never will once the object holds
+    another record than it was to replace, for that was the condition of its write."""
+    is_still = announcement.replaces == etag_of(held)
+    return Outcome.PENDING if is_still else Outcome.SUPERSEDED
 
 
 def _check(body: bytes, parent: str, store: str) -> bytes:

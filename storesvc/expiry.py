@@ -18,10 +18,10 @@ from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
+from storesvc.gathering import each
 from storesvc.leases import Observations
 from storesvc.marking import Snapshot
 from storesvc.records import read_record, timestamp, write_record
-from storesvc.snapshots import each
 from storesvc.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -91,7 +91,8 @@ class Expiry:
         places = RunPlaces(run)
 
         async def look(place: str) -> tuple[str, Generation] | None:
-            found = await read_record(self._bucket, place, pb.HoldRecord)
+            of = f"{run} hold {places.hold_of(place)}"
+            found = await read_record(self._bucket, place, pb.HoldRecord, of=of)
             if found is None:
                 return None
             hold, seen = found[0], _bytes_of(found[0])

@@ -20,9 +20,10 @@ from storesvc.expiry import Expiry
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName, TagName
+from storesvc.gathering import each
 from storesvc.leases import Observations
 from storesvc.marking import Fate, Marks, Snapshot, State
-from storesvc.snapshots import Snapshots, each
+from storesvc.snapshots import Snapshots
 
 ANSWERED: Final = timedelta(hours=24)
 """How long the record of an upload answers repeated requests, once all is over."""
@@ -91,8 +92,12 @@ class Search:
         answered = self._answered(snapshot, known)
         named: set[str] = set()
         tables = marking.tables(snapshot, known, over=over)
-        for table in await each(self._snapshots.file_table, tables):
-            named.update(table.file)
+        found = await each(self._snapshots.file_table, tables)
+        for (place, must_be), table in zip(tables.items(), found, strict=True):
+            if table is not None:
+                named.update(table.file)
+            elif must_be:
+                raise CorruptDataError(f"{place} is missing")
         marks = await asyncio.to_thread(
             marking.mark, snapshot, known, over=over, answered=answered, named=named
         )

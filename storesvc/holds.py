@@ -6,7 +6,6 @@ counts only where its own condition held, so that no call takes back what anothe
 answered.
 """
 
-import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -22,6 +21,7 @@ from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.errors import (
     ConflictError,
+    CorruptDataError,
     HoldExpiredError,
     HoldNotFoundError,
     RequestIdReusedError,
@@ -29,6 +29,7 @@ from storesvc.errors import (
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, HoldName, RunName
 from storesvc.format.seal import seal
+from storesvc.gathering import rows
 from storesvc.leases import MARGIN
 from storesvc.records import duration, read_record, timestamp
 from storesvc.slots import CHECKPOINTS, COMMITTED, DELETED, PURGING
@@ -39,7 +40,6 @@ DEFAULT_TTL: Final = timedelta(minutes=10)
 
 _HOLDABLE: Final = frozenset({COMMITTED, DELETED})
 _TRIES: Final = 8
-_READS_AT_ONCE: Final = 32
 
 
 class Holds:
@@ -91,6 +91,8 @@ class Holds:
                 return record
             if found is None:  # else it may be what another call answered
                 await self._take_back(name, written)
+            elif slot is not None and slot.state == PURGING:
+                raise transitions.being_purged(name.run, slot)  # it may be spared
             if slot is not None:
                 raise transitions.is_deleted(name.run, slot)
             raise await self._catalogue.missing(CheckpointName(name.run, record.step))
@@ -133,8 +135,9 @@ class Holds:
 
     async def list(
         self, run: RunName, *, after: str, limit: int
-    ) -> list[tuple[HoldName, pb.HoldRecord]]:
-        """Returns holds of a run by id, expired ones included.
+    ) -> list[tuple[HoldName, pb.HoldRecord | CorruptDataError]]:
+        """Returns holds of a run by id, expired ones included; of a damaged record,
+        that.
 
         Args:
             run: The run.
@@ -148,12 +151,12 @@ class Holds:
         places = RunPlaces(run)
         ids = map(places.hold_of, await self._bucket.list(places.holds))
         names = [HoldName(run, id_) for id_ in sorted(filter(None, ids)) if id_ > after]
-        found: list[tuple[HoldName, pb.HoldRecord]] = []
-        while names and len(found) < limit:
-            batch, names = names[:_READS_AT_ONCE], names[_READS_AT_ONCE:]
-            records = await asyncio.gather(*map(self._read, batch))
-            found += [(n, r[0]) for n, r in zip(batch, records, strict=True) if r]
-        return found[:limit]
+
+        async def look(name: HoldName) -> pb.HoldRecord | None:
+            found = await self._read(name)
+            return found and found[0]
+
+        return await rows(look, names, limit=limit)
 
     async def _new(
         self, checkpoint: CheckpointName, uid: str, *, owner: str, ttl: timedelta
@@ -190,7 +193,7 @@ class Holds:
 
     async def _read(self, name: HoldName) -> tuple[pb.HoldRecord, Generation] | None:
         place = RunPlaces(name.run).hold(name.hold)
-        return await read_record(self._bucket, place, pb.HoldRecord)
+        return await read_record(self._bucket, place, pb.HoldRecord, of=str(name))
 
     async def _write(
         self, name: HoldName, record: pb.HoldRecord, condition: WriteCondition

@@ -23,12 +23,14 @@ from storesvc.errors import (
     InvalidResumeTokenError,
     ResumeTokenExpiredError,
 )
+from storesvc.events import PATIENCE
 from storesvc.format import layout
 from storesvc.records import read_record, timestamp, write_record
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-LEAST_AGE: Final = timedelta(days=1)
-"""How old an announcement is at least that is trimmed."""
+LEAST_AGE: Final = PATIENCE + timedelta(hours=1)
+"""How old an announcement is at least that is trimmed: nobody waits any more for what
+it has announced."""
 
 KEPT_AGE: Final = timedelta(days=7)
 """How old an announcement becomes, where there are not too many."""

@@ -6,7 +6,6 @@ takes two writes, with a look at all uses in between; whoever finds one that was
 off finishes it.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from typing import Final, TypeAlias
@@ -20,8 +19,9 @@ from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
+from storesvc.gathering import each
 from storesvc.journal import Journal
-from storesvc.records import read_record, write_record
+from storesvc.records import etag_of, read_record, write_record
 from storesvc.slots import CHECKPOINTS, PURGING
 from storesvc.transitions import Change
 from storesvc.uses import Uses
@@ -35,7 +35,6 @@ MAX_PURGE_DELAY: Final = timedelta(days=365)
 
 _TRIES: Final = 8
 """Of a change, while others change the same slot."""
-_CHANGES_AT_ONCE: Final = 32
 
 _Decide: TypeAlias = Callable[[pb.CheckpointRecord], pb.CheckpointRecord]
 
@@ -69,6 +68,7 @@ class Lives:
             CheckpointDeletedError: It was deleted.
             TagNotFoundError: With the most similar tags.
             EtagMismatchError: It changed since the etag was read.
+            RequestIdReusedError: The request id made another change of it.
             ConflictError: Others change it all the time.
         """
         step = (await self._catalogue.checkpoint(name)).step
@@ -104,6 +104,7 @@ class Lives:
             CheckpointNotFoundError: With the nearest steps, or it was replaced.
             CheckpointInUseError: It is pinned or tagged.
             EtagMismatchError: It changed since the etag was read.
+            RequestIdReusedError: The request id made another change of it.
             ConflictError: Others change it all the time.
         """
         # A tag that is set at this moment is not seen: it keeps the checkpoint from
@@ -136,6 +137,7 @@ class Lives:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps, or the one of the uid was
                 replaced.
+            RequestIdReusedError: The request id made another change of it.
             ConflictError: It is being purged, or others change it all the time.
         """
 
@@ -199,37 +201,34 @@ class Lives:
             return []
         # 3. All uses, once more.
         uses = await self._uses.of(run)
-        at_once = asyncio.Semaphore(_CHANGES_AT_ONCE)
 
         # 4. Free what has none.
         async def settle(
-            slot: pb.CheckpointRecord, generation: Generation
+            marked: tuple[pb.CheckpointRecord, Generation],
         ) -> pb.CheckpointRecord | None:
-            async with at_once:
-                settled = await self._settle(run, slot, generation, uses)
+            settled = await self._settle(run, *marked, uses)
+            slot, _ = marked
             return slot if settled and slot.upload not in uses else None
 
-        purged = await asyncio.gather(*(settle(*m) for m in marked))
+        purged = await each(settle, marked)
         return [slot for slot in purged if slot is not None]
 
     async def _mark_due(
         self, run: RunName, due: Iterable[pb.CheckpointRecord], now: datetime
     ) -> list[tuple[pb.CheckpointRecord, Generation]]:
         """Those that are still due, PURGING."""
-        at_once = asyncio.Semaphore(_CHANGES_AT_ONCE)
 
         async def mark(
             slot: pb.CheckpointRecord,
         ) -> tuple[pb.CheckpointRecord, Generation] | None:
-            async with at_once:
-                found = await self._catalogue.slot(run, slot.step)
-                if found is None or not _is_checkpoint(found[0], slot.upload):
-                    return None
-                if not transitions.is_due(found[0], now):
-                    return None
-                return await self._mark(run, *found, etag="")
+            found = await self._catalogue.slot(run, slot.step)
+            if found is None or not _is_checkpoint(found[0], slot.upload):
+                return None
+            if not transitions.is_due(found[0], now):
+                return None
+            return await self._mark(run, *found, etag="")
 
-        return [m for m in await asyncio.gather(*map(mark, due)) if m is not None]
+        return [m for m in await each(mark, due) if m is not None]
 
     async def _slot(
         self, run: RunName, step: int, uid: str = ""
@@ -262,7 +261,11 @@ class Lives:
                 changed.sequence = await self._journal.announce(
                     run.namespace,
                     pb.Announcement(
-                        kind=kind, run=run.run, step=step, upload=slot.upload
+                        kind=kind,
+                        run=run.run,
+                        step=step,
+                        upload=slot.upload,
+                        replaces=etag_of(slot),
                     ),
                 )
             await reach(Failpoint.DELETE_BEFORE_RECORD)

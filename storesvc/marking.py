@@ -154,22 +154,23 @@ def leases(snapshot: Snapshot, known: Mapping[str, Fate]) -> list[str]:
 
 def tables(
     snapshot: Snapshot, known: Mapping[str, Fate], *, over: Container[str]
-) -> list[str]:
-    """Returns the places of the file tables whose data files stay.
+) -> dict[str, bool]:
+    """Returns the places of the file tables whose data files stay, and whether each
+    must be there: for another collector an upload may have ended long enough ago.
 
     Args:
         snapshot: What was read.
         known: The fates of its uploads.
         over: Uploads that ended longer than a grace ago.
     """
-    found = []
+    found: dict[str, bool] = {}
     for upload, fate in known.items():
         if fate.state is State.KEPT and fate.slot and fate.slot.files_digest:
-            found.append(snapshot.places.file_table(upload, fate.slot.files_digest))
+            found[snapshot.places.file_table(upload, fate.slot.files_digest)] = True
         elif fate.state is State.ENDED and upload not in over:
             written = snapshot.objects.get(upload, ())
             prefix = _before_digest(snapshot.places.file_table(upload, b""))
-            found += [place for place in written if place.startswith(prefix)]
+            found |= dict.fromkeys((p for p in written if p.startswith(prefix)), False)
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from storesvc.errors import CorruptDataError
@@ -53,9 +54,14 @@ def _join(entries: Iterable[bytes], chunk_count: int) -> Recorded:
     for entry in entries:
         try:
             sums = unpack_sums(tree_pb2.ChunkTable.FromString(entry))
-        except InvalidChunksError as e:
+        except (InvalidChunksError, DecodeError) as e:
             raise CorruptDataError(f"recorded sums are damaged: {e}") from e
         at = sums.ordinal
+        if len(at) and at.max() >= chunk_count:
+            raise CorruptDataError(
+                f"recorded sums are damaged: expected chunks below {chunk_count}, got "
+                f"{at.max()}"
+            )
         differs[at] |= known[at] & (
             (crc32c[at] != sums.crc32c) | (digests[at] != sums.digests).any(axis=1)
         )

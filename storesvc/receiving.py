@@ -13,7 +13,13 @@ from typing import Final
 
 import numpy as np
 
-from storesvc.errors import ChunksIncompleteError, InvalidChunkError, StalledError
+from storesvc.errors import (
+    ChunksIncompleteError,
+    CorruptDataError,
+    InvalidChunkError,
+    StalledError,
+    StorageUnavailableError,
+)
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.checksums import crc32c, digest
 from storesvc.format.chunks import I64, Places, Sums, pack_placed, same_sums
@@ -249,7 +255,17 @@ class Receiver:
             InvalidChunkError: The receipt names a chunk that the tree does not
                 have, or one of another length.
             ChunksIncompleteError: A chunk is not stored.
+            UploadNotFoundError: The upload was ended meanwhile.
+            UploadSupersededError: It lost its step meanwhile.
         """
+        try:
+            return await self._finish(upload, writer, sums)
+        except (CorruptDataError, StorageUnavailableError):
+            # what is missing may be gone because the upload is
+            await self._uploads.open(upload.name, upload.record.epoch)
+            raise
+
+    async def _finish(self, upload: OpenUpload, writer: int, sums: Sums) -> Places:
         check_ordinals(upload, sums)
         space = self._uploads.key_space(upload, writer)
         found = await space.places()

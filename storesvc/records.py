@@ -1,6 +1,8 @@
 """Sealed records in the bucket: read, and changed without losing an answer."""
 
+from collections.abc import Awaitable
 from datetime import datetime, timedelta
+from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -11,11 +13,20 @@ from storesvc.errors import CorruptDataError, FormatUnsupportedError
 from storesvc.format.checksums import digest
 from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, seal, unseal
 
+T = TypeVar("T")
+
 
 async def read_record(
-    bucket: Bucket, place: str, kind: type[M]
+    bucket: Bucket, place: str, kind: type[M], *, of: str = ""
 ) -> tuple[M, Generation] | None:
     """Returns the record that a place holds, and its generation.
+
+    Args:
+        bucket: The bucket.
+        place: In the bucket.
+        kind: Of the record.
+        of: What users call what it is the record of, if they can give that up by
+            removing the object.
 
     Raises:
         CorruptDataError: Its bytes are not those that were written.
@@ -27,9 +38,39 @@ async def read_record(
     try:
         return unseal(stored.data, kind), stored.generation
     except CorruptRecordError as e:
-        raise CorruptDataError(f"{place} is damaged: {e}") from e
+        raise damaged(place, str(e), of=of) from e
     except FormatVersionError as e:
         raise FormatUnsupportedError(f"{place}: {e}; use a newer release") from e
+
+
+def damaged(place: str, how: str, *, of: str = "") -> CorruptDataError:
+    """Returns the refusal of a record; the arguments are those of ``read_record``."""
+    remedy = "restore this object from a copy"
+    if not of:
+        return CorruptDataError(f"{place} is damaged: {how}; {remedy}")
+    return CorruptDataError(
+        f"the record of {of} is damaged ({place}: {how}); {remedy}, or remove it to "
+        f"give {of} up"
+    )
+
+
+async def or_damage(reading: Awaitable[T]) -> T | CorruptDataError:
+    """Returns what was read, or that it is damaged: a list goes on with the next."""
+    try:
+        return await reading
+    except CorruptDataError as e:
+        return e
+
+
+def sound(found: T | CorruptDataError) -> T:
+    """Returns what was read.
+
+    Raises:
+        CorruptDataError: It is damaged.
+    """
+    if isinstance(found, CorruptDataError):
+        raise found
+    return found
 
 
 async def write_record(

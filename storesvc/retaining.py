@@ -23,6 +23,7 @@ from storesvc.errors import (
     RunNotFoundError,
 )
 from storesvc.format.names import RunName
+from storesvc.gathering import each
 from storesvc.lives import DEFAULT_PURGE_DELAY, Lives
 from storesvc.policies import Candidate, decide, metrics_of
 from storesvc.policy_bounds import check
@@ -139,16 +140,14 @@ class Retaining:
         self, run: RunName, doomed: Sequence[Verdict], newest: Verdict, delay: timedelta
     ) -> dict[int, Verdict]:
         """Deletes checkpoints, and returns what became of each by its step."""
-        at_once = asyncio.Semaphore(_DELETIONS_AT_ONCE)
 
         async def delete(verdict: Verdict) -> Verdict:
-            async with at_once:
-                return await self._delete(run, verdict, delay)
+            return await self._delete(run, verdict, delay)
 
         # 1. Not while the newest one, which is kept as such, is gone.
         if not await self._is_committed(run, newest):
             return {v.step: replace(v, reasons=_LEFT) for v in doomed}
-        after = await asyncio.gather(*map(delete, doomed))
+        after = await each(delete, doomed, at_once=_DELETIONS_AT_ONCE)
         # 2. What must stay may have come to do so while it was deleted: whoever has
         #    set a tag, or deleted the newest one, before this look is seen.
         tags = await self._uses.tagged(run)

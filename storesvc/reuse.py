@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -27,13 +28,13 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Leaf, Tree
+from storesvc.gathering import each
 from storesvc.kvbucket import Contents, KeySpace, KvBucket, Share
 from storesvc.received import sums_of
 from storesvc.slots import CHECKPOINTS, PURGING
 from storesvc.uploads import OpenUpload, Uploads
 
 _FILES_AT_ONCE: Final = 64
-_WRITERS_AT_ONCE: Final = 32
 _LOOKS: Final = 50
 _LOOK_SECONDS: Final = 0.1
 """Between looks at a base that is looked at for what uses it."""
@@ -87,27 +88,27 @@ class Reuse:
         return found
 
     async def _base(self, upload: OpenUpload) -> list[Source]:
-        run = upload.name.run
-        for _ in range(_LOOKS):
-            slot = await self._uploads.slot(run, upload.record.base_step)
-            if slot is None or slot.state != PURGING:
-                break
-            await asyncio.sleep(_LOOK_SECONDS)  # it sees us, and leaves it
-        if (
-            slot is None
-            or slot.state not in CHECKPOINTS - {PURGING}
-            or slot.upload != upload.record.base
-        ):
-            return []
+        run, step = upload.name.run, upload.record.base_step
         places = RunPlaces(run)
-        key_space = self._bucket.key_space(
-            place=places.key_space(slot.upload, slot.attempt), pool=places.pool
-        )
         try:
+            for _ in range(_LOOKS):
+                slot = await self._uploads.slot(run, step)
+                if slot is None or slot.state != PURGING:
+                    break
+                await asyncio.sleep(_LOOK_SECONDS)  # it sees us, and leaves it
+            if (
+                slot is None
+                or slot.state not in CHECKPOINTS - {PURGING}
+                or slot.upload != upload.record.base
+            ):
+                return []
+            key_space = self._bucket.key_space(
+                place=places.key_space(slot.upload, slot.attempt), pool=places.pool
+            )
             manifest = await self._uploads.manifest(run, slot)
             contents = await key_space.contents()
         except CorruptDataError as e:
-            _log.warning("%s@%d cannot be a base: %s", run, slot.step, e)
+            _log.warning("%s@%d cannot be a base: %s", run, step, e)
             return []
         whole = await self._whole_files(run, contents)
         return [
@@ -121,18 +122,16 @@ class Reuse:
         pool, ends = RunPlaces(run).pool, dict[str, int]()
         for file, offset, length in contents.places.values():
             ends[file] = max(ends.get(file, 0), offset + length)
-        at_once = asyncio.Semaphore(_FILES_AT_ONCE)
 
-        async def is_whole(file: str, end: int) -> bool:
-            async with at_once:
-                try:
-                    await self._bucket.read_range(pool + file, end - 1, end)
-                except CorruptDataError as e:
-                    _log.warning("%s: nothing can be claimed of a file: %s", run, e)
-                    return False
+        async def is_whole(file: str) -> bool:
+            try:
+                await self._bucket.read_range(pool + file, ends[file] - 1, ends[file])
+            except CorruptDataError as e:
+                _log.warning("%s: nothing can be claimed of a file: %s", run, e)
+                return False
             return True
 
-        whole = await asyncio.gather(*(is_whole(*file) for file in ends.items()))
+        whole = await each(is_whole, ends, at_once=_FILES_AT_ONCE)
         return {file for file, it_is in zip(ends, whole, strict=True) if it_is}
 
     async def _stored_by(self, name: UploadName) -> list[Source]:
@@ -142,14 +141,12 @@ class Reuse:
             tree = await self._uploads.tree(name, record)
         except UploadNotFoundError:
             return []
+        except CorruptDataError as e:
+            _log.warning("%s: nothing can be claimed of it: %s", name, e)
+            return []
         opened = OpenUpload(name, record, tree)
-        at_once = asyncio.Semaphore(_WRITERS_AT_ONCE)
-
-        async def stored(writer: int) -> list[Source]:
-            async with at_once:
-                return await self.stored(opened, writer)
-
-        found = await asyncio.gather(*map(stored, range(record.writer_count)))
+        stored = partial(self.stored, opened)
+        found = await each(stored, range(record.writer_count))
         return [source for sources in found for source in sources]
 
     async def stored(self, upload: OpenUpload, writer: int) -> list[Source]:

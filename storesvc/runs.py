@@ -12,7 +12,7 @@ from storesvc.errors import ConflictError, EtagMismatchError
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.records import etag_of, read_record, timestamp, write_record
-from storesvc.transitions import check_etag
+from storesvc.transitions import check_etag, is_repeated
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 RunField: TypeAlias = Literal["labels", "retention", "purge_delay"]
@@ -64,11 +64,12 @@ class Runs:
 
         Raises:
             EtagMismatchError: The run has another etag, or does not exist.
+            RequestIdReusedError: The request id made another change of it.
             ConflictError: Others did not stop changing it.
         """
 
         def changed(record: pb.RunRecord | None) -> pb.RunRecord | None:
-            if record is not None and record.write_id == write_id:
+            if record is not None and is_repeated(record.write_id, write_id):
                 return None
             _check_etag(name, record, etag)
             record = record or self._new_record()

@@ -21,6 +21,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from storesvc.errors import (
     CheckpointExistsError,
     ChunksIncompleteError,
+    ConflictError,
     UploadNotFoundError,
     UploadSupersededError,
     WriterUnfinishedError,
@@ -188,8 +189,8 @@ def exists(run: RunName, slot: pb.CheckpointRecord) -> CheckpointExistsError:
 def lost(
     name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord | None
 ) -> UploadNotFoundError | UploadSupersededError:
-    """Returns the refusal of a begin that is repeated after its upload has ended."""
-    if slot is None or slot.upload == name.upload:
+    """Returns the refusal of an upload that does not own its slot, or never will."""
+    if slot is None or slot.upload == name.upload or slot.epoch < record.epoch:
         return absent(name)
     return UploadSupersededError(
         f"{name}: step {record.step} was taken over by upload {slot.upload} (epoch "
@@ -197,6 +198,21 @@ def lost(
         upload=name.upload,
         owner=slot.upload,
         epoch=str(slot.epoch),
+    )
+
+
+def not_begun(
+    name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord | None
+) -> CheckpointExistsError | ConflictError | UploadNotFoundError:
+    """Returns the refusal of an upload whose slot changed while it began."""
+    if slot is None or slot.state == FREE or slot.upload == name.upload:
+        return absent(name)
+    if slot.state in CHECKPOINTS:
+        return exists(name.run, slot)
+    return ConflictError(
+        f"{name}: another upload of step {record.step} began at the same moment; begin "
+        "a new one",
+        upload=name.upload,
     )
 
 

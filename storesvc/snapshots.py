@@ -5,10 +5,9 @@ what may end. For garbage they are all read again, until two reads in a row agre
 ``agreement`` means it; ``marking`` says what follows from that.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
@@ -19,6 +18,7 @@ from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
+from storesvc.gathering import each
 from storesvc.marking import Snapshot, unnamed
 from storesvc.records import read_record
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -27,10 +27,6 @@ _TRIES: Final = 10
 """Reads of all slots, while some lose what they hold."""
 _LISTS: Final = 10
 """Lists of the slots, while more come."""
-_READS_AT_ONCE: Final = 32
-
-S = TypeVar("S")
-T = TypeVar("T")
 
 
 class Snapshots:
@@ -69,15 +65,15 @@ class Snapshots:
             "of all"
         )
 
-    async def file_table(self, place: str) -> pb.FileTable:
-        """Returns the file table that lies at a place.
+    async def file_table(self, place: str) -> pb.FileTable | None:
+        """Returns the file table that lies at a place; None: it is missing.
 
         Raises:
-            CorruptDataError: It is missing or damaged.
+            CorruptDataError: It is damaged.
         """
         stored = await self._bucket.read(place)
         if stored is None:
-            raise CorruptDataError(f"{place} is missing")
+            return None
         if not place.removesuffix(".binpb").endswith(digest(stored.data).hex()):
             raise CorruptDataError(f"{place} is damaged: its digest is another")
         try:
@@ -140,14 +136,3 @@ def _bare(
     slots: Mapping[int, tuple[pb.CheckpointRecord, Generation]],
 ) -> dict[int, pb.CheckpointRecord]:
     return {step: slot for step, (slot, _) in slots.items()}
-
-
-async def each(look: Callable[[S], Awaitable[T]], things: Iterable[S]) -> list[T]:
-    """Returns what was found at each, in order; many are looked at at once."""
-    at_once = asyncio.Semaphore(_READS_AT_ONCE)
-
-    async def bounded(thing: S) -> T:
-        async with at_once:
-            return await look(thing)
-
-    return await asyncio.gather(*map(bounded, things))

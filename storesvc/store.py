@@ -79,7 +79,7 @@ class Store:
         found = await read_record(bucket, layout.STORE, pb.StoreRecord)
         if found is None:
             raise StorageUnavailableError(f"{layout.STORE} vanished; retry")
-        catalogue = Catalogue(bucket, clock=clock)
+        catalogue = Catalogue(bucket)
         journal = Journal(bucket, clock=clock)
         uses = Uses(bucket, catalogue, clock=clock)
         runs = Runs(bucket, catalogue, clock=clock)

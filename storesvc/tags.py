@@ -5,7 +5,6 @@ either sees the tag or is seen; a tag whose checkpoint turns out to be deleted i
 back. A deleted tag stays as a record that names nothing, for those who watch.
 """
 
-import asyncio
 from typing import Final
 
 from storesvc import transitions
@@ -14,21 +13,20 @@ from storesvc.bucket import (
     Bucket,
     Generation,
     PreconditionError,
-    WriteCondition,
 )
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
-from storesvc.errors import ConflictError, TagProtectedError
+from storesvc.errors import ConflictError, CorruptDataError, TagProtectedError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
 from storesvc.format.seal import seal
+from storesvc.gathering import rows
 from storesvc.journal import Journal
 from storesvc.records import etag_of, timestamp, write_record
 from storesvc.slots import CHECKPOINTS, COMMITTED, DELETED
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _TRIES: Final = 8
-_READS_AT_ONCE: Final = 32
 
 
 class Tags:
@@ -67,11 +65,12 @@ class Tags:
             TagNotFoundError: Another tag, which shall tell the checkpoint.
             TagProtectedError: It is, and there is no etag.
             EtagMismatchError: It changed since the etag was read.
+            RequestIdReusedError: The request id made another change of it.
             ConflictError: Others change it all the time.
         """
         for _ in range(_TRIES):
             found = await self._catalogue.tag_slot(name)
-            if found and found[0].upload and found[0].write_id == write_id:
+            if _is_repeated(found, write_id) and found and found[0].upload:
                 if (own := await self._again(name, *found)) is None:
                     continue
                 return await self._checked(name, found[0], own, before=None)
@@ -82,7 +81,7 @@ class Tags:
             record.step, record.upload = named.step, named.upload
             was_protected = bool(before and before.upload and before.protected)
             record.protected = was_protected if protected is None else protected
-            written = await self._write(name, record, found[1] if found else IF_ABSENT)
+            written = await self._write(name, record, found)
             if written is not None:
                 return await self._checked(name, record, written, before=before)
         raise _contended(name)
@@ -94,24 +93,26 @@ class Tags:
             TagNotFoundError: There is none.
             TagProtectedError: It is, and there is no etag.
             EtagMismatchError: It changed since the etag was read.
+            RequestIdReusedError: The request id made another change of it.
             ConflictError: Others change it all the time.
         """
         for _ in range(_TRIES):
             found = await self._catalogue.tag_slot(name)
+            is_repeated = _is_repeated(found, write_id)
             if found is None or not found[0].upload:
-                if found and found[0].write_id == write_id:
+                if is_repeated:
                     return
                 raise await self._catalogue.tag_not_found(name)
             _check_change(name, found[0], etag)
             emptied = self._changed(found[0], write_id)
-            if await self._write(name, emptied, found[1], was=found[0]) is not None:
+            if await self._write(name, emptied, found, was=found[0]) is not None:
                 return
         raise _contended(name)
 
     async def list(
         self, run: RunName, *, after: str, limit: int
-    ) -> list[tuple[TagName, pb.TagRecord]]:
-        """Returns the tags of a run by name.
+    ) -> list[tuple[TagName, pb.TagRecord | CorruptDataError]]:
+        """Returns the tags of a run by name; of a damaged record, that.
 
         Args:
             run: The run.
@@ -124,13 +125,12 @@ class Tags:
         await self._catalogue.check_run(run)
         tags = await self._catalogue.tag_names(run)
         names = [TagName(run, tag) for tag in tags if tag > after]
-        found: list[tuple[TagName, pb.TagRecord]] = []
-        while names and len(found) < limit:
-            batch, names = names[:_READS_AT_ONCE], names[_READS_AT_ONCE:]
-            slots = await asyncio.gather(*map(self._catalogue.tag_slot, batch))
-            rows = zip(batch, slots, strict=True)
-            found += [(name, slot[0]) for name, slot in rows if slot and slot[0].upload]
-        return found[:limit]
+
+        async def look(name: TagName) -> pb.TagRecord | None:
+            found = await self._catalogue.tag_slot(name)
+            return found[0] if found and found[0].upload else None
+
+        return await rows(look, names, limit=limit)
 
     def _changed(self, before: pb.TagRecord | None, write_id: str) -> pb.TagRecord:
         """A record after a change, but for what it names."""
@@ -170,12 +170,13 @@ class Tags:
         if before is not None and before.upload:
             back = pb.TagRecord()
             back.CopyFrom(before)
-            written = await self._write(name, back, generation)
+            written = await self._write(name, back, (record, generation))
             slot = await self._slot(name.run, back)
             if written is None or (slot and slot.state in (COMMITTED, DELETED)):
                 return
             record, generation = back, written
-        await self._write(name, self._changed(None, ""), generation, was=record)
+        emptied = self._changed(None, "")
+        await self._write(name, emptied, (record, generation), was=record)
 
     async def _again(
         self, name: TagName, record: pb.TagRecord, generation: Generation
@@ -201,7 +202,7 @@ class Tags:
         self,
         name: TagName,
         record: pb.TagRecord,
-        condition: WriteCondition,
+        before: tuple[pb.TagRecord, Generation] | None,
         *,
         was: pb.TagRecord | None = None,
     ) -> Generation | None:
@@ -210,7 +211,7 @@ class Tags:
         Args:
             name: The tag.
             record: What it becomes.
-            condition: What was read.
+            before: What was read.
             was: What it named, where it shall name nothing any more.
         """
         told = was or record
@@ -223,10 +224,12 @@ class Tags:
                 step=told.step,
                 upload=told.upload,
                 tag=name.tag,
+                replaces=etag_of(before[0]) if before else "",
             ),
         )
         place = RunPlaces(name.run).tag(name.tag)
         try:
+            condition = before[1] if before else IF_ABSENT
             written = await write_record(
                 self._bucket, place, record, condition=condition
             )
@@ -234,6 +237,10 @@ class Tags:
             return None
         self._journal.landed(name.run.namespace)
         return written
+
+
+def _is_repeated(found: tuple[pb.TagRecord, Generation] | None, write_id: str) -> bool:
+    return found is not None and transitions.is_repeated(found[0].write_id, write_id)
 
 
 def _check_change(name: TagName, before: pb.TagRecord | None, etag: str) -> None:

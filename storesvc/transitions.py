@@ -22,6 +22,7 @@ from storesvc.errors import (
     CheckpointNotFoundError,
     ConflictError,
     EtagMismatchError,
+    RequestIdReusedError,
 )
 from storesvc.format.names import RunName
 from storesvc.records import etag_of, timestamp
@@ -46,8 +47,9 @@ def updated(
     Raises:
         CheckpointDeletedError: It was deleted.
         EtagMismatchError: It changed since the etag was read.
+        RequestIdReusedError: The request id made another change of it.
     """
-    if slot.write_id == write_id:
+    if is_repeated(slot.write_id, write_id):
         return slot
     if slot.state != COMMITTED:
         raise is_deleted(run, slot)
@@ -88,8 +90,9 @@ def deleted(
     Raises:
         CheckpointInUseError: It is pinned or tagged.
         EtagMismatchError: It changed since the etag was read.
+        RequestIdReusedError: The request id made another change of it.
     """
-    if slot.write_id == write_id and slot.state != COMMITTED:
+    if is_repeated(slot.write_id, write_id) and slot.state != COMMITTED:
         return slot
     check_etag(f"{run}@{slot.step}", etag, etag_of(slot))
     if slot.state != COMMITTED:
@@ -113,7 +116,9 @@ def undeleted(
 
     Raises:
         ConflictError: It is being purged.
+        RequestIdReusedError: The request id made another change of it.
     """
+    is_repeated(slot.write_id, write_id)  # may refuse; else the state tells enough
     if slot.state == COMMITTED:
         return slot
     if slot.state == PURGING:
@@ -194,6 +199,30 @@ def check_etag(what: str, given: str, *expected: str) -> None:
             "meanwhile, read it again",
             etag=expected[0],
         )
+
+
+def is_repeated(stored: str, given: str) -> bool:
+    """Returns whether a change was made before: by the same request, sent again.
+
+    Args:
+        stored: The ``write_id`` of the object's last change.
+        given: That of the request: its id and, after a colon, what tells its body
+            from others. One without it, as older releases stored it, fits any body.
+
+    Raises:
+        RequestIdReusedError: The same id, and another body.
+    """
+    stored_id, _, stored_body = stored.partition(":")
+    given_id, _, given_body = given.partition(":")
+    if stored_id != given_id:
+        return False
+    if stored_body and given_body and stored_body != given_body:
+        raise RequestIdReusedError(
+            f"request_id {given_id}: expected the request that it was first used for, "
+            "got another one; take a new one",
+            request_id=given_id,
+        )
+    return True
 
 
 def is_deleted(run: RunName, slot: pb.CheckpointRecord) -> CheckpointDeletedError:

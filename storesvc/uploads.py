@@ -6,28 +6,22 @@ and writes on the condition that nothing changed meanwhile. What an upload store
 is in ``receiving``, how it becomes a checkpoint in ``commits``.
 """
 
-import asyncio
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from operator import attrgetter
 from typing import Final
 
-from google.protobuf.message import DecodeError
+from cachetools import LRUCache
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc import slots
 from storesvc.bucket import IF_ABSENT, Generation, PreconditionError
-from storesvc.caching import TREES_BYTES, ByteCache
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.errors import (
     CheckpointNotFoundError,
     ConflictError,
     CorruptDataError,
-    InvalidTreeError,
-    LimitExceededError,
     RequestIdReusedError,
     RunNotFoundError,
     UploadNotFoundError,
@@ -38,22 +32,13 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.seal import seal
-from storesvc.format.trees import InvalidTreeError as InvalidTableError
-from storesvc.format.trees import Tree, unpack_leaves
+from storesvc.format.trees import Tree
+from storesvc.gathering import rows
 from storesvc.kvbucket import KeySpace, KvBucket
+from storesvc.leaf_tables import LeafTables
 from storesvc.records import duration, read_record, timestamp, write_record
 from storesvc.runs import Runs
 from storesvc_proto.v1 import bucket_pb2 as pb
-from storesvc_proto.v1 import tree_pb2
-
-MAX_LEAVES: Final = 1_000_000
-"""Leaves of a tree."""
-
-MAX_VALUES: Final = 4096
-"""Distinct dtypes, shardings or PRNG implementations of a tree."""
-
-MAX_CHUNKS: Final = 4_000_000
-"""Chunks of a tree."""
 
 DEFAULT_LEASE: Final = timedelta(minutes=10)
 """How long an upload is safe after its last sign of life."""
@@ -61,8 +46,6 @@ DEFAULT_LEASE: Final = timedelta(minutes=10)
 _KEPT_SIGNS: Final = 10_000
 _SIGNS_A_LEASE: Final = 6
 """How often progress renews a lease, at most."""
-_READS_AT_ONCE: Final = 32
-_TRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +89,15 @@ class Fate:
     finished_writers: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """A sign of life that this process wrote."""
+
+    when: datetime
+    at: float
+    """``Clock.elapsed`` then."""
+
+
 class Uploads:
     """The uploads of a bucket."""
 
@@ -116,11 +108,8 @@ class Uploads:
         self._catalogue = catalogue
         self._runs = runs
         self._clock = clock
-        # A cache of pure values by digest: any process fills it for itself.
-        self._trees: ByteCache[bytes, Tree] = ByteCache(
-            TREES_BYTES, size_of=attrgetter("memory_bytes")
-        )
-        self._renewed: dict[UploadName, float] = {}
+        self._leaf_tables = LeafTables(bucket)
+        self._signs: LRUCache[UploadName, _Sign] = LRUCache(_KEPT_SIGNS)
 
     async def begin(
         self, name: UploadName, new: NewUpload, table: bytes
@@ -133,63 +122,38 @@ class Uploads:
             RequestIdReusedError: The upload exists with another body.
             CheckpointExistsError: The step is committed.
             UploadSupersededError: The upload exists, and lost its slot.
+            UploadNotFoundError: It was aborted; or the step was freed while it began,
+                and another id must begin.
             ConflictError: Another upload of the step began at the same moment.
         """
-        tree_digest = digest(table)
-        await self._trees.get(
-            tree_digest, lambda: asyncio.to_thread(parse_tree, name, table)
-        )
-        for _ in range(_TRIES):
-            # 1. The slot says which epoch is next, or that a retry is done already.
+        tree_digest = await self._leaf_tables.check(name, table)
+        # 1. The slot says which epoch is next, or that a retry is done already.
+        slot = await self._catalogue.slot(name.run, new.step)
+        record = await self._own_record(name, new.body + tree_digest)
+        if record and slot and slots.holds(name, record, slot[0]):
+            return record
+        run = await self._runs.create(name.run)
+        epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)
+        predecessor = slots.predecessor(slot and slot[0])
+        # 2. Record before tree before slot: whoever sees the slot finds the others.
+        if record is None:
+            described = await self._described(new, tree_digest)
+            described.epoch, described.predecessor = epoch, predecessor
+            await reach(Failpoint.BEGIN_BEFORE_RECORD)
+            record = await self._create_record(name, new, described)
+        # A record is never changed: by what it says, the collector tells what may still
+        # reserve the slot. Where the slot is not what it says, another id must begin.
+        if (record.epoch, record.predecessor) != (epoch, predecessor):
+            raise slots.lost(name, record, slot and slot[0])
+        await reach(Failpoint.BEGIN_BEFORE_TREE)
+        await self._leaf_tables.write(name, tree_digest, table)
+        # 3. The slot, while it still holds what was read.
+        await reach(Failpoint.BEGIN_BEFORE_SLOT)
+        if not await self._reserve(name, record, slot and slot[1]):
             slot = await self._catalogue.slot(name.run, new.step)
-            found = await self._own_record(name, new.body + tree_digest)
-            if found and slot and slots.holds(name, found[0], slot[0]):
-                return found[0]
-            run = await self._runs.create(name.run)
-            epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)
-            predecessor = slots.predecessor(slot and slot[0])
-            # 2. Record before tree before slot: whoever sees the slot finds the others.
-            if found is None:
-                described = await self._described(new, tree_digest)
-                described.epoch, described.predecessor = epoch, predecessor
-                await reach(Failpoint.BEGIN_BEFORE_RECORD)
-                record = await self._create_record(name, new, described)
-            else:
-                record = found[0]
-            if (record.epoch, record.predecessor) != (epoch, predecessor):
-                raise slots.lost(name, record, slot and slot[0])
-            await reach(Failpoint.BEGIN_BEFORE_TREE)
-            place = RunPlaces(name.run).tree(name.upload, tree_digest)
-            await self._bucket.write(place, table)
-            # 3. The slot, while it still holds what was read.
-            await reach(Failpoint.BEGIN_BEFORE_SLOT)
-            if await self._reserve(name, record, slot and slot[1]):
-                await reach(Failpoint.BEGIN_BEFORE_REPLY)
-                return record
-            # The collector ended the upload before, or emptied the slot; or a rival
-            # has it, and that is a conflict.
-            if not await self._may_begin_anew(name, record):
-                break
-        raise ConflictError(
-            f"{name}: another upload of step {new.step} began at the same moment; "
-            "begin a new one",
-            upload=name.upload,
-        )
-
-    async def _may_begin_anew(self, name: UploadName, record: pb.UploadRecord) -> bool:
-        """Whether the slot that an upload has never held is there to be taken still;
-        then its record is taken back, which said what the slot was."""
-        slot = await self._catalogue.slot(name.run, record.step)
-        if slot is not None and (
-            slot[0].state != slots.FREE or slot[0].upload == name.upload
-        ):
-            return False
-        place = RunPlaces(name.run).upload(name.upload)
-        found = await read_record(self._bucket, place, pb.UploadRecord)
-        if found is not None and found[0] == record:
-            with suppress(PreconditionError):
-                await self._bucket.delete(place, generation=found[1])
-        return True
+            raise slots.not_begun(name, record, slot and slot[0])
+        await reach(Failpoint.BEGIN_BEFORE_REPLY)
+        return record
 
     async def _reserve(
         self, name: UploadName, record: pb.UploadRecord, seen: Generation | None
@@ -235,18 +199,21 @@ class Uploads:
 
         Where progress renews it chunk by chunk, only one sign in a while is written.
         """
-        now = self._clock.now()
         length = upload.record.lease_duration.ToTimedelta()
-        seen = self._renewed.get(upload.name)
         elapsed = self._clock.elapsed()
-        if seen is None or elapsed - seen >= length.total_seconds() / _SIGNS_A_LEASE:
-            lease = pb.LeaseRecord(renew_time=timestamp(now), nonce=uuid.uuid4().hex)
-            place = upload.places.lease(upload.name.upload)
-            await self._bucket.write(place, seal(lease))
-            while len(self._renewed) >= _KEPT_SIGNS:
-                del self._renewed[next(iter(self._renewed))]
-            self._renewed[upload.name] = elapsed
-        return now + length
+        last = self._signs.get(upload.name)
+        if last is None or elapsed - last.at >= length.total_seconds() / _SIGNS_A_LEASE:
+            last = _Sign(self._clock.now(), elapsed)
+            await self._bucket.write(
+                upload.places.lease(upload.name.upload),
+                seal(
+                    pb.LeaseRecord(
+                        renew_time=timestamp(last.when), nonce=uuid.uuid4().hex
+                    )
+                ),
+            )
+            self._signs[upload.name] = last
+        return last.when + length
 
     async def fate(self, name: UploadName) -> Fate:
         """Returns an upload, live or not, and what became of it.
@@ -268,8 +235,11 @@ class Uploads:
             finished_writers=len(receipts),
         )
 
-    async def live(self, run: RunName, *, after: str, limit: int) -> list[Fate]:
-        """Returns live uploads of a run, by id.
+    async def live(
+        self, run: RunName, *, after: str, limit: int
+    ) -> list[tuple[UploadName, Fate | CorruptDataError]]:
+        """Returns live uploads of a run, by id; of one whose records are damaged,
+        that.
 
         Args:
             run: The run.
@@ -286,13 +256,8 @@ class Uploads:
                 if (id_ := places.upload_of(place)) and place != places.upload(id_)
             }
         )
-        found: list[Fate] = []
         names = [UploadName(run, id_) for id_ in ids if id_ > after]
-        while names and len(found) < limit:
-            batch, names = names[:_READS_AT_ONCE], names[_READS_AT_ONCE:]
-            fates = await asyncio.gather(*map(self._live, batch))
-            found += [fate for fate in fates if fate is not None]
-        return found[:limit]
+        return await rows(self._live, names, limit=limit)
 
     async def _live(self, name: UploadName) -> Fate | None:
         try:
@@ -367,22 +332,11 @@ class Uploads:
             UploadNotFoundError: It was aborted.
             CorruptDataError: Its leaf table is damaged.
         """
-        return await self._trees.get(
-            record.tree_digest, lambda: self._stored_tree(name, record)
-        )
-
-    async def _stored_tree(self, name: UploadName, record: pb.UploadRecord) -> Tree:
-        place = RunPlaces(name.run).tree(name.upload, record.tree_digest)
-        stored = await self._bucket.read(place)
-        if stored is None:
-            raise slots.absent(name)
-        if digest(stored.data) != record.tree_digest:
-            raise CorruptDataError(f"{name}: its leaf table is damaged")
-        return await asyncio.to_thread(parse_tree, name, stored.data)
+        return await self._leaf_tables.tree(name, record.tree_digest)
 
     async def _own_record(
         self, name: UploadName, body: bytes
-    ) -> tuple[pb.UploadRecord, Generation] | None:
+    ) -> pb.UploadRecord | None:
         """The record that an earlier try of the same request wrote."""
         place = RunPlaces(name.run).upload(name.upload)
         found = await read_record(self._bucket, place, pb.UploadRecord)
@@ -393,7 +347,7 @@ class Uploads:
                 f"{name}: its request id was used with another body; take a new one",
                 upload=name.upload,
             )
-        return found
+        return found[0]
 
     async def _described(self, new: NewUpload, tree_digest: bytes) -> pb.UploadRecord:
         """The record, but for what the slot says."""
@@ -436,44 +390,7 @@ class Uploads:
             )
         except PreconditionError:
             found = await self._own_record(name, new.body + record.tree_digest)
-            return found[0] if found else record
+            if found is None:
+                raise slots.absent(name) from None
+            return found
         return record
-
-
-def parse_tree(name: UploadName, table: bytes) -> Tree:
-    """Returns the tree of a serialised leaf table.
-
-    Raises:
-        InvalidTreeError: The table contradicts itself.
-        LimitExceededError: It has too many leaves or chunks.
-    """
-    try:
-        columns = tree_pb2.LeafTable.FromString(table)
-        check_limits(name, columns)
-        tree = unpack_leaves(columns)
-    except (InvalidTableError, DecodeError) as e:
-        raise InvalidTreeError(f"{name}: {e}") from e
-    if tree.chunk_count > MAX_CHUNKS:
-        raise LimitExceededError(
-            f"{name}: expected at most {MAX_CHUNKS} chunks, got {tree.chunk_count}"
-        )
-    return tree
-
-
-def check_limits(name: UploadName, table: tree_pb2.LeafTable) -> None:
-    """Refuses a table of more rows or values than a server takes.
-
-    Raises:
-        LimitExceededError: Naming the column.
-    """
-    for column, limit in (
-        ("key", MAX_LEAVES),
-        ("dtypes", MAX_VALUES),
-        ("shardings", MAX_VALUES),
-        ("prng_impls", MAX_VALUES),
-    ):
-        rows = len(getattr(table, column))
-        if rows > limit:
-            raise LimitExceededError(
-                f"{name}: column {column}: expected at most {limit} rows, got {rows}"
-            )

@@ -10,11 +10,13 @@ where two checkpoints share different parts of a file whose own checkpoint was p
 from dataclasses import dataclass
 
 from storesvc.catalogue import Catalogue
+from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
+from storesvc.gathering import each
 from storesvc.slots import CHECKPOINTS, COMMITTED, UPLOADING
-from storesvc.snapshots import Snapshots, each
+from storesvc.snapshots import Snapshots
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 
@@ -78,6 +80,8 @@ class Usages:
         if record.files_digest:
             place = RunPlaces(run).file_table(record.upload, record.files_digest)
             table = await self._snapshots.file_table(place)
+            if table is None:
+                raise CorruptDataError(f"{place} is missing")
             return dict(zip(table.file, table.chunk_bytes, strict=True))
         # of the first release
         return _files_of(await self._catalogue.manifest(run, record))

@@ -6,24 +6,20 @@ after PURGING was set will find the checkpoint gone (``bucket.proto``).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC
-from typing import Final, Literal, TypeVar
+from typing import Literal
 
 from storesvc import slots
 from storesvc.bucket import Bucket
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.format.layout import RunPlaces
-from storesvc.format.names import RunName, TagName
+from storesvc.format.names import HoldName, RunName, TagName
+from storesvc.gathering import each
 from storesvc.leases import Observations
 from storesvc.records import read_record
 from storesvc_proto.v1 import bucket_pb2 as pb
-
-_READS_AT_ONCE: Final = 32
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +63,15 @@ class Uses:
             return (found[0].upload, tag) if found else None
 
         names = await self._catalogue.tag_names(run)
-        return {uid: tag for uid, tag in await _each(named, names) if uid}
+        found = filter(None, await each(named, names))
+        return {uid: tag for uid, tag in found if uid}
 
     async def _held(self, run: RunName) -> dict[str, Use]:
         places = RunPlaces(run)
 
         async def held(place: str) -> tuple[str, Use] | None:
-            found = await read_record(self._bucket, place, pb.HoldRecord)
+            of = str(HoldName(run, holds[place]))
+            found = await read_record(self._bucket, place, pb.HoldRecord, of=of)
             if found is None or self._is_over(place, found[0]):
                 return None
             record = found[0]
@@ -83,7 +81,7 @@ class Uses:
 
         listed = await self._bucket.list(places.holds)
         holds = {place: id_ for place in listed if (id_ := places.hold_of(place))}
-        held_by = dict(await _each(held, holds))
+        held_by = dict(filter(None, await each(held, holds)))
         self._observations.forget(places.holds, but=holds)
         return held_by
 
@@ -122,18 +120,4 @@ class Uses:
             for place in listed
             if (upload := places.upload_of(place)) and place != places.upload(upload)
         }
-        return dict(await _each(base, sorted(begun)))
-
-
-async def _each(
-    look: Callable[[str], Awaitable[T | None]], names: Iterable[str]
-) -> list[T]:
-    """What was found at each, many at once."""
-    at_once = asyncio.Semaphore(_READS_AT_ONCE)
-
-    async def bounded(name: str) -> T | None:
-        async with at_once:
-            return await look(name)
-
-    found = await asyncio.gather(*map(bounded, names))
-    return [one for one in found if one is not None]
+        return dict(filter(None, await each(base, sorted(begun))))

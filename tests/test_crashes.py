@@ -4,56 +4,25 @@ Once at every write that a save makes, in order, by a bucket that dies there; an
 by SIGKILL of real processes at moments drawn at random.
 """
 
-import asyncio
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import pytest
 
 import storesvc_client as store
-from storesvc import server
-from storesvc.store import Store
 from tests.contract import Writer, elements, frame, sums
-from tests.faulty_bucket import Call, Fault, FaultyBucket, Plan, dies_before, no_faults
+from tests.faulty_bucket import Call, Fault, dies_before
+from tests.faulty_server import serving
 from tests.server_process import ServerProcess
 
 WHOLE = elements(0) + elements(1) + elements(2)
 RUN = "tests/crash"
-
-
-@contextmanager
-def serving(root: Path, plan: Plan = no_faults) -> Iterator[str]:
-    """Serves a root from a bucket that fails as planned; yields the address."""
-    ready: list[str] = []
-
-    async def run() -> None:
-        bucket = await FaultyBucket.faulty(root.as_uri())
-        opened = await Store.open(bucket)
-        bucket.calls.follow(plan)
-        async with server.running(opened, "127.0.0.1:0") as port:
-            ready.append(f"127.0.0.1:{port}")
-            await stop.wait()
-
-    loop = asyncio.new_event_loop()
-    stop = asyncio.Event()
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
-    thread.start()
-    while not ready:
-        assert thread.is_alive()
-        time.sleep(0.005)
-    try:
-        yield ready[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
 
 
 def steps(client: store.Client) -> list[int]:
@@ -151,14 +120,69 @@ def steps_of(address: str) -> list[int]:
 
 
 SAVING = """
-import sys, numpy as np, storesvc_client as store
-address, step = sys.argv[1], int(sys.argv[2])
-tree = {f"leaf-{i}": np.full(2**21, step * 100 + i, np.float32) for i in range(8)}
-with store.connect(address) as client:
-    save = client.run("tests/crash").save(step, tree)
-    print("begun", flush=True)
-    save.result()
+import sys, numpy as np, storesvc_client as store, storesvc_client.trees
+for line in sys.stdin:
+    address, step = line.split()
+    step = int(step)
+    tree = {f"leaf-{i}": np.full(2**21, step * 100 + i, np.float32) for i in range(8)}
+    with store.connect(address) as client:
+        save = client.run("tests/crash").save(step, tree)
+        print("begun", flush=True)
+        save.result()
+    print("saved", flush=True)
 """
+
+
+class Saver:
+    """A process that saves, one step after another, each with a client of its own."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SAVING],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def begin(self, address: str, step: int) -> None:
+        """Returns once the save is under way."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{address} {step}\n")
+        self._process.stdin.flush()
+        assert "begun\n" == self._answer()
+
+    def finish(self) -> None:
+        """Waits until the checkpoint is there."""
+        assert "saved\n" == self._answer()
+
+    def save(self, address: str, step: int) -> None:
+        """Does both."""
+        self.begin(address, step)
+        self.finish()
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+        self.end()
+
+    def end(self) -> int:
+        """Ends it in good order, if it still runs, and returns its exit code."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        return self._process.wait(60)
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+@pytest.fixture(scope="module")
+def saver() -> Iterator[Saver]:
+    """A process that nobody kills: to import jax takes longer than to save."""
+    started = Saver()
+    yield started
+    assert 0 == started.end()
 
 
 def check(client: store.Client, step: int) -> None:
@@ -167,69 +191,56 @@ def check(client: store.Client, step: int) -> None:
         assert (leaf == step * 100 + i).all()
 
 
-def saving(address: str, step: int) -> "subprocess.Popen[str]":
-    """A process that saves; returns once the save is under way."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAVING, address, str(step)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    with process.stdout as output:
-        assert output.readline() == "begun\n"
-    return process
-
-
 def test_a_client_killed_during_a_save_leaves_the_run_as_it_was(
-    start_server: Callable[..., ServerProcess],
+    start_server: Callable[..., ServerProcess], saver: Saver
 ) -> None:
+    killed = [Saver() for _ in range(3)]
     address = start_server().address
     rng = random.Random(3)
     step = 1
-    assert saving(address, step).wait(60) == 0
+    saver.save(address, step)
     with store.connect(address) as client:
-        for _ in range(3):
-            process = saving(address, step + 1)
+        for process in killed:
+            process.begin(address, step + 1)
             time.sleep(rng.uniform(0, 0.15))
             process.kill()
-            process.wait()
             assert steps(client)[0] in (step, step + 1)
             if steps(client)[0] == step:
                 assert steps(client) == list(range(step, 0, -1))
-                assert saving(address, step + 1).wait(60) == 0
+                saver.save(address, step + 1)
             step += 1
             assert steps(client) == list(range(step, 0, -1))
             check(client, step)
 
 
 def test_a_server_killed_during_a_save_leaves_the_run_as_it_was(
-    start_server: Callable[..., ServerProcess],
+    start_server: Callable[..., ServerProcess], saver: Saver
 ) -> None:
     server_process = start_server()
     address = server_process.address
     rng = random.Random(4)
-    assert saving(address, 1).wait(60) == 0
+    saver.save(address, 1)
     for step in range(2, 5):
-        process = saving(address, step)
+        saver.begin(address, step)
         time.sleep(rng.uniform(0, 0.15))
         server_process.kill()
         server_process.start()
-        assert process.wait(60) == 0  # it went on at the new server
+        saver.finish()  # it went on at the new server
         with store.connect(address) as client:
             assert steps(client) == list(range(step, 0, -1))
             check(client, step)
 
 
 def test_a_save_goes_on_through_an_orderly_restart(
-    start_server: Callable[..., ServerProcess],
+    start_server: Callable[..., ServerProcess], saver: Saver
 ) -> None:
     server_process = start_server()
-    process = saving(server_process.address, 1)
+    saver.begin(server_process.address, 1)
 
     assert 0 == server_process.stop()
     server_process.start()
 
-    assert process.wait(60) == 0
+    saver.finish()
     with store.connect(server_process.address) as client:
         check(client, 1)
 

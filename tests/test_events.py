@@ -32,7 +32,7 @@ from storesvc.events import (
     resolve,
     unpack_token,
 )
-from storesvc.records import timestamp
+from storesvc.records import etag_of, timestamp
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 PARENT, STORE = "namespaces/n", "5f0c9c1e-6d8e-4b0c-9b7e-0c4b6d8f1a2b"
@@ -60,8 +60,7 @@ def tag(sequence: int, upload: str = "u") -> pb.TagRecord:
     return pb.TagRecord(upload=upload, sequence=sequence)
 
 
-HELD: dict[str, Held] = {
-    "absent": None,
+HELD: dict[str, pb.CheckpointRecord | pb.TagRecord] = {
     "uploading": slot(slots.UPLOADING),
     "committed": slot(slots.COMMITTED, commit_sequence=5, sequence=5),
     "deleted": slot(slots.DELETED, commit_sequence=2, sequence=5),
@@ -72,6 +71,16 @@ HELD: dict[str, Held] = {
     "a tag": tag(5),
     "a deleted tag": tag(5, ""),
 }
+
+
+REPLACED = {
+    "COMMIT": "",
+    "DELETE": etag_of(HELD["committed"]),
+    "UNDELETE": etag_of(HELD["deleted"]),
+    "TAG": "",
+    "UNTAG": etag_of(HELD["a tag"]),
+}
+"""What the announced change of a kind was to replace."""
 
 
 @pytest.mark.parametrize(
@@ -95,8 +104,8 @@ HELD: dict[str, Held] = {
         ("UNDELETE", "free", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
         ("UNDELETE", "absent", (SUPERSEDED, SUPERSEDED, SUPERSEDED)),
         ("TAG", "absent", (PENDING, PENDING, PENDING)),
-        ("TAG", "a tag", (SUPERSEDED, LANDED, PENDING)),
-        ("TAG", "a deleted tag", (SUPERSEDED, LANDED, PENDING)),
+        ("TAG", "a tag", (SUPERSEDED, LANDED, SUPERSEDED)),
+        ("TAG", "a deleted tag", (SUPERSEDED, LANDED, SUPERSEDED)),
         ("UNTAG", "absent", (LANDED, LANDED, LANDED)),
         ("UNTAG", "a tag", (SUPERSEDED, LANDED, PENDING)),
         ("UNTAG", "a deleted tag", (SUPERSEDED, LANDED, SUPERSEDED)),
@@ -110,10 +119,11 @@ def test_the_object_tells_what_came_of_announcements_4_5_and_6(
         kind=pb.Announcement.Kind.Value(f"KIND_{kind}"),
         upload="u",
         create_time=timestamp(NOW),
+        replaces=REPLACED[kind],
     )
 
     def outcomes(now: datetime) -> tuple[Outcome, ...]:
-        return tuple(resolve(n, announced, HELD[held], now=now) for n in (4, 5, 6))
+        return tuple(resolve(n, announced, HELD.get(held), now=now) for n in (4, 5, 6))
 
     assert expected == outcomes(NOW)
     if kind != "COMMIT":
@@ -121,9 +131,33 @@ def test_the_object_tells_what_came_of_announcements_4_5_and_6(
     assert expected == outcomes(NOW + PATIENCE * 2)
 
 
+@pytest.mark.parametrize("kind", [DELETE, UNDELETE, TAG, UNTAG])
+def test_a_change_is_never_made_once_another_has_replaced_what_it_was_to_replace(
+    kind: "pb.Announcement.Kind.ValueType",
+) -> None:
+    is_tag = kind in (TAG, UNTAG)
+    before: pb.TagRecord | pb.CheckpointRecord = (
+        tag(5)
+        if is_tag
+        else slot(slots.COMMITTED if kind == DELETE else slots.DELETED, sequence=5)
+    )
+    announced = pb.Announcement(
+        kind=kind, upload="u", create_time=timestamp(NOW), replaces=etag_of(before)
+    )
+    assert PENDING is resolve(6, announced, before, now=NOW)
+
+    before.write_id = "another's"
+    assert SUPERSEDED is resolve(6, announced, before, now=NOW)
+    if kind == TAG:
+        assert SUPERSEDED is resolve(6, announced, None, now=NOW)
+
+
 def test_a_change_that_a_slow_clock_has_announced_may_still_be_made() -> None:
     announced = pb.Announcement(
-        kind=UNDELETE, upload="u", create_time=timestamp(NOW - timedelta(hours=47))
+        kind=UNDELETE,
+        upload="u",
+        create_time=timestamp(NOW - timedelta(hours=47)),
+        replaces=REPLACED["UNDELETE"],
     )
 
     assert PENDING is resolve(6, announced, HELD["deleted"], now=NOW)
@@ -268,6 +302,9 @@ class WatchMachine(RuleBasedStateMachine):
             step=place if isinstance(place, int) else 0,
             create_time=timestamp(self.now),
         )
+        replaced = self.objects.get(place)
+        if kind != COMMIT and replaced is not None:
+            announced.replaces = etag_of(replaced)
         self.journal.append(announced)
         number = len(self.journal)
         made = type(changed)()

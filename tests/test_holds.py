@@ -1,6 +1,7 @@
 """Holds: what they keep, and how they end."""
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from storesvc.leases import MARGIN
 from storesvc.rpc.fields import page_token
 from storesvc.slots import CHECKPOINTS, DELETED, FREE, PURGING
 from storesvc_client.errors import translated
+from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.interleaving import (
@@ -458,6 +460,31 @@ def test_a_hold_that_is_asked_for_again_is_not_taken_back_by_the_first_call(
     )
 
 
+def test_a_hold_that_is_made_again_during_a_purge_is_not_refused_for_good() -> None:
+    """Its answer was lost; the purge will see it, and spare what it holds."""
+    world = world_of(0, steps=1)
+    process = Process(world)
+    name = HoldName(RUN, uuid.uuid4().hex)
+    promises = Promises(world)
+    together(_create(process, promises, name))
+    put_state(world, 0, PURGING)
+
+    with pytest.raises(ConflictError, match="is being purged; try again"):
+        asyncio.run(_made(process, name))
+    put_state(world, 0, DELETED)
+    assert uid_of(0) == asyncio.run(_made(process, name)).upload
+
+
+async def _made(process: Process, name: HoldName) -> pb.HoldRecord:
+    return await process.holds.create(
+        name,
+        CheckpointName(RUN, 0),
+        owner="",
+        ttl=timedelta(seconds=TTL),
+        uid=uid_of(0),
+    )
+
+
 @pytest.mark.parametrize(
     "ahead", [timedelta(hours=-1), timedelta(hours=1), MARGIN - timedelta(hours=1)]
 )
@@ -535,3 +562,62 @@ def test_a_closed_hold_opens_nothing(run: store.Run) -> None:
     with pytest.raises(store.InvalidRequestError, match="is closed"):
         hold.open()
     assert 3 == len(opened.restore()["x"])  # it takes a hold of its own
+
+
+class _LateRenewals(grpc.UnaryUnaryClientInterceptor):
+    """Sends each renewal late; notes which calls are begun and ended."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.renews = threading.Event()
+        """Set once a renewal is under way."""
+
+    def intercept_unary_unary(
+        self,
+        continuation: Callable[[grpc.ClientCallDetails, Any], Any],
+        client_call_details: grpc.ClientCallDetails,
+        request: Any,
+    ) -> Any:
+        method = client_call_details.method.rpartition("/")[2]
+        self.made.append(method)
+        if method == "RenewHold":
+            self.renews.set()
+            time.sleep(0.5)
+        call = continuation(client_call_details, request)
+        call.code()  # once it is answered
+        self.made.append("answer")
+        return call
+
+
+def test_a_hold_that_is_closed_during_a_renewal_is_not_renewed_after_it(
+    run: store.Run, server_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = run.hold(2, ttl=timedelta(seconds=3))
+    calls = _LateRenewals()
+    channel = grpc.intercept_channel(grpc.insecure_channel(server_address), calls)
+    monkeypatch.setattr(hold._lease, "_stub", CheckpointServiceStub(channel))
+    assert calls.renews.wait(10)
+
+    hold.close()
+    time.sleep(1.5)  # longer than from one renewal to the next
+
+    assert ["RenewHold", "answer", "DeleteHold", "answer"] == calls.made
+    hold.check()
+    assert [] == list(run.holds())
+
+
+def test_a_hold_that_is_closed_too_late_says_so(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    with store.connect(server.address) as client:
+        run = client.run("tests/late")
+        run.save(1, {"x": np.ones(3)}).result()
+        hold = run.hold(1, ttl=timedelta(seconds=1))
+        server.kill()
+        time.sleep(1.1)  # its renewal is still being tried again
+
+        with pytest.raises(store.PreconditionError, match="not renewed") as caught:
+            hold.close()
+        assert "HOLD_EXPIRED" == caught.value.reason
+        server.start()

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import storesvc_client as store
 from storesvc import transitions
 from storesvc.errors import CheckpointInUseError
+from storesvc.failpoints import VARIABLE
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName
 from storesvc.format.seal import seal
@@ -148,6 +149,28 @@ def test_a_purged_checkpoint_is_gone_and_its_step_free(run: store.Run) -> None:
     again = run.save(3, {"other": 1.0}).result()
     assert before.uid != again.uid
     assert {"other": 1.0} == run.restore(3)
+
+
+@pytest.mark.parametrize("point", ["purge.before_reply", "delete.before_reply"])
+def test_a_change_whose_answer_was_lost_is_asked_for_again_and_done(
+    start_server: Callable[..., ServerProcess], point: str
+) -> None:
+    server = start_server()
+    with store.connect(server.address) as client:
+        run = client.run("tests/lost")
+        for step in (1, 2):
+            run.save(step, TREE).result()
+        server.kill()
+        server.environment[VARIABLE] = f"{point}=drop_reply@1"
+        server.start()
+
+        run.delete(1)
+        run.purge(1)
+
+        assert [2] == [checkpoint.step for checkpoint in run.checkpoints()]
+        assert [] == list(run.deleted())
+        with pytest.raises(store.NotFoundError):
+            run.purge(1)
 
 
 def test_a_step_is_not_saved_again_before_it_is_purged(run: store.Run) -> None:
@@ -376,14 +399,63 @@ def test_a_deletion_that_is_asked_for_again_with_its_etag_answers_as_before(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"labels": {"a": 1}}, {"metrics": {"a": "b"}}, {"pinned": "yes"}],
+    ("arguments", "match"),
+    [
+        ({}, "expected"),
+        ({"labels": {"a": 1}}, "labels=: expected a text"),
+        ({"labels": "a"}, "labels=: expected a mapping"),
+        ({"labels": dict.fromkeys(map(str, range(65)), "")}, "labels=: .*got 65"),
+        ({"metrics": {"a": "b"}}, "metrics=: expected a number"),
+        ({"metrics": {"": 1.0}}, "metrics=: expected texts"),
+        ({"pinned": "yes"}, "pinned=: expected a bool"),
+        ({"pinned": 1}, "pinned=: expected a bool"),
+    ],
 )
 def test_an_update_that_says_nothing_sensible_is_refused(
-    settled: store.Run, arguments: dict[str, Any]
+    settled: store.Run, arguments: dict[str, Any], match: str
 ) -> None:
-    with pytest.raises(store.InvalidRequestError):
+    with pytest.raises(store.InvalidRequestError, match=match):
         settled.update(1, **arguments)
+
+
+@pytest.mark.parametrize("text", [5, 0, b"x", ["x"], "\ud800"], ids=ascii)
+def test_what_is_no_text_is_refused_before_anything_is_asked(
+    settled: store.Run, server: ServerProcess, text: Any
+) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: settled.update(1, pinned=True, etag=text),
+        lambda: settled.delete(1, etag=text),
+        lambda: settled.delete(1, uid=text),
+        lambda: settled.undelete(2, uid=text),
+        lambda: settled.purge(2, uid=text),
+        lambda: settled.purge(2, etag=text),
+        lambda: settled.tag("best", 1, etag=text),
+        lambda: settled.untag("best", etag=text),
+        lambda: settled.hold(1, owner=text),
+        lambda: settled.retain(None, etag=text),
+        lambda: settled.configure(labels={}, etag=text),
+    ]
+    with unchanged(server.root):
+        for call in calls:
+            with pytest.raises(
+                store.InvalidRequestError, match=r"=.*: expected a text"
+            ):
+                call()
+
+
+def test_a_tag_is_protected_or_not(settled: store.Run) -> None:
+    protected: Any = "yes"
+
+    with pytest.raises(store.InvalidRequestError, match="protected=: expected a bool"):
+        settled.tag("best", 1, protected=protected)
+
+
+def test_an_update_takes_every_kind_of_number(run: store.Run) -> None:
+    updated = run.update(
+        1, metrics={"loss": cast("float", np.float32(0.5)), "count": 3}
+    )
+
+    assert {"loss": 0.5, "count": 3.0} == updated.metrics
 
 
 @pytest.mark.parametrize("step", ["latest", "best", -1, True, None, 1.5])

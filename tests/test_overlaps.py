@@ -8,8 +8,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import storesvc_client as store_client
 from storesvc import receiving, slots
 from storesvc.bucket import ALWAYS, Generation, WriteCondition
 from storesvc.errors import (
@@ -28,8 +30,9 @@ from storesvc.kvbucket import KvBucket
 from storesvc.store import Store
 from storesvc.uploads import NewUpload, OpenUpload
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.contract import frame, sums, tree_of
+from tests.contract import Writer, frame, sums, tree_of
 from tests.faulty_bucket import Call, Fault, FaultyBucket
+from tests.faulty_server import serving
 
 RUN = RunName("tests", "overlap")
 IDS = ["a" * 32, "b" * 32]
@@ -328,39 +331,75 @@ class BusyBucket(KvBucket):
         return await super().write(place, data, condition=condition)
 
 
-@pytest.mark.parametrize("collected", ["live", "free", "emptied", "emptied far above"])
-def test_a_begin_goes_on_whatever_the_collector_did_to_the_slot(
-    tmp_path: Path, collected: str
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("freed", ["live", "emptied", "emptied far above"])
+def test_an_upload_whose_slot_is_freed_while_it_begins_gives_way_to_another(
+    tmp_path: Path, freed: str, *, fails: bool
 ) -> None:
-    """It ends dead uploads, and empties slots: none of that is a rival."""
+    """The collector ends dead uploads, and empties slots. None of that is a rival, but
+    what it has read of the upload must stay true: its record is written once."""
 
     async def main() -> int:
         bucket = await BusyBucket.open(tmp_path.as_uri())
         assert isinstance(bucket, BusyBucket)
         store = await Store.open(bucket)
-        first, second = (Caller(store, UploadName(RUN, i)) for i in IDS)
+        first, second, third = (
+            Caller(store, UploadName(RUN, i)) for i in (*IDS, "c" * 32)
+        )
+        place = RunPlaces(RUN).upload(second.name.upload)
         await first.begin()
-        if collected != "live":
+        if freed != "live":
             await store.uploads.abort(first.name)
 
         async def collect() -> None:
-            if collected == "live":
+            if freed == "live":
                 await store.uploads.abort(first.name)
-            if collected.startswith("emptied"):
-                floor = 1 if collected == "emptied" else 7
+            else:
+                floor = 1 if freed == "emptied" else 7
                 await store.runs.raise_epoch_floor(RUN, floor)
                 await bucket.delete(RunPlaces(RUN).checkpoint(1))
+            if fails:
+                raise StorageUnavailableError("as if")
 
         bucket.meanwhile = collect
-        await second.begin()
-        assert (await store.uploads.record(second.name)).epoch == second.epoch
-        await second.write(frames_of(frame(0, 1, 2)))
-        await second.finish()
-        await second.commit()
-        return second.epoch
+        with pytest.raises(StorageUnavailableError if fails else UploadNotFoundError):
+            await second.begin()
+        record = await bucket.read(place)
+        if freed != "emptied":  # else it finds what it found before
+            with pytest.raises(UploadNotFoundError):
+                await second.begin()
+        assert record == await bucket.read(place)
+        await third.ready()
+        await third.finish()
+        await third.commit()
+        return third.epoch
 
-    expected = 8 if collected == "emptied far above" else 2
+    expected = 8 if freed == "emptied far above" else 2
     assert expected == asyncio.run(main())
+
+
+def test_a_save_whose_step_is_freed_while_it_begins_begins_again(
+    tmp_path: Path,
+) -> None:
+    slot = tmp_path / RunPlaces(RUN).checkpoint(1)
+    emptied: list[Call] = []
+
+    def plan(call: Call) -> Fault:
+        if call.operation == "write" and str(slot).endswith(call.place) and not emptied:
+            emptied.append(call)
+            slot.unlink()
+        return Fault.NONE
+
+    tree = {"x": np.arange(9)}
+    with serving(tmp_path) as address:
+        aborted = Writer(address, str(RUN), 1)
+        aborted.begin()
+        with store_client.connect(address) as client:
+            client.run(str(RUN)).abort(aborted.name.rpartition("/")[2])
+    with serving(tmp_path, plan) as address, store_client.connect(address) as client:
+        client.run(str(RUN)).save(1, tree).result()
+        assert np.array_equal(tree["x"], client.run(str(RUN)).restore(1)["x"])
+    assert emptied
 
 
 def test_a_rival_at_the_same_moment_is_a_conflict(tmp_path: Path) -> None:

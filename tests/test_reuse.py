@@ -1,7 +1,7 @@
 """What the store holds already is neither sent nor stored again, and stays safe."""
 
+import asyncio
 import itertools
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
+from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal, unseal
+from storesvc.kvbucket import ASIDE
+from storesvc.reuse import Reuse
 from storesvc_proto.v1 import bucket_pb2 as pb
+from storesvc_proto.v1 import tree_pb2
+from tests.collecting_process import PLACES, Process
 from tests.contract import Writer, elements, frame, mixed_sums, sums
+from tests.faulty_bucket import FaultyBucket
 from tests.server_process import ServerProcess
 from tests.test_uploads import refused
 
@@ -239,6 +245,61 @@ def test_a_damaged_base_is_none(tmp_path: Path, what: str) -> None:
         assert_equal(TREE, run.restore(2))
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_rots_after_a_save_began_costs_it_its_claims(
+    tmp_path: Path, step: int
+) -> None:
+    """The base, or the upload that it took its step over from."""
+
+    async def main() -> None:
+        process = await Process.over(await FaultyBucket.faulty(tmp_path.as_uri()))
+        await process.save(1)
+        await process.send(await process.begin(2), {0: 0, 1: 0})
+        upload = await process.begin(2, base=1)
+        record = await process.store.uploads.record(upload)
+        assert record.base
+        assert record.predecessor
+        rotten = (
+            PLACES.checkpoint(1) if step == 1 else PLACES.upload(record.predecessor)
+        )
+        await process.bucket.write(rotten, b"rot")
+
+        opened = await process._open(upload)
+        sources = await Reuse(process.bucket, process.store.uploads).sources(opened)
+        assert 1 == len(sources)
+        await process.send(upload, {0: 1, 1: 1, 2: 1})
+        await process.finish(upload, (1, 1, 1))
+        await process.commit(upload, (1, 1, 1))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"\xff" * 40,
+        tree_pb2.ChunkTable(
+            ordinal=[10_000], crc32c=[1], digests=[bytes(16)]
+        ).SerializeToString(),
+    ],
+    ids=["noise", "a chunk that the tree does not have"],
+)
+def test_damaged_sums_are_told_as_damage(table: bytes) -> None:
+    async def main() -> None:
+        process = await Process.over(await FaultyBucket.faulty("memory://"))
+        upload = await process.begin(1)
+        await process.send(upload, {0: 0, 1: 0, 2: 0})
+        opened = await process._open(upload)
+        space = process.store.uploads.key_space(opened, 0)
+        await space.write({f"{ASIDE}rot": table})
+        with pytest.raises(CorruptDataError, match="recorded sums are damaged"):
+            await process.finish(upload, (0, 0, 0))
+        # who takes the step over claims nothing of it
+        await process.save(1, (1, 1, 1))
+
+    asyncio.run(main())
+
+
 class TestASaveThatWasCutOff:
     """Goes on where it stopped, when the step is saved again."""
 
@@ -336,38 +397,46 @@ ARRAYS = st.dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(saves=st.lists(st.tuples(ARRAYS, st.integers(-1, 3)), min_size=1, max_size=6))
 def test_any_saves_on_any_bases_come_back_exactly(
+    server: ServerProcess,
+    client: store.Client,
     saves: list[tuple[dict[str, int], int]],
 ) -> None:
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        store.connect(Path(directory).as_uri()) as client,
-    ):
-        run = client.run("tests/any")
-        for step, (values, back) in enumerate(saves):
-            base = step - 1 - back if 0 <= back < step else None
-            tree = {k: np.full(500, v, np.int16) for k, v in values.items()}
-            run.save(step, tree, base=base).result()
-        for step, (values, _) in enumerate(saves):
-            for key, value in values.items():
-                assert (run.restore(step)[key] == value).all()
-                assert (view(Path(directory), client, step, key) == value).all()
+    run = client.run(f"tests/any-{next(_names)}")
+    for step, (values, back) in enumerate(saves):
+        base = step - 1 - back if 0 <= back < step else None
+        tree = {k: np.full(500, v, np.int16) for k, v in values.items()}
+        run.save(step, tree, base=base).result()
+    for step, (values, _) in enumerate(saves):
+        restored, viewed = run.restore(step), view(server, run, step)
+        for key, value in values.items():
+            assert (restored[key] == value).all()
+            assert (viewed(key) == value).all()
 
 
-def view(root: Path, client: store.Client, step: int, key: str) -> Any:
-    """A leaf as plain TensorStore shows it."""
-    run = client.run("tests/any")
-    places = root / "data/tests/any"
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": f"file://{places}/pool/",
-            "manifest": f"file://{places}/trees/{run.checkpoint(step).key_space}/",
-            "path": f"{key}/",
-        },
-        "fill_missing_data_reads": False,
-    }
-    return np.asarray(ts.open(spec, open=True, read=True).result().read().result())
+def view(server: ServerProcess, run: store.Run, step: int) -> Callable[[str], Any]:
+    """The leaves of a step as plain TensorStore shows them."""
+    places = server.root / RunPlaces(RunName.parse(run.name)).root
+    key_space = run.checkpoint(step).key_space
+
+    def leaf(key: str) -> Any:
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {
+                "driver": "ocdbt",
+                "base": f"file://{places}/pool/",
+                "manifest": f"file://{places}/trees/{key_space}/",
+                "path": f"{key}/",
+            },
+            "fill_missing_data_reads": False,
+        }
+        opened = ts.open(spec, open=True, read=True).result()
+        return np.asarray(opened.read().result())
+
+    return leaf

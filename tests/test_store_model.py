@@ -200,7 +200,9 @@ class StoreMachine(RuleBasedStateMachine):
     def _is_idle(self, leased: Upload | Hold) -> bool:
         # not every sign of progress is written
         idle = self._clock.elapsed() - leased.last_sign
-        return idle >= LEASE.total_seconds() * 5 / 6
+        # progress renews the lease of an upload now and then only
+        least = 1 if isinstance(leased, Hold) else 5 / 6
+        return idle >= LEASE.total_seconds() * least
 
     def _observed(
         self, call: Coroutine[Any, Any, Any], step: int, died_at: int

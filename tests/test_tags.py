@@ -16,6 +16,7 @@ from storesvc.errors import CheckpointNotFoundError, StoreError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
 from storesvc.format.seal import seal
+from storesvc.records import sound
 from storesvc.rpc.fields import page_token
 from storesvc.slots import CHECKPOINTS
 from storesvc_client.errors import translated
@@ -305,7 +306,8 @@ def test_what_a_tag_names_is_never_purged_whatever_the_order(
         one.collect(),
     )
 
-    tags = dict(asyncio.run(one.tags.list(RUN, after="", limit=9)))
+    listed = asyncio.run(one.tags.list(RUN, after="", limit=9))
+    tags = {name: sound(tag) for name, tag in listed}
     for tag, uid in promised.items():
         assert uid == tags[TagName(RUN, tag)].upload
     for record in tags.values():

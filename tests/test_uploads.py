@@ -190,6 +190,40 @@ def test_a_request_id_with_another_body_is_refused(
         writer.begin(labels={"other": "body"})
 
 
+@pytest.mark.parametrize("base", ["5", "best"])
+def test_a_base_in_a_run_that_holds_nothing_is_refused(
+    server_address: str, name: str, base: str
+) -> None:
+    writer = Writer(server_address, name, 1)
+
+    with refused("RUN_NOT_FOUND"):
+        writer.begin(base=f"{RunName.parse(name).resource}/checkpoints/{base}")
+
+
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        ("1", "CHECKPOINT_DELETED"),
+        ("5", "CHECKPOINT_NOT_FOUND"),
+        ("best", "TAG_NOT_FOUND"),
+    ],
+)
+def test_a_base_that_is_not_there_is_refused_for_its_own_reason(
+    begin: Callable[..., Writer],
+    server_address: str,
+    client: store.Client,
+    name: str,
+    base: str,
+    reason: str,
+) -> None:
+    begin().save()
+    client.run(name).delete(1)
+    writer = Writer(server_address, name, 2)
+
+    with refused(reason):
+        writer.begin(base=f"{RunName.parse(name).resource}/checkpoints/{base}")
+
+
 def test_a_later_upload_takes_the_step_over_for_good(
     begin: Callable[..., Writer], client: store.Client, name: str
 ) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import RunName
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.server_process import ServerProcess
@@ -223,6 +225,61 @@ def test_an_embedded_store_is_watched_too() -> None:
         assert [1] == steps(events, 1)
 
 
+# --- damage ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(
+    start_server: Callable[..., ServerProcess],
+) -> Iterator[tuple[ServerProcess, store.Client, str]]:
+    """A server, a client, and a token of the run "tests/damaged" before its
+    checkpoint 1, whose record is damaged, and 2, which is whole."""
+    server = start_server()
+    with store.connect(server.address) as client:
+        run = client.run("tests/damaged")
+        save(run, 0)
+        events = run.watch("latest")
+        token = next(events).resume_token
+        events.close()
+        save(run, 1)
+        save(run, 2)
+        place = RunPlaces(RunName.parse(run.name)).checkpoint(1)
+        (server.root / place).write_bytes(b"noise")
+        server.kill()
+        server.start()
+        yield server, client, token
+
+
+def test_a_watch_that_meets_damage_says_how_to_go_on_after_it(
+    damaged: tuple[ServerProcess, store.Client, str],
+) -> None:
+    _, client, token = damaged
+    run = client.run("tests/damaged")
+
+    with pytest.raises(store.DataLossError, match="watch since") as caught:
+        next(run.watch(token))
+
+    assert "CORRUPT_DATA" == caught.value.reason
+    assert [2] == steps(run.watch(caught.value.metadata["resume_token"]), 1)
+
+
+def test_storectl_watch_says_how_to_go_on_after_damage(
+    damaged: tuple[ServerProcess, store.Client, str],
+) -> None:
+    server, _, token = damaged
+    process = storectl(server.address, "tests/damaged", "--since", token)
+    out, err = ended(process)
+
+    assert (1, "") == (process.returncode, out)
+    assert 1 == err.count("\n")
+    *_, command, path, option, after = err.split()
+    assert ["watch", "tests/damaged", "--since"] == [command, path, option]
+    process = storectl(server.address, path, option, after, "--count", "1")
+    out, err = ended(process)
+    assert out.startswith("committed  tests/damaged@2")
+    assert (0, "") == (process.returncode, err)
+
+
 # --- storectl watch --------------------------------------------------------------
 
 
@@ -239,6 +296,16 @@ def storectl(address: str, *arguments: str) -> "subprocess.Popen[str]":
     return process
 
 
+def ended(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """What else it prints until it ends, which is little. ``communicate`` would lose
+    what was read ahead of a line that was asked for."""
+    process.wait(timeout=60)
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        return process.stdout.read(), process.stderr.read()
+
+
 def test_storectl_prints_a_line_an_event_as_they_come(
     run: store.Run, server_address: str
 ) -> None:
@@ -248,7 +315,7 @@ def test_storectl_prints_a_line_an_event_as_they_come(
     assert f"committed  {run.name}@1  " in process.stdout.readline()
     save(run, 2)
     run.tag("best", 2)
-    out, err = process.communicate(timeout=60)
+    out, err = ended(process)
 
     committed, tagged = out.splitlines()
     assert f"committed  {run.name}@2  24 B  loss=0.5" == committed
@@ -263,12 +330,12 @@ def test_storectl_prints_tokens_that_it_goes_on_from(
     process = storectl(
         server_address, run.name, "--since", "latest", "--json", "--count", "1"
     )
-    out, _ = process.communicate(timeout=60)
+    out, _ = ended(process)
     event = json.loads(out)
     save(run, 2)
     since = ("--since", event["resume_token"])
     process = storectl(server_address, run.name, *since, "--json", "--count", "1")
-    out, _ = process.communicate(timeout=60)
+    out, _ = ended(process)
 
     assert ("committed", 1, None) == (event["kind"], event["step"], event["tag"])
     assert 1 == out.count("\n")
@@ -280,7 +347,7 @@ def test_ctrl_c_ends_storectl_watch_without_a_traceback(
 ) -> None:
     process = storectl(server_address, run.name)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = ended(process)
 
     assert (130, "", "") == (process.returncode, out, err)
 

@@ -26,7 +26,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.journal import Journal
-from storesvc.records import read_record, timestamp, write_record
+from storesvc.records import etag_of, read_record, timestamp, write_record
 from storesvc.watching import Told, Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.faulty_bucket import Call, Fault, FaultyBucket, no_faults, random_faults
@@ -74,7 +74,11 @@ class Process:
     ) -> pb.CheckpointRecord:
         """Announces a change, and returns what is to be written."""
         announced = pb.Announcement(
-            kind=kind, run=run.run, step=slot.step, upload=slot.upload
+            kind=kind,
+            run=run.run,
+            step=slot.step,
+            upload=slot.upload,
+            replaces="" if kind == COMMIT else etag_of(slot),
         )
         number = await self.journal.announce(run.namespace, announced)
         changed = pb.CheckpointRecord()

@@ -3,13 +3,16 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 import grpc
+from google.protobuf.message import Message
 
 from storesvc_client._embedded import start_embedded
-from storesvc_client.errors import InvalidRequestError
+from storesvc_client.errors import InvalidRequestError, translated
+
+T = TypeVar("T")
 
 MAX_FRAME_BYTES: Final = 2 << 20
 """Bytes of data in a frame: also the fastest size to ship bytes in."""
@@ -77,6 +80,15 @@ class Connection:
         if self._is_open:
             self._is_open = False
             self._end()
+
+    def call(self, method: Callable[..., T], request: Message) -> T:
+        """Returns the answer to a request.
+
+        Raises:
+            StoreError: What the store says, or that it does not answer.
+        """
+        with translated(self.address):
+            return method(request, timeout=self.timeout)
 
     def check_open(self) -> None:
         """Refuses to go on with a connection that was ended.

@@ -4,6 +4,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Generator, Iterator
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -13,10 +14,10 @@ from storesvc.format.names import RunName
 from storesvc_client._channel import Connection, open_connection
 from storesvc_client._collecting import ClientCollection
 from storesvc_client._names import namespace_resource, run_name
+from storesvc_client._pages import pages
 from storesvc_client._run import Run
 from storesvc_client._values import Event, RunInfo, ServerInfo
 from storesvc_client._watching import watch
-from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -80,11 +81,8 @@ class Client(ClientCollection):
             UnavailableError: It does not answer.
         """
         stub = MaintenanceServiceStub(self._connection.channel)
-        with translated(self._connection.address):
-            answer = stub.GetServerInfo(
-                maintenance_api.GetServerInfoRequest(),
-                timeout=self._connection.timeout,
-            )
+        request = maintenance_api.GetServerInfoRequest()
+        answer = self._connection.call(stub.GetServerInfo, request)
         return ServerInfo(version=answer.version, store_uid=answer.store_uid)
 
     def run(self, name: str) -> Run:
@@ -102,19 +100,15 @@ class Client(ClientCollection):
 
         Raises:
             InvalidRequestError: The namespace breaks the rules.
+            DataLossError: After all others: the records of some are damaged.
             UnavailableError: The server does not answer.
         """
         parent = "namespaces/-"
         if namespace is not None:
             parent = namespace_resource(namespace)
         request = api.ListRunsRequest(parent=parent)
-        while True:
-            with translated(self._connection.address):
-                page = self._stub.ListRuns(request, timeout=self._connection.timeout)
+        for page in pages(partial(self._connection.call, self._stub.ListRuns), request):
             yield from map(RunInfo.from_message, page.runs)
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
 
     def watch(self, namespace: str, since: str = "now") -> Generator[Event]:
         """Returns an iterator over what happens to the checkpoints of all runs of a

@@ -1,4 +1,5 @@
-"""Labels and metrics as people give them, checked before anything is sent."""
+"""Labels, metrics and single values as people give them, checked before anything is
+sent."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -58,6 +59,38 @@ def checked_metrics(place: str, metrics: object) -> dict[str, float]:
                 f"{place}: metrics=: expected a number for {key!r}, got {_shown(value)}"
             ) from e
     return found
+
+
+def checked_text(place: str, text: object) -> str:
+    """Returns a text; "" for None.
+
+    Args:
+        place: What it is, such as "update of prod/llama-8b: etag=".
+        text: What was given.
+
+    Raises:
+        InvalidRequestError: It is something else.
+    """
+    if text is None:
+        return ""
+    if not isinstance(text, str) or not is_text(text):
+        raise InvalidRequestError(f"{place}: expected a text, got {_shown(text)}")
+    return text
+
+
+def checked_flag(place: str, flag: object) -> bool | None:
+    """Returns yes, no, or, where nothing was said, None.
+
+    Args:
+        place: What it is, such as "update of prod/llama-8b: pinned=".
+        flag: What was given.
+
+    Raises:
+        InvalidRequestError: It is something else.
+    """
+    if flag is not None and not isinstance(flag, bool):
+        raise InvalidRequestError(f"{place}: expected a bool, got {_shown(flag)}")
+    return flag
 
 
 def _entries(place: str, given: object) -> dict[str, Any]:

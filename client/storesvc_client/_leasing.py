@@ -12,11 +12,13 @@ from typing import Final, Self
 from storesvc.format.names import CheckpointName
 from storesvc_client._channel import Connection
 from storesvc_client._durations import duration_message
+from storesvc_client._entries import checked_text
 from storesvc_client._retrying import patiently
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,
     StoreError,
+    UnavailableError,
     translated,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -65,7 +67,7 @@ class Lease:
             parent=checkpoint.resource,
             uid=uid,
             request_id=str(uuid.uuid4()),
-            owner=node() if owner is None else owner,
+            owner=node() if owner is None else checked_text("owner= of a hold", owner),
         )
         if ttl is not None:
             request.ttl.CopyFrom(duration_message(ttl, "ttl= of a hold"))
@@ -76,6 +78,7 @@ class Lease:
                     request, timeout=connection.timeout
                 ).hold
         self._error: StoreError | None = None
+        self._renewing = threading.Lock()
         self._ended = threading.Event()
         thread = threading.Thread(target=self._keep, name="storesvc-hold", daemon=True)
         thread.start()
@@ -119,13 +122,15 @@ class Lease:
         return self._error
 
     def end(self) -> None:
-        """Ends it; a second time does nothing.
+        """Ends it; a second time does nothing. ``error`` stays what it was.
 
         Where that fails it is left to expire.
         """
-        if self._ended.is_set():
-            return
-        self._ended.set()
+        with self._renewing:  # after the answer to a renewal, and before the next one
+            if self._ended.is_set():
+                return
+            self._error = self.error
+            self._ended.set()
         request = api.DeleteHoldRequest(name=self._hold.name)
         try:
             with translated(self._connection.address):
@@ -157,13 +162,24 @@ class Lease:
     def _renew(self) -> None:
         request = api.RenewHoldRequest(name=self._hold.name)
         for attempt in patiently():
-            with attempt, translated(self._connection.address):
-                began = time.monotonic()
+            with attempt, self._renewing:
+                if self._ended.is_set():
+                    return
+                self._renew_once(request)
+
+    def _renew_once(self, request: api.RenewHoldRequest) -> None:
+        began = time.monotonic()
+        try:
+            with translated(self._connection.address):
                 self._hold = self._stub.RenewHold(
                     request, timeout=self._connection.timeout
                 ).hold
-                self._renewed = began
-        self._error = None
+        except UnavailableError:  # not yet an error: it is tried again
+            raise
+        except StoreError as e:
+            self._error = e
+            raise
+        self._renewed, self._error = began, None
 
 
 def _is_ending(e: StoreError) -> bool:

@@ -6,6 +6,12 @@ from datetime import timedelta
 
 from storesvc.format.names import HoldName, InvalidNameError, TagName, Which
 from storesvc_client._durations import duration_message
+from storesvc_client._entries import (
+    checked_flag,
+    checked_labels,
+    checked_metrics,
+    checked_text,
+)
 from storesvc_client._holding import Hold
 from storesvc_client._leasing import Lease
 from storesvc_client._retrying import patiently
@@ -46,18 +52,23 @@ class RunLife(RunBase):
             ConflictError: It changed since the etag was read.
             InvalidRequestError: Nothing is to be set, or a value breaks a rule.
         """
+        place = f"update of {self.name}"
+        message = api.Checkpoint(
+            name=self._checkpoint_name(which).resource,
+            labels=checked_labels(place, labels),
+            metrics=checked_metrics(place, metrics),
+            pinned=bool(checked_flag(f"{place}: pinned=", pinned)),
+        )
         given = {"labels": labels, "metrics": metrics, "pinned": pinned}
-        values = {name: value for name, value in given.items() if value is not None}
-        request = api.UpdateCheckpointRequest(etag=etag or "", request_id=_new_id())
-        request.update_mask.paths.extend(values)
-        try:
-            request.checkpoint.MergeFrom(api.Checkpoint(**values))  # type: ignore[arg-type]  # of several types
-        except (TypeError, ValueError) as e:
+        paths = [name for name, value in given.items() if value is not None]
+        if not paths:
             raise InvalidRequestError(
-                f"update of {self.name}: expected texts in labels=, numbers in "
-                f"metrics= and a bool in pinned=, got {values!r}"
-            ) from e
-        request.checkpoint.name = self._checkpoint_name(which).resource
+                f"{place}: expected labels=, metrics= or pinned= to set, got none"
+            )
+        request = api.UpdateCheckpointRequest(
+            checkpoint=message, etag=self._text("etag", etag), request_id=_new_id()
+        )
+        request.update_mask.paths.extend(paths)
         response = self._ask(self._stub.UpdateCheckpoint, request)
         return Checkpoint.from_message(response.checkpoint)
 
@@ -85,8 +96,8 @@ class RunLife(RunBase):
         """
         request = api.DeleteCheckpointRequest(
             name=self._step_name(step),
-            uid=uid or "",
-            etag=etag or "",
+            uid=self._text("uid", uid),
+            etag=self._text("etag", etag),
             request_id=_new_id(),
         )
         if purge_delay is not None:
@@ -108,7 +119,9 @@ class RunLife(RunBase):
             ConflictError: It is being purged.
         """
         request = api.UndeleteCheckpointRequest(
-            name=self._step_name(step), uid=uid or "", request_id=_new_id()
+            name=self._step_name(step),
+            uid=self._text("uid", uid),
+            request_id=_new_id(),
         )
         response = self._ask(self._stub.UndeleteCheckpoint, request)
         return Checkpoint.from_message(response.checkpoint)
@@ -129,7 +142,9 @@ class RunLife(RunBase):
             ConflictError: It changed since the etag was read.
         """
         request = api.PurgeCheckpointRequest(
-            name=self._step_name(step), uid=uid or "", etag=etag or ""
+            name=self._step_name(step),
+            uid=self._text("uid", uid),
+            etag=self._text("etag", etag),
         )
         was_asked = False
         for attempt in patiently():
@@ -186,8 +201,8 @@ class RunLife(RunBase):
         request = api.SetTagRequest(
             name=self._tag_name(name),
             checkpoint=self._checkpoint_name(which).resource,
-            protected=protected,
-            etag=etag or "",
+            protected=checked_flag(f"{self.name}: protected=", protected),
+            etag=self._text("etag", etag),
             request_id=_new_id(),
         )
         return Tag.from_message(self._ask(self._stub.SetTag, request).tag)
@@ -205,7 +220,9 @@ class RunLife(RunBase):
             ConflictError: It changed since the etag was read.
         """
         request = api.DeleteTagRequest(
-            name=self._tag_name(name), etag=etag or "", request_id=_new_id()
+            name=self._tag_name(name),
+            etag=self._text("etag", etag),
+            request_id=_new_id(),
         )
         self._ask(self._stub.DeleteTag, request)
 
@@ -276,6 +293,9 @@ class RunLife(RunBase):
         except (InvalidNameError, TypeError) as e:
             raise InvalidRequestError(f"{self.name}: {e}") from e
         self._ask(self._stub.DeleteHold, api.DeleteHoldRequest(name=name.resource))
+
+    def _text(self, name: str, given: str | None) -> str:
+        return checked_text(f"{self.name}: {name}=", given)
 
     def _step_name(self, step: int) -> str:
         name = self._checkpoint_name(step)

@@ -8,7 +8,7 @@ from typing import Final
 from google.protobuf.duration_pb2 import Duration
 
 from storesvc_client._durations import duration_message
-from storesvc_client._entries import checked_labels
+from storesvc_client._entries import checked_labels, checked_text
 from storesvc_client._policies import RetentionPolicy
 from storesvc_client._policy_messages import policy_message, policy_of
 from storesvc_client._retrying import patiently
@@ -157,7 +157,9 @@ class RunRetention(RunBase):
     def _update(self, run: api.Run, paths: list[str], etag: str | None) -> RunInfo:
         run.name = self._name.resource
         request = api.UpdateRunRequest(
-            run=run, etag=etag or "", request_id=str(uuid.uuid4())
+            run=run,
+            etag=checked_text(f"{self.name}: etag=", etag),
+            request_id=str(uuid.uuid4()),
         )
         request.update_mask.paths.extend(paths)
         # the same request each time: the store tells a repetition by its id

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
@@ -17,6 +18,7 @@ from storesvc_client._entries import checked_labels, checked_metrics
 from storesvc_client._inspecting import RunInspection
 from storesvc_client._life import RunLife
 from storesvc_client._opened import OpenCheckpoint, open_checkpoint
+from storesvc_client._pages import pages
 from storesvc_client._retaining import RunRetention
 from storesvc_client._run_base import RunBase
 from storesvc_client._save import Save
@@ -26,7 +28,6 @@ from storesvc_client._values import Checkpoint, LeafInfo
 from storesvc_client._watching import RunWatch
 from storesvc_client.errors import (
     InvalidRequestError,
-    translated,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
@@ -165,17 +166,12 @@ class Run(
 
         Raises:
             NotFoundError: There is no such run.
+            DataLossError: After all others: the records of some are damaged.
         """
+        call = self._connection.call
         request = api.ListCheckpointsRequest(parent=self._name.resource)
-        while True:
-            with translated(self._connection.address):
-                page = self._stub.ListCheckpoints(
-                    request, timeout=self._connection.timeout
-                )
+        for page in pages(partial(call, self._stub.ListCheckpoints), request):
             yield from map(Checkpoint.from_message, page.checkpoints)
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
 
     def latest(self) -> Checkpoint:
         """Returns the newest checkpoint.
@@ -195,11 +191,8 @@ class Run(
             NotFoundError: There is none; the message names the nearest.
         """
         name = self._checkpoint_name(which)
-        with translated(self._connection.address):
-            response = self._stub.GetCheckpoint(
-                api.GetCheckpointRequest(name=name.resource),
-                timeout=self._connection.timeout,
-            )
+        request = api.GetCheckpointRequest(name=name.resource)
+        response = self._connection.call(self._stub.GetCheckpoint, request)
         return Checkpoint.from_message(response.checkpoint)
 
     def leaves(self, which: Which = "latest") -> Mapping[str, LeafInfo]:

@@ -2,14 +2,16 @@
 
 import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
 from storesvc_client._channel import Connection
+from storesvc_client._pages import pages
 from storesvc_client._retrying import patiently
-from storesvc_client.errors import InvalidRequestError, translated
+from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 T = TypeVar("T", bound=Message)
@@ -45,15 +47,10 @@ class RunBase:
     def _ask(self, method: Callable[..., T], request: Message) -> T:
         """The answer to a request that may be repeated, for its id tells it."""
         for attempt in patiently():
-            with attempt, translated(self._connection.address):
-                return method(request, timeout=self._connection.timeout)
+            with attempt:
+                return self._connection.call(method, request)
         raise AssertionError
 
     def _pages(self, method: Callable[..., T], request: Any) -> Iterator[T]:
-        """The answers to a list, page by page."""
-        while True:
-            page: Any = self._ask(method, request)
-            yield page
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
+        """The pages of a list; damaged rows end it, after the last one."""
+        return pages(partial(self._ask, method), request)

@@ -22,7 +22,12 @@ from storesvc_client._channel import MAX_FRAME_BYTES, Connection
 from storesvc_client._keeping import KeptAlive
 from storesvc_client._retrying import patiently
 from storesvc_client._values import Checkpoint, SaveReport
-from storesvc_client.errors import PreconditionError, UnavailableError, translated
+from storesvc_client.errors import (
+    ConflictError,
+    PreconditionError,
+    UnavailableError,
+    translated,
+)
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
@@ -72,10 +77,7 @@ class Upload:
         Raises:
             StoreError: As the contract says of each call.
         """
-        request_id = str(uuid.uuid4())
-        for attempt in patiently():
-            with attempt:
-                upload = self._begin(request_id, snapshot.tree)
+        upload = self._begun(snapshot.tree)
         ref = api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=0)
         sums = _SumsInProgress(snapshot.tree.chunk_count)
         missing: Sequence[int] = range(snapshot.tree.chunk_count)
@@ -134,6 +136,19 @@ class Upload:
         for attempt in patiently():
             with attempt:
                 return self._commit(ref)
+        raise AssertionError
+
+    def _begun(self, tree: Tree) -> api.Upload:
+        for last_try in (False, False, True):
+            request_id = str(uuid.uuid4())
+            try:
+                for attempt in patiently():
+                    with attempt:
+                        return self._begin(request_id, tree)
+            except ConflictError as e:
+                # The step was freed meanwhile: for that, nobody else has it.
+                if last_try or e.reason != "UPLOAD_NOT_FOUND":
+                    raise
         raise AssertionError
 
     def _begin(self, request_id: str, tree: Tree) -> api.Upload:

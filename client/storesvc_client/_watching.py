@@ -14,6 +14,7 @@ from storesvc_client._retrying import patiently
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import Event
 from storesvc_client.errors import (
+    DataLossError,
     InvalidRequestError,
     NotFoundError,
     UnavailableError,
@@ -48,6 +49,8 @@ class RunWatch(RunBase):
             PreconditionError: The events after the token are gone.
             UnavailableError: The server does not answer, for longer than a restart
                 takes; the iterator raises it too.
+            DataLossError: By the iterator: what happened next cannot be told, because
+                its record is damaged. ``metadata["resume_token"]`` goes on after it.
         """
         parent = self._name.resource
         return watch(self._connection, parent, since, latest_of=[parent])
@@ -134,6 +137,7 @@ class _Stream:
 
         Raises:
             UnavailableError: The server cannot be reached.
+            DataLossError: With the token that goes on after the damage.
         """
         # To wait for an event is not to wait for the server: patience begins where
         # a stream breaks, and the first message of the next one comes at once.
@@ -166,14 +170,26 @@ class _Stream:
             raise
 
     def _read(self, call: _Call) -> api.CheckpointEvent | None:
-        with translated(self._connection.address):
-            response = next(call, None)
+        try:
+            with translated(self._connection.address):
+                response = next(call, None)
+        except DataLossError as e:  # the last message brought a token past it
+            raise _passable(e, self.token) from e
         if response is None:
             raise UnavailableError(
                 f"store {self._connection.address} ended a watch; try again"
             )
         self.token = response.resume_token
         return response.event if response.HasField("event") else None
+
+
+def _passable(e: DataLossError, token: str) -> DataLossError:
+    """The error, and how to watch on."""
+    return DataLossError(
+        f"{e}; to go on after it, watch since the error's resume_token",
+        reason=e.reason,
+        metadata={**e.metadata, "resume_token": token},
+    )
 
 
 def _newest(connection: Connection, run: str) -> api.Checkpoint | None:

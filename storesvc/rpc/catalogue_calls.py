@@ -7,6 +7,7 @@ from storesvc.format import trees
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals, write
+from storesvc.rpc.pages import page
 from storesvc.store import Store
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
@@ -31,9 +32,16 @@ class CatalogueCalls:
                 after=fields.last_run(request.parent, request.page_token),
                 limit=size + 1,
             )
-            rows = [(str(run.name), messages.run_message(run)) for run in found]
-            runs, token = fields.page(request.parent, rows, size=size)
-            return catalogue_api.ListRunsResponse(runs=runs, next_page_token=token)
+            made = page(
+                request.parent,
+                found,
+                size=size,
+                key=str,
+                show=lambda _, run: messages.run_message(run),
+            )
+            return catalogue_api.ListRunsResponse(
+                runs=made.rows, damaged=made.damaged, next_page_token=made.token
+            )
         raise AssertionError
 
     async def GetRun(
@@ -53,13 +61,18 @@ class CatalogueCalls:
             size = fields.page_size(request.page_size)
             listed = f"{request.parent}{' with deleted' * request.show_deleted}"
             last = fields.last_step(listed, request.page_token)
-            found = await self._store.catalogue.checkpoints(
+            found = await self._store.catalogue.checkpoint_rows(
                 run, before=last, limit=size + 1, show_deleted=request.show_deleted
             )
-            rows = [(str(c.step), messages.checkpoint_message(run, c)) for c in found]
-            checkpoints, token = fields.page(listed, rows, size=size)
+            made = page(
+                listed,
+                [(CheckpointName(run, step), slot) for step, slot in found],
+                size=size,
+                key=lambda name: str(name.which),
+                show=lambda _, slot: messages.checkpoint_message(run, slot),
+            )
             return catalogue_api.ListCheckpointsResponse(
-                checkpoints=checkpoints, next_page_token=token
+                checkpoints=made.rows, damaged=made.damaged, next_page_token=made.token
             )
         raise AssertionError
 

@@ -1,10 +1,12 @@
 """Calls that collect garbage, and tell what a run takes."""
 
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
-from storesvc.collection import DEFAULT_GRACE, Progress
+from storesvc.collection import DEFAULT_GRACE, Patience, Progress
 from storesvc.format.names import RunName
 from storesvc.rpc import fields
 from storesvc.rpc.handling import Context, refusals, write
@@ -27,12 +29,12 @@ class CollectCalls:
         async with refusals(context):
             grace, collector = grace_of(request), self._store.collector
             one_run = collector.preview if request.validate_only else collector.collect
-            runs = await self._runs_of(request.parent)
-            for run in runs:
-                async with aclosing(one_run(run, grace=grace)) as passed:
-                    async for progress in passed:
-                        await write(context, progress_message(progress))
-            if not request.validate_only:
+            runs, patience = await self._runs_of(request.parent), Patience()
+            passes = _passes(runs, partial(one_run, grace=grace), patience)
+            async with aclosing(passes):
+                async for progress in passes:
+                    await write(context, progress_message(progress))
+            if not request.validate_only and not patience.is_over:
                 await collector.trim({run.namespace for run in runs})
 
     async def GetUsage(
@@ -51,6 +53,22 @@ class CollectCalls:
                 await self._store.catalogue.check_run(run)
             return [run]
         return await self._store.collector.runs(fields.namespace_of(parent))
+
+
+async def _passes(
+    runs: Iterable[RunName],
+    one_run: Callable[[RunName], AsyncGenerator[Progress]],
+    patience: Patience,
+) -> AsyncGenerator[Progress]:
+    """Passes over runs, one after the other, while the storage answers."""
+    for run in runs:
+        if patience.is_over:
+            yield patience.left(run)
+            continue
+        async with aclosing(one_run(run)) as passed:
+            async for progress in passed:
+                patience.note(progress)
+                yield progress
 
 
 def grace_of(request: maintenance_api.CollectGarbageRequest) -> timedelta:

@@ -8,9 +8,9 @@ import hashlib
 import uuid
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -22,23 +22,33 @@ from storesvc.format.names import (
     check_id,
     parse_step,
 )
+from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
 M = TypeVar("M", bound=Message)
 
+ChangeRequest: TypeAlias = (
+    catalogue_api.SetTagRequest
+    | catalogue_api.DeleteTagRequest
+    | catalogue_api.UpdateRunRequest
+    | catalogue_api.UpdateCheckpointRequest
+    | catalogue_api.DeleteCheckpointRequest
+    | catalogue_api.UndeleteCheckpointRequest
+)
+"""A request whose id a record keeps."""
+
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
-MAX_PAGE_BYTES: Final = 3 << 20
-"""Of the rows of a page, unless one alone is larger."""
 MAX_ENTRIES: Final = 64
 """Labels, and metrics, of a checkpoint."""
 MAX_TEXT_BYTES: Final = 256
 """Of a label's key and value, and of a metric's key."""
 
 _TOKEN_CHECK_BYTES: Final = 8
+_BODY_BYTES: Final = 8
 
 
 def write_id(request_id: str) -> str:
-    """Returns a request id, checked.
+    """Returns a request id, checked: what an upload or a hold is called by.
 
     Raises:
         InvalidFieldError: It is not a UUID in its usual form.
@@ -53,6 +63,27 @@ def write_id(request_id: str) -> str:
             f"{request_id!r}"
         )
     return request_id
+
+
+def write_id_of(request: ChangeRequest) -> str:
+    """Returns what records keep of a request that changes something, so that
+    ``transitions.is_repeated`` knows it again: its id, and a digest of the rest.
+
+    Raises:
+        InvalidFieldError: Its ``request_id`` is not a UUID in its usual form.
+    """
+    return f"{write_id(request.request_id)}:{_body_digest(request)}"
+
+
+def _body_digest(request: Message) -> str:
+    """What tells a request, but for its id, from others."""
+    body = type(request)()
+    body.CopyFrom(request)
+    body.ClearField("request_id")
+    # The name too: a deletion and its undoing may have the same bytes.
+    name = body.DESCRIPTOR.full_name.encode()
+    data = name + b"\0" + body.SerializeToString(deterministic=True)
+    return hashlib.blake2b(data, digest_size=_BODY_BYTES).hexdigest()
 
 
 def duration(field: str, given: Duration, *, most: timedelta) -> timedelta:
@@ -95,30 +126,6 @@ def page_size(asked: int) -> int:
     if asked < 0:
         raise InvalidFieldError(f"page_size: expected 0 or more, got {asked}")
     return min(asked or DEFAULT_PAGE, MAX_PAGE)
-
-
-def page(
-    rows: str, found: Sequence[tuple[str, M]], *, size: int
-) -> tuple[list[M], str]:
-    """Returns the rows of a page, and the token of the next one; "" after the last.
-
-    A page is cut short where its rows, labels and all, would not fit a message.
-
-    Args:
-        rows: What is listed; the token is for that alone.
-        found: Names and rows, one more than a page holds where there are more.
-        size: Rows of a page.
-    """
-    taken: list[M] = []
-    held = 0
-    for _, row in found[:size]:
-        held += row.ByteSize()
-        if taken and held > MAX_PAGE_BYTES:
-            break
-        taken.append(row)
-    if len(taken) == len(found):
-        return taken, ""
-    return taken, page_token(rows, found[len(taken) - 1][0])
 
 
 def page_token(parent: str, last: str) -> str:

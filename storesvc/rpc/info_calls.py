@@ -1,7 +1,7 @@
 """Calls that tell what the server is."""
 
 import storesvc
-from storesvc import receiving, sending, uploads
+from storesvc import leaf_tables, receiving, sending
 from storesvc.format import trees
 from storesvc.rpc.handling import MAX_MESSAGE_BYTES, MAX_TREE_BYTES, Context
 from storesvc.store import Store
@@ -24,8 +24,8 @@ class InfoCalls:
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 max_frame_bytes=receiving.FRAME_BYTES,
                 max_chunk_bytes=trees.MAX_CHUNK_BYTES,
-                max_leaf_count=uploads.MAX_LEAVES,
-                max_chunk_count=uploads.MAX_CHUNKS,
+                max_leaf_count=leaf_tables.MAX_LEAVES,
+                max_chunk_count=leaf_tables.MAX_CHUNKS,
                 max_tree_bytes=MAX_TREE_BYTES,
                 max_read_chunk_count=sending.MAX_CHUNKS,
             ),

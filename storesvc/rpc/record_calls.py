@@ -26,7 +26,7 @@ class RecordCalls:
     ) -> catalogue_api.UpdateCheckpointResponse:
         async with refusals(context):
             name = CheckpointName.from_resource(request.checkpoint.name)
-            write_id = fields.write_id(request.request_id)
+            write_id = fields.write_id_of(request)
             record = await self._store.lives.update(
                 name, change_of(request), etag=request.etag, write_id=write_id
             )
@@ -46,7 +46,7 @@ class RecordCalls:
                 step,
                 purge_delay=purge_delay_of(request),
                 etag=request.etag,
-                write_id=fields.write_id(request.request_id),
+                write_id=fields.write_id_of(request),
                 uid=request.uid,
             )
             return catalogue_api.DeleteCheckpointResponse(
@@ -59,7 +59,7 @@ class RecordCalls:
     ) -> catalogue_api.UndeleteCheckpointResponse:
         async with refusals(context):
             run, step = step_of(request.name)
-            write_id = fields.write_id(request.request_id)
+            write_id = fields.write_id_of(request)
             record = await self._store.lives.undelete(
                 run, step, write_id=write_id, uid=request.uid
             )

@@ -27,7 +27,7 @@ class RunCalls:
     ) -> catalogue_api.UpdateRunResponse:
         async with refusals(context):
             name = RunName.from_resource(request.run.name)
-            write_id = fields.write_id(request.request_id)
+            write_id = fields.write_id_of(request)
             record = await self._store.runs.update(
                 name, *change_of(request), etag=request.etag, write_id=write_id
             )

@@ -8,6 +8,7 @@ from storesvc.format.names import CheckpointName, HoldName, RunName, TagName
 from storesvc.holds import DEFAULT_TTL
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals
+from storesvc.rpc.pages import page
 from storesvc.store import Store
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
@@ -30,7 +31,7 @@ class TagCalls:
                 checkpoint_of(request, name),
                 protected=request.protected if request.HasField("protected") else None,
                 etag=request.etag,
-                write_id=fields.write_id(request.request_id),
+                write_id=fields.write_id_of(request),
             )
             return catalogue_api.SetTagResponse(tag=messages.tag_message(name, record))
         raise AssertionError
@@ -42,7 +43,7 @@ class TagCalls:
             await self._store.tags.delete(
                 TagName.from_resource(request.name),
                 etag=request.etag,
-                write_id=fields.write_id(request.request_id),
+                write_id=fields.write_id_of(request),
             )
             return catalogue_api.DeleteTagResponse()
         raise AssertionError
@@ -55,9 +56,16 @@ class TagCalls:
             size, listed = fields.page_size(request.page_size), f"{request.parent}/tags"
             after = fields.last_of_page(listed, request.page_token) or ""
             found = await self._store.tags.list(run, after=after, limit=size + 1)
-            rows = [(name.tag, messages.tag_message(name, tag)) for name, tag in found]
-            tags, token = fields.page(listed, rows, size=size)
-            return catalogue_api.ListTagsResponse(tags=tags, next_page_token=token)
+            made = page(
+                listed,
+                found,
+                size=size,
+                key=lambda name: name.tag,
+                show=messages.tag_message,
+            )
+            return catalogue_api.ListTagsResponse(
+                tags=made.rows, damaged=made.damaged, next_page_token=made.token
+            )
         raise AssertionError
 
     async def CreateHold(
@@ -106,9 +114,16 @@ class TagCalls:
             )
             after = fields.last_of_page(listed, request.page_token) or ""
             found = await self._store.holds.list(run, after=after, limit=size + 1)
-            rows = [(name.hold, messages.hold_message(name, h)) for name, h in found]
-            holds, token = fields.page(listed, rows, size=size)
-            return catalogue_api.ListHoldsResponse(holds=holds, next_page_token=token)
+            made = page(
+                listed,
+                found,
+                size=size,
+                key=lambda name: name.hold,
+                show=messages.hold_message,
+            )
+            return catalogue_api.ListHoldsResponse(
+                holds=made.rows, damaged=made.damaged, next_page_token=made.token
+            )
         raise AssertionError
 
 

@@ -6,7 +6,7 @@ from contextlib import aclosing, asynccontextmanager
 from datetime import timedelta
 from typing import Final
 
-from storesvc import uploads
+from storesvc import leaf_tables
 from storesvc.errors import InvalidChunkError, InvalidFieldError
 from storesvc.format.chunks import InvalidChunksError, Sums, unpack_sums
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
@@ -20,6 +20,7 @@ from storesvc.rpc.handling import (
     following,
     refusals,
 )
+from storesvc.rpc.pages import page
 from storesvc.store import Store
 from storesvc.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
 from storesvc_proto.v1 import tree_pb2, upload_service_pb2_grpc
@@ -82,9 +83,16 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
             found = await self._store.uploads.live(
                 run, after=last or "", limit=size + 1
             )
-            rows = [(fate.name.upload, messages.fate_message(fate)) for fate in found]
-            live, token = fields.page(listed, rows, size=size)
-            return upload_api.ListUploadsResponse(uploads=live, next_page_token=token)
+            made = page(
+                listed,
+                found,
+                size=size,
+                key=lambda name: name.upload,
+                show=lambda _, fate: messages.fate_message(fate),
+            )
+            return upload_api.ListUploadsResponse(
+                uploads=made.rows, damaged=made.damaged, next_page_token=made.token
+            )
         raise AssertionError
 
     async def KeepUploadAlive(
@@ -241,11 +249,11 @@ async def _joined_leaves(
     table, rows = bytearray(), tree_pb2.LeafTable()
     async for message in following(stream, "leaves"):
         part = message.leaves
-        uploads.check_limits(name, part)
+        leaf_tables.check_limits(name, part)
         rows.dtypes.extend(part.dtypes)
         rows.prng_impls.extend(part.prng_impls)
         rows.shardings.extend(part.shardings)
-        uploads.check_limits(name, rows)
+        leaf_tables.check_limits(name, rows)
         table += part.SerializeToString(deterministic=True)
         check_size("leaf table", len(table))
     return bytes(table)

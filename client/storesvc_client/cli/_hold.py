@@ -9,12 +9,12 @@ import click
 
 from storesvc_client.cli._arguments import duration, json_option, run_or_checkpoint
 from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._listing import Listing
 from storesvc_client.cli._output import (
     ABSENT,
     Column,
     print_json,
     print_note,
-    print_table,
     time_text,
 )
 from storesvc_client.cli._paths import CheckpointPath, RunPath
@@ -24,11 +24,26 @@ if TYPE_CHECKING:
     from storesvc_client import HoldInfo, Run
 
 _DEFAULT_TTL: Final = timedelta(minutes=10)
-_COLUMNS: Final = (
-    Column("HOLD"),
-    Column("STEP", right=True),
-    Column("OWNER", folds=True),
-    Column("EXPIRES"),
+
+
+def _row(hold: "HoldInfo") -> tuple[str, ...]:
+    return (
+        hold.id,
+        str(hold.step),
+        hold.owner or ABSENT,
+        time_text(hold.expire_time),
+    )
+
+
+_HOLDS: Final = Listing(
+    noun="hold",
+    row=_row,
+    columns=(
+        Column("HOLD"),
+        Column("STEP", right=True),
+        Column("OWNER", folds=True),
+        Column("EXPIRES"),
+    ),
 )
 
 
@@ -78,7 +93,7 @@ def hold(
         case RunPath(name) if not command and owner is None and ttl is None:
             with connection.open() as client:
                 if delete is None:
-                    _print_holds(client.run(name), as_json=as_json)
+                    _HOLDS.show(client.run(name).holds(), as_json=as_json)
                 else:
                     _delete(client.run(name), delete, as_json=as_json)
         case _:
@@ -113,16 +128,6 @@ def _run_held(
     return code
 
 
-def _print_holds(run: "Run", *, as_json: bool) -> None:
-    holds = list(run.holds())
-    if as_json:
-        print_json(holds)
-    elif holds:
-        print_table(_COLUMNS, map(_row, holds))
-    else:
-        print_note("no holds")
-
-
 def _delete(run: "Run", wanted: str, *, as_json: bool) -> None:
     found = next((hold for hold in run.holds() if hold.id == wanted), None)
     if found is None:
@@ -134,12 +139,3 @@ def _delete(run: "Run", wanted: str, *, as_json: bool) -> None:
         print_json({"run": run.name, "hold": found.id, "deleted": True})
     else:
         click.echo(f"hold {found.id} on {run.name}@{found.step} deleted")
-
-
-def _row(hold: "HoldInfo") -> tuple[str, ...]:
-    return (
-        hold.id,
-        str(hold.step),
-        hold.owner or ABSENT,
-        time_text(hold.expire_time),
-    )

@@ -1,23 +1,17 @@
 """``storectl ls``: runs, checkpoints, leaves."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from storesvc_client.cli._arguments import any_path, json_option
 from storesvc_client.cli._connection import Connection, pass_connection
+from storesvc_client.cli._listing import Listing
 from storesvc_client.cli._output import (
     ABSENT,
     Column,
     pairs_text,
-    plural,
-    print_json,
-    print_note,
-    print_table,
     size_text,
     time_text,
 )
@@ -37,32 +31,6 @@ from storesvc_client.cli._selection import (
 
 if TYPE_CHECKING:
     from storesvc_client import Checkpoint, LeafInfo, RunInfo
-
-_Item = TypeVar("_Item")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Listing(Generic[_Item]):
-    """How items of one kind are listed."""
-
-    noun: str
-    columns: tuple[Column, ...]
-    row: Callable[[_Item], tuple[str, ...]]
-
-    def show(self, items: Iterable[_Item], *, limit: int | None, as_json: bool) -> None:
-        """Prints the items, and says beside the output what it left out."""
-        rest: Iterator[_Item] = iter(items)
-        shown = list(islice(rest, limit))
-        if as_json:
-            print_json(shown)
-        elif shown:
-            print_table(self.columns, map(self.row, shown))
-        else:
-            print_note(f"no {plural(self.noun)}")
-        if limit is not None and next(rest, None) is not None:
-            known = f"of {len(items):,} " if isinstance(items, Sized) else ""
-            noun = self.noun if limit == 1 and not known else plural(self.noun)
-            print_note(f"{limit:,} {known}{noun} shown, there are more")
 
 
 def _run_row(run: "RunInfo") -> tuple[str, ...]:
@@ -106,7 +74,7 @@ def _leaf_row(leaf: "LeafInfo") -> tuple[str, ...]:
     )
 
 
-_RUNS: Final = _Listing(
+_RUNS: Final = Listing(
     noun="run",
     row=_run_row,
     columns=(
@@ -115,7 +83,7 @@ _RUNS: Final = _Listing(
         Column("CREATED"),
     ),
 )
-_CHECKPOINTS: Final = _Listing(
+_CHECKPOINTS: Final = Listing(
     noun="checkpoint",
     row=_checkpoint_row,
     columns=(
@@ -127,7 +95,7 @@ _CHECKPOINTS: Final = _Listing(
         Column("LABELS", folds=True),
     ),
 )
-_DELETED: Final = _Listing(
+_DELETED: Final = Listing(
     noun="deleted checkpoint",
     row=_deleted_row,
     columns=(
@@ -139,7 +107,7 @@ _DELETED: Final = _Listing(
         Column("LABELS", folds=True),
     ),
 )
-_LEAVES: Final = _Listing(
+_LEAVES: Final = Listing(
     noun="leaf",
     row=_leaf_row,
     columns=(

@@ -9,24 +9,33 @@ import click
 from storesvc.format.names import InvalidNameError, check_tag
 from storesvc_client.cli._arguments import etag, json_option, run_or_checkpoint
 from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import (
-    Column,
-    print_json,
-    print_note,
-    print_table,
-    time_text,
-)
+from storesvc_client.cli._listing import Listing
+from storesvc_client.cli._output import Column, print_json, time_text
 from storesvc_client.cli._paths import CheckpointPath, RunPath
 from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
     from storesvc_client import Tag
 
-_COLUMNS: Final = (
-    Column("TAG"),
-    Column("STEP", right=True),
-    Column("SET"),
-    Column("PROTECTED"),
+
+def _row(tag: "Tag") -> tuple[str, ...]:
+    return (
+        tag.name,
+        str(tag.step),
+        time_text(tag.update_time),
+        "yes" if tag.protected else "no",
+    )
+
+
+_TAGS: Final = Listing(
+    noun="tag",
+    row=_row,
+    columns=(
+        Column("TAG"),
+        Column("STEP", right=True),
+        Column("SET"),
+        Column("PROTECTED"),
+    ),
 )
 
 
@@ -82,7 +91,8 @@ def tag(
     """
     match path, name:
         case RunPath(run), None if not delete and protected is None and not expected:
-            _print_tags(connection, run, as_json=as_json)
+            with connection.open() as client:
+                _TAGS.show(client.run(run).tags(), as_json=as_json)
         case RunPath(run), str() if delete and protected is None:
             _delete(connection, run, name, expected=expected, as_json=as_json)
         case CheckpointPath(), str() if not delete:
@@ -96,17 +106,6 @@ def tag(
             )
         case _:
             raise click.UsageError("expected RUN, CHECKPOINT NAME or RUN NAME --delete")
-
-
-def _print_tags(connection: Connection, run: str, *, as_json: bool) -> None:
-    with connection.open() as client:
-        tags = list(client.run(run).tags())
-    if as_json:
-        print_json(tags)
-    elif tags:
-        print_table(_COLUMNS, map(_row, tags))
-    else:
-        print_note("no tags")
 
 
 def _delete(
@@ -150,12 +149,3 @@ def _etag_hint(run: str) -> Iterator[None]:
         if e.reason != "TAG_PROTECTED":
             raise
         raise Refusal(f"{e}: --etag, which 'storectl tag {run} --json' shows") from e
-
-
-def _row(tag: "Tag") -> tuple[str, ...]:
-    return (
-        tag.name,
-        str(tag.step),
-        time_text(tag.update_time),
-        "yes" if tag.protected else "no",
-    )

@@ -1,30 +1,41 @@
 """``storectl uploads``: checkpoints that are being written."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from storesvc_client.cli._arguments import json_option, run_path
 from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import (
-    Column,
-    print_json,
-    print_note,
-    print_table,
-    time_text,
-)
+from storesvc_client.cli._listing import Listing
+from storesvc_client.cli._output import Column, print_json, time_text
 from storesvc_client.cli._paths import RunPath
 from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
     from storesvc_client import Run, UploadInfo
 
-_COLUMNS: Final = (
-    Column("UPLOAD"),
-    Column("STEP", right=True),
-    Column("BEGAN"),
-    Column("LAST SIGN"),
-    Column("WRITERS"),
+
+def _row(upload: "UploadInfo") -> tuple[str, ...]:
+    return (
+        upload.id,
+        str(upload.step),
+        time_text(upload.create_time),
+        time_text(upload.renew_time),
+        f"{upload.finished_writer_count} of {upload.writer_count}",
+    )
+
+
+_UPLOADS: Final = Listing(
+    noun="upload",
+    row=_row,
+    columns=(
+        Column("UPLOAD"),
+        Column("STEP", right=True),
+        Column("BEGAN"),
+        Column("LAST SIGN"),
+        Column("WRITERS"),
+    ),
 )
 
 
@@ -53,21 +64,18 @@ def uploads(
     with connection.open() as client:
         run = client.run(path.run)
         if abort is None:
-            _print_uploads(run, as_json=as_json)
+            _UPLOADS.show(_live(run), as_json=as_json)
         else:
             _abort(run, abort, as_json=as_json)
 
 
-def _print_uploads(run: "Run", *, as_json: bool) -> None:
-    found = list(run.uploads())
+def _live(run: "Run") -> "Iterator[UploadInfo]":
+    found = False
+    for upload in run.uploads():
+        found = True
+        yield upload
     if not found:
         run.info()  # a run that does not exist has no uploads either
-    if as_json:
-        print_json(found)
-    elif found:
-        print_table(_COLUMNS, map(_row, found))
-    else:
-        print_note("no uploads")
 
 
 def _abort(run: "Run", upload: str, *, as_json: bool) -> None:
@@ -85,13 +93,3 @@ def _abort(run: "Run", upload: str, *, as_json: bool) -> None:
         print_json(run.upload(upload))
     else:
         click.echo(f"upload {upload} of {run.name}@{found.step} aborted")
-
-
-def _row(upload: "UploadInfo") -> tuple[str, ...]:
-    return (
-        upload.id,
-        str(upload.step),
-        time_text(upload.create_time),
-        time_text(upload.renew_time),
-        f"{upload.finished_writer_count} of {upload.writer_count}",
-    )

@@ -1,6 +1,7 @@
 """``storectl watch``: what happens to checkpoints, as it happens."""
 
 import json
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,10 @@ from storesvc_client.cli._output import (
     size_text,
 )
 from storesvc_client.cli._paths import NamespacePath, RunPath
+from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from storesvc_client import Client, Event
 
@@ -52,7 +54,8 @@ def watch(
     """Print what happens to checkpoints, a line each.
 
     Of a run, or of all runs of a namespace. It goes on through restarts of the
-    server, until Ctrl-C.
+    server, until Ctrl-C. Where a damaged record ends it, it says how to go on after
+    that.
 
     \b
     Examples:
@@ -63,10 +66,23 @@ def watch(
         with connection.open() as client:
             events = _events(client, path, since)
             print_note(f"watching {path}")
-            for event in islice(events, count):
-                click.echo(_json_line(event) if as_json else _line(event))
+            with _passable(path):
+                for event in islice(events, count):
+                    click.echo(_json_line(event) if as_json else _line(event))
     except KeyboardInterrupt:
         raise click.exceptions.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _passable(path: NamespacePath | RunPath) -> "Generator[None]":
+    """Ends at damage with the command that watches on after it."""
+    from storesvc_client import DataLossError
+
+    try:
+        yield
+    except DataLossError as e:
+        token = e.metadata["resume_token"]
+        raise Refusal(f"{e}: storectl watch {path} --since {token}") from e
 
 
 def _events(

@@ -186,7 +186,9 @@ class RunRecord(google.protobuf.message.Message):
     epoch_floor: builtins.int
     """The highest epoch of a slot that was emptied."""
     write_id: builtins.str
-    """The `request_id` of the last UpdateRun."""
+    """Of the last UpdateRun: its `request_id`, a colon, and 16 hex digits that tell its
+    body from others. Without them it fits any body.
+    """
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When that was."""
@@ -267,6 +269,7 @@ class Announcement(google.protobuf.message.Message):
     TAG_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
+    REPLACES_FIELD_NUMBER: builtins.int
     kind: Global___Announcement.Kind.ValueType
     """What changes."""
     run: builtins.str
@@ -279,6 +282,10 @@ class Announcement(google.protobuf.message.Message):
     """The tag, for those kinds."""
     nonce: builtins.str
     """Tells two announcements of the same change apart; random."""
+    replaces: builtins.str
+    """The etag of the record that the change replaces, a commit excepted; empty: there
+    is none. Once the object holds another one, the change will never be made.
+    """
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was announced."""
@@ -293,9 +300,10 @@ class Announcement(google.protobuf.message.Message):
         tag: builtins.str = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         nonce: builtins.str = ...,
+        replaces: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "kind", b"kind", "nonce", b"nonce", "run", b"run", "step", b"step", "tag", b"tag", "upload", b"upload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "kind", b"kind", "nonce", b"nonce", "replaces", b"replaces", "run", b"run", "step", b"step", "tag", b"tag", "upload", b"upload"]) -> None: ...
 
 Global___Announcement: typing_extensions.TypeAlias = Announcement
 
@@ -321,7 +329,7 @@ class TagRecord(google.protobuf.message.Message):
     sequence: builtins.int
     """The number of the last announced change."""
     write_id: builtins.str
-    """The `request_id` of the last change."""
+    """Of the last change, as `RunRecord.write_id`."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was first set."""
@@ -615,7 +623,9 @@ class CheckpointRecord(google.protobuf.message.Message):
     sequence: builtins.int
     """The number of the last announced change."""
     write_id: builtins.str
-    """The `request_id` of the last change after the commit."""
+    """Of the last change after the commit, as `RunRecord.write_id`; of one that the
+    service made by itself, a UUID.
+    """
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the owner began."""

@@ -11,13 +11,17 @@ called as a run is, begins with a letter, and is not called `latest`. No field o
 this contract is ever a path, a URI or a TensorStore spec.
 
 Lists. A page holds at most `page_size` rows, and fewer where they would not fit a
-message; an empty `next_page_token` alone says that it was the last.
+message; an empty `next_page_token` alone says that it was the last. What cannot be
+told because its record is damaged is named in `damaged`, and counts as a row. What
+never stands still while it is read is a `CONFLICT`.
 
-Changes. A request that has a `request_id`, a random UUID, and is repeated with the
-same one while nobody else has changed the object, answers as the first time; but
-for CreateHold it does so whatever else it says, so an id MUST NOT be used for
-another change. Where a request has an `etag` that is not empty, the object MUST
-still have it, or the call fails with `ETAG_MISMATCH`.
+Changes. A request that has a `request_id`, a random UUID, and is repeated as it was
+while nobody else has changed the object, answers as the first time. One that uses
+the id again and says anything else, its `etag` included, or is of another call,
+fails with `REQUEST_ID_REUSED` and changes nothing; of CreateHold only the
+checkpoint counts. An object knows the id of its last change alone, so an id MUST
+NOT be used for another change in any case. Where a request has an `etag` that is
+not empty, the object MUST still have it, or the call fails with `ETAG_MISMATCH`.
 """
 
 import builtins
@@ -29,6 +33,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import storesvc_proto.v1.errors_pb2
 import storesvc_proto.v1.retention_pb2
 import sys
 import typing
@@ -387,19 +392,25 @@ class ListRunsResponse(google.protobuf.message.Message):
 
     RUNS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    DAMAGED_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Empty: this was the last page."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Run]:
         """The runs."""
 
+    @property
+    def damaged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[storesvc_proto.v1.errors_pb2.DamagedRecord]:
+        """Rows that the page lacks."""
+
     def __init__(
         self,
         *,
         runs: collections.abc.Iterable[Global___Run] | None = ...,
         next_page_token: builtins.str = ...,
+        damaged: collections.abc.Iterable[storesvc_proto.v1.errors_pb2.DamagedRecord] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "runs", b"runs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged", b"damaged", "next_page_token", b"next_page_token", "runs", b"runs"]) -> None: ...
 
 Global___ListRunsResponse: typing_extensions.TypeAlias = ListRunsResponse
 
@@ -482,19 +493,25 @@ class ListCheckpointsResponse(google.protobuf.message.Message):
 
     CHECKPOINTS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    DAMAGED_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Empty: this was the last page."""
     @property
     def checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
         """The checkpoints."""
 
+    @property
+    def damaged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[storesvc_proto.v1.errors_pb2.DamagedRecord]:
+        """Rows that the page lacks."""
+
     def __init__(
         self,
         *,
         checkpoints: collections.abc.Iterable[Global___Checkpoint] | None = ...,
         next_page_token: builtins.str = ...,
+        damaged: collections.abc.Iterable[storesvc_proto.v1.errors_pb2.DamagedRecord] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checkpoints", b"checkpoints", "next_page_token", b"next_page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoints", b"checkpoints", "damaged", b"damaged", "next_page_token", b"next_page_token"]) -> None: ...
 
 Global___ListCheckpointsResponse: typing_extensions.TypeAlias = ListCheckpointsResponse
 
@@ -1353,19 +1370,25 @@ class ListTagsResponse(google.protobuf.message.Message):
 
     TAGS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    DAMAGED_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Empty: this was the last page."""
     @property
     def tags(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tag]:
         """The tags."""
 
+    @property
+    def damaged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[storesvc_proto.v1.errors_pb2.DamagedRecord]:
+        """Rows that the page lacks."""
+
     def __init__(
         self,
         *,
         tags: collections.abc.Iterable[Global___Tag] | None = ...,
         next_page_token: builtins.str = ...,
+        damaged: collections.abc.Iterable[storesvc_proto.v1.errors_pb2.DamagedRecord] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "tags", b"tags"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged", b"damaged", "next_page_token", b"next_page_token", "tags", b"tags"]) -> None: ...
 
 Global___ListTagsResponse: typing_extensions.TypeAlias = ListTagsResponse
 
@@ -1536,18 +1559,24 @@ class ListHoldsResponse(google.protobuf.message.Message):
 
     HOLDS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    DAMAGED_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Empty: this was the last page."""
     @property
     def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Hold]:
         """The holds."""
 
+    @property
+    def damaged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[storesvc_proto.v1.errors_pb2.DamagedRecord]:
+        """Rows that the page lacks."""
+
     def __init__(
         self,
         *,
         holds: collections.abc.Iterable[Global___Hold] | None = ...,
         next_page_token: builtins.str = ...,
+        damaged: collections.abc.Iterable[storesvc_proto.v1.errors_pb2.DamagedRecord] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["holds", b"holds", "next_page_token", b"next_page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged", b"damaged", "holds", b"holds", "next_page_token", b"next_page_token"]) -> None: ...
 
 Global___ListHoldsResponse: typing_extensions.TypeAlias = ListHoldsResponse

@@ -173,7 +173,7 @@ class CheckpointServiceServicer(object):
 
         Errors:
         * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
-        * `ETAG_MISMATCH`, `CONFLICT`.
+        * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -249,7 +249,7 @@ class CheckpointServiceServicer(object):
         * `INVALID_FIELD`.
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
         `TAG_NOT_FOUND`.
-        * `ETAG_MISMATCH`, `CONFLICT`.
+        * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -264,9 +264,9 @@ class CheckpointServiceServicer(object):
 
         Errors:
         * `INVALID_FIELD`.
-        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
         * `CHECKPOINT_IN_USE`: it is pinned or tagged.
-        * `ETAG_MISMATCH`, `CONFLICT`.
+        * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,6 +280,7 @@ class CheckpointServiceServicer(object):
         Errors:
         * `INVALID_FIELD`.
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
+        * `REQUEST_ID_REUSED`.
         * `CONFLICT`: it is being purged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -294,7 +295,8 @@ class CheckpointServiceServicer(object):
 
         Errors:
         * `INVALID_FIELD`.
-        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: also where it was purged already.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: also where it was purged already. So
+        ends a call that is repeated because its answer was lost, and that is success.
         * `CHECKPOINT_NOT_DELETED`.
         * `CHECKPOINT_IN_USE`: it is tagged, held, or the base of a live upload.
         * `ETAG_MISMATCH`, `CONFLICT`.
@@ -319,7 +321,8 @@ class CheckpointServiceServicer(object):
         client ends it: each event once, in one order. The first message comes at once
         and holds a token alone; so does one every 30 s at the latest. A watch that goes
         on from a token misses no checkpoint and repeats none, at any server. What was
-        deleted or tagged anew before it was told of may be told of once.
+        deleted or tagged anew before it was told of may be told of once; a deletion that
+        several calls made at the same moment may be told of once for each.
 
         Errors:
         * `INVALID_FIELD`.
@@ -342,7 +345,7 @@ class CheckpointServiceServicer(object):
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
         `TAG_NOT_FOUND`.
         * `TAG_PROTECTED`: it is, and the request has no etag.
-        * `ETAG_MISMATCH`, `CONFLICT`.
+        * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -355,7 +358,7 @@ class CheckpointServiceServicer(object):
 
         Errors:
         * `INVALID_FIELD`, `TAG_NOT_FOUND`, `TAG_PROTECTED`.
-        * `ETAG_MISMATCH`, `CONFLICT`.
+        * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

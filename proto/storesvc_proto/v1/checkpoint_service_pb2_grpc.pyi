@@ -11,13 +11,17 @@ called as a run is, begins with a letter, and is not called `latest`. No field o
 this contract is ever a path, a URI or a TensorStore spec.
 
 Lists. A page holds at most `page_size` rows, and fewer where they would not fit a
-message; an empty `next_page_token` alone says that it was the last.
+message; an empty `next_page_token` alone says that it was the last. What cannot be
+told because its record is damaged is named in `damaged`, and counts as a row. What
+never stands still while it is read is a `CONFLICT`.
 
-Changes. A request that has a `request_id`, a random UUID, and is repeated with the
-same one while nobody else has changed the object, answers as the first time; but
-for CreateHold it does so whatever else it says, so an id MUST NOT be used for
-another change. Where a request has an `etag` that is not empty, the object MUST
-still have it, or the call fails with `ETAG_MISMATCH`.
+Changes. A request that has a `request_id`, a random UUID, and is repeated as it was
+while nobody else has changed the object, answers as the first time. One that uses
+the id again and says anything else, its `etag` included, or is of another call,
+fails with `REQUEST_ID_REUSED` and changes nothing; of CreateHold only the
+checkpoint counts. An object knows the id of its last change alone, so an id MUST
+NOT be used for another change in any case. Where a request has an `etag` that is
+not empty, the object MUST still have it, or the call fails with `ETAG_MISMATCH`.
 """
 
 import abc
@@ -559,7 +563,7 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
 
     Errors:
     * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
-    * `ETAG_MISMATCH`, `CONFLICT`.
+    * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
     """
 
     ApplyRetention: _CheckpointServiceApplyRetentionType
@@ -620,7 +624,7 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
     * `INVALID_FIELD`.
     * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
       `TAG_NOT_FOUND`.
-    * `ETAG_MISMATCH`, `CONFLICT`.
+    * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
     """
 
     DeleteCheckpoint: _CheckpointServiceDeleteCheckpointType
@@ -632,9 +636,9 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
 
     Errors:
     * `INVALID_FIELD`.
-    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
+    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
     * `CHECKPOINT_IN_USE`: it is pinned or tagged.
-    * `ETAG_MISMATCH`, `CONFLICT`.
+    * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
     """
 
     UndeleteCheckpoint: _CheckpointServiceUndeleteCheckpointType
@@ -645,6 +649,7 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
     Errors:
     * `INVALID_FIELD`.
     * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
+    * `REQUEST_ID_REUSED`.
     * `CONFLICT`: it is being purged.
     """
 
@@ -656,7 +661,8 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
 
     Errors:
     * `INVALID_FIELD`.
-    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: also where it was purged already.
+    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: also where it was purged already. So
+      ends a call that is repeated because its answer was lost, and that is success.
     * `CHECKPOINT_NOT_DELETED`.
     * `CHECKPOINT_IN_USE`: it is tagged, held, or the base of a live upload.
     * `ETAG_MISMATCH`, `CONFLICT`.
@@ -675,7 +681,8 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
     client ends it: each event once, in one order. The first message comes at once
     and holds a token alone; so does one every 30 s at the latest. A watch that goes
     on from a token misses no checkpoint and repeats none, at any server. What was
-    deleted or tagged anew before it was told of may be told of once.
+    deleted or tagged anew before it was told of may be told of once; a deletion that
+    several calls made at the same moment may be told of once for each.
 
     Errors:
     * `INVALID_FIELD`.
@@ -695,7 +702,7 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
     * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
       `TAG_NOT_FOUND`.
     * `TAG_PROTECTED`: it is, and the request has no etag.
-    * `ETAG_MISMATCH`, `CONFLICT`.
+    * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
     """
 
     DeleteTag: _CheckpointServiceDeleteTagType
@@ -705,7 +712,7 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
 
     Errors:
     * `INVALID_FIELD`, `TAG_NOT_FOUND`, `TAG_PROTECTED`.
-    * `ETAG_MISMATCH`, `CONFLICT`.
+    * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
     """
 
     ListTags: _CheckpointServiceListTagsType
@@ -887,7 +894,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
 
         Errors:
         * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
-        * `ETAG_MISMATCH`, `CONFLICT`.
+        * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
 
     @abc.abstractmethod
@@ -973,7 +980,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         * `INVALID_FIELD`.
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
           `TAG_NOT_FOUND`.
-        * `ETAG_MISMATCH`, `CONFLICT`.
+        * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
 
     @abc.abstractmethod
@@ -990,9 +997,9 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
 
         Errors:
         * `INVALID_FIELD`.
-        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
         * `CHECKPOINT_IN_USE`: it is pinned or tagged.
-        * `ETAG_MISMATCH`, `CONFLICT`.
+        * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
 
     @abc.abstractmethod
@@ -1008,6 +1015,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         Errors:
         * `INVALID_FIELD`.
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
+        * `REQUEST_ID_REUSED`.
         * `CONFLICT`: it is being purged.
         """
 
@@ -1024,7 +1032,8 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
 
         Errors:
         * `INVALID_FIELD`.
-        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: also where it was purged already.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: also where it was purged already. So
+          ends a call that is repeated because its answer was lost, and that is success.
         * `CHECKPOINT_NOT_DELETED`.
         * `CHECKPOINT_IN_USE`: it is tagged, held, or the base of a live upload.
         * `ETAG_MISMATCH`, `CONFLICT`.
@@ -1053,7 +1062,8 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         client ends it: each event once, in one order. The first message comes at once
         and holds a token alone; so does one every 30 s at the latest. A watch that goes
         on from a token misses no checkpoint and repeats none, at any server. What was
-        deleted or tagged anew before it was told of may be told of once.
+        deleted or tagged anew before it was told of may be told of once; a deletion that
+        several calls made at the same moment may be told of once for each.
 
         Errors:
         * `INVALID_FIELD`.
@@ -1078,7 +1088,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
           `TAG_NOT_FOUND`.
         * `TAG_PROTECTED`: it is, and the request has no etag.
-        * `ETAG_MISMATCH`, `CONFLICT`.
+        * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
 
     @abc.abstractmethod
@@ -1093,7 +1103,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
 
         Errors:
         * `INVALID_FIELD`, `TAG_NOT_FOUND`, `TAG_PROTECTED`.
-        * `ETAG_MISMATCH`, `CONFLICT`.
+        * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
 
     @abc.abstractmethod

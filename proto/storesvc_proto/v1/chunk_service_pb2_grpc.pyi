@@ -69,9 +69,9 @@ class ChunkServiceStub(typing.Generic[_ChunkServiceReadChunksType]):
     the manifest. The server stops a stream whose client takes nothing for 15 s.
 
     Errors:
-    * `INVALID_FIELD`: the ordinals are not strictly ascending, or past the end; or
-      there is no `uid`.
-    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
+    * `INVALID_FIELD`: the ordinals are too many, not strictly ascending, or past the
+      end; or there is no `uid`.
+    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
     * `CORRUPT_DATA`: the stored bytes are missing or short.
     * `STORAGE_UNAVAILABLE`.
     """
@@ -100,9 +100,9 @@ class ChunkServiceServicer(metaclass=abc.ABCMeta):
         the manifest. The server stops a stream whose client takes nothing for 15 s.
 
         Errors:
-        * `INVALID_FIELD`: the ordinals are not strictly ascending, or past the end; or
-          there is no `uid`.
-        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`.
+        * `INVALID_FIELD`: the ordinals are too many, not strictly ascending, or past the
+          end; or there is no `uid`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
         * `CORRUPT_DATA`: the stored bytes are missing or short.
         * `STORAGE_UNAVAILABLE`.
         """

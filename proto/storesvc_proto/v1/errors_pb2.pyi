@@ -9,6 +9,7 @@ Any call may also fail for the store's sake, with `CORRUPT_DATA`,
 import builtins
 import google.protobuf.descriptor
 import google.protobuf.internal.enum_type_wrapper
+import google.protobuf.message
 import sys
 import typing
 
@@ -195,3 +196,25 @@ ERROR_REASON_RESUME_TOKEN_EXPIRED: ErrorReason.ValueType  # 31
 checkpoints, then watch without a token.
 """
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
+
+@typing.final
+class DamagedRecord(google.protobuf.message.Message):
+    """Something that a list cannot show, because the store's record of it is damaged."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name, as the row would have it."""
+    message: builtins.str
+    """What is wrong, and what to do, for people."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "name", b"name"]) -> None: ...
+
+Global___DamagedRecord: typing_extensions.TypeAlias = DamagedRecord

@@ -25,10 +25,11 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from storesvc_proto.v1 import checkpoint_service_pb2 as storesvc__proto_dot_v1_dot_checkpoint__service__pb2
+from storesvc_proto.v1 import errors_pb2 as storesvc__proto_dot_v1_dot_errors__pb2
 from storesvc_proto.v1 import tree_pb2 as storesvc__proto_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&storesvc_proto/v1/upload_service.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a*storesvc_proto/v1/checkpoint_service.proto\x1a\x1cstoresvc_proto/v1/tree.proto\"\xde\x04\n\x06Upload\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x14\n\x0cwriter_count\x18\x03 \x01(\x05\x12/\n\x06labels\x18\x04 \x03(\x0b\x32\x1f.storesvc.v1.Upload.LabelsEntry\x12\x31\n\x07metrics\x18\x05 \x03(\x0b\x32 .storesvc.v1.Upload.MetricsEntry\x12\x31\n\x0elease_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04\x62\x61se\x18\t \x01(\t\x12\x0f\n\x07resumes\x18\n \x01(\x08\x12(\n\x05state\x18\x0b \x01(\x0e\x32\x19.storesvc.v1.Upload.State\x12.\n\nrenew_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1d\n\x15\x66inished_writer_count\x18\r \x01(\x05\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTATE_LIVE\x10\x01\x12\x13\n\x0fSTATE_COMMITTED\x10\x02\x12\x0f\n\x0bSTATE_ENDED\x10\x03\"\x91\x01\n\x12\x42\x65ginUploadRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12%\n\x06upload\x18\x03 \x01(\x0b\x32\x13.storesvc.v1.UploadH\x00\x12(\n\x06leaves\x18\x04 \x01(\x0b\x32\x16.storesvc.v1.LeafTableH\x00\x42\x06\n\x04part\":\n\x13\x42\x65ginUploadResponse\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.storesvc.v1.Upload\":\n\tWriterRef\x12\x0e\n\x06upload\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06writer\x18\x03 \x01(\x05\"I\n\nChunkFrame\x12\r\n\x05\x63hunk\x18\x01 \x03(\x04\x12\x0e\n\x06offset\x18\x02 \x03(\x04\x12\x0e\n\x06length\x18\x03 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"n\n\x12WriteChunksRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12(\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkFrameH\x00\x42\x06\n\x04part\",\n\x13WriteChunksResponse\x12\x15\n\rdurable_count\x18\x01 \x01(\x03\"p\n\x13\x46inishWriterRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12)\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkTableH\x00\x42\x06\n\x04part\"A\n\x14\x46inishWriterResponse\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x02 \x01(\x03\"2\n\x13\x43ommitUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"C\n\x14\x43ommitUploadResponse\x12+\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x17.storesvc.v1.Checkpoint\"\"\n\x12\x41\x62ortUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x41\x62ortUploadResponse\" \n\x10GetUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"8\n\x11GetUploadResponse\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.storesvc.v1.Upload\"K\n\x12ListUploadsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"T\n\x13ListUploadsResponse\x12$\n\x07uploads\x18\x01 \x03(\x0b\x32\x13.storesvc.v1.Upload\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"5\n\x16KeepUploadAliveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"J\n\x17KeepUploadAliveResponse\x12/\n\x0b\x65xpire_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"n\n\x11\x46indChunksRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12)\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkTableH\x00\x42\x06\n\x04part\"#\n\x12\x46indChunksResponse\x12\r\n\x05\x66ound\x18\x01 \x03(\x04\x32\x86\x06\n\rUploadService\x12R\n\x0b\x42\x65ginUpload\x12\x1f.storesvc.v1.BeginUploadRequest\x1a .storesvc.v1.BeginUploadResponse(\x01\x12J\n\tGetUpload\x12\x1d.storesvc.v1.GetUploadRequest\x1a\x1e.storesvc.v1.GetUploadResponse\x12P\n\x0bListUploads\x12\x1f.storesvc.v1.ListUploadsRequest\x1a .storesvc.v1.ListUploadsResponse\x12\\\n\x0fKeepUploadAlive\x12#.storesvc.v1.KeepUploadAliveRequest\x1a$.storesvc.v1.KeepUploadAliveResponse\x12Q\n\nFindChunks\x12\x1e.storesvc.v1.FindChunksRequest\x1a\x1f.storesvc.v1.FindChunksResponse(\x01\x30\x01\x12T\n\x0bWriteChunks\x12\x1f.storesvc.v1.WriteChunksRequest\x1a .storesvc.v1.WriteChunksResponse(\x01\x30\x01\x12U\n\x0c\x46inishWriter\x12 .storesvc.v1.FinishWriterRequest\x1a!.storesvc.v1.FinishWriterResponse(\x01\x12S\n\x0c\x43ommitUpload\x12 .storesvc.v1.CommitUploadRequest\x1a!.storesvc.v1.CommitUploadResponse\x12P\n\x0b\x41\x62ortUpload\x12\x1f.storesvc.v1.AbortUploadRequest\x1a .storesvc.v1.AbortUploadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&storesvc_proto/v1/upload_service.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a*storesvc_proto/v1/checkpoint_service.proto\x1a\x1estoresvc_proto/v1/errors.proto\x1a\x1cstoresvc_proto/v1/tree.proto\"\xde\x04\n\x06Upload\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x14\n\x0cwriter_count\x18\x03 \x01(\x05\x12/\n\x06labels\x18\x04 \x03(\x0b\x32\x1f.storesvc.v1.Upload.LabelsEntry\x12\x31\n\x07metrics\x18\x05 \x03(\x0b\x32 .storesvc.v1.Upload.MetricsEntry\x12\x31\n\x0elease_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04\x62\x61se\x18\t \x01(\t\x12\x0f\n\x07resumes\x18\n \x01(\x08\x12(\n\x05state\x18\x0b \x01(\x0e\x32\x19.storesvc.v1.Upload.State\x12.\n\nrenew_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1d\n\x15\x66inished_writer_count\x18\r \x01(\x05\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTATE_LIVE\x10\x01\x12\x13\n\x0fSTATE_COMMITTED\x10\x02\x12\x0f\n\x0bSTATE_ENDED\x10\x03\"\x91\x01\n\x12\x42\x65ginUploadRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12%\n\x06upload\x18\x03 \x01(\x0b\x32\x13.storesvc.v1.UploadH\x00\x12(\n\x06leaves\x18\x04 \x01(\x0b\x32\x16.storesvc.v1.LeafTableH\x00\x42\x06\n\x04part\":\n\x13\x42\x65ginUploadResponse\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.storesvc.v1.Upload\":\n\tWriterRef\x12\x0e\n\x06upload\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06writer\x18\x03 \x01(\x05\"I\n\nChunkFrame\x12\r\n\x05\x63hunk\x18\x01 \x03(\x04\x12\x0e\n\x06offset\x18\x02 \x03(\x04\x12\x0e\n\x06length\x18\x03 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"n\n\x12WriteChunksRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12(\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkFrameH\x00\x42\x06\n\x04part\",\n\x13WriteChunksResponse\x12\x15\n\rdurable_count\x18\x01 \x01(\x03\"p\n\x13\x46inishWriterRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12)\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkTableH\x00\x42\x06\n\x04part\"A\n\x14\x46inishWriterResponse\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x02 \x01(\x03\"2\n\x13\x43ommitUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"C\n\x14\x43ommitUploadResponse\x12+\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x17.storesvc.v1.Checkpoint\"\"\n\x12\x41\x62ortUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x41\x62ortUploadResponse\" \n\x10GetUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"8\n\x11GetUploadResponse\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.storesvc.v1.Upload\"K\n\x12ListUploadsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"\x81\x01\n\x13ListUploadsResponse\x12$\n\x07uploads\x18\x01 \x03(\x0b\x32\x13.storesvc.v1.Upload\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12+\n\x07\x64\x61maged\x18\x03 \x03(\x0b\x32\x1a.storesvc.v1.DamagedRecord\"5\n\x16KeepUploadAliveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"J\n\x17KeepUploadAliveResponse\x12/\n\x0b\x65xpire_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"n\n\x11\x46indChunksRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12)\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkTableH\x00\x42\x06\n\x04part\"#\n\x12\x46indChunksResponse\x12\r\n\x05\x66ound\x18\x01 \x03(\x04\x32\x86\x06\n\rUploadService\x12R\n\x0b\x42\x65ginUpload\x12\x1f.storesvc.v1.BeginUploadRequest\x1a .storesvc.v1.BeginUploadResponse(\x01\x12J\n\tGetUpload\x12\x1d.storesvc.v1.GetUploadRequest\x1a\x1e.storesvc.v1.GetUploadResponse\x12P\n\x0bListUploads\x12\x1f.storesvc.v1.ListUploadsRequest\x1a .storesvc.v1.ListUploadsResponse\x12\\\n\x0fKeepUploadAlive\x12#.storesvc.v1.KeepUploadAliveRequest\x1a$.storesvc.v1.KeepUploadAliveResponse\x12Q\n\nFindChunks\x12\x1e.storesvc.v1.FindChunksRequest\x1a\x1f.storesvc.v1.FindChunksResponse(\x01\x30\x01\x12T\n\x0bWriteChunks\x12\x1f.storesvc.v1.WriteChunksRequest\x1a .storesvc.v1.WriteChunksResponse(\x01\x30\x01\x12U\n\x0c\x46inishWriter\x12 .storesvc.v1.FinishWriterRequest\x1a!.storesvc.v1.FinishWriterResponse(\x01\x12S\n\x0c\x43ommitUpload\x12 .storesvc.v1.CommitUploadRequest\x1a!.storesvc.v1.CommitUploadResponse\x12P\n\x0b\x41\x62ortUpload\x12\x1f.storesvc.v1.AbortUploadRequest\x1a .storesvc.v1.AbortUploadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,54 +40,54 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPLOAD_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_UPLOAD_METRICSENTRY']._loaded_options = None
   _globals['_UPLOAD_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_UPLOAD']._serialized_start=195
-  _globals['_UPLOAD']._serialized_end=801
-  _globals['_UPLOAD_LABELSENTRY']._serialized_start=622
-  _globals['_UPLOAD_LABELSENTRY']._serialized_end=667
-  _globals['_UPLOAD_METRICSENTRY']._serialized_start=669
-  _globals['_UPLOAD_METRICSENTRY']._serialized_end=715
-  _globals['_UPLOAD_STATE']._serialized_start=717
-  _globals['_UPLOAD_STATE']._serialized_end=801
-  _globals['_BEGINUPLOADREQUEST']._serialized_start=804
-  _globals['_BEGINUPLOADREQUEST']._serialized_end=949
-  _globals['_BEGINUPLOADRESPONSE']._serialized_start=951
-  _globals['_BEGINUPLOADRESPONSE']._serialized_end=1009
-  _globals['_WRITERREF']._serialized_start=1011
-  _globals['_WRITERREF']._serialized_end=1069
-  _globals['_CHUNKFRAME']._serialized_start=1071
-  _globals['_CHUNKFRAME']._serialized_end=1144
-  _globals['_WRITECHUNKSREQUEST']._serialized_start=1146
-  _globals['_WRITECHUNKSREQUEST']._serialized_end=1256
-  _globals['_WRITECHUNKSRESPONSE']._serialized_start=1258
-  _globals['_WRITECHUNKSRESPONSE']._serialized_end=1302
-  _globals['_FINISHWRITERREQUEST']._serialized_start=1304
-  _globals['_FINISHWRITERREQUEST']._serialized_end=1416
-  _globals['_FINISHWRITERRESPONSE']._serialized_start=1418
-  _globals['_FINISHWRITERRESPONSE']._serialized_end=1483
-  _globals['_COMMITUPLOADREQUEST']._serialized_start=1485
-  _globals['_COMMITUPLOADREQUEST']._serialized_end=1535
-  _globals['_COMMITUPLOADRESPONSE']._serialized_start=1537
-  _globals['_COMMITUPLOADRESPONSE']._serialized_end=1604
-  _globals['_ABORTUPLOADREQUEST']._serialized_start=1606
-  _globals['_ABORTUPLOADREQUEST']._serialized_end=1640
-  _globals['_ABORTUPLOADRESPONSE']._serialized_start=1642
-  _globals['_ABORTUPLOADRESPONSE']._serialized_end=1663
-  _globals['_GETUPLOADREQUEST']._serialized_start=1665
-  _globals['_GETUPLOADREQUEST']._serialized_end=1697
-  _globals['_GETUPLOADRESPONSE']._serialized_start=1699
-  _globals['_GETUPLOADRESPONSE']._serialized_end=1755
-  _globals['_LISTUPLOADSREQUEST']._serialized_start=1757
-  _globals['_LISTUPLOADSREQUEST']._serialized_end=1832
-  _globals['_LISTUPLOADSRESPONSE']._serialized_start=1834
-  _globals['_LISTUPLOADSRESPONSE']._serialized_end=1918
-  _globals['_KEEPUPLOADALIVEREQUEST']._serialized_start=1920
-  _globals['_KEEPUPLOADALIVEREQUEST']._serialized_end=1973
-  _globals['_KEEPUPLOADALIVERESPONSE']._serialized_start=1975
-  _globals['_KEEPUPLOADALIVERESPONSE']._serialized_end=2049
-  _globals['_FINDCHUNKSREQUEST']._serialized_start=2051
-  _globals['_FINDCHUNKSREQUEST']._serialized_end=2161
-  _globals['_FINDCHUNKSRESPONSE']._serialized_start=2163
-  _globals['_FINDCHUNKSRESPONSE']._serialized_end=2198
-  _globals['_UPLOADSERVICE']._serialized_start=2201
-  _globals['_UPLOADSERVICE']._serialized_end=2975
+  _globals['_UPLOAD']._serialized_start=227
+  _globals['_UPLOAD']._serialized_end=833
+  _globals['_UPLOAD_LABELSENTRY']._serialized_start=654
+  _globals['_UPLOAD_LABELSENTRY']._serialized_end=699
+  _globals['_UPLOAD_METRICSENTRY']._serialized_start=701
+  _globals['_UPLOAD_METRICSENTRY']._serialized_end=747
+  _globals['_UPLOAD_STATE']._serialized_start=749
+  _globals['_UPLOAD_STATE']._serialized_end=833
+  _globals['_BEGINUPLOADREQUEST']._serialized_start=836
+  _globals['_BEGINUPLOADREQUEST']._serialized_end=981
+  _globals['_BEGINUPLOADRESPONSE']._serialized_start=983
+  _globals['_BEGINUPLOADRESPONSE']._serialized_end=1041
+  _globals['_WRITERREF']._serialized_start=1043
+  _globals['_WRITERREF']._serialized_end=1101
+  _globals['_CHUNKFRAME']._serialized_start=1103
+  _globals['_CHUNKFRAME']._serialized_end=1176
+  _globals['_WRITECHUNKSREQUEST']._serialized_start=1178
+  _globals['_WRITECHUNKSREQUEST']._serialized_end=1288
+  _globals['_WRITECHUNKSRESPONSE']._serialized_start=1290
+  _globals['_WRITECHUNKSRESPONSE']._serialized_end=1334
+  _globals['_FINISHWRITERREQUEST']._serialized_start=1336
+  _globals['_FINISHWRITERREQUEST']._serialized_end=1448
+  _globals['_FINISHWRITERRESPONSE']._serialized_start=1450
+  _globals['_FINISHWRITERRESPONSE']._serialized_end=1515
+  _globals['_COMMITUPLOADREQUEST']._serialized_start=1517
+  _globals['_COMMITUPLOADREQUEST']._serialized_end=1567
+  _globals['_COMMITUPLOADRESPONSE']._serialized_start=1569
+  _globals['_COMMITUPLOADRESPONSE']._serialized_end=1636
+  _globals['_ABORTUPLOADREQUEST']._serialized_start=1638
+  _globals['_ABORTUPLOADREQUEST']._serialized_end=1672
+  _globals['_ABORTUPLOADRESPONSE']._serialized_start=1674
+  _globals['_ABORTUPLOADRESPONSE']._serialized_end=1695
+  _globals['_GETUPLOADREQUEST']._serialized_start=1697
+  _globals['_GETUPLOADREQUEST']._serialized_end=1729
+  _globals['_GETUPLOADRESPONSE']._serialized_start=1731
+  _globals['_GETUPLOADRESPONSE']._serialized_end=1787
+  _globals['_LISTUPLOADSREQUEST']._serialized_start=1789
+  _globals['_LISTUPLOADSREQUEST']._serialized_end=1864
+  _globals['_LISTUPLOADSRESPONSE']._serialized_start=1867
+  _globals['_LISTUPLOADSRESPONSE']._serialized_end=1996
+  _globals['_KEEPUPLOADALIVEREQUEST']._serialized_start=1998
+  _globals['_KEEPUPLOADALIVEREQUEST']._serialized_end=2051
+  _globals['_KEEPUPLOADALIVERESPONSE']._serialized_start=2053
+  _globals['_KEEPUPLOADALIVERESPONSE']._serialized_end=2127
+  _globals['_FINDCHUNKSREQUEST']._serialized_start=2129
+  _globals['_FINDCHUNKSREQUEST']._serialized_end=2239
+  _globals['_FINDCHUNKSRESPONSE']._serialized_start=2241
+  _globals['_FINDCHUNKSRESPONSE']._serialized_end=2276
+  _globals['_UPLOADSERVICE']._serialized_start=2279
+  _globals['_UPLOADSERVICE']._serialized_end=3053
 # @@protoc_insertion_point(module_scope)

@@ -34,6 +34,7 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import storesvc_proto.v1.checkpoint_service_pb2
+import storesvc_proto.v1.errors_pb2
 import storesvc_proto.v1.tree_pb2
 import sys
 import typing
@@ -560,19 +561,25 @@ class ListUploadsResponse(google.protobuf.message.Message):
 
     UPLOADS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    DAMAGED_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Empty: this was the last page."""
     @property
     def uploads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Upload]:
         """The uploads."""
 
+    @property
+    def damaged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[storesvc_proto.v1.errors_pb2.DamagedRecord]:
+        """Rows that the page lacks."""
+
     def __init__(
         self,
         *,
         uploads: collections.abc.Iterable[Global___Upload] | None = ...,
         next_page_token: builtins.str = ...,
+        damaged: collections.abc.Iterable[storesvc_proto.v1.errors_pb2.DamagedRecord] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "uploads", b"uploads"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged", b"damaged", "next_page_token", b"next_page_token", "uploads", b"uploads"]) -> None: ...
 
 Global___ListUploadsResponse: typing_extensions.TypeAlias = ListUploadsResponse
 
@@ -607,7 +614,9 @@ class KeepUploadAliveResponse(google.protobuf.message.Message):
     EXPIRE_TIME_FIELD_NUMBER: builtins.int
     @property
     def expire_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Until when it is safe, if nothing more is heard of it."""
+        """Until when it is safe, if nothing more is heard of it; unless the call came when
+        its time was over already, and the collector was about to abort it.
+        """
 
     def __init__(
         self,

@@ -100,9 +100,11 @@ class UploadServiceServicer(object):
         Errors:
         * `INVALID_FIELD`, `INVALID_TREE`, `REQUEST_ID_REUSED`.
         * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
-        * `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`: the base.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`:
+        the base.
         * `UPLOAD_SUPERSEDED`: this very upload began before, and lost its step.
-        * `UPLOAD_NOT_FOUND`: this very upload began before, and was aborted or purged.
+        * `UPLOAD_NOT_FOUND`: this very upload began before, and was aborted or purged; or
+        the step was freed while it began. Another `request_id` may begin at once.
         * `CONFLICT`: another upload of this step began at the same moment.
         * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
         """

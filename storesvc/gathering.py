@@ -1,0 +1,55 @@
+"""Many small looks at the bucket, several at a time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final, TypeVar
+
+from storesvc.errors import CorruptDataError
+from storesvc.records import or_damage
+
+AT_ONCE: Final = 32
+"""Small objects that one call reads or writes at a time."""
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+async def each(
+    look: Callable[[S], Awaitable[T]], things: Iterable[S], *, at_once: int = AT_ONCE
+) -> list[T]:
+    """Returns what was found at each thing, in their order.
+
+    Args:
+        look: At one thing.
+        things: To look at.
+        at_once: How many at a time.
+    """
+    turns = asyncio.Semaphore(at_once)
+
+    async def bounded(thing: S) -> T:
+        async with turns:
+            return await look(thing)
+
+    return await asyncio.gather(*map(bounded, things))
+
+
+async def rows(
+    look: Callable[[S], Awaitable[T | None]], names: Sequence[S], *, limit: int
+) -> list[tuple[S, T | CorruptDataError]]:
+    """Returns the rows of a list: names in their order, with what was found at each,
+    or that it is damaged.
+
+    Args:
+        look: At one name; None: it is no row.
+        names: To look at, no more of them than the limit needs.
+        limit: At most so many rows.
+    """
+    found: list[tuple[S, T | CorruptDataError]] = []
+    for at in range(0, len(names), AT_ONCE):
+        if len(found) >= limit:
+            break
+        batch = names[at : at + AT_ONCE]
+        looks = await asyncio.gather(*(or_damage(look(name)) for name in batch))
+        seen = zip(batch, looks, strict=True)
+        found += [(name, one) for name, one in seen if one is not None]
+    return found[:limit]

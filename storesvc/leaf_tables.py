@@ -1,0 +1,116 @@
+"""Leaf tables of uploads: checked when they come, kept in the bucket and in memory."""
+
+import asyncio
+from operator import attrgetter
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from storesvc import slots
+from storesvc.bucket import Bucket
+from storesvc.caching import TREES_BYTES, ByteCache
+from storesvc.errors import CorruptDataError, InvalidTreeError, LimitExceededError
+from storesvc.format.checksums import digest
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import UploadName
+from storesvc.format.trees import InvalidTreeError as InvalidTableError
+from storesvc.format.trees import Tree, unpack_leaves
+from storesvc_proto.v1 import tree_pb2
+
+MAX_LEAVES: Final = 1_000_000
+"""Leaves of a tree."""
+
+MAX_VALUES: Final = 4096
+"""Distinct dtypes, shardings or PRNG implementations of a tree."""
+
+MAX_CHUNKS: Final = 4_000_000
+"""Chunks of a tree."""
+
+
+class LeafTables:
+    """Those of the uploads of a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        # A cache of pure values by digest: any process fills it for itself.
+        self._trees: ByteCache[bytes, Tree] = ByteCache(
+            TREES_BYTES, size_of=attrgetter("memory_bytes")
+        )
+
+    async def check(self, name: UploadName, table: bytes) -> bytes:
+        """Returns the digest of a serialised table.
+
+        Raises:
+            InvalidTreeError: The table contradicts itself.
+            LimitExceededError: It has too many leaves or chunks.
+        """
+        tree_digest = digest(table)
+        await self._trees.get(
+            tree_digest, lambda: asyncio.to_thread(_parsed, name, table)
+        )
+        return tree_digest
+
+    async def write(self, name: UploadName, tree_digest: bytes, table: bytes) -> None:
+        """Keeps a table that was checked."""
+        place = RunPlaces(name.run).tree(name.upload, tree_digest)
+        await self._bucket.write(place, table)
+
+    async def tree(self, name: UploadName, tree_digest: bytes) -> Tree:
+        """Returns the tree of an upload.
+
+        Raises:
+            UploadNotFoundError: It was aborted.
+            CorruptDataError: Its leaf table is damaged.
+        """
+        return await self._trees.get(
+            tree_digest, lambda: self._stored(name, tree_digest)
+        )
+
+    async def _stored(self, name: UploadName, tree_digest: bytes) -> Tree:
+        stored = await self._bucket.read(
+            RunPlaces(name.run).tree(name.upload, tree_digest)
+        )
+        if stored is None:
+            raise slots.absent(name)
+        if digest(stored.data) != tree_digest:
+            raise CorruptDataError(f"{name}: its leaf table is damaged")
+        return await asyncio.to_thread(_parsed, name, stored.data)
+
+
+def _parsed(name: UploadName, table: bytes) -> Tree:
+    """Returns the tree of a serialised leaf table.
+
+    Raises:
+        InvalidTreeError: The table contradicts itself.
+        LimitExceededError: It has too many leaves or chunks.
+    """
+    try:
+        columns = tree_pb2.LeafTable.FromString(table)
+        check_limits(name, columns)
+        tree = unpack_leaves(columns)
+    except (InvalidTableError, DecodeError) as e:
+        raise InvalidTreeError(f"{name}: {e}") from e
+    if tree.chunk_count > MAX_CHUNKS:
+        raise LimitExceededError(
+            f"{name}: expected at most {MAX_CHUNKS} chunks, got {tree.chunk_count}"
+        )
+    return tree
+
+
+def check_limits(name: UploadName, table: tree_pb2.LeafTable) -> None:
+    """Refuses a table of more rows or values than a server takes.
+
+    Raises:
+        LimitExceededError: Naming the column.
+    """
+    for column, limit in (
+        ("key", MAX_LEAVES),
+        ("dtypes", MAX_VALUES),
+        ("shardings", MAX_VALUES),
+        ("prng_impls", MAX_VALUES),
+    ):
+        rows = len(getattr(table, column))
+        if rows > limit:
+            raise LimitExceededError(
+                f"{name}: column {column}: expected at most {limit} rows, got {rows}"
+            )

@@ -1,0 +1,194 @@
+"""A process over a bucket, with clocks that a test turns, that saves and collects."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from storesvc.collection import Progress
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import CheckpointName, RunName, UploadName
+from storesvc.format.trees import pack_leaves
+from storesvc.store import Store
+from storesvc.uploads import DEFAULT_LEASE, NewUpload
+from tests.contract import frame, mixed_sums, tree_of
+from tests.faulty_bucket import (
+    FaultyBucket,
+)
+
+RUN = RunName("tests", "collection")
+PLACES = RunPlaces(RUN)
+CHUNKS = 3
+NOW = timedelta(0)
+
+
+class Hands:
+    """Two clocks that a test turns."""
+
+    def __init__(self) -> None:
+        self.time = datetime(2030, 1, 1, tzinfo=UTC)
+        self.seconds = 0.0
+
+    def now(self) -> datetime:
+        """Returns the time of day."""
+        return self.time
+
+    def elapsed(self) -> float:
+        """Returns seconds."""
+        return self.seconds
+
+    def turn(self, by: timedelta) -> None:
+        """Turns both forward."""
+        self.time += by
+        self.seconds += by.total_seconds()
+
+
+@dataclass
+class Process:
+    """A process that serves a bucket, and what it saved there."""
+
+    bucket: FaultyBucket
+    clock: Hands
+    store: Store
+    contents: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By step, the version of each chunk."""
+
+    @classmethod
+    async def over(cls, bucket: FaultyBucket, clock: Hands | None = None) -> "Process":
+        clock = clock or Hands()
+        return cls(bucket, clock, await Store.open(bucket, clock=clock))
+
+    async def beside(self, clock: Hands | None = None) -> "Process":
+        """Another process of the same bucket."""
+        other = await Process.over(self.bucket.reopened(), clock or self.clock)
+        other.contents = self.contents
+        return other
+
+    async def begin(self, step: int, *, base: int | None = None) -> UploadName:
+        name = UploadName(RUN, uuid.uuid4().hex)
+        new = NewUpload(
+            step=step,
+            writer_count=1,
+            labels={},
+            metrics={},
+            lease=DEFAULT_LEASE,
+            base=None if base is None else CheckpointName(RUN, base),
+            body=str(step).encode(),
+        )
+        table = b"".join(pack_leaves(tree_of(CHUNKS)))
+        await self.store.uploads.begin(name, new, table)
+        return name
+
+    async def send(self, name: UploadName, versions: Mapping[int, int]) -> None:
+        opened = await self._open(name)
+
+        async def frames() -> Any:
+            for chunk, version in versions.items():
+                yield frame(chunk, version=version)
+
+        async for _ in self.store.receiver.write(opened, 0, frames()):
+            pass
+
+    async def finish(self, name: UploadName, content: Sequence[int]) -> None:
+        opened = await self._open(name)
+        sums = mixed_sums(dict(enumerate(content)))
+        await self.store.receiver.finish(opened, 0, sums)
+
+    async def commit(self, name: UploadName, content: Sequence[int]) -> None:
+        record = await self.store.uploads.record(name)
+        await self.store.commits.commit(name, record.epoch)
+        self.contents[record.step] = tuple(content)
+
+    async def save(
+        self, step: int, content: Sequence[int] = (0, 0, 0), *, base: int | None = None
+    ) -> UploadName:
+        """Saves a step; of a base, sends only what differs."""
+        name = await self.begin(step, base=base)
+        before = self.contents[base] if base is not None else (None,) * CHUNKS
+        versions = {
+            chunk: version
+            for chunk, version in enumerate(content)
+            if version != before[chunk]
+        }
+        if versions:
+            await self.send(name, versions)
+        await self.finish(name, content)
+        await self.commit(name, content)
+        return name
+
+    async def delete(self, step: int, *, purge_delay: timedelta = NOW) -> None:
+        await self.store.lives.delete(
+            RUN, step, purge_delay=purge_delay, etag="", write_id=str(uuid.uuid4())
+        )
+
+    async def collect(self, *, grace: timedelta = NOW) -> Progress:
+        told = [p async for p in self.store.collector.collect(RUN, grace=grace)]
+        assert [False] * (len(told) - 1) + [True] == [p.is_done for p in told]
+        return told[-1]
+
+    async def preview(self, *, grace: timedelta = NOW) -> Progress:
+        told = [p async for p in self.store.collector.preview(RUN, grace=grace)]
+        return told[-1]
+
+    async def check(self) -> None:
+        """Every checkpoint that there is holds what was saved, in both views."""
+        found = await self.store.catalogue.checkpoints(
+            RUN, before=None, limit=100, show_deleted=True
+        )
+        for record in found:
+            content = self.contents[record.step]
+            manifest = await self.store.catalogue.manifest(RUN, record)
+            sent = self.store.sender.send(RUN, manifest, range(CHUNKS))
+            pieces = {
+                chunk: f.data[at * 1004 : (at + 1) * 1004]
+                async for f in sent
+                for at, chunk in enumerate(f.chunk)
+            }
+            expected = [frame(c, version=v).data for c, v in enumerate(content)]
+            assert expected == [pieces[chunk] for chunk in range(CHUNKS)]
+            space = self.bucket.key_space(
+                place=PLACES.key_space(record.upload, record.attempt), pool=PLACES.pool
+            )
+            keys = list(map(tree_of(CHUNKS).chunk_key, range(CHUNKS)))
+            reads = [space.opened().read(key) for key in keys]
+            values = [(await read).value for read in reads]
+            assert expected == values
+            assert await self.bucket.read(
+                PLACES.manifest(record.upload, record.manifest_digest)
+            )
+
+    async def objects(self, upload: UploadName) -> list[str]:
+        """What carries an upload's id, but for its record."""
+        listed = await self.bucket.list(PLACES.root)
+        found = [p for p in listed if PLACES.upload_of(p) == upload.upload]
+        return [p for p in found if p != PLACES.upload(upload.upload)]
+
+    async def steps(self) -> list[int]:
+        found = await self.store.catalogue.checkpoints(RUN, before=None, limit=100)
+        return [record.step for record in found]
+
+    async def _open(self, name: UploadName) -> Any:
+        record = await self.store.uploads.record(name)
+        return await self.store.uploads.open(name, record.epoch)
+
+
+async def started(root: str = "memory://") -> Process:
+    return await Process.over(await FaultyBucket.faulty(root))
+
+
+async def history(process: Process) -> None:
+    """A run with all kinds of garbage, and of what must stay."""
+    await process.save(1)
+    await process.save(2, (1, 0, 0), base=1)
+    await process.save(3, (1, 2, 0), base=2)
+    cut_off = await process.begin(4, base=3)
+    await process.send(cut_off, {0: 2})
+    successor = await process.begin(4, base=3)
+    await process.send(successor, {1: 2})
+    aborted = await process.begin(5)
+    await process.send(aborted, {0: 1})
+    await process.store.uploads.abort(aborted)
+    await process.begin(6, base=1)
+    await process.delete(1)
+    await process.delete(2)

@@ -1,0 +1,254 @@
+"""A damaged record is named, and costs what it recorded: nothing beside it."""
+
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.format import layout
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import RunName
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.command_line import storectl
+from tests.contract import Writer
+from tests.server_process import ServerProcess
+
+T = TypeVar("T")
+
+RUN = RunName("tests", "damaged")
+PLACES = RunPlaces(RUN)
+OTHER = "tests/other"
+
+
+@pytest.fixture
+def server(start_server: Callable[..., ServerProcess], tmp_path: Path) -> ServerProcess:
+    return start_server(root=tmp_path / "store")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[store.Client]:
+    with store.connect(server.address) as client:
+        for name in (str(RUN), OTHER):
+            for step in range(4):
+                client.run(name).save(step, tree(step)).result()
+        yield client
+
+
+@pytest.fixture
+def run(client: store.Client) -> store.Run:
+    return client.run(str(RUN))
+
+
+def tree(step: int) -> dict[str, Any]:
+    return {"same": np.ones(9), "step": np.full(3, step)}
+
+
+def damage(root: Path, place: str) -> Path:
+    """Flips a bit of an object, and returns its file."""
+    file = root / place
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+def before_damage(listed: Iterable[T]) -> tuple[list[T], store.DataLossError]:
+    """What a list tells, and the error that ends it."""
+    found: list[T] = []
+    rows = iter(listed)
+    try:
+        while True:
+            found.append(next(rows))
+    except store.DataLossError as e:
+        assert "CORRUPT_DATA" == e.reason
+        return found, e
+
+
+def test_a_list_tells_all_others_and_then_which_checkpoint_is_damaged(
+    root: Path, run: store.Run
+) -> None:
+    damage(root, PLACES.checkpoint(1))
+
+    found, error = before_damage(run.checkpoints())
+    assert [3, 2, 0] == [checkpoint.step for checkpoint in found]
+    assert "the record of tests/damaged@1 is damaged" in str(error)
+    assert "restore this object from a copy, or remove it" in str(error)
+    damaged = "namespaces/tests/runs/damaged/checkpoints/1"
+    assert {"damaged": damaged} == error.metadata
+    for step in (0, 2, 3):
+        assert step == run.restore(step)["step"][0]
+    with pytest.raises(store.DataLossError, match="tests/damaged@1 is damaged"):
+        run.restore(1)
+    with pytest.raises(store.NotFoundError, match=r"nearest steps .* 0, 2, 3"):
+        run.checkpoint(4)
+
+
+def test_a_damaged_latest_is_told_and_never_an_older_one_instead(
+    root: Path, client: store.Client, run: store.Run
+) -> None:
+    damage(root, PLACES.checkpoint(3))
+
+    with pytest.raises(store.DataLossError, match="tests/damaged@3 is damaged"):
+        run.restore("latest")
+    found, error = before_damage(client.runs())
+    assert [OTHER] == [other.name for other in found]
+    assert "tests/damaged@3 is damaged" in str(error)
+    assert [] == list(run.tags())  # the run is there
+
+    run.save(4, tree(4)).result()
+    assert 4 == run.restore("latest")["step"][0]
+    assert [str(RUN), OTHER] == [other.name for other in client.runs()]
+
+
+def test_pages_join_over_damaged_rows(
+    root: Path, server: ServerProcess, run: store.Run
+) -> None:
+    for step in (0, 1, 3):
+        damage(root, PLACES.checkpoint(step))
+    names: list[tuple[list[int], list[str]]] = []
+    request = api.ListCheckpointsRequest(parent=RUN.resource, page_size=1)
+    with grpc.insecure_channel(server.address) as channel:
+        stub = CheckpointServiceStub(channel)
+        while True:
+            page = stub.ListCheckpoints(request)
+            damaged = [record.name.rpartition("/")[2] for record in page.damaged]
+            names.append(([row.step for row in page.checkpoints], damaged))
+            if not page.next_page_token:
+                break
+            request.page_token = page.next_page_token
+    assert [([], ["3"]), ([2], []), ([], ["1"]), ([], ["0"])] == names
+    _, error = before_damage(run.checkpoints())
+    assert "(and 2 more)" in str(error)
+
+
+def test_storectl_prints_what_can_be_told_and_fails(
+    root: Path, server: ServerProcess, run: store.Run
+) -> None:
+    damage(root, PLACES.checkpoint(1))
+
+    result = storectl(server.address, "ls", str(RUN))
+    assert 1 == result.exit_code
+    assert ["3", "2", "0"] == [
+        line.split()[0] for line in result.stdout.splitlines()[1:]
+    ]
+    assert result.stderr.startswith("storectl: the list is not whole: the record of")
+    assert 1 == result.stderr.count("\n")
+    damage(root, PLACES.checkpoint(3))
+    result = storectl(server.address, "ls", str(RUN), "--limit", "1")
+    assert (0, "2") == (result.exit_code, result.stdout.splitlines()[1].split()[0])
+
+
+def test_a_damaged_run_is_told_after_all_others(
+    root: Path, client: store.Client, run: store.Run
+) -> None:
+    file = damage(root, layout.run_record(RUN))
+
+    found, error = before_damage(client.runs("tests"))
+    assert [OTHER] == [other.name for other in found]
+    assert f"{layout.run_record(RUN)} is damaged" in str(error)
+    assert 3 == run.restore("latest")["step"][0]
+    with pytest.raises(store.DataLossError):
+        run.save(4, tree(4)).result()
+    client.run(OTHER).save(4, tree(4)).result()
+
+    file.unlink()
+    run.save(4, tree(4)).result()
+    assert [str(RUN), OTHER] == [other.name for other in client.runs()]
+    assert [4, 3, 2, 1, 0] == [checkpoint.step for checkpoint in run.checkpoints()]
+
+
+def test_a_damaged_tag_is_named_wherever_it_stands_in_the_way(
+    root: Path, run: store.Run
+) -> None:
+    run.tag("best", 1)
+    run.tag("good", 2)
+    file = damage(root, PLACES.tag("best"))
+
+    found, error = before_damage(run.tags())
+    assert ["good"] == [tag.name for tag in found]
+    named = "the record of tag tests/damaged@best is damaged"
+    assert named in str(error)
+    with pytest.raises(store.DataLossError, match=named):
+        run.restore("best")
+    with pytest.raises(store.NotFoundError, match="nearest: good"):
+        run.restore("goof")
+    with pytest.raises(store.DataLossError, match=named):
+        run.delete(0)  # it may be what the tag named
+    assert 2 == run.restore("good")["step"][0]
+
+    file.unlink()
+    run.delete(0)
+    run.tag("best", 1)
+    assert ["best", "good"] == [tag.name for tag in run.tags()]
+
+
+def test_a_damaged_hold_can_be_ended(root: Path, run: store.Run) -> None:
+    held = run.hold(0, ttl=timedelta(days=1))
+    (listed,) = run.holds()
+    with run.hold(1, ttl=timedelta(days=1)):
+        damage(root, PLACES.hold(listed.id))
+        run.delete(2)
+
+        found, error = before_damage(run.holds())
+        assert [1] == [hold.step for hold in found]
+        named = f"the record of tests/damaged hold {listed.id} is damaged"
+        assert named in str(error)
+        with pytest.raises(store.DataLossError, match=named):
+            run.purge(2)  # it may be what is held
+        run.end_hold(listed.id)
+        run.purge(2)
+        assert [3, 1, 0] == [checkpoint.step for checkpoint in run.checkpoints()]
+    held.close()
+
+
+def test_a_damaged_upload_is_told_after_all_others(
+    root: Path, server: ServerProcess, run: store.Run
+) -> None:
+    ids = []
+    for step in (7, 8):
+        name = Writer(server.address, str(RUN), step).begin().name
+        ids.append(name.rpartition("/")[2])
+    damage(root, PLACES.upload(ids[0]))
+
+    found, error = before_damage(run.uploads())
+    assert [ids[1]] == [upload.id for upload in found]
+    assert PLACES.upload(ids[0]) in str(error)
+
+
+def test_a_damaged_checkpoint_postpones_the_collection_of_its_run_alone(
+    root: Path, client: store.Client, run: store.Run
+) -> None:
+    damage(root, PLACES.checkpoint(1))
+    for name in (str(RUN), OTHER):
+        client.run(name).delete(0, purge_delay=timedelta(0))
+
+    told = {progress.run: progress for progress in client.collect(grace=timedelta(0))}
+    assert "tests/damaged@1 is damaged" in told[str(RUN)].postponed
+    assert 1 == told[OTHER].purged_checkpoint_count
+    assert not told[OTHER].postponed
+
+
+def test_a_checkpoint_is_given_up_by_removing_its_damaged_record(
+    root: Path, client: store.Client, run: store.Run
+) -> None:
+    damage(root, PLACES.checkpoint(1)).unlink()
+
+    assert [3, 2, 0] == [checkpoint.step for checkpoint in run.checkpoints()]
+    run.save(1, tree(1)).result()
+    (told,) = client.collect(str(RUN), grace=timedelta(0))
+    assert told.deleted_object_count
+    assert not told.postponed
+    for step in range(4):
+        assert step == run.restore(step)["step"][0]
+        assert run.verify(step).ok

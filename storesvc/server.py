@@ -40,8 +40,9 @@ from storesvc_proto.v1 import (
     upload_service_pb2_grpc,
 )
 
-DRAIN_SECONDS: Final = 30.0
-"""How long calls under way may go on after SIGTERM."""
+DRAIN_SECONDS: Final = 10.0
+"""How long calls under way may go on after SIGTERM. Streams that this cuts go on at
+another server, or at this one when it is back, where they stopped."""
 
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,18 +14,67 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import pytest
 
 import storesvc_client as store
+from storesvc.format.names import RunName
+from tests.contract import Writer
+from tests.saved_checkpoint import CHUNKS, Saved
 from tests.server_process import ServerProcess
 
 # It has an environment of its own: make test-easydel.
 collect_ignore = [] if find_spec("easydel") else ["easydel"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis looks at it
+def pytest_configure(config: pytest.Config) -> None:
+    """Draws the seed of all that Hypothesis draws, unless it is given."""
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().getrandbits(32))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Prints the seed."""
+    seed = config.option.hypothesis_seed
+    terminalreporter.write_line(f"again with what was drawn: --hypothesis-seed={seed}")
+
+
+@pytest.fixture(scope="session")
+def fresh_servers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[], ServerProcess]]:
+    """Brings servers, each over a root of its own: to start one takes half a second,
+    so the next one does it aside."""
+    spares: list[ServerProcess] = []
+
+    def launch() -> None:
+        directory = tmp_path_factory.mktemp("server")
+        spares.append(ServerProcess(directory / "store", directory))
+        spares[-1].launch()
+
+    def bring() -> ServerProcess:
+        spare = spares.pop()
+        try:
+            spare.await_ready()
+        finally:
+            launch()
+        return spare
+
+    launch()
+    yield bring
+    spares.pop().kill()
+
+
 @pytest.fixture
-def start_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+def start_server(
+    tmp_path: Path, fresh_servers: Callable[[], ServerProcess]
+) -> Iterator[Callable[..., ServerProcess]]:
     """Starts a server over a fresh root, or over one that is given."""
     started: list[ServerProcess] = []
 
     def start(*arguments: str, root: Path | None = None) -> ServerProcess:
+        if not arguments and root is None:
+            started.append(fresh_servers())
+            return started[-1]
         directory = tmp_path / f"server-{len(started)}"
         directory.mkdir()
         server = ServerProcess(root or tmp_path / "store", directory, *arguments)
@@ -38,11 +88,9 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(fresh_servers: Callable[[], ServerProcess]) -> Iterator[ServerProcess]:
     """A server that the tests of a module share."""
-    directory = tmp_path_factory.mktemp("server")
-    process = ServerProcess(directory / "store", directory)
-    process.start()
+    process = fresh_servers()
     yield process
     process.kill()
 
@@ -67,3 +115,10 @@ _runs = itertools.count()
 def run(client: store.Client) -> store.Run:
     """A run that no other test uses."""
     return client.run(f"tests/run-{next(_runs)}")
+
+
+@pytest.fixture
+def saved(server: ServerProcess, run: store.Run) -> Saved:
+    """A checkpoint of one leaf of several chunks."""
+    Writer(server.address, run.name, 3, chunks=CHUNKS).save(range(CHUNKS))
+    return Saved(server.root, RunName.parse(run.name))

@@ -50,6 +50,11 @@ class ServerProcess:
         Raises:
             EndedError: It did not come so far.
         """
+        self.launch()
+        self.await_ready()
+
+    def launch(self) -> None:
+        """Starts it."""
         self._ready.unlink(missing_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -62,6 +67,14 @@ class ServerProcess:
                 stderr=log,
                 env=os.environ | self.environment,
             )
+
+    def await_ready(self) -> None:
+        """Waits until it takes calls.
+
+        Raises:
+            EndedError: It did not come so far.
+        """
+        assert self._process is not None
         deadline = time.monotonic() + START_SECONDS
         while not self._ready.exists():
             if self._process.poll() is not None:

@@ -194,15 +194,15 @@ def content(run: store.Run, step: int) -> bytes:
 
 
 def in_process(
-    action: Action, root: Path, point: Failpoint, *, time: int | None
+    root: Path, call: Callable[[Caller], None], faults: dict[Failpoint, Fault]
 ) -> bool:
-    """Does the operation of a point with it armed; whether it was answered."""
-    fault = Fault(action=action, delay_seconds=0.01, time=time)
-    failpoints.arm({point: fault})
+    """Does an operation with points of it armed; whether it was answered."""
+    failpoints.arm(faults)
     try:
         with embedded(root) as address:
-            answered = succeeds(operation(point), address)
-        assert failpoints.times_reached(point), f"nothing reaches {point}"
+            answered = succeeds(call, address)
+        for point in faults:
+            assert failpoints.times_reached(point), f"nothing reaches {point}"
     finally:
         failpoints.arm({})
     return answered
@@ -210,38 +210,73 @@ def in_process(
 
 @pytest.mark.parametrize("point", Failpoint)
 def test_a_storage_that_fails_at_a_step(root: Path, point: Failpoint) -> None:
-    answered = in_process(Action.RAISE, root, point, time=None)
+    fault = Fault(action=Action.RAISE, delay_seconds=0, time=None)
+    answered = in_process(root, operation(point), {point: fault})
 
     check(root, operation(point), acknowledged=answered)
 
 
-@pytest.mark.parametrize("point", Failpoint)
-def test_a_delay_at_a_step(root: Path, point: Failpoint) -> None:
-    assert in_process(Action.DELAY, root, point, time=None)
+@pytest.mark.parametrize("prefix", OPERATIONS)
+def test_a_delay_at_a_step(root: Path, prefix: str) -> None:
+    """At each step of an operation: what waits does so alike at all of them."""
+    points = [point for point in Failpoint if point.partition(".")[0] == prefix]
+    fault = Fault(action=Action.DELAY, delay_seconds=0.01, time=None)
+    call = OPERATIONS[prefix]
+    assert in_process(root, call, dict.fromkeys(points, fault))
 
-    check(root, operation(point), acknowledged=True)
+    check(root, call, acknowledged=True)
 
 
 @pytest.mark.parametrize("point", [*filter(failpoints.drops_reply, Failpoint)])
 def test_a_lost_reply(root: Path, point: Failpoint) -> None:
-    assert not in_process(Action.DROP_REPLY, root, point, time=1)
+    fault = Fault(action=Action.DROP_REPLY, delay_seconds=0, time=1)
+    assert not in_process(root, operation(point), {point: fault})
 
     check(root, operation(point), acknowledged=point.startswith(("delete", "purge")))
 
 
+@pytest.fixture(scope="module")
+def doomed(
+    template: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Failpoint], ServerProcess]]:
+    """Brings servers, each to be killed at a point: to start one takes longer than
+    the rest of a test, so that of the next point does it aside."""
+    points = [*Failpoint]
+    launched: dict[Failpoint, ServerProcess] = {}
+
+    def launch(point: Failpoint) -> None:
+        directory = tmp_path_factory.mktemp("doomed")
+        root = shutil.copytree(template, directory / "store")
+        launched[point] = ServerProcess(root, directory)
+        launched[point].environment[failpoints.VARIABLE] = f"{point}=kill"
+        launched[point].launch()
+
+    def bring(point: Failpoint) -> ServerProcess:
+        if point not in launched:
+            launch(point)
+        with suppress(EndedError):
+            launched[point].await_ready()
+        for following in points[points.index(point) + 1 :][:1]:
+            if following not in launched:
+                launch(following)
+        return launched[point]
+
+    yield bring
+    for server in launched.values():
+        server.kill()
+
+
 @pytest.mark.parametrize("point", Failpoint)
 def test_a_server_killed_at_a_step(
-    root: Path, tmp_path: Path, point: Failpoint
+    doomed: Callable[[Failpoint], ServerProcess], point: Failpoint
 ) -> None:
-    server = ServerProcess(root, tmp_path)
-    server.environment[failpoints.VARIABLE] = f"{point}=kill"
-    with suppress(EndedError):
-        server.start()
+    server = doomed(point)
 
     assert not succeeds(operation(point), server.address)
     assert -9 == server.wait()
 
-    check(root, operation(point), acknowledged=False)
+    check(server.root, operation(point), acknowledged=False)
+    shutil.rmtree(server.root)
 
 
 def test_every_prefix_has_an_operation() -> None:

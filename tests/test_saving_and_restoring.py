@@ -320,7 +320,7 @@ def test_a_restore_goes_on_at_a_restarted_server(
         run = client.run("tests/restart")
         run.save(0, {"x": np.arange(5)}).result()
         server.kill()
-        later = threading.Timer(1.0, server.start)
+        later = threading.Timer(0.2, server.start)
         later.start()
         try:
             assert np.array_equal(np.arange(5), run.restore(0)["x"])

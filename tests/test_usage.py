@@ -99,7 +99,7 @@ def test_usage_is_told_through_a_restart_of_the_server(
         server.kill()
         with ThreadPoolExecutor(1) as aside:
             usage = aside.submit(run.usage)
-            time.sleep(1)
+            time.sleep(0.2)
             server.start()
 
             assert 1 == usage.result(60).checkpoint_count

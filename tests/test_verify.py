@@ -1,131 +1,34 @@
 """Verification tells exactly what is damaged, and nothing else."""
 
 import asyncio
-import json
 import os
-import random
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import tensorstore as ts
-from click.testing import CliRunner, Result
 
 import storesvc_client as store
 from storesvc import sending, tallies, verification
 from storesvc.errors import CheckpointNotFoundError, StorageUnavailableError
-from storesvc.format import zarr
-from storesvc.format.checksums import crc32c, digest
-from storesvc.format.layout import RunPlaces
-from storesvc.format.manifests import Manifest, unpack_manifest
+from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.format.seal import seal, unseal
+from storesvc.format.seal import seal
 from storesvc.kvbucket import KvBucket
 from storesvc.slots import FREE
 from storesvc.store import Store
 from storesvc.tallies import Report
-from storesvc_client.cli import main
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.contract import CHUNK, Writer
+from tests.saved_checkpoint import CHUNKS, Saved, flip, of_chunks, told
 from tests.server_process import ServerProcess
 
 GOLDEN = Path(__file__).parent / "golden"
-
-CHUNKS = 5
-"""Of the leaf "x"; all in one data file, in the order of their ordinals."""
-
-Told = list[tuple[str, tuple[int, ...], str]]
-
-
-@dataclass
-class Saved:
-    """A checkpoint, and its files."""
-
-    root: Path
-    name: RunName
-
-    @property
-    def places(self) -> RunPlaces:
-        return RunPlaces(self.name)
-
-    @property
-    def folder(self) -> Path:
-        return self.root / self.places.root
-
-    @property
-    def record(self) -> pb.CheckpointRecord:
-        return unseal(self.slot.read_bytes(), pb.CheckpointRecord)
-
-    @property
-    def slot(self) -> Path:
-        (slot,) = (self.folder / "checkpoints").iterdir()
-        return slot
-
-    @property
-    def manifest(self) -> Manifest:
-        (file,) = (self.folder / "manifests").iterdir()
-        data = file.read_bytes()
-        return unpack_manifest(data, size_bytes=len(data), expected=digest(data))
-
-    @property
-    def tree(self) -> Path:
-        """Where the key space has its root."""
-        record = self.record
-        return self.root / self.places.key_space(record.upload, record.attempt)
-
-    def file(self, chunk: int) -> Path:
-        places = self.manifest.places
-        return self.root / self.places.pool / places.files[int(places.file[chunk])]
-
-    def range(self, chunk: int) -> slice:
-        places = self.manifest.places
-        start = int(places.offset[chunk])
-        return slice(start, start + int(places.length[chunk]))
-
-    def change(self, chunk: int, change: Callable[[bytearray], object]) -> None:
-        """Changes the stored bytes of a chunk, in place."""
-        file = self.file(chunk)
-        data = bytearray(file.read_bytes())
-        stored = data[self.range(chunk)]
-        change(stored)
-        data[self.range(chunk)] = stored
-        file.write_bytes(data)
-
-    def show(self, key: str, value: bytes | None) -> None:
-        """Changes what the key space shows, as someone else's tool would."""
-
-        async def change() -> None:
-            bucket = await KvBucket.open(self.root.as_uri())
-            record, places = self.record, self.places
-            space = bucket.key_space(
-                place=places.key_space(record.upload, record.attempt), pool=places.pool
-            )
-            await asyncio.to_thread(lambda: space.opened().write(key, value).result())
-
-        asyncio.run(change())
-
-
-@pytest.fixture
-def saved(server: ServerProcess, run: store.Run) -> Saved:
-    """A checkpoint of one leaf of several chunks."""
-    Writer(server.address, run.name, 3, chunks=CHUNKS).save(range(CHUNKS))
-    return Saved(server.root, RunName.parse(run.name))
-
-
-def told(found: store.Verification) -> Told:
-    return [(damage.key, damage.index, damage.kind) for damage in found.damages]
-
-
-def of_chunks(kind: str, *chunks: int) -> Told:
-    return [("x", (chunk,), kind) for chunk in chunks]
 
 
 # --- what is whole ----------------------------------------------------------------
@@ -310,175 +213,6 @@ def test_of_several_leaves_the_damaged_one_is_named(
     assert [("b/d%2Fe", (0,), "checksum")] == told(found)
 
 
-# --- a damaged key space ----------------------------------------------------------
-
-
-def node_ranges(saved: Saved) -> list[tuple[Path, slice]]:
-    """Where the nodes of the key space lie."""
-    context = ts.Context()
-    pool = saved.root / saved.places.pool
-
-    def opened(path: Path) -> ts.KvStore:
-        return ts.KvStore.open(
-            {"driver": "file", "path": f"{path}/"}, context=context
-        ).result()
-
-    root = ts.ocdbt.dump(opened(saved.tree), context=context).result()
-    locations = [root["versions"][-1]["root"]["location"]]
-    found = []
-    for location in locations:
-        _, _, file, offset, length = location.split(":")
-        found.append((pool / file, slice(int(offset), int(offset) + int(length))))
-        node = ts.ocdbt.dump(opened(pool), location, context=context).result()
-        locations += [x["location"] for x in node["entries"] if "location" in x]
-    return found
-
-
-def flip(file: Path, position: int, bit: int = 0) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1 << bit
-    file.write_bytes(data)
-
-
-@pytest.mark.parametrize("damage", ["delete", "flip", "cut"])
-@pytest.mark.parametrize("what", ["root", "node"])
-def test_a_damaged_key_space_is_told_once_a_leaf(
-    run: store.Run, saved: Saved, what: str, damage: str
-) -> None:
-    file, where = saved.tree / "manifest.ocdbt", slice(0, 20)
-    if what == "node":
-        file, where = node_ranges(saved)[0]
-    match damage:
-        case "delete":
-            file.unlink()
-        case "flip":
-            flip(file, where.start + 9)
-        case "cut":
-            os.truncate(file, where.start + 9)
-
-    found = run.verify(3)
-
-    assert ("x", (), "key_space") in told(found)
-    assert "key space of the checkpoint is missing or damaged" in (
-        next(d.message for d in found.damages if d.index == ())
-    )
-    assert CHUNKS == found.chunk_count
-    # what else lies in the same file is told as well, and by its own name
-    assert all(kind == "missing" for _, index, kind in told(found) if index)
-
-
-def test_a_key_space_that_shows_a_chunk_elsewhere_is_told(
-    run: store.Run, saved: Saved
-) -> None:
-    saved.show(zarr.chunk_key("x", (2,)), b"other")
-
-    found = run.verify(3)
-
-    assert of_chunks("key_space", 2) == told(found)
-    assert "got 5 bytes at" in found.damages[0].message
-
-
-def test_a_key_space_that_shows_no_more_of_a_chunk_is_told(
-    run: store.Run, saved: Saved
-) -> None:
-    saved.show(zarr.chunk_key("x", (1,)), None)
-
-    assert of_chunks("key_space", 1) == told(run.verify(3))
-
-
-def test_a_key_space_that_shows_what_was_never_saved_is_told(
-    run: store.Run, saved: Saved
-) -> None:
-    saved.show("x/c/99", b"new")
-    saved.show("alien", b"new")
-
-    assert [("alien", (), "key_space"), ("x", (), "key_space")] == told(run.verify(3))
-
-
-@pytest.mark.parametrize("other", ["nothing", "shorter", "of another shape"])
-def test_metadata_that_describes_something_else_is_told(
-    run: store.Run, saved: Saved, other: str
-) -> None:
-    true = zarr.metadata_bytes((CHUNKS * CHUNK,), (CHUNK,), "uint8")
-    value = {"nothing": None, "shorter": b"{}"}.get(other, true.replace(b"50", b"51"))
-    saved.show(zarr.metadata_key("x"), value)
-
-    found = run.verify(3)
-
-    assert [("x", (), "key_space")] == told(found)
-    assert "zarr.json" in found.damages[0].message
-
-
-def test_a_damaged_chunk_is_told_once_by_its_first_cause(
-    run: store.Run, saved: Saved
-) -> None:
-    saved.change(2, lambda stored: stored.reverse())
-    saved.show(zarr.chunk_key("x", (2,)), b"other")
-
-    assert of_chunks("checksum", 2) == told(run.verify(3))
-
-
-def test_a_flipped_bit_anywhere_in_a_data_file_is_told_or_reaches_nobody(
-    server: ServerProcess, run: store.Run
-) -> None:
-    tree = {f"leaf-{n}": np.full(150 * (n + 1), n, np.uint8) for n in range(5)}
-    run.save(3, tree).result()
-    saved = Saved(server.root, RunName.parse(run.name))
-    manifest = saved.manifest
-    chunks = [(saved.file(n), saved.range(n)) for n in range(manifest.tree.chunk_count)]
-    nodes = node_ranges(saved)
-    files = [f for f in (saved.folder / "pool").rglob("*") if f.is_file()]
-    rng = random.Random(7)
-    counts = {"chunk": 0, "node": 0, "key_space": 0, "nobody": 0}
-    targets = [(file, rng.randrange(file.stat().st_size)) for file in files * 40]
-    targets += [(f, rng.randrange(where.start, where.stop)) for f, where in nodes * 25]
-    for file, position in targets:
-        original = file.read_bytes()
-        flip(file, position, rng.randrange(8))
-
-        found = run.verify(3)
-
-        hit = [n for n, (f, w) in enumerate(chunks) if f == file and is_in(position, w)]
-        if hit:
-            assert [(f"leaf-{hit[0]}", (0,), "checksum")] == told(found)
-            counts["chunk"] += 1
-        elif any(f == file and is_in(position, where) for f, where in nodes):
-            assert [(f"leaf-{n}", (), "key_space") for n in range(5)] == told(found)
-            counts["node"] += 1
-        elif found.ok:  # bytes of nodes that an earlier write replaced
-            assert is_shown_by_tensorstore(saved, tree)
-            counts["nobody"] += 1
-        else:
-            assert [(1, "key_space")] == [(len(told(found)), told(found)[0][2])]
-            counts["key_space"] += 1
-        file.write_bytes(original)
-    assert run.verify(3).ok
-    assert len(targets) >= 100
-    assert all(n >= 5 for name, n in counts.items() if name != "nobody"), counts
-
-
-def is_in(position: int, where: slice) -> bool:
-    return bool(where.start <= position < where.stop)
-
-
-def is_shown_by_tensorstore(saved: Saved, tree: dict[str, Any]) -> bool:
-    spec = {
-        "driver": "ocdbt",
-        "base": f"file://{saved.root / saved.places.pool}",
-        "manifest": f"file://{saved.tree}/",
-    }
-    return all(
-        np.array_equal(
-            value,
-            ts.open({"driver": "zarr3", "kvstore": {**spec, "path": f"{key}/"}})
-            .result()
-            .read()
-            .result(),
-        )
-        for key, value in tree.items()
-    )
-
-
 # --- what ends a verification -----------------------------------------------------
 
 
@@ -658,121 +392,3 @@ def test_very_many_damages_are_summed_up(
     messages = [damage.message for report in found for damage in report.damages]
     assert 4 == len(messages)
     assert messages[-1].startswith("2 more damages, beginning with leaf 'x' chunk 3:")
-
-
-# --- the file table ---------------------------------------------------------------
-
-
-def file_table(saved: Saved) -> Path:
-    record = saved.record
-    return saved.root / saved.places.file_table(record.upload, record.files_digest)
-
-
-@pytest.mark.parametrize("damage", ["delete", "flip", "cut", "empty"])
-def test_a_damaged_file_table_is_told(
-    run: store.Run, saved: Saved, damage: str
-) -> None:
-    place = file_table(saved)
-    match damage:
-        case "delete":
-            place.unlink()
-        case "flip":
-            flip(place, place.stat().st_size // 2)
-        case "cut":
-            os.truncate(place, place.stat().st_size - 1)
-        case "empty":
-            place.write_bytes(b"")
-
-    found = run.verify(3)
-
-    assert [("", (), "file_table")] == told(found)
-    wanted = "it is missing" if damage == "delete" else "expected bytes with the digest"
-    assert found.damages[0].message.startswith(f"the file table: {wanted}")
-    assert CHUNKS == found.chunk_count
-
-
-@pytest.mark.parametrize(
-    ("change", "told_of"),
-    [
-        (lambda table: table.file.append("x"), "it cannot be read"),
-        (lambda table: table.Clear(), "got nothing"),
-        (lambda table: table.chunk_bytes.__setitem__(0, 7), "got 7 bytes"),
-    ],
-    ids=["uneven", "no file", "other bytes"],
-)
-def test_a_file_table_that_does_not_say_what_the_chunks_do_is_told(
-    run: store.Run,
-    saved: Saved,
-    change: Callable[[pb.FileTable], object],
-    told_of: str,
-) -> None:
-    table = pb.FileTable.FromString(file_table(saved).read_bytes())
-    change(table)
-    record = saved.record
-    data = table.SerializeToString(deterministic=True)
-    record.files_digest = digest(data)
-    saved.slot.write_bytes(seal(record))
-    file_table(saved).write_bytes(data)
-
-    found = run.verify(3)
-
-    assert [("", (), "file_table")] == told(found)
-    assert told_of in found.damages[0].message
-
-
-# --- storectl ---------------------------------------------------------------------
-
-
-def storectl(address: str, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["--store", address, *arguments])
-
-
-def test_storectl_verify_says_that_all_is_as_saved(
-    server_address: str, run: store.Run, saved: Saved
-) -> None:
-    del saved
-    result = storectl(server_address, "verify", f"{run.name}@latest")
-
-    assert (0, "") == (result.exit_code, result.stderr)
-    assert f"{run.name}@3: 5 chunks, 4.9 KiB, all as saved\n" == result.stdout
-
-
-def test_storectl_verify_names_leaf_and_chunk_and_ends_with_1(
-    server_address: str, run: store.Run, saved: Saved
-) -> None:
-    saved.change(4, lambda stored: stored.reverse())
-    saved.change(1, lambda stored: stored.reverse())
-
-    result = storectl(server_address, "verify", f"{run.name}@3")
-
-    one, other = result.stdout.splitlines()
-    assert 1 == result.exit_code
-    assert one.startswith("leaf 'x' chunk 1: expected")
-    assert other.startswith("leaf 'x' chunk 4: expected")
-    assert result.stderr.startswith(f"storectl: {run.name}@3 is damaged in 2 places;")
-
-
-def test_storectl_verify_prints_json(
-    server_address: str, run: store.Run, saved: Saved
-) -> None:
-    path = f"{run.name}@3"
-    whole = json.loads(storectl(server_address, "verify", path, "--json").stdout)
-    assert whole["ok"]
-    assert [5, []] == [whole["chunk_count"], whole["damages"]]
-    saved.change(4, lambda stored: stored.reverse())
-
-    result = storectl(server_address, "verify", path, "--json")
-
-    document = json.loads(result.stdout)
-    assert 1 == result.exit_code
-    assert not document["ok"]
-    (damage,) = document["damages"]
-    assert ["x", [4], "checksum"] == [damage[k] for k in ("key", "index", "kind")]
-
-
-@pytest.mark.parametrize("path", ["prod", "prod/run", "prod/run@3:params/**"])
-def test_storectl_verify_takes_whole_checkpoints_only(path: str) -> None:
-    result = storectl("127.0.0.1:1", "verify", path)
-
-    assert 2 == result.exit_code
-    assert "expected a checkpoint" in result.stderr

@@ -5,7 +5,9 @@ from typing import Final
 from tenacity import (
     Retrying,
     retry_if_exception_type,
+    stop_after_attempt,
     stop_after_delay,
+    stop_all,
     wait_random_exponential,
 )
 
@@ -13,6 +15,9 @@ from storesvc_client.errors import UnavailableError
 
 PATIENCE_SECONDS: Final = 30.0
 """How long a call is repeated that makes no progress: a server's restart."""
+
+LEAST_ATTEMPTS: Final = 2
+"""However long each takes: a server that stops may keep a call as long as it likes."""
 
 
 def patiently() -> Retrying:
@@ -26,7 +31,9 @@ def patiently() -> Retrying:
     """
     return Retrying(
         retry=retry_if_exception_type(UnavailableError),
-        stop=stop_after_delay(PATIENCE_SECONDS),
+        stop=stop_all(
+            stop_after_delay(PATIENCE_SECONDS), stop_after_attempt(LEAST_ATTEMPTS)
+        ),
         wait=wait_random_exponential(multiplier=0.1, max=5),
         reraise=True,
     )

@@ -1,0 +1,49 @@
+"""Patience with a server that does not answer."""
+
+import time
+
+import pytest
+
+from storesvc_client import UnavailableError, _retrying
+
+
+@pytest.fixture(autouse=True)
+def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.2)
+
+
+class Calls:
+    """Calls that fail, the first so many of them."""
+
+    def __init__(self, error: Exception, *, fail: int, seconds: float = 0) -> None:
+        self.made = 0
+        self._error, self._fail, self._seconds = error, fail, seconds
+
+    def make(self) -> None:
+        """Calls patiently."""
+        for attempt in _retrying.patiently():
+            with attempt:
+                self.made += 1
+                if self.made <= self._fail:
+                    time.sleep(self._seconds)
+                    raise self._error
+
+
+def test_a_call_that_a_stopping_server_kept_for_long_is_repeated() -> None:
+    calls = Calls(UnavailableError("the server stops"), fail=1, seconds=0.3)
+    calls.make()
+    assert 2 == calls.made
+
+
+def test_what_stays_unavailable_is_told_in_the_end() -> None:
+    calls = Calls(UnavailableError("there is none"), fail=1_000_000)
+    with pytest.raises(UnavailableError):
+        calls.make()
+    assert calls.made > 1
+
+
+def test_what_another_attempt_cannot_mend_is_told_at_once() -> None:
+    calls = Calls(ValueError("wrong"), fail=1)
+    with pytest.raises(ValueError, match="wrong"):
+        calls.make()
+    assert 1 == calls.made

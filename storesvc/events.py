@@ -43,6 +43,9 @@ the clocks of two machines."""
 Held: TypeAlias = pb.CheckpointRecord | pb.TagRecord | None
 """What an announced object holds: a slot or a tag, or nothing."""
 
+NOTHING: Final = "none"
+"""``Announcement.replaces`` where there was no record."""
+
 _VERSION: Final = b"\1"
 _CHECK_BYTES: Final = 8
 _BODY: Final = re.compile(r"[0-9]{1,19}(,[1-9][0-9]{0,18})*")
@@ -192,16 +195,18 @@ def _of_absent_tag(announcement: pb.Announcement) -> Outcome:
     """Of a tag that has no record: it was never set, or was deleted and collected."""
     if announcement.kind == pb.Announcement.KIND_UNTAG:
         return Outcome.LANDED
-    return Outcome.SUPERSEDED if announcement.replaces else Outcome.PENDING
+    may_land = announcement.replaces in ("", NOTHING)
+    return Outcome.PENDING if may_land else Outcome.SUPERSEDED
 
 
 def _of_unchanged(
     announcement: pb.Announcement, held: pb.CheckpointRecord | pb.TagRecord
 ) -> Outcome:
     """Of a change that has not landed by now: it never will once the object holds
-    another record than it was to replace, for that was the condition of its write."""
-    is_still = announcement.replaces == etag_of(held)
-    return Outcome.PENDING if is_still else Outcome.SUPERSEDED
+    another record than it was to replace, for that was the condition of its write.
+    Servers before 0.2 did not say which."""
+    may_land = announcement.replaces in ("", etag_of(held))
+    return Outcome.PENDING if may_land else Outcome.SUPERSEDED
 
 
 def _check(body: bytes, parent: str, store: str) -> bytes:

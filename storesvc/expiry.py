@@ -17,7 +17,7 @@ from storesvc.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.format.layout import RunPlaces
-from storesvc.format.names import RunName
+from storesvc.format.names import HoldName, RunName
 from storesvc.gathering import each
 from storesvc.leases import Observations
 from storesvc.marking import Snapshot
@@ -91,7 +91,7 @@ class Expiry:
         places = RunPlaces(run)
 
         async def look(place: str) -> tuple[str, Generation] | None:
-            of = f"{run} hold {places.hold_of(place)}"
+            of = str(HoldName(run, holds[place]))
             found = await read_record(self._bucket, place, pb.HoldRecord, of=of)
             if found is None:
                 return None
@@ -101,7 +101,8 @@ class Expiry:
             return place, found[1]
 
         listed = [p for p in snapshot.listed if p.startswith(places.holds)]
-        found = await each(look, filter(places.hold_of, listed))
+        holds = {place: id_ for place in listed if (id_ := places.hold_of(place))}
+        found = await each(look, holds)
         return dict(one for one in found if one is not None)
 
     async def _expired(

@@ -58,7 +58,7 @@ class Lives:
         self._clock = clock
 
     async def update(
-        self, name: CheckpointName, change: Change, *, etag: str, write_id: str
+        self, run: RunName, step: int, change: Change, *, etag: str, write_id: str
     ) -> pb.CheckpointRecord:
         """Sets labels, metrics or the pin of a checkpoint, and returns its record.
 
@@ -66,13 +66,10 @@ class Lives:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps.
             CheckpointDeletedError: It was deleted.
-            TagNotFoundError: With the most similar tags.
             EtagMismatchError: It changed since the etag was read.
             RequestIdReusedError: The request id made another change of it.
             ConflictError: Others change it all the time.
         """
-        step = (await self._catalogue.checkpoint(name)).step
-        run = name.run
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
             return transitions.updated(run, slot, change, etag=etag, write_id=write_id)
@@ -254,7 +251,8 @@ class Lives:
         for _ in range(_TRIES):
             slot, generation = await self._slot(run, step, uid)
             changed = decide(slot)
-            if changed is slot:
+            if changed is slot:  # as another call may have left it
+                await self._bucket.settle(RunPlaces(run).checkpoint(step))
                 return slot
             await reach(Failpoint.DELETE_BEFORE_ANNOUNCEMENT)
             if kind:

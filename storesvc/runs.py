@@ -112,7 +112,8 @@ class Runs:
             if found is not None:
                 before.CopyFrom(found[0])
             record = changed(found[0] if found else None)
-            if record is None:
+            if record is None:  # as another call may have left it
+                await self._bucket.settle(place)
                 return before
             condition = found[1] if found else IF_ABSENT
             with suppress(PreconditionError):  # then look again

@@ -21,7 +21,9 @@ from storesvc.records import damaged, or_damage, read_record
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _LOOKS: Final = 10
-_MAX_LOOKS: Final = 1000
+_MAX_LOOKS: Final = 50
+_PAUSE_SECONDS: Final = 0.01
+"""After the first look that found nothing; longer each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class SlotReads:
                     "again",
                     run=str(run),
                 )
+            if not look.found:
+                await asyncio.sleep(looks * _PAUSE_SECONDS)
         return look.found
 
     async def _look(
@@ -143,8 +147,12 @@ class SlotReads:
         steps = list(passed)
         while steps:
             batch, steps = steps[:AT_ONCE], steps[AT_ONCE:]
-            slots = await asyncio.gather(*(self.slot(run, step) for step in batch))
+            slots = await asyncio.gather(
+                *(or_damage(self.slot(run, step)) for step in batch)
+            )
             for step, slot in zip(batch, slots, strict=True):
+                if isinstance(slot, CorruptDataError):
+                    return False
                 if (slot and slot[1]) != passed[step]:
                     return False
         return True

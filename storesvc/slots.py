@@ -190,7 +190,8 @@ def lost(
     name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord | None
 ) -> UploadNotFoundError | UploadSupersededError:
     """Returns the refusal of an upload that does not own its slot, or never will."""
-    if slot is None or slot.upload == name.upload or slot.epoch < record.epoch:
+    never_held = slot is not None and slot.state == FREE and slot.epoch < record.epoch
+    if slot is None or slot.upload == name.upload or never_held:
         return absent(name)
     return UploadSupersededError(
         f"{name}: step {record.step} was taken over by upload {slot.upload} (epoch "

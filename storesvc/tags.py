@@ -17,6 +17,7 @@ from storesvc.bucket import (
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.errors import ConflictError, CorruptDataError, TagProtectedError
+from storesvc.events import NOTHING
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
 from storesvc.format.seal import seal
@@ -100,7 +101,8 @@ class Tags:
             found = await self._catalogue.tag_slot(name)
             is_repeated = _is_repeated(found, write_id)
             if found is None or not found[0].upload:
-                if is_repeated:
+                if is_repeated:  # as another call may have left it
+                    await self._bucket.settle(RunPlaces(name.run).tag(name.tag))
                     return
                 raise await self._catalogue.tag_not_found(name)
             _check_change(name, found[0], etag)
@@ -224,7 +226,7 @@ class Tags:
                 step=told.step,
                 upload=told.upload,
                 tag=name.tag,
-                replaces=etag_of(before[0]) if before else "",
+                replaces=etag_of(before[0]) if before else NOTHING,
             ),
         )
         place = RunPlaces(name.run).tag(name.tag)

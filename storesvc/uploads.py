@@ -131,6 +131,7 @@ class Uploads:
         slot = await self._catalogue.slot(name.run, new.step)
         record = await self._own_record(name, new.body + tree_digest)
         if record and slot and slots.holds(name, record, slot[0]):
+            await self._bucket.settle(RunPlaces(name.run).checkpoint(new.step))
             return record
         run = await self._runs.create(name.run)
         epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)

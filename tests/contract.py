@@ -84,7 +84,10 @@ class Writer:
 
         def requests() -> Iterator[api.BeginUploadRequest]:
             yield api.BeginUploadRequest(
-                parent=self._parent, request_id=self.request_id, upload=upload
+                parent=self._parent,
+                request_id=self.request_id,
+                upload=upload,
+                leaf_count=len(self._tree.leaves),
             )
             for part in pack_leaves(self._tree):
                 leaves = tree_pb2.LeafTable.FromString(part)
@@ -133,7 +136,7 @@ class Writer:
     def finish(self, receipt: Sums, *, writer: int = 0) -> api.FinishWriterResponse:
         """Sends a receipt."""
         requests = [
-            api.FinishWriterRequest(open=self.ref(writer)),
+            api.FinishWriterRequest(open=self.ref(writer), chunk_count=len(receipt)),
             *(api.FinishWriterRequest(chunks=part) for part in pack_sums(receipt)),
         ]
         response: api.FinishWriterResponse = self.stub.FinishWriter(

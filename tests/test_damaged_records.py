@@ -1,5 +1,6 @@
 """A damaged record is named, and costs what it recorded: nothing beside it."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -63,29 +64,32 @@ def damage(root: Path, place: str) -> Path:
     return file
 
 
-def before_damage(listed: Iterable[T]) -> tuple[list[T], store.DataLossError]:
-    """What a list tells, and the error that ends it."""
-    found: list[T] = []
-    rows = iter(listed)
-    try:
-        while True:
-            found.append(next(rows))
-    except store.DataLossError as e:
-        assert "CORRUPT_DATA" == e.reason
-        return found, e
+def told(
+    list_: Callable[..., Iterable[T]], *arguments: Any
+) -> tuple[list[T], store.DataLossError]:
+    """What a list tells, and the error of the one row that it cannot tell."""
+    errors: list[store.DataLossError] = []
+    found = list(list_(*arguments, on_damage=errors.append))
+    (error,) = errors
+    assert "CORRUPT_DATA" == error.reason
+    return found, error
 
 
-def test_a_list_tells_all_others_and_then_which_checkpoint_is_damaged(
+def test_a_list_ends_at_a_damaged_checkpoint_or_goes_on_where_it_is_asked_to(
     root: Path, run: store.Run
 ) -> None:
     damage(root, PLACES.checkpoint(1))
 
-    found, error = before_damage(run.checkpoints())
+    found, error = told(run.checkpoints)
     assert [3, 2, 0] == [checkpoint.step for checkpoint in found]
     assert "the record of tests/damaged@1 is damaged" in str(error)
     assert "restore this object from a copy, or remove it" in str(error)
     damaged = "namespaces/tests/runs/damaged/checkpoints/1"
-    assert {"damaged": damaged} == error.metadata
+    assert {"name": damaged} == error.metadata
+    newest_first = run.checkpoints()
+    assert [3, 2] == [next(newest_first).step, next(newest_first).step]
+    with pytest.raises(store.DataLossError, match="tests/damaged@1 is damaged"):
+        next(newest_first)
     for step in (0, 2, 3):
         assert step == run.restore(step)["step"][0]
     with pytest.raises(store.DataLossError, match="tests/damaged@1 is damaged"):
@@ -101,7 +105,9 @@ def test_a_damaged_latest_is_told_and_never_an_older_one_instead(
 
     with pytest.raises(store.DataLossError, match="tests/damaged@3 is damaged"):
         run.restore("latest")
-    found, error = before_damage(client.runs())
+    with pytest.raises(store.DataLossError, match="tests/damaged@3 is damaged"):
+        next(run.checkpoints())
+    found, error = told(client.runs)
     assert [OTHER] == [other.name for other in found]
     assert "tests/damaged@3 is damaged" in str(error)
     assert [] == list(run.tags())  # the run is there
@@ -128,8 +134,10 @@ def test_pages_join_over_damaged_rows(
                 break
             request.page_token = page.next_page_token
     assert [([], ["3"]), ([2], []), ([], ["1"]), ([], ["0"])] == names
-    _, error = before_damage(run.checkpoints())
-    assert "(and 2 more)" in str(error)
+    met: list[store.DataLossError] = []
+    (whole,) = run.checkpoints(on_damage=met.append)
+    assert 2 == whole.step
+    assert ["3", "1", "0"] == [e.metadata["name"].rpartition("/")[2] for e in met]
 
 
 def test_storectl_prints_what_can_be_told_and_fails(
@@ -142,11 +150,19 @@ def test_storectl_prints_what_can_be_told_and_fails(
     assert ["3", "2", "0"] == [
         line.split()[0] for line in result.stdout.splitlines()[1:]
     ]
-    assert result.stderr.startswith("storectl: the list is not whole: the record of")
+    assert result.stderr.startswith("storectl: the record of tests/damaged@1 is dam")
     assert 1 == result.stderr.count("\n")
+
     damage(root, PLACES.checkpoint(3))
-    result = storectl(server.address, "ls", str(RUN), "--limit", "1")
-    assert (0, "2") == (result.exit_code, result.stdout.splitlines()[1].split()[0])
+    result = storectl(server.address, "ls", str(RUN), "--limit", "1", "--json")
+    assert (1, []) == (result.exit_code, json.loads(result.stdout))
+    assert "the record of tests/damaged@3 is damaged" in result.stderr
+    result = storectl(server.address, "ls", str(RUN), "--limit", "2")
+    assert (1, "2") == (result.exit_code, result.stdout.splitlines()[1].split()[0])
+    assert "there are more" in result.stderr
+    damage(root, PLACES.checkpoint(3))
+    result = storectl(server.address, "ls", str(RUN), "--limit", "2")
+    assert (0, 3) == (result.exit_code, len(result.stdout.splitlines()))
 
 
 def test_a_damaged_run_is_told_after_all_others(
@@ -154,7 +170,7 @@ def test_a_damaged_run_is_told_after_all_others(
 ) -> None:
     file = damage(root, layout.run_record(RUN))
 
-    found, error = before_damage(client.runs("tests"))
+    found, error = told(client.runs, "tests")
     assert [OTHER] == [other.name for other in found]
     assert f"{layout.run_record(RUN)} is damaged" in str(error)
     assert 3 == run.restore("latest")["step"][0]
@@ -175,7 +191,7 @@ def test_a_damaged_tag_is_named_wherever_it_stands_in_the_way(
     run.tag("good", 2)
     file = damage(root, PLACES.tag("best"))
 
-    found, error = before_damage(run.tags())
+    found, error = told(run.tags)
     assert ["good"] == [tag.name for tag in found]
     named = "the record of tag tests/damaged@best is damaged"
     assert named in str(error)
@@ -193,20 +209,23 @@ def test_a_damaged_tag_is_named_wherever_it_stands_in_the_way(
     assert ["best", "good"] == [tag.name for tag in run.tags()]
 
 
-def test_a_damaged_hold_can_be_ended(root: Path, run: store.Run) -> None:
+def test_a_damaged_hold_can_be_ended(
+    root: Path, server: ServerProcess, run: store.Run
+) -> None:
     held = run.hold(0, ttl=timedelta(days=1))
     (listed,) = run.holds()
     with run.hold(1, ttl=timedelta(days=1)):
         damage(root, PLACES.hold(listed.id))
         run.delete(2)
 
-        found, error = before_damage(run.holds())
+        found, error = told(run.holds)
         assert [1] == [hold.step for hold in found]
         named = f"the record of tests/damaged hold {listed.id} is damaged"
         assert named in str(error)
         with pytest.raises(store.DataLossError, match=named):
             run.purge(2)  # it may be what is held
-        run.end_hold(listed.id)
+        result = storectl(server.address, "hold", str(RUN), "--delete", listed.id)
+        assert (0, "") == (result.exit_code, result.stderr)
         run.purge(2)
         assert [3, 1, 0] == [checkpoint.step for checkpoint in run.checkpoints()]
     held.close()
@@ -221,7 +240,7 @@ def test_a_damaged_upload_is_told_after_all_others(
         ids.append(name.rpartition("/")[2])
     damage(root, PLACES.upload(ids[0]))
 
-    found, error = before_damage(run.uploads())
+    found, error = told(run.uploads)
     assert [ids[1]] == [upload.id for upload in found]
     assert PLACES.upload(ids[0]) in str(error)
 
@@ -233,10 +252,10 @@ def test_a_damaged_checkpoint_postpones_the_collection_of_its_run_alone(
     for name in (str(RUN), OTHER):
         client.run(name).delete(0, purge_delay=timedelta(0))
 
-    told = {progress.run: progress for progress in client.collect(grace=timedelta(0))}
-    assert "tests/damaged@1 is damaged" in told[str(RUN)].postponed
-    assert 1 == told[OTHER].purged_checkpoint_count
-    assert not told[OTHER].postponed
+    passes = {made.run: made for made in client.collect(grace=timedelta(0))}
+    assert "tests/damaged@1 is damaged" in passes[str(RUN)].postponed
+    assert 1 == passes[OTHER].purged_checkpoint_count
+    assert not passes[OTHER].postponed
 
 
 def test_a_checkpoint_is_given_up_by_removing_its_damaged_record(
@@ -246,9 +265,9 @@ def test_a_checkpoint_is_given_up_by_removing_its_damaged_record(
 
     assert [3, 2, 0] == [checkpoint.step for checkpoint in run.checkpoints()]
     run.save(1, tree(1)).result()
-    (told,) = client.collect(str(RUN), grace=timedelta(0))
-    assert told.deleted_object_count
-    assert not told.postponed
+    (made,) = client.collect(str(RUN), grace=timedelta(0))
+    assert made.deleted_object_count
+    assert not made.postponed
     for step in range(4):
         assert step == run.restore(step)["step"][0]
         assert run.verify(step).ok

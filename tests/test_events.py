@@ -21,6 +21,7 @@ from storesvc import events, slots
 from storesvc.errors import InvalidResumeTokenError
 from storesvc.events import (
     MAX_PENDING,
+    NOTHING,
     PATIENCE,
     Held,
     Outcome,
@@ -77,7 +78,7 @@ REPLACED = {
     "COMMIT": "",
     "DELETE": etag_of(HELD["committed"]),
     "UNDELETE": etag_of(HELD["deleted"]),
-    "TAG": "",
+    "TAG": NOTHING,
     "UNTAG": etag_of(HELD["a tag"]),
 }
 """What the announced change of a kind was to replace."""
@@ -150,6 +151,8 @@ def test_a_change_is_never_made_once_another_has_replaced_what_it_was_to_replace
     assert SUPERSEDED is resolve(6, announced, before, now=NOW)
     if kind == TAG:
         assert SUPERSEDED is resolve(6, announced, None, now=NOW)
+    announced.replaces = ""  # as servers before 0.2 announced
+    assert PENDING is resolve(6, announced, before, now=NOW)
 
 
 def test_a_change_that_a_slow_clock_has_announced_may_still_be_made() -> None:
@@ -303,8 +306,8 @@ class WatchMachine(RuleBasedStateMachine):
             create_time=timestamp(self.now),
         )
         replaced = self.objects.get(place)
-        if kind != COMMIT and replaced is not None:
-            announced.replaces = etag_of(replaced)
+        if kind != COMMIT:
+            announced.replaces = etag_of(replaced) if replaced else NOTHING
         self.journal.append(announced)
         number = len(self.journal)
         made = type(changed)()

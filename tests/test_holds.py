@@ -606,6 +606,36 @@ def test_a_hold_that_is_closed_during_a_renewal_is_not_renewed_after_it(
     assert [] == list(run.holds())
 
 
+class _CollectingRenewals(grpc.UnaryUnaryClientInterceptor):
+    """Ends a lease within a renewal of it, as a collection of garbage may."""
+
+    def __init__(self, lease: Any) -> None:
+        self.ended = threading.Event()
+        self._lease = lease
+
+    def intercept_unary_unary(
+        self, continuation: Any, client_call_details: Any, request: Any
+    ) -> Any:
+        """Goes on with the call."""
+        if client_call_details.method.endswith("/RenewHold"):
+            self._lease.end()
+            self.ended.set()
+        return continuation(client_call_details, request)
+
+
+def test_a_lease_that_is_ended_within_its_own_renewal_ends(
+    run: store.Run, server_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = run.hold(2, ttl=timedelta(seconds=1))
+    calls = _CollectingRenewals(hold._lease)
+    channel = grpc.intercept_channel(grpc.insecure_channel(server_address), calls)
+    monkeypatch.setattr(hold._lease, "_stub", CheckpointServiceStub(channel))
+
+    assert calls.ended.wait(10)
+    hold.close()
+    assert [] == list(run.holds())
+
+
 def test_a_hold_that_is_closed_too_late_says_so(
     start_server: Callable[..., ServerProcess],
 ) -> None:

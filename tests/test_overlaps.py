@@ -402,6 +402,35 @@ def test_a_save_whose_step_is_freed_while_it_begins_begins_again(
     assert emptied
 
 
+def test_an_upload_whose_slot_a_rival_has_is_superseded_whatever_its_epoch(
+    tmp_path: Path,
+) -> None:
+    """The floor of epochs was raised in between, so that the rival's is lower."""
+
+    async def main() -> None:
+        bucket = await BusyBucket.open(tmp_path.as_uri())
+        assert isinstance(bucket, BusyBucket)
+        store = await Store.open(bucket)
+        rival, late = (Caller(store, UploadName(RUN, i)) for i in IDS)
+
+        async def begin_late() -> None:  # before the rival's slot is written
+            await store.runs.raise_epoch_floor(RUN, 100)
+            bucket.meanwhile = fail
+            with pytest.raises(StorageUnavailableError):
+                await late.begin()
+
+        async def fail() -> None:
+            raise StorageUnavailableError("as if")
+
+        bucket.meanwhile = begin_late
+        await rival.begin()
+        with pytest.raises(UploadSupersededError):
+            await late.begin()
+        await rival.open()
+
+    asyncio.run(main())
+
+
 def test_a_rival_at_the_same_moment_is_a_conflict(tmp_path: Path) -> None:
     async def main() -> None:
         bucket = await BusyBucket.open(tmp_path.as_uri())

@@ -306,8 +306,7 @@ async def _tag(process: Process, tag: str, step: int) -> None:
 
 
 async def _update(process: Process, step: int, change: Change) -> None:
-    name = CheckpointName(RUN, step)
-    await process.lives.update(name, change, etag="", write_id=new_id())
+    await process.lives.update(RUN, step, change, etag="", write_id=new_id())
 
 
 async def _delete(process: Process, step: int) -> None:

@@ -1,6 +1,7 @@
 """Uploads, call by call: what the contract promises and refuses."""
 
 import itertools
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,12 +11,16 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 import storesvc_client as store
+from storesvc.format.chunks import pack_sums
 from storesvc.format.names import RunName
+from storesvc.format.trees import pack_leaves
 from storesvc.rpc.fields import page_token
 from storesvc_client.errors import translated
+from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.contract import CHUNK, Writer, elements, frame, stored, sums
+from tests.contract import CHUNK, Writer, elements, frame, stored, sums, tree_of
 from tests.server_process import ServerProcess
+from tests.stored_files import unchanged
 
 _names = itertools.count()
 
@@ -503,3 +508,32 @@ class TestTheLifeOfAnUpload:
         live.epoch += 1
         with refused("UPLOAD_SUPERSEDED"):
             live.keep_alive()
+
+
+@pytest.mark.parametrize("claimed", [0, 2, 10**12])
+def test_a_leaf_table_or_a_receipt_that_was_cut_off_is_refused(
+    begin: Callable[..., Writer], server: ServerProcess, claimed: int
+) -> None:
+    """The stream of a connection that is lost ends as one that is whole does."""
+    writer = begin()
+    writer.write(frame(0, 1, 2))
+    leaves = [tree_pb2.LeafTable.FromString(p) for p in pack_leaves(tree_of())]
+    opening = api.BeginUploadRequest(
+        parent=writer.name.partition("/uploads/")[0],
+        request_id=str(uuid.uuid4()),
+        upload=api.Upload(step=2, writer_count=1),
+        leaf_count=claimed,
+    )
+    parts = (api.BeginUploadRequest(leaves=part) for part in leaves)
+    receipt = [
+        api.FinishWriterRequest(open=writer.ref(), chunk_count=claimed),
+        *(api.FinishWriterRequest(chunks=part) for part in pack_sums(sums(0, 1, 2))),
+    ]
+
+    with unchanged(server.root):
+        with refused("INVALID_TREE"):
+            writer.stub.BeginUpload(iter([opening, *parts]), timeout=30)
+        with refused("INVALID_CHUNK"):
+            writer.stub.FinishWriter(iter(receipt), timeout=30)
+    writer.finish(sums(0, 1, 2))
+    writer.commit()

@@ -14,7 +14,7 @@ from storesvc.format.names import RunName
 from storesvc_client._channel import Connection, open_connection
 from storesvc_client._collecting import ClientCollection
 from storesvc_client._names import namespace_resource, run_name
-from storesvc_client._pages import pages
+from storesvc_client._pages import OnDamage, rows
 from storesvc_client._run import Run
 from storesvc_client._values import Event, RunInfo, ServerInfo
 from storesvc_client._watching import watch
@@ -95,20 +95,33 @@ class Client(ClientCollection):
         # one object a run, so that its saves wait for each other
         return self._runs.setdefault(parsed, Run(self._connection, parsed))
 
-    def runs(self, namespace: str | None = None) -> Iterator[RunInfo]:
+    def runs(
+        self, namespace: str | None = None, *, on_damage: OnDamage = None
+    ) -> Iterator[RunInfo]:
         """Yields the runs of a namespace, or of all, by name.
+
+        Args:
+            namespace: Of this one; None: of all.
+            on_damage: Called, with the error, for each run whose record is damaged;
+                None raises it in its place.
 
         Raises:
             InvalidRequestError: The namespace breaks the rules.
-            DataLossError: After all others: the records of some are damaged.
+            DataLossError: The record of the next run, or of its newest checkpoint, is
+                damaged.
             UnavailableError: The server does not answer.
         """
         parent = "namespaces/-"
         if namespace is not None:
             parent = namespace_resource(namespace)
         request = api.ListRunsRequest(parent=parent)
-        for page in pages(partial(self._connection.call, self._stub.ListRuns), request):
-            yield from map(RunInfo.from_message, page.runs)
+        found = rows(
+            partial(self._connection.call, self._stub.ListRuns),
+            request,
+            lambda page: page.runs,
+            on_damage,
+        )
+        yield from map(RunInfo.from_message, found)
 
     def watch(self, namespace: str, since: str = "now") -> Generator[Event]:
         """Returns an iterator over what happens to the checkpoints of all runs of a

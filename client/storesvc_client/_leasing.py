@@ -25,6 +25,8 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 _RENEWALS_A_TTL: Final = 3
+_CALL_SECONDS: Final = 10.0
+"""Of a renewal, and of the end: small calls, which others follow."""
 _ENDING_REASONS: Final = frozenset({"HOLD_EXPIRED", "HOLD_NOT_FOUND"})
 
 _log = logging.getLogger(__name__)
@@ -78,7 +80,9 @@ class Lease:
                     request, timeout=connection.timeout
                 ).hold
         self._error: StoreError | None = None
-        self._renewing = threading.Lock()
+        # Of the thread that has it already, too: a garbage collection within a renewal
+        # may end what nobody uses any more.
+        self._renewing = threading.RLock()
         self._ended = threading.Event()
         thread = threading.Thread(target=self._keep, name="storesvc-hold", daemon=True)
         thread.start()
@@ -126,17 +130,26 @@ class Lease:
 
         Where that fails it is left to expire.
         """
-        with self._renewing:  # after the answer to a renewal, and before the next one
+        # After the answer to a renewal, and before the next one; not for ever.
+        has_turn = self._renewing.acquire(timeout=_CALL_SECONDS)
+        try:
             if self._ended.is_set():
                 return
             self._error = self.error
             self._ended.set()
+        finally:
+            if has_turn:
+                self._renewing.release()
         request = api.DeleteHoldRequest(name=self._hold.name)
         try:
             with translated(self._connection.address):
-                self._stub.DeleteHold(request, timeout=self._connection.timeout)
+                self._stub.DeleteHold(request, timeout=self._timeout)
         except StoreError as e:
             _log.warning("%s stays until it expires: %s", self._hold.name, e)
+
+    @property
+    def _timeout(self) -> float:
+        return min(self._connection.timeout, _CALL_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +168,7 @@ class Lease:
             try:
                 self._renew()
             except StoreError as e:
-                self._error = e
+                self._fail(e)
                 if _is_ending(e):
                     return
 
@@ -171,15 +184,19 @@ class Lease:
         began = time.monotonic()
         try:
             with translated(self._connection.address):
-                self._hold = self._stub.RenewHold(
-                    request, timeout=self._connection.timeout
-                ).hold
+                hold = self._stub.RenewHold(request, timeout=self._timeout).hold
         except UnavailableError:  # not yet an error: it is tried again
             raise
         except StoreError as e:
-            self._error = e
+            self._fail(e)
             raise
-        self._renewed, self._error = began, None
+        if not self._ended.is_set():
+            self._hold, self._renewed, self._error = hold, began, None
+
+    def _fail(self, error: StoreError) -> None:
+        with self._renewing:
+            if not self._ended.is_set():
+                self._error = error
 
 
 def _is_ending(e: StoreError) -> bool:

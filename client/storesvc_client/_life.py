@@ -14,6 +14,7 @@ from storesvc_client._entries import (
 )
 from storesvc_client._holding import Hold
 from storesvc_client._leasing import Lease
+from storesvc_client._pages import OnDamage
 from storesvc_client._retrying import patiently
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import Checkpoint, HoldInfo, Tag
@@ -54,7 +55,6 @@ class RunLife(RunBase):
         """
         place = f"update of {self.name}"
         message = api.Checkpoint(
-            name=self._checkpoint_name(which).resource,
             labels=checked_labels(place, labels),
             metrics=checked_metrics(place, metrics),
             pinned=bool(checked_flag(f"{place}: pinned=", pinned)),
@@ -65,6 +65,8 @@ class RunLife(RunBase):
             raise InvalidRequestError(
                 f"{place}: expected labels=, metrics= or pinned= to set, got none"
             )
+        # What moves is looked up once: a repetition must mean the same checkpoint.
+        message.name = self._fixed_name(which).resource
         request = api.UpdateCheckpointRequest(
             checkpoint=message, etag=self._text("etag", etag), request_id=_new_id()
         )
@@ -162,19 +164,25 @@ class RunLife(RunBase):
                     if not was_asked:
                         raise
 
-    def deleted(self) -> Iterator[Checkpoint]:
+    def deleted(self, *, on_damage: OnDamage = None) -> Iterator[Checkpoint]:
         """Yields the checkpoints that were deleted and can be undeleted, newest first.
+
+        Args:
+            on_damage: Called, with the error, for each checkpoint, deleted or not,
+                whose record is damaged; None raises it in its place.
 
         Raises:
             NotFoundError: There is no such run.
+            DataLossError: The record of the next one is damaged.
         """
         request = api.ListCheckpointsRequest(
             parent=self._name.resource, show_deleted=True
         )
-        for page in self._pages(self._stub.ListCheckpoints, request):
-            for message in page.checkpoints:
-                if message.HasField("delete_time"):
-                    yield Checkpoint.from_message(message)
+        for message in self._rows(
+            self._stub.ListCheckpoints, request, lambda p: p.checkpoints, on_damage
+        ):
+            if message.HasField("delete_time"):
+                yield Checkpoint.from_message(message)
 
     def tag(
         self,
@@ -226,15 +234,20 @@ class RunLife(RunBase):
         )
         self._ask(self._stub.DeleteTag, request)
 
-    def tags(self) -> Iterator[Tag]:
+    def tags(self, *, on_damage: OnDamage = None) -> Iterator[Tag]:
         """Yields the tags by name.
+
+        Args:
+            on_damage: Called, with the error, for each one whose record is damaged;
+                None raises it in its place.
 
         Raises:
             NotFoundError: There is no such run.
+            DataLossError: The record of the next one is damaged.
         """
         request = api.ListTagsRequest(parent=self._name.resource)
-        for page in self._pages(self._stub.ListTags, request):
-            yield from map(Tag.from_message, page.tags)
+        found = self._rows(self._stub.ListTags, request, lambda p: p.tags, on_damage)
+        yield from map(Tag.from_message, found)
 
     def hold(
         self,
@@ -269,15 +282,20 @@ class RunLife(RunBase):
             lease.end()
             raise
 
-    def holds(self) -> Iterator[HoldInfo]:
+    def holds(self, *, on_damage: OnDamage = None) -> Iterator[HoldInfo]:
         """Yields the holds, those of restores among them, and expired ones.
+
+        Args:
+            on_damage: Called, with the error, for each one whose record is damaged;
+                None raises it in its place.
 
         Raises:
             NotFoundError: There is no such run.
+            DataLossError: The record of the next one is damaged.
         """
         request = api.ListHoldsRequest(parent=self._name.resource)
-        for page in self._pages(self._stub.ListHolds, request):
-            yield from map(HoldInfo.from_message, page.holds)
+        found = self._rows(self._stub.ListHolds, request, lambda p: p.holds, on_damage)
+        yield from map(HoldInfo.from_message, found)
 
     def end_hold(self, hold: str) -> None:
         """Ends a hold, whoever has it; one that does not exist changes nothing.

@@ -1,39 +1,56 @@
-"""Lists, page by page."""
+"""Lists, page by page, and row by row."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 from storesvc_client.errors import DataLossError
 from storesvc_proto.v1.errors_pb2 import DamagedRecord
 
 T = TypeVar("T")
 
+OnDamage: TypeAlias = Callable[[DataLossError], object] | None
+"""Called for each row that cannot be told, because its record is damaged; None: the
+list ends there, and raises it."""
+
 _REASON: Final = "CORRUPT_DATA"
 
 
-def pages(ask: Callable[[Any], T], request: Any) -> Iterator[T]:
-    """Yields the pages of a list.
+def rows(
+    ask: Callable[[Any], Any],
+    request: Any,
+    rows_of: Callable[[Any], Sequence[T]],
+    on_damage: OnDamage,
+) -> Iterator[T]:
+    """Yields the rows of a list, in its order.
 
     Args:
         ask: Returns the answer to a request.
         request: For the first page.
+        rows_of: The rows of an answer.
+        on_damage: What to do where one is damaged.
 
     Raises:
-        DataLossError: After the last page: some rows are missing, whose records are
-            damaged.
+        DataLossError: The record of the next row is damaged.
     """
-    damaged: list[DamagedRecord] = []
     while True:
-        page: Any = ask(request)
-        damaged += page.damaged
-        yield page
+        page = ask(request)
+        yield from _in_order(rows_of(page), page.damaged, on_damage)
         if not page.next_page_token:
-            break
+            return
         request.page_token = page.next_page_token
-    if damaged:
-        others = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-        raise DataLossError(
-            f"the list is not whole{others}: {damaged[0].message}",
-            reason=_REASON,
-            metadata={"damaged": ",".join(record.name for record in damaged)},
+
+
+def _in_order(
+    found: Sequence[T], damaged: Sequence[DamagedRecord], on_damage: OnDamage
+) -> Iterator[T]:
+    at = 0
+    for record in damaged:
+        yield from found[at : record.position]
+        at = record.position
+        error = DataLossError(
+            record.message, reason=_REASON, metadata={"name": record.name}
         )
+        if on_damage is None:
+            raise error
+        on_damage(error)
+    yield from found[at:]

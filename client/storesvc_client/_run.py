@@ -18,7 +18,7 @@ from storesvc_client._entries import checked_labels, checked_metrics
 from storesvc_client._inspecting import RunInspection
 from storesvc_client._life import RunLife
 from storesvc_client._opened import OpenCheckpoint, open_checkpoint
-from storesvc_client._pages import pages
+from storesvc_client._pages import OnDamage, rows
 from storesvc_client._retaining import RunRetention
 from storesvc_client._run_base import RunBase
 from storesvc_client._save import Save
@@ -161,17 +161,24 @@ class Run(
             like=like, mesh=mesh, rules=rules, select=select, cast=cast
         )
 
-    def checkpoints(self) -> Iterator[Checkpoint]:
+    def checkpoints(self, *, on_damage: OnDamage = None) -> Iterator[Checkpoint]:
         """Yields the checkpoints, newest first.
+
+        Args:
+            on_damage: Called, with the error, for each one whose record is damaged;
+                None raises it in its place.
 
         Raises:
             NotFoundError: There is no such run.
-            DataLossError: After all others: the records of some are damaged.
+            DataLossError: The record of the next one is damaged.
         """
-        call = self._connection.call
-        request = api.ListCheckpointsRequest(parent=self._name.resource)
-        for page in pages(partial(call, self._stub.ListCheckpoints), request):
-            yield from map(Checkpoint.from_message, page.checkpoints)
+        found = rows(
+            partial(self._connection.call, self._stub.ListCheckpoints),
+            api.ListCheckpointsRequest(parent=self._name.resource),
+            lambda page: page.checkpoints,
+            on_damage,
+        )
+        yield from map(Checkpoint.from_message, found)
 
     def latest(self) -> Checkpoint:
         """Returns the newest checkpoint.

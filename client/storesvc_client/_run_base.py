@@ -1,7 +1,7 @@
 """What every part of a run knows: its name, and how to reach its store."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -9,12 +9,14 @@ from google.protobuf.message import Message
 
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
 from storesvc_client._channel import Connection
-from storesvc_client._pages import pages
+from storesvc_client._pages import OnDamage, rows
 from storesvc_client._retrying import patiently
 from storesvc_client.errors import InvalidRequestError
+from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 T = TypeVar("T", bound=Message)
+R = TypeVar("R")
 
 
 class RunBase:
@@ -44,6 +46,15 @@ class RunBase:
         except InvalidNameError as e:
             raise InvalidRequestError(str(e)) from e
 
+    def _fixed_name(self, which: Which) -> CheckpointName:
+        """The name of a checkpoint by its step."""
+        name = self._checkpoint_name(which)
+        if isinstance(name.which, int):
+            return name
+        request = api.GetCheckpointRequest(name=name.resource)
+        found = self._ask(self._stub.GetCheckpoint, request).checkpoint
+        return CheckpointName.from_resource(found.name)
+
     def _ask(self, method: Callable[..., T], request: Message) -> T:
         """The answer to a request that may be repeated, for its id tells it."""
         for attempt in patiently():
@@ -51,6 +62,12 @@ class RunBase:
                 return self._connection.call(method, request)
         raise AssertionError
 
-    def _pages(self, method: Callable[..., T], request: Any) -> Iterator[T]:
-        """The pages of a list; damaged rows end it, after the last one."""
-        return pages(partial(self._ask, method), request)
+    def _rows(
+        self,
+        method: Callable[..., T],
+        request: Any,
+        rows_of: Callable[[T], Sequence[R]],
+        on_damage: OnDamage,
+    ) -> Iterator[R]:
+        """The rows of a list, page by page."""
+        return rows(partial(self._ask, method), request, rows_of, on_damage)

@@ -146,7 +146,7 @@ class Upload:
                     with attempt:
                         return self._begin(request_id, tree)
             except ConflictError as e:
-                # The step was freed meanwhile: for that, nobody else has it.
+                # The step was freed meanwhile, and an id begins only once.
                 if last_try or e.reason != "UPLOAD_NOT_FOUND":
                     raise
         raise AssertionError
@@ -163,6 +163,7 @@ class Upload:
                 metrics=described.metrics,
                 base=described.base.resource if described.base else "",
             ),
+            leaf_count=len(tree.leaves),
         )
 
         def requests() -> Iterator[api.BeginUploadRequest]:
@@ -331,6 +332,6 @@ def _find_requests(ref: api.WriterRef, sums: Sums) -> Iterator[api.FindChunksReq
 def _finish_requests(
     ref: api.WriterRef, sums: Sums
 ) -> Iterator[api.FinishWriterRequest]:
-    yield api.FinishWriterRequest(open=ref)
+    yield api.FinishWriterRequest(open=ref, chunk_count=len(sums))
     for part in pack_sums(sums):
         yield api.FinishWriterRequest(chunks=part)

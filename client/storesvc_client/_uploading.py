@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from storesvc.format.names import InvalidNameError, UploadName
 from storesvc_client._channel import Connection
+from storesvc_client._pages import OnDamage
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import UploadInfo
 from storesvc_client.errors import (
@@ -18,16 +19,22 @@ from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 class RunUploads(RunBase):
     """Tells of the uploads of a run, and ends them."""
 
-    def uploads(self) -> Iterator[UploadInfo]:
+    def uploads(self, *, on_damage: OnDamage = None) -> Iterator[UploadInfo]:
         """Yields the live uploads, by id; of a run that does not exist, none.
 
+        Args:
+            on_damage: Called, with the error, for each one whose records are damaged;
+                None raises it in its place.
+
         Raises:
+            DataLossError: The records of the next one are damaged.
             UnavailableError: The server does not answer, for longer than a restart
                 takes.
         """
         request = api.ListUploadsRequest(parent=self._name.resource)
-        for page in self._pages(_stub(self._connection).ListUploads, request):
-            yield from map(UploadInfo.from_message, page.uploads)
+        method = _stub(self._connection).ListUploads
+        found = self._rows(method, request, lambda page: page.uploads, on_damage)
+        yield from map(UploadInfo.from_message, found)
 
     def upload(self, upload: str) -> UploadInfo:
         """Returns an upload, live or not; for a day at least after it ended.

@@ -62,7 +62,7 @@ def page(
     for count, (name, thing) in enumerate(found):
         row: M | errors_pb2.DamagedRecord
         if isinstance(thing, CorruptDataError):
-            row = _damaged(name, thing)
+            row = _damaged(name, thing, position=len(made.rows))
         else:
             row = show(name, thing)
         held += row.ByteSize()
@@ -76,6 +76,9 @@ def page(
     return made
 
 
-def _damaged(name: Named, error: CorruptDataError) -> errors_pb2.DamagedRecord:
-    message = str(error)[:MAX_MESSAGE_BYTES]
-    return errors_pb2.DamagedRecord(name=name.resource, message=message)
+def _damaged(
+    name: Named, error: CorruptDataError, *, position: int
+) -> errors_pb2.DamagedRecord:
+    return errors_pb2.DamagedRecord(
+        name=name.resource, message=str(error)[:MAX_MESSAGE_BYTES], position=position
+    )

@@ -25,13 +25,13 @@ class RecordCalls:
         self, request: catalogue_api.UpdateCheckpointRequest, context: Context
     ) -> catalogue_api.UpdateCheckpointResponse:
         async with refusals(context):
-            name = CheckpointName.from_resource(request.checkpoint.name)
+            run, step = step_of(request.checkpoint.name)
             write_id = fields.write_id_of(request)
             record = await self._store.lives.update(
-                name, change_of(request), etag=request.etag, write_id=write_id
+                run, step, change_of(request), etag=request.etag, write_id=write_id
             )
             return catalogue_api.UpdateCheckpointResponse(
-                checkpoint=messages.checkpoint_message(name.run, record)
+                checkpoint=messages.checkpoint_message(run, record)
             )
         raise AssertionError
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Final
 
 from storesvc import leaf_tables
-from storesvc.errors import InvalidChunkError, InvalidFieldError
+from storesvc.errors import InvalidChunkError, InvalidFieldError, InvalidTreeError
 from storesvc.format.chunks import InvalidChunksError, Sums, unpack_sums
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.records import timestamp
@@ -56,7 +56,9 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
             name = upload_name(opening.parent, opening.request_id)
             new = new_upload(name.run, opening.upload)
             async with self._large_call():
-                table = await _joined_leaves(name, request_iterator)
+                table = await _joined_leaves(
+                    name, request_iterator, count=opening.leaf_count
+                )
                 record = await self._store.uploads.begin(name, new, table)
             return upload_api.BeginUploadResponse(
                 upload=messages.upload_message(name, record)
@@ -145,7 +147,7 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
             opening = await first(request_iterator, "open")
             upload = await self._open(opening.open)
             async with self._large_call():
-                sums = await _joined_sums(request_iterator)
+                sums = await _joined_sums(request_iterator, count=opening.chunk_count)
                 places = await self._store.receiver.finish(
                     upload, opening.open.writer, sums
                 )
@@ -243,12 +245,16 @@ def upload_name(parent: str, request_id: str) -> UploadName:
 
 
 async def _joined_leaves(
-    name: UploadName, stream: AsyncIterator[upload_api.BeginUploadRequest]
+    name: UploadName,
+    stream: AsyncIterator[upload_api.BeginUploadRequest],
+    *,
+    count: int,
 ) -> bytes:
     """The serialised leaf table of a stream, its rows counted as they come."""
-    table, rows = bytearray(), tree_pb2.LeafTable()
+    table, rows, leaves = bytearray(), tree_pb2.LeafTable(), 0
     async for message in following(stream, "leaves"):
         part = message.leaves
+        leaves += len(part.key)
         leaf_tables.check_limits(name, part)
         rows.dtypes.extend(part.dtypes)
         rows.prng_impls.extend(part.prng_impls)
@@ -256,16 +262,28 @@ async def _joined_leaves(
         leaf_tables.check_limits(name, rows)
         table += part.SerializeToString(deterministic=True)
         check_size("leaf table", len(table))
+    if leaves != count:  # or its connection was cut, which ends a stream alike
+        raise InvalidTreeError(
+            f"{name}: expected {count} leaves as leaf_count says, got {leaves}; send "
+            "all parts of the leaf table"
+        )
     return bytes(table)
 
 
-async def _joined_sums(stream: AsyncIterator[upload_api.FinishWriterRequest]) -> Sums:
+async def _joined_sums(
+    stream: AsyncIterator[upload_api.FinishWriterRequest], *, count: int
+) -> Sums:
     """The receipt of a stream."""
     table, size = tree_pb2.ChunkTable(), 0
     async for message in following(stream, "chunks"):
         size += message.ByteSize()
         check_size("receipt", size)
         table.MergeFrom(message.chunks)
+    if len(table.crc32c) != count:  # as above
+        raise InvalidChunkError(
+            f"receipt: expected {count} rows as chunk_count says, got "
+            f"{len(table.crc32c)}; send all parts of the receipt"
+        )
     return await asyncio.to_thread(unpacked, table)
 
 

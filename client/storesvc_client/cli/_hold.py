@@ -21,7 +21,7 @@ from storesvc_client.cli._paths import CheckpointPath, RunPath
 from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
-    from storesvc_client import HoldInfo, Run
+    from storesvc_client import DataLossError, HoldInfo, Run
 
 _DEFAULT_TTL: Final = timedelta(minutes=10)
 
@@ -93,7 +93,9 @@ def hold(
         case RunPath(name) if not command and owner is None and ttl is None:
             with connection.open() as client:
                 if delete is None:
-                    _HOLDS.show(client.run(name).holds(), as_json=as_json)
+                    damaged: list[DataLossError] = []
+                    holds = client.run(name).holds(on_damage=damaged.append)
+                    _HOLDS.show(holds, as_json=as_json, damaged=damaged)
                 else:
                     _delete(client.run(name), delete, as_json=as_json)
         case _:
@@ -129,13 +131,16 @@ def _run_held(
 
 
 def _delete(run: "Run", wanted: str, *, as_json: bool) -> None:
-    found = next((hold for hold in run.holds() if hold.id == wanted), None)
-    if found is None:
+    damaged: list[DataLossError] = []
+    holds = {hold.id: hold for hold in run.holds(on_damage=damaged.append)}
+    unreadable = {e.metadata["name"].rpartition("/")[2] for e in damaged}
+    if wanted not in {*holds, *unreadable}:
         raise Refusal(
             f"{run.name} has no hold {wanted!r}; 'storectl hold {run.name}' lists them"
         )
-    run.end_hold(found.id)
+    run.end_hold(wanted)
     if as_json:
-        print_json({"run": run.name, "hold": found.id, "deleted": True})
+        print_json({"run": run.name, "hold": wanted, "deleted": True})
     else:
-        click.echo(f"hold {found.id} on {run.name}@{found.step} deleted")
+        held = f"@{holds[wanted].step}" if wanted in holds else ", which was damaged"
+        click.echo(f"hold {wanted} on {run.name}{held} deleted")

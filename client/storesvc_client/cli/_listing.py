@@ -1,9 +1,8 @@
 """Lists of things of one kind."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
-from itertools import islice
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from storesvc_client.cli._output import (
     Column,
@@ -12,6 +11,9 @@ from storesvc_client.cli._output import (
     print_note,
     print_table,
 )
+
+if TYPE_CHECKING:
+    from storesvc_client import DataLossError
 
 _Item = TypeVar("_Item")
 
@@ -25,32 +27,45 @@ class Listing(Generic[_Item]):
     row: Callable[[_Item], tuple[str, ...]]
 
     def show(
-        self, items: Iterable[_Item], *, as_json: bool, limit: int | None = None
+        self,
+        items: Iterable[_Item],
+        *,
+        as_json: bool,
+        limit: int | None = None,
+        damaged: "Sequence[DataLossError]" = (),
     ) -> None:
         """Prints the items, and says beside the output what it left out.
 
-        Raises:
-            DataLossError: Some cannot be told; the others are printed.
-        """
-        from storesvc_client import DataLossError
+        Args:
+            items: To print.
+            as_json: Whether as JSON.
+            limit: The first so many only, damaged ones counted.
+            damaged: Of those that cannot be told, as they are met.
 
+        Raises:
+            DataLossError: The last of them; the others are told before.
+        """
         shown: list[_Item] = []
-        rest: Iterator[_Item] = iter(items)
-        damage = None
-        try:
-            for item in islice(rest, limit):
-                shown.append(item)  # noqa: PERF402 - what came before an error stays
-        except DataLossError as e:
-            damage = e
+        rest = False
+        for item in items:
+            rest = limit is not None and len(shown) + len(damaged) >= limit
+            if rest:
+                break
+            shown.append(item)
+        # One more may have been met on the way to the first that is not shown.
+        told = damaged if limit is None else damaged[: limit - len(shown)]
+        rest = rest or len(told) < len(damaged)
         if as_json:
             print_json(shown)
         elif shown:
             print_table(self.columns, map(self.row, shown))
-        elif damage is None:
+        elif not damaged:
             print_note(f"no {plural(self.noun)}")
-        if damage is not None:
-            raise damage
-        if limit is not None and next(rest, None) is not None:
+        if rest:
             known = f"of {len(items):,} " if isinstance(items, Sized) else ""
             noun = self.noun if limit == 1 and not known else plural(self.noun)
             print_note(f"{limit:,} {known}{noun} shown, there are more")
+        for error in told[:-1]:
+            print_note(str(error))
+        if told:
+            raise told[-1]

@@ -30,7 +30,7 @@ from storesvc_client.cli._selection import (
 )
 
 if TYPE_CHECKING:
-    from storesvc_client import Checkpoint, LeafInfo, RunInfo
+    from storesvc_client import Checkpoint, DataLossError, LeafInfo, RunInfo
 
 
 def _run_row(run: "RunInfo") -> tuple[str, ...]:
@@ -159,18 +159,19 @@ def ls(
     """
     if deleted and not isinstance(path, RunPath):
         raise click.UsageError("--deleted goes with a run, such as prod/llama-8b")
+    damaged: list[DataLossError] = []
     with connection.open() as client:
         match path:
-            case None:
-                _RUNS.show(client.runs(), limit=limit, as_json=as_json)
-            case NamespacePath(namespace):
-                _RUNS.show(client.runs(namespace), limit=limit, as_json=as_json)
+            case None | NamespacePath():
+                namespace = path.namespace if path else None
+                runs = client.runs(namespace, on_damage=damaged.append)
+                _RUNS.show(runs, limit=limit, as_json=as_json, damaged=damaged)
             case RunPath(run) if deleted:
-                gone = client.run(run).deleted()
-                _DELETED.show(gone, limit=limit, as_json=as_json)
+                gone = client.run(run).deleted(on_damage=damaged.append)
+                _DELETED.show(gone, limit=limit, as_json=as_json, damaged=damaged)
             case RunPath(run):
-                checkpoints = client.run(run).checkpoints()
-                _CHECKPOINTS.show(checkpoints, limit=limit, as_json=as_json)
+                found = client.run(run).checkpoints(on_damage=damaged.append)
+                _CHECKPOINTS.show(found, limit=limit, as_json=as_json, damaged=damaged)
             case CheckpointPath() | LeafPath():
                 leaves = select_leaves(client, path).leaves
                 _LEAVES.show(leaves, limit=limit, as_json=as_json)

@@ -15,7 +15,7 @@ from storesvc_client.cli._paths import CheckpointPath, RunPath
 from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
-    from storesvc_client import Tag
+    from storesvc_client import DataLossError, Tag
 
 
 def _row(tag: "Tag") -> tuple[str, ...]:
@@ -92,7 +92,9 @@ def tag(
     match path, name:
         case RunPath(run), None if not delete and protected is None and not expected:
             with connection.open() as client:
-                _TAGS.show(client.run(run).tags(), as_json=as_json)
+                damaged: list[DataLossError] = []
+                tags = client.run(run).tags(on_damage=damaged.append)
+                _TAGS.show(tags, as_json=as_json, damaged=damaged)
         case RunPath(run), str() if delete and protected is None:
             _delete(connection, run, name, expected=expected, as_json=as_json)
         case CheckpointPath(), str() if not delete:

@@ -1,6 +1,5 @@
 """``storectl uploads``: checkpoints that are being written."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -13,7 +12,7 @@ from storesvc_client.cli._paths import RunPath
 from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
-    from storesvc_client import Run, UploadInfo
+    from storesvc_client import DataLossError, Run, UploadInfo
 
 
 def _row(upload: "UploadInfo") -> tuple[str, ...]:
@@ -64,18 +63,17 @@ def uploads(
     with connection.open() as client:
         run = client.run(path.run)
         if abort is None:
-            _UPLOADS.show(_live(run), as_json=as_json)
+            _show(run, as_json=as_json)
         else:
             _abort(run, abort, as_json=as_json)
 
 
-def _live(run: "Run") -> "Iterator[UploadInfo]":
-    found = False
-    for upload in run.uploads():
-        found = True
-        yield upload
-    if not found:
+def _show(run: "Run", *, as_json: bool) -> None:
+    damaged: list[DataLossError] = []
+    found = list(run.uploads(on_damage=damaged.append))
+    if not found and not damaged:
         run.info()  # a run that does not exist has no uploads either
+    _UPLOADS.show(found, as_json=as_json, damaged=damaged)
 
 
 def _abort(run: "Run", upload: str, *, as_json: bool) -> None:

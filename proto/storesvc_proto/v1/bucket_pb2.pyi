@@ -74,10 +74,12 @@ The journal. Who changes a slot or a tag in a way that a watch tells of MUST
 read the object, then create the next announcement of the namespace, then change
 the object on the condition that it has not changed since that read, with the
 announcement's number in it. A reader of announcement n of an object whose
-number is n takes it for landed; above n, for superseded; below n, for pending.
+number is n takes it for landed; above n, for superseded; below n, for pending
+while the object holds what the announcement is to replace, else for superseded.
 The numbers of a namespace are dense and begin at 1; the oldest announcements may
-be deleted, in order, but never one of the last day, nor the last one. A tag's
-record MUST stay for a day after the tag was deleted.
+be deleted, in order, but never one that a change may still follow, which is one of
+the last three days, nor the last one. A tag's record MUST stay for a day after the
+tag was deleted.
 """
 
 import builtins
@@ -283,8 +285,9 @@ class Announcement(google.protobuf.message.Message):
     nonce: builtins.str
     """Tells two announcements of the same change apart; random."""
     replaces: builtins.str
-    """The etag of the record that the change replaces, a commit excepted; empty: there
-    is none. Once the object holds another one, the change will never be made.
+    """The etag of the record that the change replaces, a commit excepted; "none": there
+    is none. Once the object holds another one, the change will never be made. Empty:
+    unknown.
     """
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:

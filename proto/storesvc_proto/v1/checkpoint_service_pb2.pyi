@@ -760,7 +760,9 @@ class UpdateCheckpointRequest(google.protobuf.message.Message):
     """A random UUID."""
     @property
     def checkpoint(self) -> Global___Checkpoint:
-        """The checkpoint: its name, and the fields that the mask names."""
+        """The checkpoint: its name, with a step and not `latest`, and the fields that the
+        mask names.
+        """
 
     @property
     def update_mask(self) -> google.protobuf.field_mask_pb2.FieldMask:

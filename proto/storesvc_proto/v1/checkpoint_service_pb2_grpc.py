@@ -247,8 +247,7 @@ class CheckpointServiceServicer(object):
 
         Errors:
         * `INVALID_FIELD`.
-        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
-        `TAG_NOT_FOUND`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`.
         * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

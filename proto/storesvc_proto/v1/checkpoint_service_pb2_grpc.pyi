@@ -622,8 +622,7 @@ class CheckpointServiceStub(typing.Generic[_CheckpointServiceListRunsType, _Chec
 
     Errors:
     * `INVALID_FIELD`.
-    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
-      `TAG_NOT_FOUND`.
+    * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`.
     * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
     """
 
@@ -978,8 +977,7 @@ class CheckpointServiceServicer(metaclass=abc.ABCMeta):
 
         Errors:
         * `INVALID_FIELD`.
-        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
-          `TAG_NOT_FOUND`.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`.
         * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
 

@@ -205,16 +205,20 @@ class DamagedRecord(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    POSITION_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name, as the row would have it."""
     message: builtins.str
     """What is wrong, and what to do, for people."""
+    position: builtins.int
+    """How many rows of the page come before it."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         message: builtins.str = ...,
+        position: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["message", b"message", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "name", b"name", "position", b"position"]) -> None: ...
 
 Global___DamagedRecord: typing_extensions.TypeAlias = DamagedRecord

@@ -202,10 +202,15 @@ class BeginUploadRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     UPLOAD_FIELD_NUMBER: builtins.int
     LEAVES_FIELD_NUMBER: builtins.int
+    LEAF_COUNT_FIELD_NUMBER: builtins.int
     parent: builtins.str
     """`namespaces/{namespace}/runs/{run}`. In the first message."""
     request_id: builtins.str
     """A random UUID. In the first message."""
+    leaf_count: builtins.int
+    """Number of rows of all parts. In the first message; a stream that is cut off is
+    told by it from one that has ended.
+    """
     @property
     def upload(self) -> Global___Upload:
         """What to begin. In the first message only."""
@@ -221,9 +226,10 @@ class BeginUploadRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         upload: Global___Upload | None = ...,
         leaves: storesvc_proto.v1.tree_pb2.LeafTable | None = ...,
+        leaf_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["leaves", b"leaves", "part", b"part", "upload", b"upload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["leaves", b"leaves", "parent", b"parent", "part", b"part", "request_id", b"request_id", "upload", b"upload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leaf_count", b"leaf_count", "leaves", b"leaves", "parent", b"parent", "part", b"part", "request_id", b"request_id", "upload", b"upload"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["upload", "leaves"] | None: ...
 
 Global___BeginUploadRequest: typing_extensions.TypeAlias = BeginUploadRequest
@@ -371,6 +377,9 @@ class FinishWriterRequest(google.protobuf.message.Message):
 
     OPEN_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
+    CHUNK_COUNT_FIELD_NUMBER: builtins.int
+    chunk_count: builtins.int
+    """Number of rows of all parts. In the first message, as in BeginUpload."""
     @property
     def open(self) -> Global___WriterRef:
         """In the first message only."""
@@ -384,9 +393,10 @@ class FinishWriterRequest(google.protobuf.message.Message):
         *,
         open: Global___WriterRef | None = ...,
         chunks: storesvc_proto.v1.tree_pb2.ChunkTable | None = ...,
+        chunk_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chunks", b"chunks", "open", b"open", "part", b"part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "open", b"open", "part", b"part"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "chunks", b"chunks", "open", b"open", "part", b"part"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["open", "chunks"] | None: ...
 
 Global___FinishWriterRequest: typing_extensions.TypeAlias = FinishWriterRequest

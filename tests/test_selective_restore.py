@@ -45,6 +45,20 @@ def test_a_target_holds_the_selected_leaves_and_no_other(run: store.Run) -> None
         run.restore(0, like=like, select=["moments/**", "loss"])
 
 
+@pytest.mark.parametrize("select", [5.5, b"params/**", ["loss", 3], [["loss"]]])
+def test_what_is_no_glob_is_refused(run: store.Run, select: Any) -> None:
+    run.save(0, the_tree()).result()
+
+    with pytest.raises(
+        store.InvalidRequestError, match=r"select=: expected texts, got"
+    ):
+        run.restore(0, select=select)
+    with pytest.raises(store.InvalidRequestError, match="keys: expected texts, got"):
+        list(run.read(0, select))
+    ((leaf, array),) = run.read(0, "loss")
+    assert ("loss", 0.125) == (leaf.key, float(array))
+
+
 def test_a_glob_that_selects_nothing_names_what_is_near(run: store.Run) -> None:
     run.save(0, the_tree()).result()
 

@@ -1,7 +1,7 @@
 """Labels, metrics and single values as people give them, checked before anything is
 sent."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from storesvc_client._names import is_text
@@ -58,6 +58,27 @@ def checked_metrics(place: str, metrics: object) -> dict[str, float]:
             raise InvalidRequestError(
                 f"{place}: metrics=: expected a number for {key!r}, got {_shown(value)}"
             ) from e
+    return found
+
+
+def checked_texts(place: str, texts: object) -> list[str]:
+    """Returns texts, one or several, in their order.
+
+    Args:
+        place: What they are, such as "restore of prod/llama-8b@500: select=".
+        texts: What was given.
+
+    Raises:
+        InvalidRequestError: They are something else.
+    """
+    if isinstance(texts, str):
+        return [texts]
+    if not isinstance(texts, Iterable) or isinstance(texts, bytes | bytearray):
+        raise InvalidRequestError(f"{place}: expected texts, got {_shown(texts)}")
+    found = list(texts)
+    for text in found:
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{place}: expected texts, got {_shown(text)}")
     return found
 
 

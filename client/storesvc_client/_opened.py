@@ -21,6 +21,7 @@ from storesvc.format.manifests import (
 )
 from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._channel import Connection
+from storesvc_client._entries import checked_texts
 from storesvc_client._globs import matching_keys, nearest_keys
 from storesvc_client._leasing import Lease
 from storesvc_client._pausing import collector_paused
@@ -124,7 +125,8 @@ class OpenCheckpoint:
     def read(self, keys: Iterable[str]) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
         """Yields leaves as host arrays; see ``Run.read``."""
         tree = self._manifest.tree
-        rows = [self._row(key) for key in dict.fromkeys(keys)]
+        wanted = checked_texts(f"read of {self.name}: keys", keys)
+        rows = [self._row(key) for key in dict.fromkeys(wanted)]
         with self._held():
             for batch in _batched(rows, [grid.leaf_bytes for grid in tree.grids]):
                 arrays: dict[int, NDArray[Any]] = {}
@@ -165,7 +167,7 @@ class OpenCheckpoint:
         if select is None:
             return list(by_key.values())
         rows: set[int] = set()
-        for glob in [select] if isinstance(select, str) else select:
+        for glob in checked_texts(f"restore of {self.name}: select=", select):
             keys = matching_keys(glob, by_key)
             if not keys:
                 nearest = ", ".join(nearest_keys(glob, by_key)) or "none"

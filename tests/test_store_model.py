@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final
 
 from hypothesis import settings
@@ -224,9 +225,8 @@ class StoreMachine(RuleBasedStateMachine):
         trouble=TROUBLES,
     )
     def begin(self, step: int, base: int | str | None, trouble: Trouble) -> Any:
-        name = UploadName(RUN, uuid.uuid4().hex)
         known = self._base(base)
-        answer = self._answer(lambda: self._begin(name, step, base), trouble)
+        name, answer = self._begin_as_clients_do(step, base, trouble)
         if step in self._model.checkpoints:
             assert answer is CheckpointExistsError
             return multiple()
@@ -276,6 +276,21 @@ class StoreMachine(RuleBasedStateMachine):
         )
         table = b"".join(pack_leaves(tree_of(CHUNKS)))
         return self._store.uploads.begin(name, new, table)
+
+    def _begin_as_clients_do(
+        self, step: int, base: int | str | None, trouble: Trouble
+    ) -> tuple[UploadName, Any]:
+        """The answer to a begin, once more under another id where a collector has
+        emptied the slot between two tries of the first."""
+        for last_try in (False, True):
+            name = UploadName(RUN, uuid.uuid4().hex)
+            begin = partial(self._begin, name, step, base)
+            answer = self._answer(begin, trouble)
+            if answer is not UploadNotFoundError or last_try:
+                break
+            assert trouble.beside
+            trouble = Trouble(Fault.NONE, 0)
+        return name, answer
 
     def _name(self, upload: Upload) -> UploadName:
         return UploadName(RUN, upload.uid)
@@ -431,8 +446,7 @@ class StoreMachine(RuleBasedStateMachine):
         free = [step for step in range(LAST_STEP + 1) if step not in taken]
         step = data.draw(st.sampled_from(free))
         known = self._base(base)
-        name = UploadName(RUN, uuid.uuid4().hex)
-        answer = self._answer(lambda: self._begin(name, step, base), trouble)
+        name, answer = self._begin_as_clients_do(step, base, trouble)
         upload = self._begun(name, step, known, answer)
         needed = upload.needed(content)
         if needed:

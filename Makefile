@@ -2,7 +2,7 @@
 # with Python 3.11, pip, make and gcc; `make check` and `make test-easydel` are what
 # CI runs.
 
-.PHONY: demo test check lint types contract breaking wheel-test soak \
+.PHONY: demo test check lint types contract breaking wheel-test bench soak \
         test-easydel format proto lock clean
 
 VENV := .venv
@@ -97,6 +97,11 @@ wheel-test: $(INSTALLED)
 	  where = storesvc_client.__file__; print("Testing", where); \
 	  sys.exit(not where.startswith(sys.prefix))'
 	cd build/wheel/run && $(WHEEL_VENV)/bin/python -m pytest
+
+# Side by side with Orbax and others, for an hour; `python -m tests.bench NAME` runs
+# one.
+bench: $(INSTALLED)
+	$(BIN)/python -m tests.bench.speed lm reshard many --on tmpfs disk
 
 # All that a machine can do to a store, at every point of its work: half an hour, as
 # root for the parts that mount a disk. SOAK names parts; none: all.

@@ -206,7 +206,7 @@ def serve(
             "reaches a plaintext server can read and write its store; give a "
             "certificate and its key, or --insecure"
         )
-    _keep_freed_memory()
+    keep_freed_memory()
     asyncio.run(_serve(root, host, port, tls, ready_file, gc_interval))
 
 
@@ -220,7 +220,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Lets glibc keep the memory of messages instead of giving each back.
 
     Every 2 MiB message would otherwise be mapped, zeroed and unmapped by the kernel,

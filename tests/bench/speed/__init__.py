@@ -1,0 +1,10 @@
+"""Speed, side by side: the same work by this store, by its peers, and by the floors.
+
+    python -m tests.bench.speed [WORK ...] [--rounds 5] [--on tmpfs disk]
+                                [--only NAME ...]
+
+Each round runs every contender once, in a process of its own, in an order that is
+drawn anew: it makes the state, warms up with a small one, saves, restores, and
+compares bit by bit, outside the timed parts. What is printed are medians over the
+rounds, and ratios of one run: the machine is shared, and seconds alone say little.
+"""

@@ -21,6 +21,7 @@ from storesvc.kvbucket import ASIDE
 from storesvc.reuse import Reuse
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from tests.collecting_process import PLACES, Process
 from tests.contract import Writer, elements, frame, mixed_sums, sums
 from tests.faulty_bucket import FaultyBucket
@@ -385,7 +386,10 @@ class TestASaveThatWasCutOff:
         first._tree = snapshot.tree
         first.begin()
         progress = _SumsInProgress(snapshot.tree.chunk_count)
-        first.write(*frames(snapshot, range(2), progress))
+        requests = frames(snapshot, range(2), progress)
+        first.write(
+            *(upload_api.WriteChunksRequest.FromString(r).frame for r in requests)
+        )
         report = run.save(3, TREE).report()
 
         assert 0 < report.reused_bytes < report.total_bytes

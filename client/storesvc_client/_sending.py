@@ -9,7 +9,7 @@ only the chunks that it lacks follow.
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._channel import MAX_FRAME_BYTES, Connection
+from storesvc_client._framing import Frame, requests_of_large
 from storesvc_client._keeping import KeptAlive
 from storesvc_client._retrying import patiently
 from storesvc_client._values import Checkpoint, SaveReport
@@ -31,6 +32,8 @@ from storesvc_client.errors import (
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+
+_WRITE_CHUNKS: Final = "/storesvc.v1.UploadService/WriteChunks"
 
 
 class Snapshot(Protocol):
@@ -69,6 +72,11 @@ class Upload:
     def __init__(self, connection: Connection, description: Description) -> None:
         self._connection = connection
         self._stub = UploadServiceStub(connection.channel)
+        # Of messages that are serialised already.
+        self._write_chunks: Any = connection.channel.stream_stream(
+            _WRITE_CHUNKS,
+            response_deserializer=api.WriteChunksResponse.FromString,
+        )
         self._description = description
 
     def send(self, snapshot: Snapshot) -> Saved:
@@ -194,7 +202,7 @@ class Upload:
         durable = 0
         try:
             with translated(self._connection.address):
-                for response in self._stub.WriteChunks(requests):
+                for response in self._write_chunks(requests):
                     durable = response.durable_count
         except UnavailableError:
             if not durable:
@@ -221,14 +229,14 @@ class Upload:
 class _Failing:
     """An iterator whose own error is not lost: gRPC only cancels the call."""
 
-    def __init__(self, requests: Iterator[api.WriteChunksRequest]) -> None:
+    def __init__(self, requests: Iterator[bytes]) -> None:
         self._requests = requests
         self._error: BaseException | None = None
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> api.WriteChunksRequest:
+    def __next__(self) -> bytes:
         try:
             return next(self._requests)
         except StopIteration:
@@ -273,48 +281,29 @@ def _write_requests(
     snapshot: Snapshot,
     ordinals: Sequence[int],
     sums: _SumsInProgress,
-) -> Iterator[api.WriteChunksRequest]:
-    yield api.WriteChunksRequest(open=ref)
-    for frame in frames(snapshot, ordinals, sums):
-        yield api.WriteChunksRequest(frame=frame)
+) -> Iterator[bytes]:
+    yield api.WriteChunksRequest(open=ref).SerializeToString()
+    yield from frames(snapshot, ordinals, sums)
 
 
 def frames(
     snapshot: Snapshot, ordinals: Sequence[int], sums: _SumsInProgress
-) -> Iterator[api.ChunkFrame]:
-    """Yields the frames that carry chunks, and keeps the chunks' sums."""
-    frame, held = api.ChunkFrame(), bytearray()
+) -> Iterator[bytes]:
+    """Yields the serialised requests that carry chunks, and keeps the chunks' sums."""
+    frame = Frame()
     for ordinal in ordinals:
         data = memoryview(snapshot.chunk(ordinal)).cast("B")
         tail = sums.add(ordinal, data).to_bytes(CHECKSUM_BYTES, "little")
         length = len(data) + len(tail)
-        if held and len(held) + length > MAX_FRAME_BYTES:
-            frame.data = bytes(held)
-            yield frame
-            frame, held = api.ChunkFrame(), bytearray()
+        if frame.size and frame.size + length > MAX_FRAME_BYTES:
+            yield frame.request()
+            frame = Frame()
         if length > MAX_FRAME_BYTES:
-            yield from _large(ordinal, data, tail)
+            yield from requests_of_large(ordinal, data, tail)
             continue
-        frame.chunk.append(ordinal)
-        frame.offset.append(0)
-        frame.length.append(length)
-        held += data
-        held += tail
-    if held:
-        frame.data = bytes(held)
-        yield frame
-
-
-def _large(ordinal: int, data: memoryview, tail: bytes) -> Iterator[api.ChunkFrame]:
-    """Yields the frames of a chunk that fills several."""
-    for offset in range(0, len(data) + len(tail), MAX_FRAME_BYTES):
-        piece = bytes(data[offset : offset + MAX_FRAME_BYTES])
-        room = MAX_FRAME_BYTES - len(piece)
-        past = max(0, offset - len(data))  # of the tail, in a frame before
-        piece += tail[past : past + room]
-        yield api.ChunkFrame(
-            chunk=[ordinal], offset=[offset], length=[len(piece)], data=piece
-        )
+        frame.add(ordinal, 0, data, tail)
+    if frame.size:
+        yield frame.request()
 
 
 def _report(tree: Tree, sent: Collection[int]) -> SaveReport:

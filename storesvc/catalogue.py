@@ -104,10 +104,10 @@ class Catalogue:
             RunNotFoundError: With the most similar names.
             CorruptDataError: The record of one is damaged.
         """
-        rows = await self.checkpoint_rows(
+        listed = await self.checkpoint_rows(
             run, before=before, limit=limit, show_deleted=show_deleted
         )
-        return [sound(row) for _, row in rows]
+        return [sound(row) for _, row in listed]
 
     async def checkpoint_rows(
         self,

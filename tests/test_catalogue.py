@@ -11,9 +11,15 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc import slot_reads
 from storesvc.bucket import Stored
 from storesvc.catalogue import Catalogue
-from storesvc.errors import CheckpointNotFoundError, RunNotFoundError
+from storesvc.errors import (
+    CheckpointNotFoundError,
+    ConflictError,
+    CorruptDataError,
+    RunNotFoundError,
+)
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
@@ -493,27 +499,50 @@ def test_what_is_undeleted_while_it_is_passed_over_is_found(age: timedelta) -> N
     asyncio.run(main())
 
 
-def test_nothing_is_not_told_before_it_is_known() -> None:
+def test_what_is_damaged_while_it_is_passed_over_is_a_row_like_others() -> None:
     async def main() -> None:
         bucket = await FaultyBucket.faulty("memory://")
-        await put(bucket, 0, state=COMMITTED)
-        await put(bucket, 1, state=UPLOADING)
-        turns = itertools.count()
+        await put(bucket, 4, 5, state=COMMITTED)
+        await put(bucket, 6, state=UPLOADING)
 
-        async def overtake() -> None:  # whichever was not looked at yet is committed
-            turn = next(turns)
-            if turn < 30:
-                now = 1 - turn % 2
-                await put(bucket, now, state=COMMITTED)
-                await put(bucket, 1 - now, state=DELETED)
-                process.overtake, process.after = overtake, places.checkpoint(1 - now)
+        async def overtake() -> None:
+            await bucket.write(RunPlaces(RUN).checkpoint(6), b"noise")
 
-        places = RunPlaces(RUN)
-        process = await overtaken(bucket, 1, overtake)
-        assert 0 <= (await Catalogue(process).checkpoint(NEWEST)).step
-        assert next(turns) > 1
+        catalogue = Catalogue(await overtaken(bucket, 6, overtake))
+        rows = await catalogue.checkpoint_rows(RUN, before=None, limit=9)
+        assert [6, 5, 4] == [step for step, _ in rows]
+        assert isinstance(rows[0][1], CorruptDataError)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("turns", [40, 1_000_000])
+def test_nothing_is_not_told_before_it_is_known(
+    monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """Whether there is a checkpoint, while saves come and go whenever it is looked."""
+    monkeypatch.setattr(slot_reads, "_PAUSE_SECONDS", 0)
+    taken = itertools.count(1)
+
+    async def main() -> int:
+        bucket = await FaultyBucket.faulty("memory://")
+        await put(bucket, 5, state=UPLOADING)
+
+        async def again() -> None:
+            if next(taken) == turns:
+                await put(bucket, 5, state=COMMITTED)
+            else:
+                await put(bucket, 5, state=UPLOADING)
+                process.overtake = again
+
+        process = await overtaken(bucket, 5, again)
+        return (await Catalogue(process).checkpoint(NEWEST)).step
+
+    if turns == 40:
+        assert 5 == asyncio.run(main())
+    else:
+        with pytest.raises(ConflictError, match="try again"):
+            asyncio.run(main())
 
 
 def test_a_run_that_never_stands_still_is_answered_all_the_same() -> None:

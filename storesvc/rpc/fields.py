@@ -47,7 +47,7 @@ _TOKEN_CHECK_BYTES: Final = 8
 _BODY_BYTES: Final = 8
 
 
-def write_id(request_id: str) -> str:
+def checked_request_id(request_id: str) -> str:
     """Returns a request id, checked: what an upload or a hold is called by.
 
     Raises:
@@ -72,7 +72,7 @@ def write_id_of(request: ChangeRequest) -> str:
     Raises:
         InvalidFieldError: Its ``request_id`` is not a UUID in its usual form.
     """
-    return f"{write_id(request.request_id)}:{_body_digest(request)}"
+    return f"{checked_request_id(request.request_id)}:{_body_digest(request)}"
 
 
 def _body_digest(request: Message) -> str:

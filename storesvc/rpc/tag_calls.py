@@ -73,7 +73,7 @@ class TagCalls:
     ) -> catalogue_api.CreateHoldResponse:
         async with refusals(context):
             checkpoint = CheckpointName.from_resource(request.parent)
-            hex_id = fields.write_id(request.request_id).replace("-", "")
+            hex_id = fields.checked_request_id(request.request_id).replace("-", "")
             name = HoldName(checkpoint.run, hex_id)
             record = await self._store.holds.create(
                 name,

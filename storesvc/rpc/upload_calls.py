@@ -240,7 +240,7 @@ def upload_name(parent: str, request_id: str) -> UploadName:
     Raises:
         InvalidFieldError: The id is not a UUID in its usual form.
     """
-    hex_id = fields.write_id(request_id).replace("-", "")
+    hex_id = fields.checked_request_id(request_id).replace("-", "")
     return UploadName(RunName.from_resource(parent), hex_id)
 
 

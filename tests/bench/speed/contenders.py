@@ -40,44 +40,44 @@ class Contender(Protocol):
         """Ends its processes."""
 
 
-class Streamed:
+class _Ours:
+    """This store, by its client."""
+
+    def __init__(self, target: str) -> None:
+        self._client = store.connect(target)
+        self._run = self._client.run("bench/speed")
+
+    def save(self, step: int, state: State) -> None:
+        self._run.save(step, state, base=None).result()
+
+    def restore(self, step: int, target: Target) -> Any:
+        return self._run.restore(step, like=target)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Streamed(_Ours):
     """This store: a server, and a client over a socket."""
 
     def __init__(self, directory: Path) -> None:
         self._server = ServerProcess(directory / "store", directory)
         self._server.start()
         self.pids: Sequence[int] = [self._server.pid]
-        self._client = store.connect(self._server.address)
-        self._run = self._client.run("bench/speed")
-
-    def save(self, step: int, state: State) -> None:
-        self._run.save(step, state, base=None).result()
-
-    def restore(self, step: int, target: Target) -> Any:
-        return self._run.restore(step, like=target)
+        super().__init__(self._server.address)
 
     def close(self) -> None:
-        self._client.close()
+        super().close()
         self._server.stop()
 
 
-class Embedded:
+class Embedded(_Ours):
     """This store, inside the process."""
 
     pids: Sequence[int] = ()
 
     def __init__(self, directory: Path) -> None:
-        self._client = store.connect((directory / "store").as_uri())
-        self._run = self._client.run("bench/speed")
-
-    def save(self, step: int, state: State) -> None:
-        self._run.save(step, state, base=None).result()
-
-    def restore(self, step: int, target: Target) -> Any:
-        return self._run.restore(step, like=target)
-
-    def close(self) -> None:
-        self._client.close()
+        super().__init__((directory / "store").as_uri())
 
 
 class Orbax:

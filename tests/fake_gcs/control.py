@@ -1,0 +1,69 @@
+"""What other processes than the test's may ask for under ``/_fake/``.
+
+| request | body or answer |
+|---|---|
+| POST /_fake/faults | {"match": "POST", "action": ACTION, "times": 1, "after": 0} |
+| GET /_fake/log | {"requests": [...], "stored_bytes": 0, "sent_bytes": 0} |
+| POST /_fake/clear | forgets faults and log |
+| POST /_fake/deny, POST /_fake/allow | {"bucket": "b1"} |
+
+An ACTION is the name of one and its fields: {"kind": "status", "code": 503}.
+
+These requests meet no fault, need no token, and stand in no log.
+"""
+
+import re
+from dataclasses import asdict
+from http import HTTPStatus
+from typing import Final
+
+from tests.fake_gcs.faults import Faults, parse_action
+from tests.fake_gcs.log import Log
+from tests.fake_gcs.messages import Answer, Request, json_answer, refusal
+from tests.fake_gcs.objects import Buckets
+from tests.fake_gcs.refusals import RefusedError
+
+PREFIX: Final = "/_fake/"
+
+
+class Control:
+    """Answers those requests."""
+
+    def __init__(self, buckets: Buckets, faults: Faults, log: Log) -> None:
+        self._buckets = buckets
+        self._faults = faults
+        self._log = log
+
+    def answer(self, request: Request) -> Answer:
+        """Does what a request asks for, or tells why not."""
+        try:
+            return json_answer(self._do(request))
+        except RefusedError as e:
+            return refusal(e)
+        except (KeyError, TypeError, ValueError, re.error) as e:
+            return refusal(RefusedError(HTTPStatus.BAD_REQUEST, repr(e)))
+
+    def _do(self, request: Request) -> dict[str, object]:
+        told = request.document()
+        match request.method, request.path.removeprefix(PREFIX):
+            case "POST", "faults":
+                action = parse_action(told.pop("action"))
+                self._faults.add(told.pop("match"), action, **told)
+            case "GET", "log":
+                return {
+                    "requests": [asdict(entry) for entry in self._log.entries],
+                    "stored_bytes": self._log.stored_bytes,
+                    "sent_bytes": self._log.sent_bytes,
+                }
+            case "POST", "clear":
+                self._faults.clear()
+                self._log.clear()
+            case "POST", "deny":
+                self._buckets.deny(told["bucket"])
+            case "POST", "allow":
+                self._buckets.allow(told["bucket"])
+            case _:
+                raise RefusedError(
+                    HTTPStatus.NOT_FOUND, f"no {request.method} {request.path}"
+                )
+        return {}

@@ -1,0 +1,168 @@
+"""HTTP/1.1 over a socket, without needless copies of bodies.
+
+A body is received into the buffer in which it then lies as an object, and an object is
+sent from there.
+"""
+
+import asyncio
+import socket
+import struct
+import time
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Final
+
+from tests.fake_gcs.contents import Data
+from tests.fake_gcs.messages import Answer, Body, Request, formatted_head
+from tests.fake_gcs.multipart import parse_headers
+
+HEAD_BYTES: Final = 1 << 16
+PIECE_BYTES: Final = 1 << 20
+"""What is received or sent before others have their turn."""
+SHORTEST_SLEEP_SECONDS: Final = 0.001
+"""A timer is no finer."""
+
+_NO_BODY: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
+
+
+class EndedError(ConnectionError):
+    """The client ended the connection, or says what is no HTTP."""
+
+
+class Link:
+    """One direction of a network path, whose rate all connections share."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    async def carry(self, size_bytes: int) -> None:
+        """Returns when so many bytes have passed."""
+        now = time.monotonic()
+        self._free_at = max(now, self._free_at) + size_bytes / self._bytes_per_second
+        seconds = self._free_at - now
+        # 0 lets others have their turn
+        await asyncio.sleep(seconds if seconds >= SHORTEST_SLEEP_SECONDS else 0)
+
+
+class Network:
+    """The path between the clients and the server."""
+
+    def __init__(self, latency_seconds: float, bytes_per_second: float) -> None:
+        self.latency_seconds = latency_seconds
+        """What every request takes in any case."""
+        self.inbound = Link(bytes_per_second)
+        self.outbound = Link(bytes_per_second)
+
+
+class Connection:
+    """A client's connection."""
+
+    def __init__(self, sock: socket.socket, network: Network) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._network = network
+        self._loop = asyncio.get_running_loop()
+        self._received = bytearray()
+        """What came and belongs to nothing yet."""
+
+    async def receive(self) -> Request:
+        """Returns the next request.
+
+        Raises:
+            EndedError: There is none.
+        """
+        try:
+            return await self._receive()
+        except ValueError as e:
+            raise EndedError("expected HTTP/1.1, got something else") from e
+
+    async def send(self, piece: Data) -> None:
+        """Sends a piece of an answer."""
+        await self._network.outbound.carry(len(piece))
+        await self._loop.sock_sendall(self._socket, piece)
+
+    async def hung_up(self) -> None:
+        """Returns when the client gives up."""
+        while await self._loop.sock_recv(self._socket, PIECE_BYTES):
+            pass
+
+    def reset(self) -> None:
+        """Breaks the connection, so that the client sees it broken, not ended."""
+        linger_no_time = struct.pack("ii", 1, 0)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_no_time)
+        self._socket.close()
+
+    async def _receive(self) -> Request:
+        first, _, lines = (await self._until(b"\r\n\r\n")).partition("\r\n")
+        method, target, _ = first.split(" ", 2)
+        headers = parse_headers(lines)
+        if headers.get("expect", "").lower() == "100-continue":
+            await self._loop.sock_sendall(
+                self._socket, b"HTTP/1.1 100 Continue\r\n\r\n"
+            )
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            body: Body = await self._chunks()
+        else:
+            body = await self._exactly(int(headers.get("content-length", 0)))
+        return Request.of(method, target, headers, body)
+
+    async def _until(self, end: bytes) -> str:
+        """The text up to an end, which is taken too."""
+        while (found := self._received.find(end)) < 0:
+            if len(self._received) > HEAD_BYTES:
+                raise EndedError(f"a head of more than {HEAD_BYTES} bytes")
+            came = await self._loop.sock_recv(self._socket, HEAD_BYTES)
+            if not came:
+                raise EndedError("the client ended the connection")
+            self._received += came
+        text = self._received[:found].decode("latin1")
+        del self._received[: found + len(end)]
+        return text
+
+    async def _exactly(self, size: int) -> bytearray:
+        body = bytearray(size)
+        at = min(size, len(self._received))
+        body[:at] = self._received[:at]
+        del self._received[:at]
+        await self._network.inbound.carry(at)
+        rest = memoryview(body)
+        while at < size:
+            piece = rest[at : at + PIECE_BYTES]
+            count = await self._loop.sock_recv_into(self._socket, piece)
+            if not count:
+                raise EndedError(f"a body of {size} bytes ended after {at}")
+            at += count
+            await self._network.inbound.carry(count)
+        return body
+
+    async def _chunks(self) -> bytes:
+        chunks = []
+        while size := int((await self._until(b"\r\n")).partition(";")[0], 16):
+            chunks.append(await self._exactly(size))
+            await self._until(b"\r\n")
+        while await self._until(b"\r\n"):
+            pass  # trailers, of which none is known
+        return b"".join(chunks)
+
+
+def pieces_of(answer: Answer, method: str, body_bytes: int) -> list[bytes | memoryview]:
+    """Returns the pieces to send of an answer, small ones joined.
+
+    Args:
+        answer: The answer.
+        method: Of the request.
+        body_bytes: How much of the body to send; the headers promise all of it.
+    """
+    headers = {**answer.headers, "date": formatdate(usegmt=True)}
+    if answer.status not in _NO_BODY:
+        headers["content-length"] = str(len(answer.body))
+    head = formatted_head(answer.status, headers)
+    if method == "HEAD" or answer.status in _NO_BODY:
+        return [head]
+    if body_bytes <= HEAD_BYTES:
+        return [head + bytes(answer.body[:body_bytes])]
+    body = memoryview(answer.body)[:body_bytes]
+    starts = range(0, body_bytes, PIECE_BYTES)
+    return [head, *(body[start : start + PIECE_BYTES] for start in starts)]

@@ -1,0 +1,253 @@
+"""The JSON API: which request does what to the buckets.
+
+A request is answered at once, so that each is atomic. A client needs no part of the
+XML API for what it does through this one.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Final
+from urllib.parse import unquote
+
+from tests.fake_gcs.batches import answer_batch
+from tests.fake_gcs.contents import Content
+from tests.fake_gcs.listing import Range, list_names
+from tests.fake_gcs.messages import Answer, Request, json_answer, refusal
+from tests.fake_gcs.objects import Bucket, Buckets, Conditions, StoredObject
+from tests.fake_gcs.parameters import PROPERTIES, conditions_of, properties_of
+from tests.fake_gcs.refusals import RefusedError
+from tests.fake_gcs.resources import bucket_document, media_answer, object_document
+from tests.fake_gcs.uploads import Uploads
+
+MOST_LISTED: Final = 1000
+MOST_COMPOSED: Final = 32
+
+_BUCKET: Final = "/storage/v1/b/([^/]+)"
+_OBJECT: Final = f"(?:/download)?{_BUCKET}/o/([^/]+)"
+_UPLOAD: Final = f"/upload{_BUCKET}/o"
+_TARGET: Final = "b/([^/]+)/o/([^/]+)"
+
+
+class JsonApi:
+    """Answers requests."""
+
+    def __init__(self, buckets: Buckets, *, token: str | None = None) -> None:
+        """Answers from buckets.
+
+        Args:
+            buckets: What it is about.
+            token: The bearer token that every request has to show, if any.
+        """
+        self._buckets = buckets
+        self._token = token
+        uploads = Uploads(buckets)
+        routes: list[tuple[str, str, Callable[..., Answer]]] = [
+            ("POST", _UPLOAD, uploads.begin),
+            ("PUT", _UPLOAD, uploads.resume),
+            ("DELETE", _UPLOAD, uploads.cancel),
+            ("GET", _OBJECT, self._read),
+            ("DELETE", _OBJECT, self._delete),
+            ("PATCH", _OBJECT, self._update),
+            ("POST", f"{_OBJECT}/compose", self._compose),
+            ("POST", f"{_OBJECT}/(rewriteTo|copyTo)/{_TARGET}", self._copy),
+            ("GET", f"{_BUCKET}/o", self._list),
+            ("GET", _BUCKET, self._show_bucket),
+            ("GET", "/storage/v1/b", self._list_buckets),
+            ("POST", "/storage/v1/b", self._create_bucket),
+            ("POST", "/batch/storage/v1", self._batch),
+        ]
+        self._routes = [(m, re.compile(path), call) for m, path, call in routes]
+
+    def answer(self, request: Request) -> Answer:
+        """Does what a request asks for, or tells why not."""
+        given = request.headers.get("authorization")
+        if self._token is not None and given != f"Bearer {self._token}":
+            return refusal(RefusedError(HTTPStatus.UNAUTHORIZED, "Invalid Credentials"))
+        return self._answer_known(request)
+
+    def _answer_known(self, request: Request) -> Answer:
+        try:
+            return self._route(request)()
+        except RefusedError as e:
+            return refusal(e)
+
+    def _route(self, request: Request) -> Callable[[], Answer]:
+        status = HTTPStatus.NOT_FOUND
+        for method, path, call in self._routes:
+            match = path.fullmatch(request.path)
+            if match is None:
+                continue
+            if method == request.method:
+                return partial(call, request, *map(unquote, match.groups()))
+            status = HTTPStatus.METHOD_NOT_ALLOWED
+        raise RefusedError(status, f"no {request.method} {request.path}")
+
+    def _batch(self, request: Request) -> Answer:
+        return answer_batch(request, self._answer_known)
+
+    # --- Buckets ----------------------------------------------------------------------
+
+    def _list_buckets(self, request: Request) -> Answer:
+        del request
+        items = [bucket_document(bucket) for bucket in self._buckets.all]
+        return json_answer({"kind": "storage#buckets", "items": items})
+
+    def _create_bucket(self, request: Request) -> Answer:
+        name = request.document().get("name")
+        if not isinstance(name, str) or not name:
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "Required parameter: name")
+        return json_answer(bucket_document(self._buckets.create(name)))
+
+    def _show_bucket(self, request: Request, bucket: str) -> Answer:
+        del request
+        return json_answer(bucket_document(self._buckets.get(bucket)))
+
+    def _list(self, request: Request, bucket: str) -> Answer:
+        found, query = self._buckets.get(bucket), request.query
+        page = list_names(
+            found.names,
+            Range(
+                prefix=query.get("prefix", ""),
+                delimiter=query.get("delimiter", ""),
+                first=query.get("startOffset", ""),
+                before=query.get("endOffset", ""),
+            ),
+            after=_parse_token(query.get("pageToken", "")),
+            most=_page_size(request),
+        )
+        document: dict[str, object] = {"kind": "storage#objects"}
+        # what would be empty is left out, as the real ones do
+        if page.names:
+            document["items"] = [
+                object_document(request.origin, bucket, name, found[name])
+                for name in page.names
+            ]
+        if page.groups:
+            document["prefixes"] = page.groups
+        if page.more_after is not None:
+            document["nextPageToken"] = _page_token(page.more_after)
+        return json_answer(document)
+
+    # --- Objects ----------------------------------------------------------------------
+
+    def _read(self, request: Request, bucket: str, name: str) -> Answer:
+        found = self._buckets.get(bucket).read(
+            name, conditions_of(request), generation=request.number("generation")
+        )
+        if request.query.get("alt") == "media":
+            return media_answer(found, request.headers.get("range", ""))
+        return json_answer(object_document(request.origin, bucket, name, found))
+
+    def _delete(self, request: Request, bucket: str, name: str) -> Answer:
+        self._buckets.get(bucket).delete(
+            name, conditions_of(request), generation=request.number("generation")
+        )
+        return Answer(status=HTTPStatus.NO_CONTENT)
+
+    def _update(self, request: Request, bucket: str, name: str) -> Answer:
+        told = request.document()
+        updated = self._buckets.get(bucket).update(
+            name,
+            lambda found: _patched(found.properties, told),
+            conditions_of(request),
+            generation=request.number("generation"),
+        )
+        return json_answer(object_document(request.origin, bucket, name, updated))
+
+    def _compose(self, request: Request, bucket: str, name: str) -> Answer:
+        asked = request.document()
+        sources = asked.get("sourceObjects", [])
+        if not 1 <= len(sources) <= MOST_COMPOSED:
+            raise RefusedError(
+                HTTPStatus.BAD_REQUEST,
+                f"sourceObjects: expected 1 to {MOST_COMPOSED}, got {len(sources)}",
+            )
+        where = self._buckets.get(bucket)
+        found = [_source(where, source) for source in sources]
+        first_type = found[0].properties["contentType"]
+        made = where.insert(
+            name,
+            Content.composed([source.content for source in found]),
+            properties_of(asked.get("destination", {}), first_type),
+            conditions_of(request),
+            component_count=sum(source.component_count or 1 for source in found),
+        )
+        return json_answer(object_document(request.origin, bucket, name, made))
+
+    def _copy(
+        self, request: Request, bucket: str, name: str, how: str, to: str, new_name: str
+    ) -> Answer:
+        source = self._buckets.get(bucket).read(
+            name,
+            conditions_of(request, "ifSource"),
+            generation=request.number("sourceGeneration"),
+        )
+        told = request.document()
+        content_type = source.properties["contentType"]
+        made = self._buckets.get(to).insert(
+            new_name,
+            source.content,
+            properties_of(told, content_type) if told else source.properties,
+            conditions_of(request),
+            component_count=source.component_count,
+        )
+        document = object_document(request.origin, to, new_name, made)
+        if how == "copyTo":
+            return json_answer(document)
+        return json_answer(
+            {
+                "kind": "storage#rewriteResponse",
+                "totalBytesRewritten": document["size"],
+                "objectSize": document["size"],
+                "done": True,
+                "resource": document,
+            }
+        )
+
+
+def _patched(properties: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    """Properties as a client changes them: null removes, and metadata merge."""
+    patched = {**properties, **{k: told[k] for k in PROPERTIES if k in told}}
+    if told.get("metadata"):
+        merged = {**properties.get("metadata", {}), **told["metadata"]}
+        patched["metadata"] = {k: v for k, v in merged.items() if v is not None}
+    return properties_of({k: v for k, v in patched.items() if v is not None}, "")
+
+
+def _source(bucket: Bucket, asked: Mapping[str, Any]) -> StoredObject:
+    """One of the objects to compose."""
+    wanted = asked.get("objectPreconditions", {}).get("ifGenerationMatch")
+    generation = asked.get("generation")
+    return bucket.read(
+        asked["name"],
+        Conditions(generation=None if wanted is None else int(wanted)),
+        generation=None if generation is None else int(generation),
+    )
+
+
+def _page_size(request: Request) -> int:
+    asked = request.number("maxResults")
+    if asked is None:
+        return MOST_LISTED
+    if asked < 1:
+        raise RefusedError(
+            HTTPStatus.BAD_REQUEST, f"maxResults: expected at least 1, got {asked}"
+        )
+    return min(asked, MOST_LISTED)
+
+
+def _page_token(last: str) -> str:
+    return base64.urlsafe_b64encode(last.encode()).decode()
+
+
+def _parse_token(token: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(token).decode()
+    except (binascii.Error, UnicodeDecodeError) as e:
+        raise RefusedError(
+            HTTPStatus.BAD_REQUEST, f"pageToken: expected ours, got {token!r}"
+        ) from e

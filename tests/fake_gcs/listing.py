@@ -1,0 +1,71 @@
+"""Pages of names: what of a sorted list lies where a request looks."""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The names that a listing is about."""
+
+    prefix: str = ""
+    delimiter: str = ""
+    """Names that have it behind the prefix are listed as what ends with it."""
+    first: str = ""
+    before: str = ""
+    """The names end before this one; empty: they do not."""
+
+    def group(self, name: str) -> str:
+        """Returns what a name is listed as: itself, or where its group ends."""
+        if not self.delimiter:
+            return name
+        found = name.find(self.delimiter, len(self.prefix))
+        return name if found < 0 else name[: found + len(self.delimiter)]
+
+    def is_group(self, listed: str) -> bool:
+        """Whether this stands for all names that begin with it."""
+        return bool(self.delimiter) and self.delimiter in listed[len(self.prefix) :]
+
+
+@dataclass(slots=True)
+class Page:
+    """A part of a listing."""
+
+    names: list[str] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    more_after: str | None = None
+    """The last name or group, where others follow."""
+
+
+def list_names(names: Sequence[str], where: Range, *, after: str, most: int) -> Page:
+    """Returns the next page of a listing.
+
+    Args:
+        names: All names, in order.
+        where: Which of them.
+        after: The last that the page before lists; empty: this is the first.
+        most: How many the page lists, groups included.
+    """
+    page, last = Page(), after
+    at = bisect.bisect_left(names, max(where.prefix, where.first))
+    if after:
+        at = max(at, _behind(names, where, after))
+    while at < len(names) and names[at].startswith(where.prefix):
+        name = names[at]
+        if where.before and name >= where.before:
+            break
+        if len(page.names) + len(page.groups) == most:
+            page.more_after = last
+            break
+        last = where.group(name)
+        (page.groups if where.is_group(last) else page.names).append(last)
+        at = _behind(names, where, last)
+    return page
+
+
+def _behind(names: Sequence[str], where: Range, listed: str) -> int:
+    """Where the names go on after one, or after all of a group."""
+    if not where.is_group(listed):
+        return bisect.bisect_right(names, listed)
+    return bisect.bisect_right(names, listed, key=lambda name: name[: len(listed)])

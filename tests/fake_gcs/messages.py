@@ -1,0 +1,145 @@
+"""Requests and answers, as values."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Final, TypeAlias
+from urllib.parse import parse_qsl, unquote, unquote_plus, urlsplit
+
+from tests.fake_gcs.contents import Data
+from tests.fake_gcs.refusals import RefusedError
+
+Body: TypeAlias = bytes | bytearray
+
+JSON: Final = "application/json; charset=UTF-8"
+
+CLIENT_CLOSED_REQUEST: Final = 499
+_PHRASES: Final = {
+    # of GCS, which the RFCs know as another or not at all
+    HTTPStatus.PERMANENT_REDIRECT: "Resume Incomplete",
+    CLIENT_CLOSED_REQUEST: "Client Closed Request",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request, received in full."""
+
+    method: str
+    target: str
+    path: str
+    """Of the target, still percent-encoded."""
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    """By their names in lower case."""
+    body: Body
+
+    @classmethod
+    def of(
+        cls, method: str, target: str, headers: Mapping[str, str], body: Body
+    ) -> "Request":
+        """Returns a request to a target: a path, maybe with a query."""
+        parts = urlsplit(target)
+        return cls(
+            method=method,
+            target=target,
+            path=parts.path or "/",
+            query=dict(parse_qsl(parts.query, keep_blank_values=True)),
+            headers=headers,
+            body=body,
+        )
+
+    @property
+    def line(self) -> str:
+        """Method and target, as people write them."""
+        path, mark, query = self.target.partition("?")
+        return f"{self.method} {unquote(path)}{mark}{unquote_plus(query)}"
+
+    @property
+    def origin(self) -> str:
+        """What the client calls this server."""
+        return f"http://{self.headers.get('host', 'localhost')}"
+
+    def number(self, parameter: str) -> int | None:
+        """Returns a parameter of the query, or None where it is absent.
+
+        Raises:
+            RefusedError: It is no number.
+        """
+        text = self.query.get(parameter)
+        if text is None:
+            return None
+        try:
+            return int(text)
+        except ValueError as e:
+            raise RefusedError(
+                HTTPStatus.BAD_REQUEST, f"{parameter}: expected a number, got {text!r}"
+            ) from e
+
+    def document(self) -> dict[str, Any]:
+        """Returns the body, parsed; an empty one as an empty document.
+
+        Raises:
+            RefusedError: It is none.
+        """
+        return parse_document(self.body)
+
+
+def parse_document(text: Body) -> dict[str, Any]:
+    """Returns a JSON object; an empty text as an empty one.
+
+    Raises:
+        RefusedError: It is no JSON object.
+    """
+    try:
+        parsed = json.loads(text or b"{}")
+    except ValueError as e:
+        raise RefusedError(HTTPStatus.BAD_REQUEST, f"Parse error: {e}") from e
+    if not isinstance(parsed, dict):
+        raise RefusedError(
+            HTTPStatus.BAD_REQUEST,
+            f"Parse error: expected an object, got {type(parsed).__name__}",
+        )
+    return parsed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer, not yet sent."""
+
+    status: int = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Data = b""
+    stored_bytes: int = 0
+    """The size of the object that the request uploaded."""
+
+
+def json_answer(
+    document: Mapping[str, object],
+    *,
+    status: int = HTTPStatus.OK,
+    stored_bytes: int = 0,
+) -> Answer:
+    """Returns a document as an answer."""
+    return Answer(
+        status=status,
+        headers={"content-type": JSON},
+        body=json.dumps(document).encode(),
+        stored_bytes=stored_bytes,
+    )
+
+
+def refusal(error: RefusedError) -> Answer:
+    """Returns what is answered to a request that is not done."""
+    if error.status == HTTPStatus.NOT_MODIFIED:
+        return Answer(status=error.status)
+    return json_answer(error.document, status=error.status)
+
+
+def formatted_head(status: int, headers: Mapping[str, str]) -> bytes:
+    """Returns all of an answer that comes before its body."""
+    phrase = _PHRASES.get(status) or HTTPStatus(status).phrase
+    lines = [f"HTTP/1.1 {int(status)} {phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin1")

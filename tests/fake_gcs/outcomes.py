@@ -1,0 +1,57 @@
+"""What a client gets of a request, with or without a fault."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tests.fake_gcs.faults import Action, Lost, Reset, Stall, Status, Truncate
+from tests.fake_gcs.messages import Answer, json_answer
+from tests.fake_gcs.refusals import error_document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What is sent, and what was stored."""
+
+    answer: Answer | None
+    """What is sent, from its beginning; None: nothing."""
+    sent_bytes: int = 0
+    """So much of its body."""
+    stored_bytes: int = 0
+    breaks: bool = False
+    """Whether the connection breaks then."""
+
+
+def outcome_of(action: Action | None, do: Callable[[], Answer]) -> Outcome:
+    """Returns what becomes of a request.
+
+    Args:
+        action: What a fault wants of it.
+        do: Does the request. It is called where the fault lets it.
+    """
+    match action:
+        case Reset() | Stall():
+            return Outcome(answer=None, breaks=True)
+        case Lost():
+            return Outcome(answer=None, stored_bytes=do().stored_bytes, breaks=True)
+        case Truncate(body_bytes):
+            whole = _sent(do())
+            sent_bytes = min(body_bytes, whole.sent_bytes)
+            return replace(whole, sent_bytes=sent_bytes, breaks=True)
+        case Status():
+            return _sent(_injected(action))
+    return _sent(do())
+
+
+def _sent(answer: Answer) -> Outcome:
+    return Outcome(
+        answer=answer, sent_bytes=len(answer.body), stored_bytes=answer.stored_bytes
+    )
+
+
+def _injected(action: Status) -> Answer:
+    document = error_document(action.code, "A fault of the emulator.")
+    answer = json_answer(document, status=action.code)
+    if action.retry_after_seconds is None:
+        return answer
+    headers = {**answer.headers, "retry-after": str(action.retry_after_seconds)}
+    return replace(answer, headers=headers)

@@ -1,0 +1,42 @@
+"""What requests say in the same words wherever they say it."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tests.fake_gcs.messages import Request
+from tests.fake_gcs.objects import Conditions
+
+PROPERTIES: Final = (
+    "cacheControl",
+    "contentDisposition",
+    "contentEncoding",
+    "contentLanguage",
+    "contentType",
+    "customTime",
+    "metadata",
+)
+"""What clients say of an object and may change."""
+
+
+def conditions_of(request: Request, prefix: str = "if") -> Conditions:
+    """Returns the preconditions of a request.
+
+    Args:
+        request: The request.
+        prefix: What their names begin with.
+
+    Raises:
+        RefusedError: One is no number.
+    """
+    return Conditions(
+        generation=request.number(f"{prefix}GenerationMatch"),
+        not_generation=request.number(f"{prefix}GenerationNotMatch"),
+        metageneration=request.number(f"{prefix}MetagenerationMatch"),
+        not_metageneration=request.number(f"{prefix}MetagenerationNotMatch"),
+    )
+
+
+def properties_of(document: Mapping[str, Any], content_type: str) -> dict[str, Any]:
+    """Returns what a document says of an object, with a type where it tells none."""
+    told = {name: document[name] for name in PROPERTIES if name in document}
+    return {"contentType": content_type or "application/octet-stream"} | told

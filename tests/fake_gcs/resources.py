@@ -1,0 +1,129 @@
+"""Buckets and objects as clients see them: documents, and the headers of media."""
+
+import re
+from datetime import UTC, datetime
+from email.utils import formatdate
+from http import HTTPStatus
+from urllib.parse import quote
+
+from tests.fake_gcs.contents import Data
+from tests.fake_gcs.messages import Answer
+from tests.fake_gcs.objects import Bucket, StoredObject
+
+
+def bucket_document(bucket: Bucket) -> dict[str, object]:
+    """Returns what a client is told about a bucket."""
+    created = _timestamp(bucket.created)
+    return {
+        "kind": "storage#bucket",
+        "id": bucket.name,
+        "name": bucket.name,
+        "location": "US",
+        "storageClass": "STANDARD",
+        "metageneration": "1",
+        "timeCreated": created,
+        "updated": created,
+    }
+
+
+def object_document(
+    origin: str, bucket: str, name: str, found: StoredObject
+) -> dict[str, object]:
+    """Returns what a client is told about an object.
+
+    Args:
+        origin: What the client calls the server, for the links.
+        bucket: The bucket's name.
+        name: The object's name.
+        found: The object.
+    """
+    place = f"storage/v1/b/{bucket}/o/{quote(name, safe='')}"
+    hashes = found.content.hashes
+    document: dict[str, object] = {
+        "kind": "storage#object",
+        "id": f"{bucket}/{name}/{found.generation}",
+        "selfLink": f"{origin}/{place}",
+        "mediaLink": f"{origin}/download/{place}"
+        f"?generation={found.generation}&alt=media",
+        "name": name,
+        "bucket": bucket,
+        "generation": str(found.generation),
+        "metageneration": str(found.metageneration),
+        "size": str(len(found.content.data)),
+        "storageClass": "STANDARD",
+        "crc32c": hashes["crc32c"],
+        "etag": _etag(found),
+        "timeCreated": _timestamp(found.created),
+        "updated": _timestamp(found.updated),
+        **found.properties,
+    }
+    if "md5" in hashes:
+        document["md5Hash"] = hashes["md5"]
+    if found.component_count is not None:
+        document["componentCount"] = found.component_count
+    return document
+
+
+def media_answer(found: StoredObject, asked_range: str) -> Answer:
+    """Returns the data of an object, or a range of it.
+
+    Args:
+        found: The object.
+        asked_range: The header of this name; empty: all is asked for.
+    """
+    size = len(found.content.data)
+    part = _parse_range(asked_range, size)
+    if part is None:
+        return Answer(headers=_media_headers(found), body=found.content.data)
+    if not part:
+        return Answer(
+            status=HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
+            headers={"content-range": f"bytes */{size}"},
+        )
+    body: Data = memoryview(found.content.data)[part.start : part.stop]
+    shown = f"bytes {part.start}-{part.stop - 1}/{size}"
+    return Answer(
+        status=HTTPStatus.PARTIAL_CONTENT,
+        headers=_media_headers(found) | {"content-range": shown},
+        body=body,
+    )
+
+
+def _media_headers(found: StoredObject) -> dict[str, str]:
+    hashes = ",".join(f"{name}={h}" for name, h in found.content.hashes.items())
+    return {
+        "content-type": str(found.properties["contentType"]),
+        "etag": f'"{_etag(found)}"',
+        "last-modified": formatdate(found.updated, usegmt=True),
+        "accept-ranges": "bytes",
+        "x-goog-generation": str(found.generation),
+        "x-goog-metageneration": str(found.metageneration),
+        "x-goog-hash": hashes,
+        "x-goog-stored-content-encoding": "identity",
+        "x-goog-stored-content-length": str(len(found.content.data)),
+    }
+
+
+def _parse_range(text: str, size: int) -> range | None:
+    """Returns the bytes that are asked for: None for all, empty for none that exist.
+
+    What is no range, or several, counts for nothing, as RFC 9110 wants it.
+    """
+    match = re.fullmatch(r"bytes=(\d*)-(\d*)", text)
+    if match is None or match[0] == "bytes=-":
+        return None
+    first, last = match.groups()
+    if not first:
+        return range(max(0, size - int(last)), size)
+    if last and int(last) < int(first):
+        return None
+    return range(int(first), min(size, int(last) + 1) if last else size)
+
+
+def _etag(found: StoredObject) -> str:
+    return f"{found.generation:x}-{found.metageneration:x}"
+
+
+def _timestamp(seconds: float) -> str:
+    when = datetime.fromtimestamp(seconds, UTC)
+    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")

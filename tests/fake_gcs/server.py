@@ -1,0 +1,130 @@
+"""The server: connections on an event loop, with a request at a time on each.
+
+One thread does all requests, and does each at once when it is there in full: so they
+are atomic, and nothing needs a lock.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+
+from tests.fake_gcs.control import PREFIX, Control
+from tests.fake_gcs.faults import Action, Delay, Faults, Stall
+from tests.fake_gcs.http import Connection, EndedError, Network, pieces_of
+from tests.fake_gcs.json_api import JsonApi
+from tests.fake_gcs.log import Log, Logged
+from tests.fake_gcs.messages import Answer, Request, json_answer
+from tests.fake_gcs.outcomes import Outcome, outcome_of
+from tests.fake_gcs.refusals import error_document
+
+_logger = logging.getLogger(__name__)
+
+BACKLOG = 512
+"""Connections that wait to be accepted: a hundred clients may begin at once."""
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Returns a socket that takes connections; port 0: one that the system chooses."""
+    return socket.create_server((host, port), backlog=BACKLOG)
+
+
+def url_of(listener: socket.socket) -> str:
+    """Returns where clients find it."""
+    host, port = listener.getsockname()
+    return f"http://{host}:{port}"
+
+
+class Server:
+    """Takes requests, and lets faults meet them."""
+
+    def __init__(
+        self,
+        api: JsonApi,
+        control: Control,
+        *,
+        faults: Faults,
+        log: Log,
+        network: Network,
+    ) -> None:
+        self._api = api
+        self._control = control
+        self._faults = faults
+        self._log = log
+        self._network = network
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serves the connections to a listening socket, until it is cancelled."""
+        listener.setblocking(False)
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as connections:
+            while True:
+                sock, _ = await loop.sock_accept(listener)
+                connections.create_task(self._serve_connection(sock))
+
+    async def _serve_connection(self, sock: socket.socket) -> None:
+        with sock:
+            connection = Connection(sock, self._network)
+            try:
+                while True:
+                    await self._serve_request(connection, await connection.receive())
+            except OSError:
+                pass  # clients may leave when they want to
+
+    async def _serve_request(self, connection: Connection, request: Request) -> None:
+        if request.path.startswith(PREFIX):
+            answer = self._control.answer(request)
+            for piece in pieces_of(answer, request.method, len(answer.body)):
+                await connection.send(piece)
+            return
+        began = time.monotonic()
+        action = self._faults.next_for(request.line)
+        await self._wait(connection, action)
+        outcome = outcome_of(action, lambda: self._do(request))
+        *first, last = _to_send(outcome, request)
+        for piece in first:
+            await connection.send(piece)
+        # before the last piece: who has all of the answer finds it in the log
+        self._log.add(_entry(request, outcome, time.monotonic() - began))
+        await connection.send(last)
+        if outcome.breaks:
+            if outcome.answer is None:
+                connection.reset()
+            # what was sent of an answer arrives: the connection ends behind it
+            raise EndedError("as a fault wants it")
+
+    async def _wait(self, connection: Connection, action: Action | None) -> None:
+        """Lets the time pass that comes before a request is done."""
+        seconds = self._network.latency_seconds
+        if isinstance(action, Delay):
+            seconds += action.seconds
+        if seconds:
+            await asyncio.sleep(seconds)
+        if isinstance(action, Stall):
+            await connection.hung_up()
+
+    def _do(self, request: Request) -> Answer:
+        try:
+            return self._api.answer(request)
+        except Exception as e:
+            # without an answer a bug of ours would look like a fault
+            _logger.exception(request.line)
+            return json_answer(error_document(500, repr(e)), status=500)
+
+
+def _to_send(outcome: Outcome, request: Request) -> list[bytes | memoryview]:
+    if outcome.answer is None:
+        return [b""]
+    return pieces_of(outcome.answer, request.method, outcome.sent_bytes)
+
+
+def _entry(request: Request, outcome: Outcome, seconds: float) -> Logged:
+    return Logged(
+        method=request.method,
+        target=request.target,
+        status=None if outcome.answer is None else outcome.answer.status,
+        received_bytes=len(request.body),
+        sent_bytes=outcome.sent_bytes,
+        stored_bytes=outcome.stored_bytes,
+        seconds=seconds,
+    )

@@ -98,10 +98,11 @@ wheel-test: $(INSTALLED)
 	  sys.exit(not where.startswith(sys.prefix))'
 	cd build/wheel/run && $(WHEEL_VENV)/bin/python -m pytest
 
-# Side by side with Orbax and others, for an hour; `python -m tests.bench NAME` runs
-# one.
+# Side by side with Orbax and others: every work on tmpfs, lm on disk too, in two
+# hours. `python -m tests.bench NAME` runs one. EasyDeL takes part where
+# `make test-easydel` has made its environment, torch where somebody installed it.
 bench: $(INSTALLED)
-	$(BIN)/python -m tests.bench.speed lm reshard many --on tmpfs disk
+	$(BIN)/python -m tests.bench.speed
 
 # All that a machine can do to a store, at every point of its work: half an hour, as
 # root for the parts that mount a disk. SOAK names parts; none: all.

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import pytest
+from hypothesis import settings
 
 import storesvc_client as store
 from storesvc.format.names import RunName
@@ -19,13 +21,20 @@ from tests.contract import Writer
 from tests.saved_checkpoint import CHUNKS, Saved
 from tests.server_process import ServerProcess
 
+# No test is a matter of time: machines are shared.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
+
 # It has an environment of its own: make test-easydel.
 collect_ignore = [] if find_spec("easydel") else ["easydel"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis looks at it
 def pytest_configure(config: pytest.Config) -> None:
-    """Draws the seed of all that Hypothesis draws, unless it is given."""
+    """Draws the seed of all that Hypothesis draws, unless it is given; hears SIGINT
+    where a shell lets jobs in the background ignore it, and so would their children."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(random.SystemRandom().getrandbits(32))
 

@@ -104,6 +104,13 @@ class Places:
         names = sum(map(len, self.files))
         return self.file.nbytes + self.offset.nbytes + self.length.nbytes + names
 
+    @property
+    def ends(self) -> I64:
+        """For each file, where the last of its chunks ends; 0 where it has none."""
+        ends = np.zeros(len(self.files), np.int64)
+        np.maximum.at(ends, self.file, self.offset + self.length)
+        return ends
+
     def rows(self) -> Iterator[tuple[str, int, int]]:
         """Yields ``(file, offset, length)`` of each row."""
         columns = (self.file, self.offset, self.length)
@@ -191,12 +198,16 @@ def unpack_places(table: pb.ChunkTable) -> Places:
 def merge(
     parts: Sequence[tuple[Sums, Places]],
 ) -> tuple[Sums, Places]:
-    """Returns the chunks of all parts in the order of their ordinals."""
+    """Returns the chunks of all parts in the order of their ordinals; of the files
+    those that hold any."""
+    parts = parts or [_EMPTY]
     files: dict[str, int] = {}
     renumbered = []
     for _, places in parts:
-        new = [files.setdefault(name, len(files)) for name in places.files]
-        renumbered.append(np.array(new, np.int64)[places.file])
+        new = np.zeros(len(places.files), np.int64)
+        for number in np.unique(places.file).tolist():
+            new[number] = files.setdefault(places.files[number], len(files))
+        renumbered.append(new[places.file])
     ordinal = np.concatenate([s.ordinal for s, _ in parts])
     order = np.argsort(ordinal, kind="stable")
     sums = Sums(
@@ -211,6 +222,9 @@ def merge(
         length=np.concatenate([p.length for _, p in parts])[order],
     )
     return sums, places
+
+
+_EMPTY: Final = (Sums.of_rows([]), Places.of_rows([]))
 
 
 def _column(values: Iterable[int], name: str) -> I64:

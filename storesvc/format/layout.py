@@ -7,6 +7,9 @@ from typing import Final
 
 from storesvc.format.names import InvalidNameError, RunName, check_hold, check_tag
 
+ROOT: Final = "manifest.ocdbt"
+"""The root of a key space, below its place."""
+
 STORE: Final = "store.binpb"
 """The store's own record."""
 
@@ -151,12 +154,20 @@ class RunPlaces:
         """Returns the place of a writer's receipt."""
         return f"{self.receipts(upload)}{writer}{_SUFFIX}"
 
+    def data_file(self, file: str) -> str:
+        """Returns the place of a data file that a manifest names."""
+        return f"{self.pool}{file}"
+
     def staging(self, upload: str, writer: int) -> str:
-        """Returns the place of a writer's key space."""
+        """Returns what the tables of a writer's data files lie below."""
         return f"{self.root}staging/{upload}/{writer}/"
 
+    def staged(self, upload: str, writer: int, table: str) -> str:
+        """Returns the place of a table of what a writer stored."""
+        return f"{self.staging(upload, writer)}{table}{_SUFFIX}"
+
     def staging_of(self, upload: str) -> str:
-        """Returns what all writers' key spaces of an upload lie below."""
+        """Returns what the tables of all writers of an upload lie below."""
         return f"{self.root}staging/{upload}/"
 
     def upload_parts(self, upload: str) -> str:

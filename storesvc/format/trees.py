@@ -95,6 +95,14 @@ class Leaf:
         """The chunk grid."""
         return _grid(self.shape, self.chunk_shape, self.dtype)
 
+    def is_cut_as(self, other: "Leaf") -> bool:
+        """Returns whether chunks of the same number hold the same elements of both."""
+        return (self.shape, self.chunk_shape, self.dtype) == (
+            other.shape,
+            other.chunk_shape,
+            other.dtype,
+        )
+
 
 @lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
 def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str) -> Grid:
@@ -116,6 +124,14 @@ class Tree:
         grids = tuple(leaf.grid for leaf in self.leaves)
         object.__setattr__(self, "grids", grids)
         object.__setattr__(self, "chunk_count", sum(g.count for g in grids))
+
+    def is_cut_as(self, other: "Tree") -> bool:
+        """Returns whether chunks of the same ordinal are of the same part of the same
+        leaf in both."""
+        return len(self.leaves) == len(other.leaves) and all(
+            a.key == b.key and a.is_cut_as(b)
+            for a, b in zip(self.leaves, other.leaves, strict=True)
+        )
 
     @cached_property
     def first_chunk(self) -> I64:

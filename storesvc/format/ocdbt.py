@@ -1,0 +1,176 @@
+"""A key space of TensorStore's OCDBT, written by hand: where the value of each key
+lies, in files that are there already.
+
+TensorStore itself puts values into files of its own; it has no call that names a
+place in another. What is written here it reads, and it copies ranges from it, as of
+any database. The format is that of
+https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format ;
+what that page leaves out or has otherwise is as TensorStore writes it, and marked
+(*). Numbers are varints (LEB128) unless said otherwise. Manifest and node are
+framed alike:
+
+    magic_value uint32be, length uint64le of all of it, version 0,
+    compression_format 0 (none), body, crc32c_checksum uint32le of all before it
+
+The body of the manifest:
+
+    config:           uuid byte[16], manifest_kind uint8 0 (one manifest) (*),
+                      max_inline_value_bytes, max_decoded_node_bytes,
+                      version_tree_arity_log2 uint8, compression_method 0
+    data_file_table
+    inline_versions:  num_versions 1, generation_number, root_height uint8,
+                      data_file_id, data_file_offset, data_file_length, num_keys,
+                      num_tree_bytes, num_indirect_value_bytes, commit_time uint64le
+                      in nanoseconds (*); without a key: the path "", offset and
+                      length 2**64 - 1 (*), and zeros
+    version_nodes:    num_children 0
+
+The body of a node, column by column; "_" marks what only a leaf or only an interior
+node has:
+
+    height uint8, data_file_table, num_entries,
+    key_prefix_length (none for the first key), key_suffix_length,
+    interior_: subtree_common_prefix_length,
+    key_suffix bytes,
+    leaf_:     value_length, value_kind uint8 1 (in a data file),
+               data_file_id, data_file_offset
+    interior_: data_file_id, data_file_offset, data_file_length, num_keys,
+               num_tree_bytes, num_indirect_value_bytes
+
+A prefix is what a key shares with the key before it. What all keys below a child
+begin with, subtree_common_prefix, stands in the parent and in no node below. A
+data_file_table:
+
+    num_files, path_prefix_length (none for the first), path_suffix_length,
+    base_path_length 0, path_suffix bytes
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from storesvc.format.chunks import MAX_VALUE, Places
+from storesvc.format.ocdbt_columns import varints
+from storesvc.format.ocdbt_nodes import (
+    Node,
+    NodeFile,
+    file_table,
+    framed,
+    interior,
+    leaves,
+)
+
+MAX_DECODED_NODE_BYTES: Final = 8 << 20
+"""What TensorStore may fill nodes up to that it adds: its default."""
+
+MAX_NAME_BYTES: Final = 65535
+"""Of a key, or of the path of a data file."""
+
+_MANIFEST: Final = 0x0CDB3A2A
+_ARITY_LOG2: Final = 4  # of the version tree: TensorStore's default
+_ABSENT: Final = 2**64 - 1  # offset and length of a root that is not there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A key space, to be written as two files; the manifest last."""
+
+    nodes: bytes
+    """All nodes of its tree, back to back."""
+    manifest: bytes
+    """What ``manifest.ocdbt`` holds."""
+
+
+def encode(
+    keys: Sequence[str],
+    places: Places,
+    *,
+    node_file: str,
+    commit_time_ns: int,
+    uuid: bytes,
+    node_offset: int = 0,
+) -> Encoded:
+    """Returns the key space that has these keys.
+
+    Args:
+        keys: In strictly ascending order of their UTF-8.
+        places: Where the value of each lies, relative to the base of the database.
+        node_file: What the nodes are written to, relative to the base.
+        commit_time_ns: Since the epoch.
+        uuid: Of the database; 16 bytes.
+        node_offset: Where in that file the nodes begin.
+
+    Raises:
+        ValueError: The keys are not ascending, or something does not fit the format.
+    """
+    names = [key.encode() for key in keys]
+    _check(names, places, node_file, uuid)
+    file = NodeFile(node_file, node_offset)
+    level = leaves(file, names, places)
+    height = 0
+    while len(level) > 1:
+        height += 1
+        level = interior(file, level, height)
+    root = level[0] if level else None
+    return Encoded(
+        nodes=b"".join(file.written),
+        manifest=framed(
+            _MANIFEST,
+            [
+                _config(uuid),
+                file_table([file.path if root else b""]),
+                _version(root, height, commit_time_ns),
+                varints([0]),  # version_nodes: num_children
+            ],
+        ),
+    )
+
+
+def _config(uuid: bytes) -> bytes:
+    # manifest_kind, max_inline_value_bytes: every value lies in a data file
+    return (
+        uuid
+        + b"\0"
+        + varints([0, MAX_DECODED_NODE_BYTES])
+        + bytes([_ARITY_LOG2])
+        + b"\0"
+    )
+
+
+def _version(root: Node | None, height: int, commit_time_ns: int) -> bytes:
+    """The one version of the database, of the generation 1."""
+    where = [_ABSENT, _ABSENT, 0, 0, 0]
+    if root:
+        where = [root.offset, root.length, *root.statistics]
+    head = varints([1, 1]) + bytes([height]) + b"\0"  # data_file_id
+    return head + varints(where) + struct.pack("<Q", commit_time_ns)
+
+
+def _check(names: list[bytes], places: Places, node_file: str, uuid: bytes) -> None:
+    """Refuses what the format has no place for.
+
+    Raises:
+        ValueError: There is such.
+    """
+    rows = [places.file, places.offset, places.length]
+    if [len(names)] * 3 != list(map(len, rows)):
+        raise ValueError(
+            f"places: expected {len(names)} rows, one a key, got {len(places.file)}"
+        )
+    if len(uuid) != 16:
+        raise ValueError(f"uuid: expected 16 bytes, got {len(uuid)}")
+    for name in (*names, node_file.encode(), *(f.encode() for f in places.files)):
+        if len(name) > MAX_NAME_BYTES:
+            raise ValueError(
+                f"{name[:40]!r}...: expected at most {MAX_NAME_BYTES} bytes, "
+                f"got {len(name)}"
+            )
+    # TensorStore refuses an end, offset and length together, that is not an int64.
+    limits = (len(places.files) - 1, MAX_VALUE - 1, MAX_VALUE - 1)
+    for column, limit in zip(rows, limits, strict=True):
+        if len(column) and not 0 <= column.min() <= column.max() <= limit:
+            raise ValueError(
+                f"places: expected numbers from 0 to {limit}, got "
+                f"{column.min()} to {column.max()}"
+            )

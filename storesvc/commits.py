@@ -21,40 +21,33 @@ from storesvc.clocks import Clock
 from storesvc.errors import (
     ChunksIncompleteError,
     ConflictError,
-    CorruptDataError,
     StoreError,
-    WriterUnfinishedError,
 )
 from storesvc.failpoints import Failpoint, reach
-from storesvc.format import zarr
 from storesvc.format.checksums import digest
 from storesvc.format.chunks import (
-    InvalidChunksError,
     Places,
     Sums,
     merge,
-    unpack_places,
-    unpack_sums,
 )
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import ROOT, RunPlaces
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
 from storesvc.gathering import each
 from storesvc.journal import Journal
-from storesvc.kvbucket import EVERYTHING, Contents, KeySpace, KvBucket, Share
+from storesvc.kvbucket import KvBucket
 from storesvc.records import read_record, timestamp, write_record
 from storesvc.reuse import (
     Claims,
     Reuse,
     claimed_places,
     find_claims,
-    metadata_keys,
-    share_of,
 )
+from storesvc.staging import unpack_table
 from storesvc.uploads import OpenUpload, Uploads
+from storesvc.views import key_space_of
 from storesvc_proto.v1 import bucket_pb2 as pb
-from storesvc_proto.v1 import tree_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -156,35 +149,47 @@ class Commits:
         stored = await asyncio.to_thread(slots.check_complete, name, tree, receipts)
         sums, places = await asyncio.to_thread(merge, stored)
         # 2. What is claimed must still be there to be claimed.
-        claims = await self._claims(upload, sums, places)
-        # 3. Merge the key spaces, and believe only what the merged one holds.
-        await reach(Failpoint.COMMIT_BEFORE_MERGE)
-        attempt = uuid.uuid4().hex[:8]
-        target = await self._merge_key_spaces(upload, attempt, claims)
-        contents = await target.contents()
+        await self._check_claims(upload, sums, places)
+        # 3. The key space, one for each attempt: so a late commit of the same upload,
+        #    by another server, changes nothing that a record names.
+        manifest, unique = Manifest(tree, sums, places), uuid.uuid4()
+        attempt = unique.hex[:8]
+        node_file = upload.places.data_prefix(name.upload) + unique.hex
+        view = await asyncio.to_thread(
+            key_space_of,
+            manifest,
+            node_file=node_file,
+            uuid=unique.bytes,
+            commit_time_ns=timestamp(self._clock.now()).ToNanoseconds(),
+        )
         await self._uploads.renew(upload)
+        run = upload.places
+        await reach(Failpoint.COMMIT_BEFORE_NODES)
+        await self._bucket.write_new(run.data_file(node_file), view.nodes)
+        await reach(Failpoint.COMMIT_BEFORE_KEY_SPACE)
+        root = run.key_space(name.upload, attempt) + ROOT
+        await self._bucket.write(root, view.root)
         # 4. The manifest and the file table, each under a name of its own content.
         made, data, table = await asyncio.to_thread(
-            _packed, upload, Manifest(tree, sums, places), contents, attempt
+            _packed, upload, manifest, node_file, attempt
         )
-        run = upload.places
         await reach(Failpoint.COMMIT_BEFORE_MANIFEST)
         await self._bucket.write(run.manifest(name.upload, made.manifest_digest), data)
         await reach(Failpoint.COMMIT_BEFORE_FILES)
         await self._bucket.write(run.file_table(name.upload, made.files_digest), table)
         return made
 
-    async def _claims(
+    async def _check_claims(
         self, upload: OpenUpload, sums: Sums, places: Places
-    ) -> list[Claims]:
-        """What the receipts claim, found again.
+    ) -> None:
+        """Finds what the receipts claim again.
 
         Raises:
             ChunksIncompleteError: It is no longer there, or lies elsewhere.
         """
         claimed = np.flatnonzero(~_is_own(upload, places))
         if not claimed.size:
-            return []
+            return
         sources = await self._reuse.sources(upload)
         found = await asyncio.to_thread(
             find_claims, upload.tree, sums.take(claimed), sources
@@ -197,7 +202,6 @@ class Commits:
                 f"({first}); send them, finish, then commit again",
                 missing=str(len(lost)),
             )
-        return found
 
     async def _receipts(
         self, upload: OpenUpload
@@ -213,31 +217,13 @@ class Commits:
 
         async def receipt(place: str) -> tuple[Sums, Places] | None:
             found = await read_record(self._bucket, place, pb.Receipt)
-            return None if found is None else _unpack_receipt(place, found[0])
+            if found is None:
+                return None
+            return unpack_table(place, found[0], upload.tree.chunk_count)
 
         finished = [place for place in places if place in written]
         read = dict(zip(finished, await each(receipt, finished), strict=True))
         return {writer: read.get(place) for writer, place in enumerate(places)}
-
-    async def _merge_key_spaces(
-        self, upload: OpenUpload, attempt: str, claims: Sequence[Claims]
-    ) -> KeySpace:
-        """The key space of the checkpoint, one for each attempt: so a late commit of
-        the same upload, by another server, changes nothing that a record names."""
-        staged = [
-            self._uploads.key_space(upload, writer)
-            for writer in range(upload.record.writer_count)
-        ]
-        target = self._bucket.key_space(
-            place=upload.places.key_space(upload.name.upload, attempt),
-            pool=upload.places.pool,
-            prefix=upload.places.data_prefix(upload.name.upload),
-        )
-        shares = [Share(s, EVERYTHING) for s in staged if await s.exists()]
-        shares += [await asyncio.to_thread(share_of, upload.tree, c) for c in claims]
-        metadata = await asyncio.to_thread(_metadata_of, upload.tree, claims)
-        await target.take_over(shares, metadata)
-        return target
 
     def _committed(
         self, slot: pb.CheckpointRecord, record: pb.UploadRecord, made: _Prepared
@@ -300,24 +286,6 @@ class Commits:
             _log.warning("%s: its staging was not deleted", name, exc_info=True)
 
 
-def _metadata_of(tree: Tree, claims: Sequence[Claims]) -> dict[str, bytes]:
-    """The metadata of the leaves, but for what comes with claimed chunks."""
-    shared: set[str] = set().union(*(metadata_keys(tree, c) for c in claims))
-    return {
-        zarr.metadata_key(x.key): zarr.metadata_bytes(x.shape, x.chunk_shape, x.dtype)
-        for x in tree.leaves
-        if zarr.metadata_key(x.key) not in shared
-    }
-
-
-def _unpack_receipt(place: str, receipt: pb.Receipt) -> tuple[Sums, Places]:
-    try:
-        table = tree_pb2.ChunkTable.FromString(receipt.chunks)
-        return unpack_sums(table), unpack_places(table)
-    except InvalidChunksError as e:
-        raise CorruptDataError(f"{place} is damaged: {e}") from e
-
-
 def _moved(wanted: Places, found: Sequence[Claims]) -> list[int]:
     """The rows of places where what was claimed does not lie any more."""
     there: dict[int, tuple[str, int, int]] = {}
@@ -328,12 +296,11 @@ def _moved(wanted: Places, found: Sequence[Claims]) -> list[int]:
 
 
 def _packed(
-    upload: OpenUpload, manifest: Manifest, contents: Contents, attempt: str
+    upload: OpenUpload, manifest: Manifest, node_file: str, attempt: str
 ) -> tuple[_Prepared, bytes, bytes]:
     """What a record will name, the manifest and the file table."""
-    _check_view(upload.name, manifest, contents)
     data = b"".join(pack_manifest(manifest))
-    table = _file_table(manifest, contents).SerializeToString(deterministic=True)
+    table = _file_table(manifest, node_file).SerializeToString(deterministic=True)
     made = _Prepared(
         manifest.tree,
         attempt=attempt,
@@ -345,31 +312,14 @@ def _packed(
     return made, data, table
 
 
-def _check_view(name: UploadName, manifest: Manifest, contents: Contents) -> None:
-    """Refuses what the writers finished, unless the merged key space holds that and
-    nothing else: both views of a checkpoint show the same bytes."""
-    tree = manifest.tree
-    metadata = {zarr.metadata_key(leaf.key) for leaf in tree.leaves}
-    keys = tree.chunk_keys(np.arange(tree.chunk_count))
-    finished = dict(zip(keys, manifest.places.rows(), strict=True))
-    if finished != {k: v for k, v in contents.places.items() if k not in metadata}:
-        raise WriterUnfinishedError(
-            f"{name}: a writer stored chunks after it had finished, or left some out; "
-            "finish it again, then commit again"
-        )
-
-
-def _file_table(manifest: Manifest, contents: Contents) -> pb.FileTable:
+def _file_table(manifest: Manifest, node_file: str) -> pb.FileTable:
     """All that lies in the pool and that a checkpoint needs."""
     places = manifest.places
     bytes_in = np.bincount(places.file, places.length, len(places.files))
-    chunk_bytes = dict(zip(places.files, bytes_in.tolist(), strict=True))
-    files = sorted(
-        {place.file for place in contents.places.values()} | contents.node_files
-    )
-    return pb.FileTable(
-        file=files, chunk_bytes=[int(chunk_bytes.get(file, 0)) for file in files]
-    )
+    held = {file: int(n) for file, n in zip(places.files, bytes_in, strict=True) if n}
+    held[node_file] = 0
+    files = sorted(held)
+    return pb.FileTable(file=files, chunk_bytes=[held[file] for file in files])
 
 
 def _is_own(upload: OpenUpload, places: Places) -> NDArray[np.bool_]:

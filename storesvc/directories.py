@@ -36,6 +36,10 @@ class Directories:
         spec: dict[str, Any] = store.spec().to_json()
         return cls(Path(spec["path"]) if spec["driver"] == "file" else None)
 
+    def path(self, place: str) -> Path | None:
+        """Returns where a place lies; None: not in a directory."""
+        return None if self._root is None else self._root / place
+
     async def make(self, *places: str) -> None:
         """Makes the directories of places durable: what is before their last "/"."""
         if self._root is None:

@@ -1,12 +1,10 @@
 """A bucket, and the OCDBT key spaces in it, over TensorStore.
 
-Roots: ``file:///path``, ``memory://``, ``gs://bucket/prefix``. One
-``ts.Context`` serves a root: OCDBT merges key spaces only where their base is
-the very same driver object.
+Roots: ``file:///path``, ``memory://``, ``gs://bucket/prefix``.
 """
 
 import asyncio
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,6 +21,7 @@ from storesvc.bucket import (
     Stored,
     WriteCondition,
 )
+from storesvc.datafiles import NewFile
 from storesvc.directories import Directories
 from storesvc.errors import (
     CorruptDataError,
@@ -31,13 +30,10 @@ from storesvc.errors import (
     StorageUnavailableError,
     StoreError,
 )
+from storesvc.format.checksums import Buffer
+from storesvc.framing import Part, cut
+from storesvc.local_reads import LocalReads
 from storesvc.ticks import Ticks
-
-DATA_FILE_BYTES: Final = 64 << 20
-"""Where OCDBT begins the next data file."""
-
-NODE_CACHE_BYTES: Final = 64 << 20
-"""Nodes of a key space that are kept in memory while it is read or written."""
 
 _DELETE_TRIES: Final = 3
 
@@ -63,33 +59,6 @@ class Place(NamedTuple):
     length: int
 
 
-class Contents(NamedTuple):
-    """What a key space holds."""
-
-    places: dict[str, Place]
-    """Where the value of each key lies."""
-    node_files: frozenset[str]
-    """Files of the nodes that lead to them."""
-
-
-class Share(NamedTuple):
-    """Keys that one key space takes over from another."""
-
-    source: "KeySpace"
-    ranges: Sequence[tuple[str, str]]
-    """First and last key of each range; a last key of "" is the end."""
-
-
-ASIDE: Final = "\0"
-"""What keys begin with that no leaf can have."""
-
-FIRST_KEY: Final = "\x01"
-"""Where the others begin."""
-
-EVERYTHING: Final = ((FIRST_KEY, ""),)
-"""The range of all of those."""
-
-
 class KvBucket:
     """A ``Bucket`` over one ``ts.KvStore``."""
 
@@ -98,6 +67,7 @@ class KvBucket:
         self._context = context
         self._directories = Directories.of(root)
         self._ticks = Ticks.of(root)
+        self._local = LocalReads.of(root)
 
     @classmethod
     async def open(cls, root: str) -> "KvBucket":
@@ -128,6 +98,20 @@ class KvBucket:
             )
         return result.value
 
+    async def read_parts(
+        self, place: str, start: int, stop: int, parts: Iterable[Part]
+    ) -> list[bytes]:
+        """Returns messages whose bytes are, one after another, a range of a data file.
+
+        Raises:
+            CorruptDataError: The place holds nothing, or less.
+        """
+        if self._local is not None:
+            with _translated(place):
+                return await asyncio.to_thread(self._local.read, place, parts)
+        data = await self.read_range(place, start, stop)
+        return await asyncio.to_thread(cut, data, start, parts)
+
     async def write(
         self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
@@ -140,6 +124,48 @@ class KvBucket:
         if stamp.generation == _FAILED:
             raise PreconditionError(place)
         return Generation(stamp.generation)
+
+    async def write_new(self, place: str, parts: Sequence[Buffer]) -> None:
+        """Writes a place that nobody else names, from parts that lie one after
+        another; durable when it returns. What fails may leave a part of it."""
+        with _translated(place):
+            path = self._directories.path(place)
+            if path is None:
+                await self._root.write(place, b"".join(parts))
+                return
+            await self._directories.make(place)
+            await asyncio.to_thread(_write_new, path, parts)
+            await self._directories.sync(place)
+
+    async def create(self, place: str) -> "NewObject":
+        """Returns a place that nobody else names, to be written bit by bit."""
+        with _translated(place):
+            path = self._directories.path(place)
+            if path is None:
+                return NewObject(place, None)
+            await self._directories.make(place)
+            making = asyncio.ensure_future(asyncio.to_thread(NewFile, path))
+            try:
+                return NewObject(place, await asyncio.shield(making))
+            except asyncio.CancelledError:
+                making.add_done_callback(_discard)  # its thread goes on
+                raise
+
+    async def keep(self, new: "NewObject") -> None:
+        """Ends what was written bit by bit; durable when it returns."""
+        with _translated(new.place):
+            if new.file is None:
+                await self._root.write(new.place, b"".join(new.parts))
+            else:
+                file, new.file = new.file, None
+                await asyncio.to_thread(file.keep)
+                await self._directories.sync(new.place)
+
+    async def adopt(self, place: str) -> None:
+        """Makes durable that a place is there which another process has written."""
+        with _translated(place):
+            await self._directories.make(place)
+            await self._directories.sync(place)
 
     async def settle(self, place: str) -> None:
         with _translated(place):
@@ -169,126 +195,86 @@ class KvBucket:
             keys = await self._root.list(_below(prefix, after))
         return sorted(key.decode() for key in keys)
 
-    def key_space(self, *, place: str, pool: str, prefix: str = "d/") -> "KeySpace":
+    def key_space(self, *, place: str, pool: str) -> "KeySpace":
         """Returns the key space whose root lies at ``place``.
 
         Args:
             place: Of its root.
             pool: What its data files lie below.
-            prefix: What the names of data files begin with that are written by it.
         """
-        return KeySpace(
-            self._root, self._context, place=place, pool=pool, prefix=prefix
-        )
+        return KeySpace(self._root, self._context, place=place, pool=pool)
+
+
+class NewObject:
+    """A place that is being written; on storages without files, at the end."""
+
+    def __init__(self, place: str, file: NewFile | None) -> None:
+        self.place = place
+        self.file = file
+        self.parts: list[Buffer] = []
+
+    def append(self, data: Buffer) -> None:
+        """Writes bytes behind those before; waits for the storage.
+
+        Raises:
+            StorageFullError: The storage is full.
+            StorageUnavailableError: It failed.
+        """
+        if self.file is None:
+            self.parts.append(data)
+            return
+        with _translated(self.place):
+            self.file.append([data])
+
+    def discard(self) -> None:
+        """Ends it, and leaves nothing."""
+        if self.file is not None:
+            file, self.file = self.file, None
+            file.discard()
 
 
 class KeySpace:
     """An OCDBT database: its root at one place, its data files in a pool.
 
-    Other databases may share the pool. Data files are never changed. Keys that begin
-    with ``ASIDE`` hold what goes with the values, and are not taken over.
+    ``format.ocdbt`` writes it; TensorStore reads it here, as anyone may.
     """
 
     def __init__(
-        self,
-        root: "ts.KvStore",
-        context: "ts.Context",
-        *,
-        place: str,
-        pool: str,
-        prefix: str,
+        self, root: "ts.KvStore", context: "ts.Context", *, place: str, pool: str
     ) -> None:
         self._manifest = root / place
         self._pool = root / pool
-        self._directories = Directories.of(root)
-        self._pool_place = pool
         self._context = context
         self._place = place
-        self._prefix = prefix
-
-    async def write(self, values: Mapping[str, bytes]) -> None:
-        """Writes values in one atomic commit; durable when it returns."""
-        await self.take_over((), values)
-
-    async def take_over(
-        self, shares: Sequence["Share"], values: Mapping[str, bytes]
-    ) -> None:
-        """Adds keys of other key spaces, sharing their values, and further values, in
-        one atomic commit; durable when it returns."""
-        with _translated(self._place):
-            await self._directories.make(self._place, self._pool_place + self._prefix)
-            self._directories.clear(f"{self._place}manifest.ocdbt")
-        # A thread, as all below: 10,000 values take longer than a ping may wait.
-        await asyncio.to_thread(self._take_over, shares, values)
-
-    async def contents(self) -> "Contents":
-        """Returns what it holds."""
-        if not await self.exists():
-            return Contents({}, frozenset())
-        return await asyncio.to_thread(self._contents)
 
     async def places(self) -> dict[str, Place]:
         """Returns where the value of each key lies."""
-        return (await self.contents()).places
-
-    async def read_aside(self) -> list[bytes]:
-        """Returns what goes with the values, in no order."""
         if not await self.exists():
-            return []
-        return await asyncio.to_thread(self._read_aside)
+            return {}
+        return await asyncio.to_thread(self._places)
 
     async def exists(self) -> bool:
-        """Returns whether anything was ever written."""
+        """Returns whether it is there."""
         with _translated(self._place):
             result = await self._manifest.read("manifest.ocdbt")
         return result.state == "value"
 
-    def _take_over(
-        self, shares: Sequence["Share"], values: Mapping[str, bytes]
-    ) -> None:
-        with _translated(self._place):
-            transaction = ts.Transaction()
-            target = self.opened().with_transaction(transaction)
-            # All of a kind are under way before the first is waited for: a wait costs
-            # 50 us. Not of two kinds: what overlaps a copy under way is written wrong.
-            for share in shares:
-                for copy in list(_copies(share, target)):
-                    copy.result()
-            for write in [target.write(key, value) for key, value in values.items()]:
-                write.result()
-            transaction.commit_sync()
-
-    def _contents(self) -> "Contents":
-        places: dict[str, Place] = {}
-        node_files: set[str] = set()
+    def _places(self) -> dict[str, Place]:
         with _translated(self._place):
             manifest = ts.ocdbt.dump(self._manifest, context=self._context).result()
             location = manifest["versions"][-1]["root"].get("location")
-            if location is not None:
-                places.update(self._values(location, b"", node_files))
-        return Contents(places, frozenset(node_files))
+            return {} if location is None else dict(self._values(location, b""))
 
-    def _values(
-        self, location: str, prefix: bytes, node_files: set[str]
-    ) -> Iterator[tuple[str, Place]]:
+    def _values(self, location: str, prefix: bytes) -> Iterator[tuple[str, Place]]:
         """Walks the B-tree below a node."""
-        node_files.add(_parse_place(location).file)
         node = ts.ocdbt.dump(self._pool, location, context=self._context).result()
         for entry in node["entries"]:
             if "location" in entry:
                 below = prefix + entry.get("subtree_common_prefix", b"")
-                yield from self._values(entry["location"], below, node_files)
+                yield from self._values(entry["location"], below)
             else:
                 key = (prefix + entry["key"]).decode()
-                if not key.startswith(ASIDE):
-                    yield key, _parse_place(entry["indirect_value"])
-
-    def _read_aside(self) -> list[bytes]:
-        with _translated(self._place):
-            opened = self.opened()
-            keys = opened.list(ts.KvStore.KeyRange(ASIDE, FIRST_KEY)).result()
-            reads = [opened.read(key) for key in keys]
-            return [read.result().value for read in reads]
+                yield key, _parse_place(entry["indirect_value"])
 
     def opened(self) -> "ts.KvStore":
         """Returns TensorStore's view of it."""
@@ -296,24 +282,18 @@ class KeySpace:
             "driver": "ocdbt",
             "base": self._pool.spec().to_json(),
             "manifest": self._manifest.spec().to_json(),
-            # every value in a data file: a value inside a node has no place
-            "config": {"max_inline_value_bytes": 0},
-            "target_data_file_size": DATA_FILE_BYTES,
-            "value_data_prefix": self._prefix,
-            "btree_node_data_prefix": self._prefix,
-            "version_tree_node_data_prefix": self._prefix,
-            # or each of 10,000 ranges would read its nodes from the root on
-            "cache_pool": {"total_bytes_limit": NODE_CACHE_BYTES},
         }
         return ts.KvStore.open(spec, context=self._context).result()
 
 
-def _copies(share: Share, target: "ts.KvStore") -> Iterator["ts.Future[None]"]:
-    """Begins to copy the ranges of a share."""
-    source = share.source.opened()
-    for first, last in share.ranges:
-        keys = ts.KvStore.KeyRange(first, last and last + "\0")
-        yield source.experimental_copy_range_to(target, source_range=keys)
+def _discard(making: "asyncio.Future[NewFile]") -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.result().discard()
+
+
+def _write_new(path: Path, parts: Sequence[Buffer]) -> None:
+    with NewFile(path) as file:
+        file.append(parts)
 
 
 def root_spec(root: str) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Reuse: which chunks of an upload are stored already, by its base or predecessor.
 
 A chunk is the same where the leaf has the same key, shape, dtype and grid, and the
-chunk the same CRC-32C, digest and length, by what the manifest says of it. It is then
-shared by reference: the new checkpoint names its place, and takes its key over. Its
-bytes are not read: of data files only the ends are looked at. A base or a predecessor
-that is damaged is none: a save that can reuse nothing is a save all the same.
+chunk the same CRC-32C, digest and length, by what was written down of it. It is then
+shared by reference: the new checkpoint names its place. Its bytes are not read: of data
+files only the ends are looked at. A base or a predecessor that is damaged is none: a
+save that can reuse nothing is a save all the same.
 
 A claim is nothing that is kept: it is found again by whoever needs it, FinishWriter
 and the commit alike, and only while the base's slot says that it still stands. The
@@ -13,7 +13,7 @@ upload's own reservation is older than that look, so a purge of the base sees it
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -22,17 +22,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.errors import CorruptDataError, UploadNotFoundError
-from storesvc.format import zarr
 from storesvc.format.chunks import I64, Places, Sums, same_sums
 from storesvc.format.layout import RunPlaces
-from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName, UploadName
-from storesvc.format.trees import Leaf, Tree
+from storesvc.format.trees import Tree
 from storesvc.gathering import each
-from storesvc.kvbucket import Contents, KeySpace, KvBucket, Share
-from storesvc.received import sums_of
+from storesvc.kvbucket import KvBucket
 from storesvc.slots import CHECKPOINTS, PURGING
+from storesvc.staging import Table, staged
 from storesvc.uploads import OpenUpload, Uploads
+
+MAX_VERSIONS: Final = 16
+"""Of a chunk that one writer stored; others are as if they were not stored."""
 
 _FILES_AT_ONCE: Final = 64
 _LOOKS: Final = 50
@@ -44,18 +45,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Source:
-    """Stored chunks that an upload may claim."""
+    """Stored chunks that an upload may claim, of each chunk of a tree one at most."""
 
     tree: Tree
     sums: Sums
+    """Of all chunks of the tree, as the places."""
     places: Places
     held: NDArray[np.bool_]
     """For each chunk of the tree, whether it is stored."""
-    key_space: KeySpace
-    keys: frozenset[str]
-    """All keys of the key space."""
-    metadata: frozenset[str]
-    """Those of the ``zarr.json`` of leaves; only checkpoints have them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +86,6 @@ class Reuse:
 
     async def _base(self, upload: OpenUpload) -> list[Source]:
         run, step = upload.name.run, upload.record.base_step
-        places = RunPlaces(run)
         try:
             for _ in range(_LOOKS):
                 slot = await self._uploads.slot(run, step)
@@ -102,37 +98,40 @@ class Reuse:
                 or slot.upload != upload.record.base
             ):
                 return []
-            key_space = self._bucket.key_space(
-                place=places.key_space(slot.upload, slot.attempt), pool=places.pool
-            )
             manifest = await self._uploads.manifest(run, slot)
-            contents = await key_space.contents()
+            whole = await self._whole_files(run, manifest.places)
         except CorruptDataError as e:
             _log.warning("%s@%d cannot be a base: %s", run, step, e)
             return []
-        whole = await self._whole_files(run, contents)
         return [
-            await asyncio.to_thread(
-                _of_checkpoint, manifest, contents, whole, key_space
+            Source(
+                tree=manifest.tree,
+                sums=manifest.sums,
+                places=manifest.places,
+                held=whole[manifest.places.file],
             )
         ]
 
-    async def _whole_files(self, run: RunName, contents: Contents) -> set[str]:
-        """The data files of a key space, without those missing or cut off."""
-        pool, ends = RunPlaces(run).pool, dict[str, int]()
-        for file, offset, length in contents.places.values():
-            ends[file] = max(ends.get(file, 0), offset + length)
+    async def _whole_files(self, run: RunName, places: Places) -> NDArray[np.bool_]:
+        """For each data file of places, whether it is neither missing nor cut off."""
+        ends = places.ends
 
-        async def is_whole(file: str) -> bool:
+        async def is_whole(number: int) -> bool:
+            place, end = (
+                RunPlaces(run).data_file(places.files[number]),
+                int(ends[number]),
+            )
             try:
-                await self._bucket.read_range(pool + file, ends[file] - 1, ends[file])
+                await self._bucket.read_range(place, end - 1, end)
             except CorruptDataError as e:
                 _log.warning("%s: nothing can be claimed of a file: %s", run, e)
                 return False
             return True
 
-        whole = await each(is_whole, ends, at_once=_FILES_AT_ONCE)
-        return {file for file, it_is in zip(ends, whole, strict=True) if it_is}
+        numbers = np.flatnonzero(ends).tolist()
+        whole = np.zeros(len(places.files), np.bool_)
+        whole[numbers] = await each(is_whole, numbers, at_once=_FILES_AT_ONCE)
+        return whole
 
     async def _stored_by(self, name: UploadName) -> list[Source]:
         """What the writers of an unfinished upload had stored."""
@@ -152,70 +151,56 @@ class Reuse:
     async def stored(self, upload: OpenUpload, writer: int) -> list[Source]:
         """Returns what a writer stored; nothing where that is damaged: it is sent
         again."""
-        space, tree = self._uploads.key_space(upload, writer), upload.tree
+        name, tree = upload.name, upload.tree
         try:
-            contents = await space.contents()
-            if not contents.places:
-                return []
-            recorded = await sums_of(space, tree.chunk_count)
-        except CorruptDataError:
+            table = await staged(
+                self._bucket, name, writer, chunk_count=tree.chunk_count
+            )
+        except CorruptDataError as e:
+            _log.warning("%s: nothing can be claimed of a writer: %s", name, e)
             return []
-        whole = await self._whole_files(upload.name.run, contents)
-        source = await asyncio.to_thread(
-            _source, tree, recorded.sums, contents, whole, space
+        return await self.sources_of(upload, table)
+
+    async def sources_of(self, upload: OpenUpload, table: Table) -> list[Source]:
+        """Returns the sources that stored chunks of an upload are."""
+        sums, places = table
+        whole = await self._whole_files(upload.name.run, places)
+        kept = np.flatnonzero(whole[places.file])
+        return await asyncio.to_thread(
+            _sources, upload.tree, sums.take(kept), places.take(kept)
         )
-        source.held[~recorded.certain] = False
-        return [source]
 
 
-def _source(
-    tree: Tree,
-    sums: Sums,
-    contents: Contents,
-    whole: Container[str],
-    key_space: KeySpace,
-) -> Source:
-    """The source that a key space is.
+def _sources(tree: Tree, sums: Sums, places: Places) -> list[Source]:
+    """The sources that stored chunks are: as many as versions of one were stored."""
+    rows = _distinct(sums)
+    sums, places = sums.take(rows), places.take(rows)
+    nth = np.arange(len(sums)) - np.searchsorted(sums.ordinal, sums.ordinal)
+    found = []
+    for n in range(min(int(nth.max(initial=-1)) + 1, MAX_VERSIONS)):
+        rows = np.flatnonzero(nth == n)
+        at = sums.ordinal[rows]
+        held = np.zeros(tree.chunk_count, np.bool_)
+        held[at] = True
+        row_of = np.zeros(tree.chunk_count, np.int64)  # any row, where none is held
+        row_of[at] = rows
+        all_sums = sums.take(row_of)
+        found.append(
+            Source(tree=tree, sums=all_sums, places=places.take(row_of), held=held)
+        )
+    return found
 
-    Args:
-        tree: What it holds chunks of.
-        sums: Those of all chunks of the tree.
-        contents: What it holds.
-        whole: The data files that are neither missing nor cut off.
-        key_space: Itself.
-    """
-    held = np.zeros(tree.chunk_count, np.bool_)
-    rows = [("", 0, 0)] * tree.chunk_count
-    keys = tree.chunk_keys(np.arange(tree.chunk_count))
-    lengths = tree.stored_lengths.tolist()
-    for chunk, (key, length) in enumerate(zip(keys, lengths, strict=True)):
-        place = contents.places.get(key)
-        if place is not None and place.length == length and place.file in whole:
-            held[chunk], rows[chunk] = True, place
-    return Source(
-        tree=tree,
-        sums=sums,
-        places=Places.of_rows(rows),
-        held=held,
-        key_space=key_space,
-        keys=frozenset(contents.places),
-        metadata=frozenset(
-            key
-            for key in map(zarr.metadata_key, (leaf.key for leaf in tree.leaves))
-            if key in contents.places and contents.places[key].file in whole
-        ),
+
+def _distinct(sums: Sums) -> I64:
+    """The rows of chunks, each version of each once; ascending by ordinal."""
+    words = sums.digests.view(np.uint64).reshape(-1, 2)
+    order = np.lexsort((words[:, 0], words[:, 1], sums.crc32c, sums.ordinal))
+    columns = (sums.ordinal, sums.crc32c, words[:, 0], words[:, 1])
+    differs = np.ones(len(order), np.bool_)
+    differs[1:] = np.any(
+        [column[order][1:] != column[order][:-1] for column in columns], axis=0
     )
-
-
-def _of_checkpoint(
-    manifest: Manifest, contents: Contents, whole: Container[str], key_space: KeySpace
-) -> Source:
-    """The source that a checkpoint is: chunks on which its two views agree."""
-    source = _source(manifest.tree, manifest.sums, contents, whole, key_space)
-    views = zip(source.places.rows(), manifest.places.rows(), strict=True)
-    agree = np.array([here == there for here, there in views], np.bool_)
-    source.held[~agree] = False
-    return source
+    return order[differs]
 
 
 def find_claims(tree: Tree, sums: Sums, sources: Sequence[Source]) -> list[Claims]:
@@ -239,45 +224,6 @@ def claimed_places(claims: Claims) -> Places:
     return claims.source.places.take(claims.chunks)
 
 
-def share_of(tree: Tree, claims: Claims) -> Share:
-    """Returns the keys that the key space of a checkpoint takes over for claims.
-
-    Metadata goes with the chunks: a range that leaves it out would be cut at every
-    leaf.
-    """
-    source = claims.source
-    wanted = set(source.tree.chunk_keys(claims.chunks)) | metadata_keys(tree, claims)
-    return Share(source.key_space, _ranges(sorted(source.keys), wanted.__contains__))
-
-
-def metadata_keys(tree: Tree, claims: Claims) -> set[str]:
-    """Returns the keys of the metadata that a source has as the tree needs it."""
-    there = claims.source.tree
-    return {
-        key
-        for leaf in tree.leaves
-        if (key := zarr.metadata_key(leaf.key)) in claims.source.metadata
-        and _same_array(leaf, there.leaves[there.by_key[leaf.key]])
-    }
-
-
-def _ranges(
-    keys: Sequence[str], is_wanted: Callable[[str], bool]
-) -> list[tuple[str, str]]:
-    """The ranges, first and last key, that hold the wanted of sorted keys alone."""
-    ranges: list[tuple[str, str]] = []
-    last = None
-    for at, key in enumerate(keys):
-        if not is_wanted(key):
-            continue
-        if last == at - 1 and ranges:
-            ranges[-1] = (ranges[-1][0], key)
-        else:
-            ranges.append((key, key))
-        last = at
-    return ranges
-
-
 def _counterparts(tree: Tree, other: Tree, chunks: I64) -> I64:
     """For each of some chunks of a tree its ordinal in another, or -1."""
     if tree is other:
@@ -287,10 +233,6 @@ def _counterparts(tree: Tree, other: Tree, chunks: I64) -> I64:
     for row in np.unique(rows).tolist():
         leaf = tree.leaves[row]
         there = other.by_key.get(leaf.key)
-        if there is not None and _same_array(leaf, other.leaves[there]):
+        if there is not None and leaf.is_cut_as(other.leaves[there]):
             first[row] = other.first_chunk[there]
     return np.where(first[rows] < 0, -1, first[rows] + within)
-
-
-def _same_array(a: Leaf, b: Leaf) -> bool:
-    return (a.shape, a.chunk_shape, a.dtype) == (b.shape, b.chunk_shape, b.dtype)

@@ -1,35 +1,34 @@
 """Sending chunks: stored bytes as they lie, to many readers at once.
 
-Chunks that lie next to each other in a data file are read together, in the order
-of the file. Reads are counted over all streams of the process: that is the bound
-on the memory that downloads take.
+What is read becomes messages at once, and these are shared: the ``Shelf`` decides which
+are in memory. That is the bound on the memory that downloads take, however many there
+are; beside it each stream holds the message that it sends.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
 from typing import Final
 
 import numpy as np
 
-from storesvc.bucket import Bucket
 from storesvc.errors import CorruptDataError, InvalidFieldError
-from storesvc.format.chunks import I64, Places
+from storesvc.format.chunks import I64
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
-from storesvc.receiving import FRAME_BYTES
-from storesvc_proto.v1 import upload_service_pb2 as api
+from storesvc.kvbucket import KvBucket
+from storesvc.shelf import Need, Reader, Shelf
+from storesvc.turns import Turns
+from storesvc.units import Unit, plan_units
 
-READ_BYTES: Final = 16 << 20
-"""Neighbouring chunks are read together up to so much."""
+READS_AHEAD: Final = 3
+"""Units that a stream has read, or under way, beyond the one it sends."""
 
-READS_AHEAD: Final = 2
-"""Reads that a stream has under way beyond the one it sends."""
+SHELF_BYTES: Final = 128 << 20
+"""Of the units in memory, over all streams of a process."""
 
-MAX_READS: Final = 12
-"""Reads in memory, over all streams of a process."""
+PATIENCE_SECONDS: Final = 2.0
+"""How long one who needs room waits for those who want what takes it."""
 
 _SHOWN: Final = 3
 
@@ -37,28 +36,22 @@ MAX_CHUNKS: Final = 65536
 """Chunks of one stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A range of a data file that holds whole chunks, back to back."""
-
-    file: str
-    start: int
-    stop: int
-    chunks: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-
 class Sender:
     """Reads chunks for all streams of a process."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: KvBucket) -> None:
         self._bucket = bucket
-        self._reads = asyncio.Semaphore(MAX_READS)
+        self._shelf: Shelf[Unit] = Shelf(SHELF_BYTES)
+        self._reads: dict[Unit, asyncio.Task[list[bytes]]] = {}
+        self._changed = asyncio.Event()
+        self._turns = Turns()
+        self._hungry = 0
+        """Streams that wait for room: none reads ahead before they have it."""
 
     async def send(
         self, run: RunName, manifest: Manifest, chunks: Sequence[int]
-    ) -> AsyncGenerator[api.ChunkFrame]:
-        """Yields the stored bytes of chunks, each once, in frames.
+    ) -> AsyncGenerator[bytes]:
+        """Yields the stored bytes of chunks, each once, in serialised responses.
 
         Raises:
             InvalidFieldError: The ordinals are not strictly ascending, are too
@@ -67,47 +60,98 @@ class Sender:
         """
         wanted = check_ordinals(chunks, manifest.tree.chunk_count)
         pool = RunPlaces(run).pool
-        under_way: deque[tuple[Read, asyncio.Task[bytes]]] = deque()
+        units = await asyncio.to_thread(plan_units, manifest, pool, wanted)
+        reader = self._shelf.join(units)
         try:
-            for read in plan_reads(manifest.places, wanted):
-                # A stream waits for a place only while it holds none: otherwise
-                # streams could wait for each other in a ring.
-                while under_way and (
-                    len(under_way) > READS_AHEAD or self._reads.locked()
-                ):
-                    async for frame in self._frames(manifest, under_way):
-                        yield frame
-                await self._reads.acquire()
-                task = asyncio.create_task(
-                    self._bucket.read_range(pool + read.file, read.start, read.stop)
-                )
-                under_way.append((read, task))
-            while under_way:
-                async for frame in self._frames(manifest, under_way):
-                    yield frame
+            while reader.left:
+                sent, count = 0, 1
+                while sent < count:
+                    # Asked for each time: what is sent slowly may go meanwhile, and
+                    # must not be kept from going by a name that this has for it.
+                    response, count = await self._response(reader, sent)
+                    await self._turns.take()
+                    yield response
+                    del response
+                    sent += 1
+                self._forget(self._shelf.finish(reader))
         finally:
-            for _, task in under_way:
-                task.cancel()
-                self._reads.release()
-            # also takes the errors of those that nobody will wait for
-            await asyncio.gather(*(t for _, t in under_way), return_exceptions=True)
+            self._forget(self._shelf.leave(reader))
 
-    async def _frames(
-        self,
-        manifest: Manifest,
-        under_way: deque[tuple[Read, asyncio.Task[bytes]]],
-    ) -> AsyncGenerator[api.ChunkFrame]:
-        """Yields the frames of the oldest read, and gives its place back."""
-        read, task = under_way[0]
+    async def _response(self, reader: Reader[Unit], number: int) -> tuple[bytes, int]:
+        """One of the unit that a reader takes now, and how many there are."""
+        unit = self._shelf.take(reader) or await self._awaited(reader)
         try:
-            data = await task
+            responses = self._reads[unit].result()
+        except BaseException:  # told to one; others shall read it themselves
+            self._shelf.drop(unit)
+            del self._reads[unit]
+            raise
+        if number == 0:
+            self._read_ahead(reader)
+        return responses[number], len(responses)
+
+    async def _awaited(self, reader: Reader[Unit]) -> Unit:
+        """Waits for a unit that a reader can take."""
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        while (unit := self._shelf.take(reader)) is None:
+            needed = self._shelf.needed(reader)
+            need = Need.NOW if clock() - since < PATIENCE_SECONDS else Need.LATE
+            is_hungry = needed is not None and not self._begin(needed, need)
+            self._hungry += is_hungry
+            try:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._hungry -= is_hungry
+        return unit
+
+    def _read_ahead(self, reader: Reader[Unit]) -> None:
+        while not self._hungry:
+            unit = self._shelf.ahead(reader, READS_AHEAD)
+            if unit is None or not self._begin(unit, Need.SOON):
+                return
+
+    def _begin(self, unit: Unit, need: Need) -> bool:
+        """Begins to read a unit; False: there is no room."""
+        going = self._shelf.make_room(unit, need)
+        if going is None:
+            return False
+        self._forget(going)
+        self._reads[unit] = task = asyncio.create_task(self._read(unit))
+        task.add_done_callback(lambda _: self._arrived(unit, task))
+        return True
+
+    async def _read(self, unit: Unit) -> list[bytes]:
+        try:
+            return await self._bucket.read_parts(
+                unit.place, unit.start, unit.start + unit.size, unit.parts()
+            )
         except CorruptDataError as e:
-            named = ", ".join(map(manifest.tree.describe_chunk, read.chunks[:_SHOWN]))
+            describe = unit.manifest.tree.describe_chunk
+            named = ", ".join(map(describe, unit.ordinals()[:_SHOWN].tolist()))
             raise CorruptDataError(f"{named}: {e}", **e.metadata) from e
-        for frame in frames_of(read, data):
-            yield frame
-        under_way.popleft()
-        self._reads.release()
+
+    def _arrived(self, unit: Unit, task: asyncio.Task[list[bytes]]) -> None:
+        if not task.cancelled():
+            task.exception()  # seen, even if nobody wants it any more
+        if self._reads.get(unit) is task:
+            self._shelf.arrive(unit)
+            self._wake()
+
+    def _forget(self, units: Sequence[Unit]) -> None:
+        """Gives up what is not on the shelf any more."""
+        for unit in units:
+            self._reads.pop(unit).cancel()
+        if units:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Lets those look again who wait."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def check_ordinals(chunks: Sequence[int], count: int) -> I64:
@@ -129,55 +173,3 @@ def check_ordinals(chunks: Sequence[int], count: int) -> I64:
             f"chunk: the checkpoint has {count} chunks, got {wanted[-1]}"
         )
     return wanted.astype(np.int64)
-
-
-def plan_reads(places: Places, chunks: I64) -> Iterator[Read]:
-    """Yields the reads that fetch chunks, in the order in which they lie."""
-    file, offset, length = (
-        column[chunks] for column in (places.file, places.offset, places.length)
-    )
-    order = np.lexsort((offset, file))
-    at = 0
-    while at < len(order):
-        first = order[at]
-        to, stop = at + 1, int(offset[first] + length[first])
-        while (
-            to < len(order)
-            and file[order[to]] == file[first]
-            and offset[order[to]] == stop
-            and stop + length[order[to]] - offset[first] <= READ_BYTES
-        ):
-            stop += int(length[order[to]])
-            to += 1
-        rows = order[at:to]
-        yield Read(
-            places.files[file[first]],
-            int(offset[first]),
-            stop,
-            tuple(chunks[rows].tolist()),
-            tuple(length[rows].tolist()),
-        )
-        at = to
-
-
-def frames_of(read: Read, data: bytes) -> Iterator[api.ChunkFrame]:
-    """Yields the frames that carry what a read returned."""
-    view = memoryview(data)
-    frame = api.ChunkFrame()
-    begin = at = 0
-    for chunk, length in zip(read.chunks, read.lengths, strict=True):
-        offset = 0
-        while offset < length:
-            piece = min(length - offset, FRAME_BYTES - (at - begin))
-            frame.chunk.append(chunk)
-            frame.offset.append(offset)
-            frame.length.append(piece)
-            offset += piece
-            at += piece
-            if at - begin == FRAME_BYTES:
-                frame.data = bytes(view[begin:at])
-                yield frame
-                frame, begin = api.ChunkFrame(), at
-    if at > begin:
-        frame.data = bytes(view[begin:at])
-        yield frame

@@ -4,16 +4,11 @@ Limits are those that gRPC hardening guides ask for; what a message may weigh is
 gRPC's default, which is also the fastest size to ship bytes in.
 """
 
-import asyncio
 import ctypes
 import ipaddress
-import logging
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -21,23 +16,19 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-import storesvc
-from storesvc import failpoints
-from storesvc.collecting import DEFAULT_INTERVAL, collecting
 from storesvc.errors import InvalidFieldError
 from storesvc.kvbucket import KvBucket
 from storesvc.rpc import services
+from storesvc.rpc.handlers import handler_of
 from storesvc.rpc.handling import MAX_MESSAGE_BYTES
 from storesvc.store import Store
 from storesvc_proto.v1 import (
     checkpoint_service_pb2,
     checkpoint_service_pb2_grpc,
     chunk_service_pb2,
-    chunk_service_pb2_grpc,
     maintenance_service_pb2,
     maintenance_service_pb2_grpc,
     upload_service_pb2,
-    upload_service_pb2_grpc,
 )
 
 DRAIN_SECONDS: Final = 10.0
@@ -61,8 +52,6 @@ OPTIONS: Final = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     # a message that unpacks to more than it weighs is an attack here
     ("grpc.per_message_decompression", 0),
-    # two servers on one port would share its calls at random
-    ("grpc.so_reuseport", 0),
 )
 
 SERVICES: Final = tuple(
@@ -80,8 +69,6 @@ SERVICES: Final = tuple(
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,22 +112,43 @@ async def open_store(root: str) -> Store:
 
 @asynccontextmanager
 async def running(
-    store: Store, address: str, *, tls: Tls | None = None
+    store: Store,
+    address: str,
+    *,
+    tls: Tls | None = None,
+    shares_port: bool = False,
 ) -> AsyncIterator[int]:
     """Serves a store at an address while the context lasts; yields the port.
+
+    Args:
+        store: The store.
+        address: Where to take calls.
+        tls: The server's certificate; None serves plaintext.
+        shares_port: Whether others may serve at the port: calls are then spread over
+            them at random.
 
     Raises:
         InvalidFieldError: The address cannot be bound.
     """
-    server = grpc.aio.server(options=OPTIONS)
+    server = grpc.aio.server(
+        options=(*OPTIONS, ("grpc.so_reuseport", int(shares_port)))
+    )
     checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(
         services.CheckpointService(store), server
     )
-    upload_service_pb2_grpc.add_UploadServiceServicer_to_server(
-        services.UploadService(store), server
-    )
-    chunk_service_pb2_grpc.add_ChunkServiceServicer_to_server(
-        services.ChunkService(store), server
+    server.add_generic_rpc_handlers(
+        (
+            handler_of(
+                upload_service_pb2.DESCRIPTOR.services_by_name["UploadService"],
+                services.UploadService(store),
+                raw_requests={"WriteChunks"},
+            ),
+            handler_of(
+                chunk_service_pb2.DESCRIPTOR.services_by_name["ChunkService"],
+                services.ChunkService(store),
+                raw_responses={"ReadChunks"},
+            ),
+        )
     )
     maintenance_service_pb2_grpc.add_MaintenanceServiceServicer_to_server(
         services.MaintenanceService(store), server
@@ -153,11 +161,7 @@ async def running(
         else:
             port = server.add_insecure_port(address)
     except RuntimeError as e:
-        certificate = ", or its certificate and key do not fit" if tls else ""
-        raise InvalidFieldError(
-            f"address {address}: it is in use or not of this machine{certificate}; "
-            "take another"
-        ) from e
+        raise unusable(address, tls) from e
     await server.start()
     for name in ("", *SERVICES):
         await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -167,47 +171,6 @@ async def running(
         await healthy.enter_graceful_shutdown()
         store.watcher.close()  # they would go on for as long as they may
         await server.stop(DRAIN_SECONDS)
-
-
-def serve(
-    root: str,
-    *,
-    host: str,
-    port: int,
-    tls: Tls | None,
-    insecure: bool,
-    ready_file: Path | None,
-    gc_interval: timedelta = DEFAULT_INTERVAL,
-) -> None:
-    """Serves the store at a root until SIGTERM or SIGINT, then drains.
-
-    Args:
-        root: ``file:///PATH``, ``memory://`` or ``gs://BUCKET/PREFIX``.
-        host: The address to bind.
-        port: The port to bind; 0 takes a free one.
-        tls: The server's certificate; None serves plaintext.
-        insecure: Whether plaintext may be served to other machines.
-        ready_file: Where to write ``HOST:PORT`` once calls are taken.
-        gc_interval: Between passes that collect garbage; 0: none by itself.
-
-    Raises:
-        InvalidFieldError: A plaintext server would be open to other machines,
-            the address or the root is not usable, or failpoints are armed in a
-            release.
-    """
-    failpoints.arm_from(os.environ, version=storesvc.__version__)
-    if gc_interval < timedelta(0):
-        raise InvalidFieldError(
-            f"gc interval: expected 0 or more, got {gc_interval.total_seconds():g} s"
-        )
-    if not (tls or insecure or is_loopback(host)):
-        raise InvalidFieldError(
-            f"host {host}: expected a loopback address or TLS, because anyone who "
-            "reaches a plaintext server can read and write its store; give a "
-            "certificate and its key, or --insecure"
-        )
-    keep_freed_memory()
-    asyncio.run(_serve(root, host, port, tls, ready_file, gc_interval))
 
 
 def is_loopback(host: str) -> bool:
@@ -234,28 +197,10 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_ARENA_MAX, 2)  # each arena keeps memory of its own
 
 
-async def _serve(
-    root: str,
-    host: str,
-    port: int,
-    tls: Tls | None,
-    ready_file: Path | None,
-    gc_interval: timedelta,
-) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    store = await open_store(root)
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
-    async with running(store, f"{host}:{port}", tls=tls) as bound:
-        _log.info("serving %s at %s:%d", root, host, bound)
-        if ready_file:
-            # whole or not at all: who waits for the file reads it at once
-            partial = ready_file.with_name(ready_file.name + ".partial")
-            partial.write_text(f"{host}:{bound}\n")
-            partial.rename(ready_file)
-        async with collecting(store, gc_interval):
-            await stop.wait()
-        _log.info("draining")
-    _log.info("stopped")
+def unusable(address: str, tls: Tls | None) -> InvalidFieldError:
+    """Returns what refuses an address that cannot be bound."""
+    certificate = ", or its certificate and key do not fit" if tls else ""
+    return InvalidFieldError(
+        f"address {address}: it is in use or not of this machine{certificate}; "
+        "take another"
+    )

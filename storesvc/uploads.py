@@ -34,7 +34,7 @@ from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
 from storesvc.gathering import rows
-from storesvc.kvbucket import KeySpace, KvBucket
+from storesvc.kvbucket import KvBucket
 from storesvc.leaf_tables import LeafTables
 from storesvc.records import duration, read_record, timestamp, write_record
 from storesvc.runs import Runs
@@ -186,14 +186,6 @@ class Uploads:
         if slot.state != slots.UPLOADING:
             raise slots.exists(name.run, slot)
         return OpenUpload(name, record, await self.tree(name, record))
-
-    def key_space(self, upload: OpenUpload, writer: int) -> KeySpace:
-        """Returns where a writer's chunks go."""
-        return self._bucket.key_space(
-            place=upload.places.staging(upload.name.upload, writer),
-            pool=upload.places.pool,
-            prefix=upload.places.data_prefix(upload.name.upload),
-        )
 
     async def renew(self, upload: OpenUpload) -> datetime:
         """Tells that an upload lives; returns when its lease is over.

@@ -39,8 +39,8 @@ from storesvc.format.chunks import Places
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
 from storesvc.format.names import RunName
+from storesvc.format.reads import Read, plan_reads
 from storesvc.kvbucket import KvBucket, Place
-from storesvc.sending import Read, plan_reads
 from storesvc.tallies import Report, Tally
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -56,8 +56,8 @@ REPORT_SECONDS: Final = 1.0
 Check: TypeAlias = Callable[[Sequence[int], bytes], Iterable[Damage]]
 """Tells what is wrong with values that lie back to back, by their numbers."""
 
-Missing: TypeAlias = Callable[[int, str], Damage]
-"""Makes the damage of a value that cannot be read, and why."""
+Missing: TypeAlias = Callable[[int, str], Iterable[Damage]]
+"""Tells what is wrong where a value cannot be read, and why."""
 
 _log = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class _Reading:
                         f"{read.file} is missing, or ends before byte {start + length}"
                     )
             if why:
-                found.append(missing(value, why))
+                found += missing(value, why)
             start += length
         return found
 
@@ -257,8 +257,8 @@ def _chunks(
     def check(chunks: Sequence[int], data: bytes) -> Iterator[Damage]:
         return damages.of_chunks(manifest, chunks, data)
 
-    def missing(chunk: int, why: str) -> Damage:
-        return damages.of_chunk(manifest.tree, chunk, damages.MISSING, why)
+    def missing(chunk: int, why: str) -> list[Damage]:
+        return [damages.of_chunk(manifest.tree, chunk, damages.MISSING, why)]
 
     return reading.checked(manifest.places, check, missing)
 
@@ -276,14 +276,20 @@ async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) 
     differing = damages.of_key_space(manifest, shown, tally.damaged)
     await asyncio.to_thread(tally.add, differing)
     metadata = Metadata(manifest.tree)
-    unshown, rows, places = await asyncio.to_thread(_metadata_places, metadata, shown)
+    unshown, sharing, places = await asyncio.to_thread(
+        _metadata_places, metadata, shown
+    )
     tally.add(unshown)
 
     def check(values: Sequence[int], data: bytes) -> Iterator[Damage]:
-        return metadata.of_values([rows[value] for value in values], data)
+        at = 0
+        for value in values:
+            length = int(places.length[value])
+            yield from metadata.of_value(sharing[value], data[at : at + length])
+            at += length
 
-    def missing(value: int, why: str) -> Damage:
-        return metadata.unread(rows[value], why)
+    def missing(value: int, why: str) -> Iterator[Damage]:
+        return (metadata.unread(row, why) for row in sharing[value])
 
     async with aclosing(reading.checked(places, check, missing)) as checked:
         async for _, found in checked:
@@ -292,13 +298,16 @@ async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) 
 
 def _metadata_places(
     metadata: Metadata, shown: Mapping[str, Place]
-) -> tuple[list[Damage], list[int], Places]:
-    """The leaves whose metadata is not shown; the rows of the others, and where
-    theirs lies."""
+) -> tuple[list[Damage], list[list[int]], Places]:
+    """The leaves whose metadata is not shown; where that of the others lies, each
+    place once, and beside it the rows of the leaves that share it."""
     unshown = metadata.unshown(shown)
-    rows = [row for row in range(len(metadata.keys)) if row not in unshown]
-    places = Places.of_rows([shown[metadata.keys[row]] for row in rows])
-    return list(unshown.values()), rows, places
+    sharing: dict[Place, list[int]] = {}
+    for row, key in enumerate(metadata.keys):
+        if row not in unshown:
+            sharing.setdefault(shown[key], []).append(row)
+    places = Places.of_rows(list(sharing))
+    return list(unshown.values()), list(sharing.values()), places
 
 
 def _checked(check: Check, values: Sequence[int], data: bytes) -> list[Damage]:

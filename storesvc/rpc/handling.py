@@ -45,6 +45,7 @@ class _Parted(Protocol):
         """Returns which one."""
 
 
+S = TypeVar("S")
 T = TypeVar("T", bound=_Parted)
 
 _log = logging.getLogger(__name__)
@@ -77,14 +78,23 @@ async def first(stream: AsyncIterator[T], part: str) -> T:
     """The first message of a stream, which holds another part than the others."""
     async for message in following(stream, part):
         return message
-    raise InvalidFieldError(f"stream: expected a first message with {part}, got none")
+    raise missing(part)
 
 
-async def following(stream: AsyncIterator[T], part: str) -> AsyncIterator[T]:
+async def following(stream: AsyncIterator[T], *parts: str) -> AsyncIterator[T]:
     """The other messages of a stream; none may be of another part, or be late."""
+    async for message in in_time(stream):
+        check_part(message, *parts)
+        yield message
+
+
+async def in_time(stream: AsyncIterator[S]) -> AsyncIterator[S]:
+    """The messages of a stream; none may be late."""
     while True:
         try:
-            message = await asyncio.wait_for(anext(stream), STALL_SECONDS)
+            # wait_for would make a task of each
+            async with asyncio.timeout(STALL_SECONDS):
+                message = await anext(stream)
         except StopAsyncIteration:
             return
         except TimeoutError as e:
@@ -92,23 +102,44 @@ async def following(stream: AsyncIterator[T], part: str) -> AsyncIterator[T]:
                 f"the stream sent nothing for {STALL_SECONDS:.0f} s; send what was not "
                 "acknowledged in a new one"
             ) from e
-        if message.WhichOneof("part") != part:
-            raise InvalidFieldError(
-                f"stream: expected a message with {part}, got "
-                f"{message.WhichOneof('part')}"
-            )
         yield message
 
 
-async def write(context: Context, message: Message) -> None:
+def check_part(message: _Parted, *parts: str) -> None:
+    """Refuses a message of another part.
+
+    Raises:
+        InvalidFieldError: It is.
+    """
+    found = message.WhichOneof("part")
+    if found not in parts:
+        raise unexpected(" or ".join(parts), found)
+
+
+def missing(part: str) -> InvalidFieldError:
+    """Returns the refusal of a stream without its first message."""
+    return InvalidFieldError(f"stream: expected a first message with {part}, got none")
+
+
+def unexpected(expected: str, found: str | None) -> InvalidFieldError:
+    """Returns the refusal of a message of a stream."""
+    return InvalidFieldError(f"stream: expected a message with {expected}, got {found}")
+
+
+async def write(context: Context, message: Message | bytes) -> None:
     """Sends a message; a client that takes none holds memory of the server."""
     try:
-        await asyncio.wait_for(context.write(message), TAKE_SECONDS)
+        # wait_for would make a task of each
+        async with asyncio.timeout(TAKE_SECONDS):
+            await context.write(message)
     except TimeoutError as e:
         raise StalledError(
             f"the client took nothing for {TAKE_SECONDS:.0f} s; ask for what is "
             "missing in a new call"
         ) from e
+    except grpc.aio.InternalError as e:
+        # The client has gone. gRPC cancels the call for that, sooner or later.
+        raise asyncio.CancelledError from e
 
 
 def check_size(what: str, size: int) -> None:

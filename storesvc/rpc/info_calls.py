@@ -1,7 +1,7 @@
 """Calls that tell what the server is."""
 
 import storesvc
-from storesvc import leaf_tables, receiving, sending
+from storesvc import batches, leaf_tables, sending
 from storesvc.format import trees
 from storesvc.rpc.handling import MAX_MESSAGE_BYTES, MAX_TREE_BYTES, Context
 from storesvc.store import Store
@@ -22,7 +22,7 @@ class InfoCalls:
             store_uid=self._store.uid,
             limits=maintenance_api.Limits(
                 max_message_bytes=MAX_MESSAGE_BYTES,
-                max_frame_bytes=receiving.FRAME_BYTES,
+                max_frame_bytes=batches.FRAME_BYTES,
                 max_chunk_bytes=trees.MAX_CHUNK_BYTES,
                 max_leaf_count=leaf_tables.MAX_LEAVES,
                 max_chunk_count=leaf_tables.MAX_CHUNKS,

@@ -1,6 +1,7 @@
 """Calls that write checkpoints."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from datetime import timedelta
@@ -10,20 +11,27 @@ from storesvc import leaf_tables
 from storesvc.errors import InvalidChunkError, InvalidFieldError, InvalidTreeError
 from storesvc.format.chunks import InvalidChunksError, Sums, unpack_sums
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
+from storesvc.format.wire import Frame
+from storesvc.framing import part_of
 from storesvc.records import timestamp
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import (
     CALL_SECONDS,
     Context,
+    check_part,
     check_size,
     first,
     following,
+    in_time,
+    missing,
     refusals,
+    unexpected,
 )
 from storesvc.rpc.pages import page
+from storesvc.stopwatch import Stopwatch
 from storesvc.store import Store
 from storesvc.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
-from storesvc_proto.v1 import tree_pb2, upload_service_pb2_grpc
+from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 MAX_LARGE_CALLS: Final = 2
@@ -32,9 +40,11 @@ MAX_LARGE_CALLS: Final = 2
 MAX_WRITERS: Final = 65536
 MAX_LEASE: Final = timedelta(days=30)
 
+_log = logging.getLogger(__name__)
 
-class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
-    """Writes checkpoints."""
+
+class UploadService:
+    """Writes checkpoints; the requests that carry chunks are serialised still."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -126,17 +136,29 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
 
     async def WriteChunks(
         self,
-        request_iterator: AsyncIterator[upload_api.WriteChunksRequest],
+        request_iterator: AsyncIterator[bytes],
         context: Context,
     ) -> AsyncIterator[upload_api.WriteChunksResponse]:
         async with refusals(context):
-            opening = await first(request_iterator, "open")
+            watch = Stopwatch()
+            coming = watch.waits("client", request_iterator)
+            requests = (part_of(each) async for each in in_time(coming))
+            opening = await anext(requests, None)
+            if opening is None:
+                raise missing("open")
+            if isinstance(opening, Frame):
+                raise unexpected("open", "frame")
+            check_part(opening, "open")
             upload = await self._open(opening.open)
-            frames = (r.frame async for r in following(request_iterator, "frame"))
-            written = self._store.receiver.write(upload, opening.open.writer, frames)
+            written = self._store.receiver.write(
+                upload, opening.open.writer, _stored_parts(requests), watch
+            )
             async with aclosing(written):
                 async for count in written:
                     yield upload_api.WriteChunksResponse(durable_count=count)
+            _log.info(
+                "WriteChunks %s@%d: %s", upload.name.run, upload.record.step, watch
+            )
 
     async def FinishWriter(
         self,
@@ -160,9 +182,11 @@ class UploadService(upload_service_pb2_grpc.UploadServiceServicer):
         self, request: upload_api.CommitUploadRequest, context: Context
     ) -> upload_api.CommitUploadResponse:
         async with refusals(context):
-            name = UploadName.from_resource(request.name)
+            name, watch = UploadName.from_resource(request.name), Stopwatch()
             record = await self._store.commits.commit(name, request.epoch)
             self._store.recent.add(name.run)
+            watch.size_bytes = record.stored_bytes
+            _log.info("CommitUpload %s@%d: %s", name.run, record.step, watch)
             return upload_api.CommitUploadResponse(
                 checkpoint=messages.checkpoint_message(name.run, record)
             )
@@ -242,6 +266,18 @@ def upload_name(parent: str, request_id: str) -> UploadName:
     """
     hex_id = fields.checked_request_id(request_id).replace("-", "")
     return UploadName(RunName.from_resource(parent), hex_id)
+
+
+async def _stored_parts(
+    requests: AsyncIterator[Frame | upload_api.WriteChunksRequest],
+) -> AsyncIterator[Frame | tree_pb2.ChunkTable]:
+    """What the following messages of a stream bring."""
+    async for request in requests:
+        if isinstance(request, Frame):
+            yield request
+        else:
+            check_part(request, "frame", "placed")
+            yield request.placed
 
 
 async def _joined_leaves(

@@ -18,9 +18,10 @@ What lies in a store's bucket. The layout, below the root:
         uploads/<upload>/lease.binpb                  Sealed(LeaseRecord)
         uploads/<upload>/tree-<digest>.binpb          LeafTable
         uploads/<upload>/writers/<writer>.binpb       Sealed(Receipt)
-        staging/<upload>/<writer>/manifest.ocdbt      a writer's key space
+        staging/<upload>/<writer>/<id>.binpb          Sealed(Receipt), in part
         trees/<upload>-<attempt>/manifest.ocdbt       a checkpoint's key space
-        pool/<upload>/<id>                            data files of an upload
+        pool/<upload>/<id>                            data files of an upload, its
+                                                      nodes among them
 
 `runs/`, `checkpoints/`, `tags/`, `holds/` and `journal/<namespace>/` hold
 nothing else, so that a list of any is a list of a key range, in order, on any
@@ -32,9 +33,9 @@ Data. Every leaf is a zarr3 array in OCDBT, at the key of its leaf table row
 `trees/<upload>-<attempt>/`, whose values lie in `pool/`, in files of this
 upload and, for chunks that it claimed, of earlier ones. Codecs: `bytes`
 (little-endian), `crc32c`. Anyone opens it with TensorStore's `ocdbt` driver:
-`base` is `pool/`, `manifest` is `trees/<upload>-<attempt>/`. In a writer's key
-space, keys that begin with U+0000 hold the sums of the chunks stored with them
-(`ChunkTable`); no leaf has such a key.
+`base` is `pool/`, `manifest` is `trees/<upload>-<attempt>/`. A data file holds
+stored chunks back to back, and is never changed. What a writer has stored so far is
+told by the tables below `staging/`, each written after the data files that it names.
 
 Goals: a checkpoint is absent or complete; one conditional write decides;
 every byte is covered by a checksum; no process holds state that matters.

@@ -29,7 +29,7 @@ from storesvc_proto.v1 import errors_pb2 as storesvc__proto_dot_v1_dot_errors__p
 from storesvc_proto.v1 import tree_pb2 as storesvc__proto_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&storesvc_proto/v1/upload_service.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a*storesvc_proto/v1/checkpoint_service.proto\x1a\x1estoresvc_proto/v1/errors.proto\x1a\x1cstoresvc_proto/v1/tree.proto\"\xde\x04\n\x06Upload\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x14\n\x0cwriter_count\x18\x03 \x01(\x05\x12/\n\x06labels\x18\x04 \x03(\x0b\x32\x1f.storesvc.v1.Upload.LabelsEntry\x12\x31\n\x07metrics\x18\x05 \x03(\x0b\x32 .storesvc.v1.Upload.MetricsEntry\x12\x31\n\x0elease_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04\x62\x61se\x18\t \x01(\t\x12\x0f\n\x07resumes\x18\n \x01(\x08\x12(\n\x05state\x18\x0b \x01(\x0e\x32\x19.storesvc.v1.Upload.State\x12.\n\nrenew_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1d\n\x15\x66inished_writer_count\x18\r \x01(\x05\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTATE_LIVE\x10\x01\x12\x13\n\x0fSTATE_COMMITTED\x10\x02\x12\x0f\n\x0bSTATE_ENDED\x10\x03\"\xa5\x01\n\x12\x42\x65ginUploadRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12%\n\x06upload\x18\x03 \x01(\x0b\x32\x13.storesvc.v1.UploadH\x00\x12(\n\x06leaves\x18\x04 \x01(\x0b\x32\x16.storesvc.v1.LeafTableH\x00\x12\x12\n\nleaf_count\x18\x05 \x01(\x03\x42\x06\n\x04part\":\n\x13\x42\x65ginUploadResponse\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.storesvc.v1.Upload\":\n\tWriterRef\x12\x0e\n\x06upload\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06writer\x18\x03 \x01(\x05\"I\n\nChunkFrame\x12\r\n\x05\x63hunk\x18\x01 \x03(\x04\x12\x0e\n\x06offset\x18\x02 \x03(\x04\x12\x0e\n\x06length\x18\x03 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"n\n\x12WriteChunksRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12(\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkFrameH\x00\x42\x06\n\x04part\",\n\x13WriteChunksResponse\x12\x15\n\rdurable_count\x18\x01 \x01(\x03\"\x85\x01\n\x13\x46inishWriterRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12)\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkTableH\x00\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x03\x42\x06\n\x04part\"A\n\x14\x46inishWriterResponse\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x02 \x01(\x03\"2\n\x13\x43ommitUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"C\n\x14\x43ommitUploadResponse\x12+\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x17.storesvc.v1.Checkpoint\"\"\n\x12\x41\x62ortUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x41\x62ortUploadResponse\" \n\x10GetUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"8\n\x11GetUploadResponse\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.storesvc.v1.Upload\"K\n\x12ListUploadsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"\x81\x01\n\x13ListUploadsResponse\x12$\n\x07uploads\x18\x01 \x03(\x0b\x32\x13.storesvc.v1.Upload\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12+\n\x07\x64\x61maged\x18\x03 \x03(\x0b\x32\x1a.storesvc.v1.DamagedRecord\"5\n\x16KeepUploadAliveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"J\n\x17KeepUploadAliveResponse\x12/\n\x0b\x65xpire_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"n\n\x11\x46indChunksRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12)\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkTableH\x00\x42\x06\n\x04part\"#\n\x12\x46indChunksResponse\x12\r\n\x05\x66ound\x18\x01 \x03(\x04\x32\x86\x06\n\rUploadService\x12R\n\x0b\x42\x65ginUpload\x12\x1f.storesvc.v1.BeginUploadRequest\x1a .storesvc.v1.BeginUploadResponse(\x01\x12J\n\tGetUpload\x12\x1d.storesvc.v1.GetUploadRequest\x1a\x1e.storesvc.v1.GetUploadResponse\x12P\n\x0bListUploads\x12\x1f.storesvc.v1.ListUploadsRequest\x1a .storesvc.v1.ListUploadsResponse\x12\\\n\x0fKeepUploadAlive\x12#.storesvc.v1.KeepUploadAliveRequest\x1a$.storesvc.v1.KeepUploadAliveResponse\x12Q\n\nFindChunks\x12\x1e.storesvc.v1.FindChunksRequest\x1a\x1f.storesvc.v1.FindChunksResponse(\x01\x30\x01\x12T\n\x0bWriteChunks\x12\x1f.storesvc.v1.WriteChunksRequest\x1a .storesvc.v1.WriteChunksResponse(\x01\x30\x01\x12U\n\x0c\x46inishWriter\x12 .storesvc.v1.FinishWriterRequest\x1a!.storesvc.v1.FinishWriterResponse(\x01\x12S\n\x0c\x43ommitUpload\x12 .storesvc.v1.CommitUploadRequest\x1a!.storesvc.v1.CommitUploadResponse\x12P\n\x0b\x41\x62ortUpload\x12\x1f.storesvc.v1.AbortUploadRequest\x1a .storesvc.v1.AbortUploadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&storesvc_proto/v1/upload_service.proto\x12\x0bstoresvc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a*storesvc_proto/v1/checkpoint_service.proto\x1a\x1estoresvc_proto/v1/errors.proto\x1a\x1cstoresvc_proto/v1/tree.proto\"\xde\x04\n\x06Upload\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x14\n\x0cwriter_count\x18\x03 \x01(\x05\x12/\n\x06labels\x18\x04 \x03(\x0b\x32\x1f.storesvc.v1.Upload.LabelsEntry\x12\x31\n\x07metrics\x18\x05 \x03(\x0b\x32 .storesvc.v1.Upload.MetricsEntry\x12\x31\n\x0elease_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04\x62\x61se\x18\t \x01(\t\x12\x0f\n\x07resumes\x18\n \x01(\x08\x12(\n\x05state\x18\x0b \x01(\x0e\x32\x19.storesvc.v1.Upload.State\x12.\n\nrenew_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1d\n\x15\x66inished_writer_count\x18\r \x01(\x05\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTATE_LIVE\x10\x01\x12\x13\n\x0fSTATE_COMMITTED\x10\x02\x12\x0f\n\x0bSTATE_ENDED\x10\x03\"\xa5\x01\n\x12\x42\x65ginUploadRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12%\n\x06upload\x18\x03 \x01(\x0b\x32\x13.storesvc.v1.UploadH\x00\x12(\n\x06leaves\x18\x04 \x01(\x0b\x32\x16.storesvc.v1.LeafTableH\x00\x12\x12\n\nleaf_count\x18\x05 \x01(\x03\x42\x06\n\x04part\":\n\x13\x42\x65ginUploadResponse\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.storesvc.v1.Upload\":\n\tWriterRef\x12\x0e\n\x06upload\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0e\n\x06writer\x18\x03 \x01(\x05\"I\n\nChunkFrame\x12\r\n\x05\x63hunk\x18\x01 \x03(\x04\x12\x0e\n\x06offset\x18\x02 \x03(\x04\x12\x0e\n\x06length\x18\x03 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"\x99\x01\n\x12WriteChunksRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12(\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkFrameH\x00\x12)\n\x06placed\x18\x03 \x01(\x0b\x32\x17.storesvc.v1.ChunkTableH\x00\x42\x06\n\x04part\",\n\x13WriteChunksResponse\x12\x15\n\rdurable_count\x18\x01 \x01(\x03\"\x85\x01\n\x13\x46inishWriterRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12)\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkTableH\x00\x12\x13\n\x0b\x63hunk_count\x18\x03 \x01(\x03\x42\x06\n\x04part\"A\n\x14\x46inishWriterResponse\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x03\x12\x14\n\x0cstored_bytes\x18\x02 \x01(\x03\"2\n\x13\x43ommitUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"C\n\x14\x43ommitUploadResponse\x12+\n\ncheckpoint\x18\x01 \x01(\x0b\x32\x17.storesvc.v1.Checkpoint\"\"\n\x12\x41\x62ortUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x41\x62ortUploadResponse\" \n\x10GetUploadRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"8\n\x11GetUploadResponse\x12#\n\x06upload\x18\x01 \x01(\x0b\x32\x13.storesvc.v1.Upload\"K\n\x12ListUploadsRequest\x12\x0e\n\x06parent\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"\x81\x01\n\x13ListUploadsResponse\x12$\n\x07uploads\x18\x01 \x03(\x0b\x32\x13.storesvc.v1.Upload\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12+\n\x07\x64\x61maged\x18\x03 \x03(\x0b\x32\x1a.storesvc.v1.DamagedRecord\"5\n\x16KeepUploadAliveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"J\n\x17KeepUploadAliveResponse\x12/\n\x0b\x65xpire_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"n\n\x11\x46indChunksRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.storesvc.v1.WriterRefH\x00\x12)\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x17.storesvc.v1.ChunkTableH\x00\x42\x06\n\x04part\"#\n\x12\x46indChunksResponse\x12\r\n\x05\x66ound\x18\x01 \x03(\x04\x32\x86\x06\n\rUploadService\x12R\n\x0b\x42\x65ginUpload\x12\x1f.storesvc.v1.BeginUploadRequest\x1a .storesvc.v1.BeginUploadResponse(\x01\x12J\n\tGetUpload\x12\x1d.storesvc.v1.GetUploadRequest\x1a\x1e.storesvc.v1.GetUploadResponse\x12P\n\x0bListUploads\x12\x1f.storesvc.v1.ListUploadsRequest\x1a .storesvc.v1.ListUploadsResponse\x12\\\n\x0fKeepUploadAlive\x12#.storesvc.v1.KeepUploadAliveRequest\x1a$.storesvc.v1.KeepUploadAliveResponse\x12Q\n\nFindChunks\x12\x1e.storesvc.v1.FindChunksRequest\x1a\x1f.storesvc.v1.FindChunksResponse(\x01\x30\x01\x12T\n\x0bWriteChunks\x12\x1f.storesvc.v1.WriteChunksRequest\x1a .storesvc.v1.WriteChunksResponse(\x01\x30\x01\x12U\n\x0c\x46inishWriter\x12 .storesvc.v1.FinishWriterRequest\x1a!.storesvc.v1.FinishWriterResponse(\x01\x12S\n\x0c\x43ommitUpload\x12 .storesvc.v1.CommitUploadRequest\x1a!.storesvc.v1.CommitUploadResponse\x12P\n\x0b\x41\x62ortUpload\x12\x1f.storesvc.v1.AbortUploadRequest\x1a .storesvc.v1.AbortUploadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -56,38 +56,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WRITERREF']._serialized_end=1121
   _globals['_CHUNKFRAME']._serialized_start=1123
   _globals['_CHUNKFRAME']._serialized_end=1196
-  _globals['_WRITECHUNKSREQUEST']._serialized_start=1198
-  _globals['_WRITECHUNKSREQUEST']._serialized_end=1308
-  _globals['_WRITECHUNKSRESPONSE']._serialized_start=1310
-  _globals['_WRITECHUNKSRESPONSE']._serialized_end=1354
-  _globals['_FINISHWRITERREQUEST']._serialized_start=1357
-  _globals['_FINISHWRITERREQUEST']._serialized_end=1490
-  _globals['_FINISHWRITERRESPONSE']._serialized_start=1492
-  _globals['_FINISHWRITERRESPONSE']._serialized_end=1557
-  _globals['_COMMITUPLOADREQUEST']._serialized_start=1559
-  _globals['_COMMITUPLOADREQUEST']._serialized_end=1609
-  _globals['_COMMITUPLOADRESPONSE']._serialized_start=1611
-  _globals['_COMMITUPLOADRESPONSE']._serialized_end=1678
-  _globals['_ABORTUPLOADREQUEST']._serialized_start=1680
-  _globals['_ABORTUPLOADREQUEST']._serialized_end=1714
-  _globals['_ABORTUPLOADRESPONSE']._serialized_start=1716
-  _globals['_ABORTUPLOADRESPONSE']._serialized_end=1737
-  _globals['_GETUPLOADREQUEST']._serialized_start=1739
-  _globals['_GETUPLOADREQUEST']._serialized_end=1771
-  _globals['_GETUPLOADRESPONSE']._serialized_start=1773
-  _globals['_GETUPLOADRESPONSE']._serialized_end=1829
-  _globals['_LISTUPLOADSREQUEST']._serialized_start=1831
-  _globals['_LISTUPLOADSREQUEST']._serialized_end=1906
-  _globals['_LISTUPLOADSRESPONSE']._serialized_start=1909
-  _globals['_LISTUPLOADSRESPONSE']._serialized_end=2038
-  _globals['_KEEPUPLOADALIVEREQUEST']._serialized_start=2040
-  _globals['_KEEPUPLOADALIVEREQUEST']._serialized_end=2093
-  _globals['_KEEPUPLOADALIVERESPONSE']._serialized_start=2095
-  _globals['_KEEPUPLOADALIVERESPONSE']._serialized_end=2169
-  _globals['_FINDCHUNKSREQUEST']._serialized_start=2171
-  _globals['_FINDCHUNKSREQUEST']._serialized_end=2281
-  _globals['_FINDCHUNKSRESPONSE']._serialized_start=2283
-  _globals['_FINDCHUNKSRESPONSE']._serialized_end=2318
-  _globals['_UPLOADSERVICE']._serialized_start=2321
-  _globals['_UPLOADSERVICE']._serialized_end=3095
+  _globals['_WRITECHUNKSREQUEST']._serialized_start=1199
+  _globals['_WRITECHUNKSREQUEST']._serialized_end=1352
+  _globals['_WRITECHUNKSRESPONSE']._serialized_start=1354
+  _globals['_WRITECHUNKSRESPONSE']._serialized_end=1398
+  _globals['_FINISHWRITERREQUEST']._serialized_start=1401
+  _globals['_FINISHWRITERREQUEST']._serialized_end=1534
+  _globals['_FINISHWRITERRESPONSE']._serialized_start=1536
+  _globals['_FINISHWRITERRESPONSE']._serialized_end=1601
+  _globals['_COMMITUPLOADREQUEST']._serialized_start=1603
+  _globals['_COMMITUPLOADREQUEST']._serialized_end=1653
+  _globals['_COMMITUPLOADRESPONSE']._serialized_start=1655
+  _globals['_COMMITUPLOADRESPONSE']._serialized_end=1722
+  _globals['_ABORTUPLOADREQUEST']._serialized_start=1724
+  _globals['_ABORTUPLOADREQUEST']._serialized_end=1758
+  _globals['_ABORTUPLOADRESPONSE']._serialized_start=1760
+  _globals['_ABORTUPLOADRESPONSE']._serialized_end=1781
+  _globals['_GETUPLOADREQUEST']._serialized_start=1783
+  _globals['_GETUPLOADREQUEST']._serialized_end=1815
+  _globals['_GETUPLOADRESPONSE']._serialized_start=1817
+  _globals['_GETUPLOADRESPONSE']._serialized_end=1873
+  _globals['_LISTUPLOADSREQUEST']._serialized_start=1875
+  _globals['_LISTUPLOADSREQUEST']._serialized_end=1950
+  _globals['_LISTUPLOADSRESPONSE']._serialized_start=1953
+  _globals['_LISTUPLOADSRESPONSE']._serialized_end=2082
+  _globals['_KEEPUPLOADALIVEREQUEST']._serialized_start=2084
+  _globals['_KEEPUPLOADALIVEREQUEST']._serialized_end=2137
+  _globals['_KEEPUPLOADALIVERESPONSE']._serialized_start=2139
+  _globals['_KEEPUPLOADALIVERESPONSE']._serialized_end=2213
+  _globals['_FINDCHUNKSREQUEST']._serialized_start=2215
+  _globals['_FINDCHUNKSREQUEST']._serialized_end=2325
+  _globals['_FINDCHUNKSRESPONSE']._serialized_start=2327
+  _globals['_FINDCHUNKSRESPONSE']._serialized_end=2362
+  _globals['_UPLOADSERVICE']._serialized_start=2365
+  _globals['_UPLOADSERVICE']._serialized_end=3139
 # @@protoc_insertion_point(module_scope)

@@ -329,23 +329,33 @@ class WriteChunksRequest(google.protobuf.message.Message):
 
     OPEN_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
+    PLACED_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> Global___WriterRef:
         """In the first message only."""
 
     @property
     def frame(self) -> Global___ChunkFrame:
-        """In all others."""
+        """In all others, or else `placed` in all others."""
+
+    @property
+    def placed(self) -> storesvc_proto.v1.tree_pb2.ChunkTable:
+        """Chunks that the writer put into the pool of the run by itself: rows with all
+        columns but those of other tables, ascending by ordinal. Each data file MUST be
+        called `<upload>/<32 hexadecimal digits>`, be new, and be synced before it is
+        named here; no chunk may lie over another.
+        """
 
     def __init__(
         self,
         *,
         open: Global___WriterRef | None = ...,
         frame: Global___ChunkFrame | None = ...,
+        placed: storesvc_proto.v1.tree_pb2.ChunkTable | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["frame", b"frame", "open", b"open", "part", b"part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["frame", b"frame", "open", b"open", "part", b"part"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["open", "frame"] | None: ...
+    def HasField(self, field_name: typing.Literal["frame", b"frame", "open", b"open", "part", b"part", "placed", b"placed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["frame", b"frame", "open", b"open", "part", b"part", "placed", b"placed"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["open", "frame", "placed"] | None: ...
 
 Global___WriteChunksRequest: typing_extensions.TypeAlias = WriteChunksRequest
 

@@ -169,8 +169,13 @@ class UploadServiceServicer(object):
         The first message MUST hold `open`, the following ones hold `frame`. The
         bytes of a chunk MUST arrive in order within the stream and as a whole; a
         chunk may span frames, and a frame may hold many chunks. A chunk may be sent
-        again, in this stream or a later one, until the writer has finished; the last
-        one sent counts.
+        again, in this stream or a later one; the receipt says which one counts.
+
+        A writer that reaches the storage itself may put chunks into the pool, and tell
+        of them by `placed`: the server looks whether the data files are there and long
+        enough, reads none of their bytes, and acknowledges their chunks as those of
+        frames. What the writer says of their bytes is found true or false by who reads
+        them.
 
         The server acknowledges chunks once they are durable, in the order in which
         they were completed, and at the latest a few seconds after the client pauses.
@@ -194,7 +199,8 @@ class UploadServiceServicer(object):
         The first message MUST hold `open`, the following ones hold `chunks`: the
         ordinal, crc32c and digest of every chunk of this writer, in parts of at
         most 2 MiB, ascending. The server checks that each is what this writer stored,
-        or else what it can claim.
+        or else what it can claim. What a writer stores after it has finished counts only
+        when it finishes again.
 
         Idempotent: the last call counts. Deadline: 60 s, also at the server. A call
         that is repeated after the commit answers `CHECKPOINT_EXISTS`: a client whose
@@ -216,7 +222,8 @@ class UploadServiceServicer(object):
         """Makes the checkpoint exist.
 
         Succeeds only where every writer has finished and every chunk of every leaf
-        is held by exactly one of them; claimed chunks are looked up again. When it has answered, the checkpoint
+        is held by exactly one of them; claimed chunks are looked up again. When it has
+        answered, the checkpoint
         survives the loss of every process.
 
         Idempotent: the same upload commits to the same checkpoint. Deadline: 60 s.
@@ -224,7 +231,7 @@ class UploadServiceServicer(object):
         Errors:
         * `INVALID_FIELD`, `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
         * `CHECKPOINT_EXISTS`: another upload committed this step.
-        * `WRITER_UNFINISHED`: or it stored chunks after it had finished.
+        * `WRITER_UNFINISHED`.
         * `CHUNKS_INCOMPLETE`, `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

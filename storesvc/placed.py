@@ -1,0 +1,75 @@
+"""Placed chunks: what a writer says it put into the pool by itself.
+
+It is believed only what it could have done: chunks of the tree, of the length that
+their leaf gives them, in data files of this very upload, none over another.
+"""
+
+import re
+from typing import Final
+
+import numpy as np
+
+from storesvc.errors import InvalidChunkError
+from storesvc.format.chunks import (
+    InvalidChunksError,
+    Places,
+    Sums,
+    unpack_places,
+    unpack_sums,
+)
+from storesvc.uploads import OpenUpload
+from storesvc_proto.v1 import tree_pb2
+
+_FILE_ID: Final = re.compile(r"[0-9a-f]{32}")
+
+
+def check_placed(upload: OpenUpload, table: tree_pb2.ChunkTable) -> tuple[Sums, Places]:
+    """Returns the chunks of a table, and where they lie.
+
+    Raises:
+        InvalidChunkError: It breaks a rule of ``WriteChunksRequest.placed``.
+    """
+    try:
+        sums, places = unpack_sums(table), unpack_places(table)
+    except InvalidChunksError as e:
+        raise InvalidChunkError(f"placed: {e}") from e
+    tree = upload.tree
+    if len(sums) and sums.ordinal[-1] >= tree.chunk_count:
+        raise InvalidChunkError(
+            f"placed: the tree has {tree.chunk_count} chunks, got {sums.ordinal[-1]}"
+        )
+    prefix = upload.places.data_prefix(upload.name.upload)
+    for file in places.files:
+        if not (
+            file.startswith(prefix) and _FILE_ID.fullmatch(file.removeprefix(prefix))
+        ):
+            raise InvalidChunkError(
+                f"placed: expected data files called {prefix} and 32 hex digits, got "
+                f"{file[:80]!r}"
+            )
+    wrong = np.flatnonzero(places.length != tree.stored_lengths[sums.ordinal])
+    if len(wrong):
+        row = int(wrong[0])
+        chunk = int(sums.ordinal[row])
+        raise InvalidChunkError(
+            f"placed: {tree.describe_chunk(chunk)}: expected "
+            f"{tree.stored_lengths[chunk]} bytes, got {places.length[row]}"
+        )
+    _check_apart(places)
+    return sums, places
+
+
+def _check_apart(places: Places) -> None:
+    """Refuses chunks that lie over each other, and files without any."""
+    order = np.lexsort((places.offset, places.file))
+    file, offset = places.file[order], places.offset[order]
+    stop = offset + places.length[order]
+    over = (file[1:] == file[:-1]) & (offset[1:] < stop[:-1])
+    if over.any():
+        at = int(np.flatnonzero(over)[0])
+        raise InvalidChunkError(
+            f"placed: two chunks lie over each other at byte {offset[at + 1]} of "
+            f"{places.files[int(file[at])]}"
+        )
+    if len(np.unique(file)) != len(places.files):
+        raise InvalidChunkError("placed: a data file is listed that holds no chunk")

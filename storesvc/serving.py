@@ -1,0 +1,192 @@
+"""Serving: the server as a process, or as several that share a port."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import storesvc
+from storesvc import failpoints
+from storesvc.collecting import DEFAULT_INTERVAL, collecting
+from storesvc.errors import InvalidFieldError, StoreError
+from storesvc.server import (
+    Tls,
+    is_loopback,
+    keep_freed_memory,
+    open_store,
+    running,
+    unusable,
+)
+from storesvc.workers import Lifeline, supervise
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What a server serves, and where."""
+
+    root: str
+    """``file:///PATH``, ``memory://`` or ``gs://BUCKET/PREFIX``."""
+    host: str
+    """The address to bind."""
+    port: int
+    """The port to bind; 0 takes a free one."""
+    tls: Tls | None
+    """The server's certificate; None serves plaintext."""
+    gc_interval: timedelta = DEFAULT_INTERVAL
+    """Between passes that collect garbage; 0: none by itself."""
+
+    @property
+    def address(self) -> str:
+        """What to bind, as gRPC writes it."""
+        is_bare = ":" in self.host and not self.host.startswith("[")
+        return f"[{self.host}]:{self.port}" if is_bare else f"{self.host}:{self.port}"
+
+    def check(self, *, insecure: bool) -> None:
+        """Refuses what must not be served.
+
+        Args:
+            insecure: Whether plaintext may be served to other machines.
+
+        Raises:
+            InvalidFieldError: It would be open to other machines, or the interval
+                cannot be.
+        """
+        if self.gc_interval < timedelta(0):
+            raise InvalidFieldError(
+                "gc interval: expected 0 or more, got "
+                f"{self.gc_interval.total_seconds():g} s"
+            )
+        if not (self.tls or insecure or is_loopback(self.host)):
+            raise InvalidFieldError(
+                f"host {self.host}: expected a loopback address or TLS, because anyone "
+                "who reaches a plaintext server can read and write its store; give a "
+                "certificate and its key, or --insecure"
+            )
+
+
+def serve(
+    serving: Serving, *, insecure: bool, ready_file: Path | None, workers: int = 1
+) -> None:
+    """Serves a store until SIGTERM or SIGINT, then drains.
+
+    Args:
+        serving: What, and where.
+        insecure: Whether plaintext may be served to other machines.
+        ready_file: Where to write ``HOST:PORT`` once calls are taken.
+        workers: Processes that take calls.
+
+    Raises:
+        InvalidFieldError: A plaintext server would be open to other machines,
+            the address or the root is not usable, or failpoints are armed in a
+            release.
+    """
+    serving.check(insecure=insecure)
+
+    def ready(bound: Serving) -> None:
+        _log.info("serving %s at %s", bound.root, bound.address)
+        if ready_file:
+            # whole or not at all: who waits for the file reads it at once
+            partial = ready_file.with_name(ready_file.name + ".partial")
+            partial.write_text(f"{bound.address}\n")
+            partial.rename(ready_file)
+
+    if workers == 1:
+        _prepare()
+        asyncio.run(_serve(serving, ready))
+    else:
+        with _shared_port(serving) as bound:
+            level = logging.getLogger().level
+            work = partial(_work, bound, level)
+            supervise(workers, work, ready=lambda: ready(bound))
+
+
+def log_to_stderr(level: int | str) -> None:
+    """Has the process log what is as severe as a level."""
+    logging.basicConfig(
+        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def _prepare() -> None:
+    failpoints.arm_from(os.environ, version=storesvc.__version__)
+    keep_freed_memory()
+
+
+async def _serve(
+    serving: Serving,
+    ready: Callable[[Serving], None],
+    lifeline: Lifeline | None = None,
+) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def abandoned() -> None:
+        assert lifeline is not None
+        loop.remove_reader(lifeline.fileno())
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if lifeline is not None:
+        loop.add_reader(lifeline.fileno(), abandoned)
+    store = await open_store(serving.root)
+    async with running(
+        store, serving.address, tls=serving.tls, shares_port=lifeline is not None
+    ) as port:
+        ready(replace(serving, port=port))
+        async with collecting(store, serving.gc_interval):
+            await stop.wait()
+        _log.info("draining")
+    _log.info("stopped")
+
+
+def _work(serving: Serving, log_level: int, lifeline: Lifeline) -> None:
+    """What one of several workers does."""
+    log_to_stderr(log_level)
+    try:
+        _prepare()
+        asyncio.run(_serve(serving, lambda _: lifeline.ready(), lifeline))
+    except StoreError as e:
+        lifeline.refuse(str(e))
+
+
+@contextmanager
+def _shared_port(serving: Serving) -> Iterator[Serving]:
+    """Keeps a port for workers, and yields where they shall serve.
+
+    Raises:
+        InvalidFieldError: It cannot be bound.
+    """
+    try:
+        kept = _bound(serving.host.strip("[]"), serving.port)
+    except OSError as e:
+        raise unusable(serving.address, serving.tls) from e
+    with kept:
+        yield replace(serving, port=kept.getsockname()[1])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has a port, and shares it with those of workers."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, where = found[0]
+    # One that does not share tells whether another has the port, and which is free.
+    with socket.socket(family, socket.SOCK_STREAM) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind(where)
+        where = own.getsockname()
+    kept = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind(where)
+    except BaseException:
+        kept.close()
+        raise
+    return kept

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         KeepTagged,
         RetentionPolicy,
     )
+    from storesvc_client._progress import Progress
+    from storesvc_client._progress_bar import progress_bar
     from storesvc_client._run import Run
     from storesvc_client._save import Save
     from storesvc_client._values import (
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         Event,
         HoldInfo,
         LeafInfo,
+        RestoreReport,
         RetentionDecision,
         RunInfo,
         SaveReport,
@@ -82,6 +85,8 @@ __all__ = [
     "NotFoundError",
     "OpenCheckpoint",
     "PreconditionError",
+    "Progress",
+    "RestoreReport",
     "RetentionDecision",
     "RetentionPolicy",
     "Run",
@@ -98,6 +103,7 @@ __all__ = [
     "Usage",
     "Verification",
     "connect",
+    "progress_bar",
 ]
 
 _HOMES: Final = {
@@ -106,6 +112,8 @@ _HOMES: Final = {
     **dict.fromkeys(("Collected", "Usage"), "_collecting"),
     "Hold": "_holding",
     "OpenCheckpoint": "_opened",
+    "Progress": "_progress",
+    "progress_bar": "_progress_bar",
     "Run": "_run",
     "Save": "_save",
     **dict.fromkeys(
@@ -128,6 +136,7 @@ _HOMES: Final = {
             "Event",
             "HoldInfo",
             "LeafInfo",
+            "RestoreReport",
             "RetentionDecision",
             "RunInfo",
             "SaveReport",

@@ -1,21 +1,26 @@
 """Connections: from a target to a channel, and what every call shares."""
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import grpc
 from google.protobuf.message import Message
 
 from storesvc_client._embedded import start_embedded
+from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
 from storesvc_client.errors import InvalidRequestError, translated
 
 T = TypeVar("T")
 
 MAX_FRAME_BYTES: Final = 2 << 20
 """Bytes of data in a frame: also the fastest size to ship bytes in."""
+
+DEFAULT_STAGING_BYTES: Final = 4 << 30
+"""Host memory that saves may take."""
 
 _RETRIED: Final = [
     {"service": f"storesvc.v1.{service}", "method": method}
@@ -57,21 +62,30 @@ _OPTIONS: Final = (
 
 
 class Connection:
-    """A channel to a store, and how to end it."""
+    """Channels to a store, and how to end them."""
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        dial: Callable[[int], grpc.Channel],
         address: str,
         *,
         timeout: float,
         end: Callable[[], None],
+        staging_bytes: int,
     ) -> None:
-        self.channel = channel
+        self.channel = dial(0)
+        self._dial = dial
+        self._others: list[grpc.Channel] = []
+        self._lock = threading.Lock()
         self.address = address
         """What messages call the store."""
         self.timeout = timeout
         """Seconds that a call may take, streams excepted."""
+        self.files: Path | None = None
+        """The root of the store, where this process may reach its data files by
+        itself; None: they come and go through the server."""
+        self.staging = Staging(staging_bytes)
+        """The host memory of saves."""
         self._end = end
         self._is_open = True
 
@@ -79,7 +93,21 @@ class Connection:
         """Ends it; a second time does nothing."""
         if self._is_open:
             self._is_open = False
+            self.staging.clear()
+            for channel in (self.channel, *self._others):
+                channel.close()
             self._end()
+
+    def channels(self, count: int) -> list[grpc.Channel]:
+        """Returns channels for bulk, at most so many; the first is that of all calls.
+
+        Each has a socket of its own: a core at either end, and one of the servers that
+        share a port.
+        """
+        with self._lock:
+            while self._is_open and len(self._others) < count - 1:
+                self._others.append(self._dial(len(self._others) + 1))
+            return [self.channel, *self._others[: count - 1]]
 
     def call(self, method: Callable[..., T], request: Message) -> T:
         """Returns the answer to a request.
@@ -103,7 +131,12 @@ class Connection:
 
 
 def open_connection(
-    target: str, *, ca: Path | None, insecure: bool, timeout: float
+    target: str,
+    *,
+    ca: Path | None,
+    insecure: bool,
+    timeout: float,
+    staging_bytes: int,
 ) -> Connection:
     """Returns a connection to a target; nothing is sent yet.
 
@@ -111,23 +144,39 @@ def open_connection(
         InvalidRequestError: The target is neither a root nor HOST:PORT, or a
             certificate cannot be read.
     """
+    if staging_bytes < MIN_BUDGET_BYTES:
+        raise InvalidRequestError(
+            f"staging_bytes: expected at least {MIN_BUDGET_BYTES}, got {staging_bytes}"
+        )
     if "://" in target:
         server = start_embedded(target)
-        channel = grpc.insecure_channel(server.address, options=_OPTIONS)
-
-        def close() -> None:
-            channel.close()
-            server.close()
-
-        return Connection(channel, target, timeout=timeout, end=close)
+        return Connection(
+            lambda number: grpc.insecure_channel(server.address, _options(number)),
+            target,
+            timeout=timeout,
+            end=server.close,
+            staging_bytes=staging_bytes,
+        )
     host, _ = _split(target)
     if insecure or (ca is None and _is_loopback(host)):
-        channel = grpc.insecure_channel(target, options=_OPTIONS)
+        credentials = None
     else:
-        channel = grpc.secure_channel(
-            target, grpc.ssl_channel_credentials(_read(ca)), options=_OPTIONS
-        )
-    return Connection(channel, target, timeout=timeout, end=channel.close)
+        credentials = grpc.ssl_channel_credentials(_read(ca))
+
+    def dial(number: int) -> grpc.Channel:
+        options = _options(number)
+        if credentials is None:
+            return grpc.insecure_channel(target, options)
+        return grpc.secure_channel(target, credentials, options)
+
+    return Connection(
+        dial, target, timeout=timeout, end=lambda: None, staging_bytes=staging_bytes
+    )
+
+
+def _options(number: int) -> Sequence[tuple[str, Any]]:
+    """Those of a channel; two of the same options share a socket."""
+    return (*_OPTIONS, ("storesvc.channel", number))
 
 
 def _split(target: str) -> tuple[str, int]:

@@ -11,10 +11,15 @@ from types import TracebackType
 from typing import Self
 
 from storesvc.format.names import RunName
-from storesvc_client._channel import Connection, open_connection
+from storesvc_client._channel import (
+    DEFAULT_STAGING_BYTES,
+    Connection,
+    open_connection,
+)
 from storesvc_client._collecting import ClientCollection
 from storesvc_client._names import namespace_resource, run_name
 from storesvc_client._pages import OnDamage, rows
+from storesvc_client._roots import check_root, direct_root
 from storesvc_client._run import Run
 from storesvc_client._values import Event, RunInfo, ServerInfo
 from storesvc_client._watching import watch
@@ -33,6 +38,8 @@ def connect(
     ca: "str | PathLike[str] | None" = None,
     insecure: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
+    direct: str | None = None,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
 ) -> "Client":
     """Returns a client of the store at a target, once the store has answered.
 
@@ -45,9 +52,16 @@ def connect(
             it is spoken anyway, unless ``ca`` is given.
         timeout: Seconds that a call may take. Saves and restores may take longer,
             but not stall for longer than the server's limit.
+        direct: The root of the store that the server serves, ``file:///PATH``, where
+            this machine has it too: then saves and restores write and read its data
+            files by themselves, several times as fast, and the server is told, and
+            tells, only what they hold. A target ``file:///PATH`` implies it.
+        staging_bytes: Host memory that saves may take to copy trees into; it is kept
+            for the next save. At least 128 MiB.
 
     Raises:
-        InvalidRequestError: The target or the authority file is not usable.
+        InvalidRequestError: The target or the authority file is not usable, or
+            another store, or none, is at ``direct``.
         UnavailableError: The store does not answer.
     """
     connection = open_connection(
@@ -55,10 +69,15 @@ def connect(
         ca=Path(ca) if ca is not None else None,
         insecure=insecure,
         timeout=timeout,
+        staging_bytes=staging_bytes,
     )
     client = Client(connection)
     try:
-        client.info()
+        info = client.info()
+        root = direct_root(target, direct)
+        if root is not None:
+            check_root(root, store_uid=info.store_uid)
+        connection.files = root
     except BaseException:
         client.close()
         raise

@@ -1,9 +1,11 @@
 """Labels, metrics and single values as people give them, checked before anything is
 sent."""
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+from storesvc_client._globs import Pattern
 from storesvc_client._names import is_text
 from storesvc_client.errors import InvalidRequestError
 
@@ -82,6 +84,34 @@ def checked_texts(place: str, texts: object) -> list[str]:
     return found
 
 
+def checked_patterns(place: str, patterns: object) -> list[Pattern]:
+    """Returns globs and compiled regular expressions, one or several, in their order.
+
+    Args:
+        place: What they are, such as "restore of prod/llama-8b@500: select=".
+        patterns: What was given.
+
+    Raises:
+        InvalidRequestError: They are something else.
+    """
+    given: Iterable[Any] = [patterns]
+    if isinstance(patterns, Iterable) and not isinstance(
+        patterns, str | bytes | bytearray
+    ):
+        given = patterns
+    found: list[Pattern] = []
+    for pattern in given:
+        # of bytes there are regular expressions too
+        text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                f"{place}: expected globs or compiled regular expressions, got "
+                f"{_shown(pattern)}"
+            )
+        found.append(pattern)
+    return found
+
+
 def checked_text(place: str, text: object) -> str:
     """Returns a text; "" for None.
 
@@ -112,6 +142,19 @@ def checked_flag(place: str, flag: object) -> bool | None:
     if flag is not None and not isinstance(flag, bool):
         raise InvalidRequestError(f"{place}: expected a bool, got {_shown(flag)}")
     return flag
+
+
+def checked_choice(place: str, value: object, choices: Any) -> None:
+    """Refuses what is none of the values of a ``Literal``.
+
+    Raises:
+        InvalidRequestError: It is none.
+    """
+    if value not in get_args(choices):
+        expected = ", ".join(map(repr, get_args(choices)))
+        raise InvalidRequestError(
+            f"{place}: expected one of {expected}, got {_shown(value)}"
+        )
 
 
 def _entries(place: str, given: object) -> dict[str, Any]:

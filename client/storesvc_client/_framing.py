@@ -1,29 +1,19 @@
-"""Frames of chunks, serialised by hand.
+"""Frames of chunks: those of a save, and those of a restore."""
 
-protobuf would copy the bytes of a frame into a message, that one into another, and
-both into what is sent. Here they are copied once. What comes out is what the generated
-classes write, to the byte: https://protobuf.dev/programming-guides/encoding.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
+from storesvc.format import wire
 from storesvc_client._channel import MAX_FRAME_BYTES
+from storesvc_client._slabs import Filled
+from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import upload_service_pb2 as api
 
-_DELIMITED: Final = 2
-"""The wire type of bytes and messages."""
+_RECEIVED: Final = wire.tag(chunk_api.ReadChunksResponse.FRAME_FIELD_NUMBER)
+_SENT: Final = wire.tag(api.WriteChunksRequest.FRAME_FIELD_NUMBER)
 
 
-def _tag(field: int) -> bytes:
-    return bytes([field << 3 | _DELIMITED])
-
-
-_FRAME: Final = _tag(api.WriteChunksRequest.FRAME_FIELD_NUMBER)
-_DATA: Final = _tag(api.ChunkFrame.DATA_FIELD_NUMBER)
-
-
-class Frame:
+class SentFrame:
     """A frame that is being filled with pieces of chunks."""
 
     def __init__(self) -> None:
@@ -50,34 +40,37 @@ class Frame:
 
     def request(self) -> bytes:
         """Returns the serialised ``WriteChunksRequest`` that holds it."""
-        columns = self._columns.SerializeToString()
-        data = _DATA + _varint(self.size)
-        size = _varint(len(columns) + len(data) + self.size)
-        return b"".join((_FRAME, size, columns, data, *self._data))
+        return b"".join((wire.head(_SENT, self._columns, self.size), *self._data))
 
 
-def requests_of_large(ordinal: int, data: memoryview, tail: bytes) -> Iterator[bytes]:
-    """Yields the requests that carry a chunk that fills several frames.
-
-    Args:
-        ordinal: Of the chunk.
-        data: Its elements.
-        tail: What follows them.
-    """
-    for offset in range(0, len(data) + len(tail), MAX_FRAME_BYTES):
-        piece = data[offset : offset + MAX_FRAME_BYTES]
-        past = max(0, offset - len(data))  # of the tail, in a frame before
-        frame = Frame()
-        frame.add(
-            ordinal, offset, piece, tail[past : past + MAX_FRAME_BYTES - len(piece)]
-        )
+def frames(slabs: Iterable[Filled]) -> Iterator[bytes]:
+    """Yields the serialised requests that carry sealed slabs; small chunks share one,
+    large ones fill several."""
+    frame = SentFrame()
+    for filled in slabs:
+        for ordinal, stored in filled.stored():
+            if frame.size and frame.size + len(stored) > MAX_FRAME_BYTES:
+                yield frame.request()
+                frame = SentFrame()
+            if len(stored) <= MAX_FRAME_BYTES:
+                frame.add(ordinal, 0, stored)
+                continue
+            for at in range(0, len(stored), MAX_FRAME_BYTES):
+                frame.add(ordinal, at, stored[at : at + MAX_FRAME_BYTES])
+                yield frame.request()
+                frame = SentFrame()
+    if frame.size:
         yield frame.request()
 
 
-def _varint(number: int) -> bytes:
-    written = bytearray()
-    while number > 0x7F:
-        written.append(number & 0x7F | 0x80)
-        number >>= 7
-    written.append(number)
-    return bytes(written)
+def frame_of(response: bytes) -> wire.Frame:
+    """Returns the frame of a serialised ``ReadChunksResponse``.
+
+    Raises:
+        DecodeError: It is none.
+    """
+    found = wire.split(response, _RECEIVED)
+    if found is None:
+        frame = chunk_api.ReadChunksResponse.FromString(response).frame
+        found = wire.Frame(frame, memoryview(frame.data))
+    return found

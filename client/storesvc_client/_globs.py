@@ -1,4 +1,4 @@
-"""Globs of leaf keys.
+"""Globs of leaf keys, and regular expressions.
 
 A glob is matched part by part, parts being what "/" divides. Within a part, ``*``
 is any text, ``?`` one character, ``[a-z]`` one of them, ``[!a-z]`` one of the
@@ -8,17 +8,32 @@ case, and keys stand as they are listed (escaped).
 A glob that is the key of a leaf, letter for letter, names that leaf alone; so a
 key that holds brackets needs no quoting.
 
+A compiled regular expression names the keys in which it is found, anywhere, as those
+of partition rules do: ``^`` and ``$`` tie it to the ends.
+
 >>> matching_keys("layers/**/kernel", ["layers/0/kernel", "layers/0/bias"])
 ['layers/0/kernel']
+>>> matching_keys(re.compile("/[0-9]+/b"), ["layers/0/kernel", "layers/0/bias"])
+['layers/0/bias']
 """
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from functools import cache, partial, reduce
+from typing import TypeAlias
+
+Pattern: TypeAlias = str | re.Pattern[str]
+"""A glob, or a compiled regular expression."""
+
+Patterns: TypeAlias = Pattern | Iterable[Pattern]
+"""One or several; a key is named where one of them names it."""
 
 
-def matching_keys(glob: str, keys: Collection[str]) -> list[str]:
-    """Returns the keys that the glob names, in their order."""
+def matching_keys(glob: Pattern, keys: Collection[str]) -> list[str]:
+    """Returns the keys that the glob, or the expression, names, in their order."""
+    if isinstance(glob, re.Pattern):
+        return [key for key in keys if glob.search(key)]
     if glob in keys:
         return [glob]
     pattern = _parts(glob)
@@ -29,10 +44,12 @@ def matching_keys(glob: str, keys: Collection[str]) -> list[str]:
     return [key for key in keys if len(pattern) in reduce(follow, _parts(key), start)]
 
 
-def nearest_keys(glob: str, keys: Collection[str]) -> list[str]:
+def nearest_keys(glob: Pattern, keys: Collection[str]) -> list[str]:
     """Returns up to three keys that look most like the glob, best first."""
     import difflib
 
+    if isinstance(glob, re.Pattern):
+        glob = glob.pattern
     # Comparing is quadratic in length, and a tree may have very many leaves:
     # those that share most of the letters are compared in full.
     letters = set(glob)

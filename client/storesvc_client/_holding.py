@@ -2,12 +2,14 @@
 
 from datetime import datetime
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from storesvc_client._channel import Connection
 from storesvc_client._leasing import Lease
-from storesvc_client._opened import OpenCheckpoint, open_checkpoint
 from storesvc_client.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from storesvc_client._opened import OpenCheckpoint
 
 
 class Hold:
@@ -18,6 +20,8 @@ class Hold:
     """
 
     def __init__(self, connection: Connection, lease: Lease) -> None:
+        from storesvc_client._opened import open_checkpoint
+
         self._lease = lease
         self._opened = open_checkpoint(
             connection, lease.checkpoint, uid=lease.uid, held_by=lease
@@ -33,7 +37,7 @@ class Hold:
         """When it expires unless it is renewed."""
         return self._lease.expire_time
 
-    def open(self) -> OpenCheckpoint:
+    def open(self) -> "OpenCheckpoint":
         """Returns the checkpoint, for several reads of it, also once it is deleted.
 
         Raises:

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from storesvc.format.grids import Region, whole
+from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import (
     CorruptManifestError,
     Manifest,
@@ -21,13 +22,16 @@ from storesvc.format.manifests import (
 )
 from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._channel import Connection
-from storesvc_client._entries import checked_texts
-from storesvc_client._globs import matching_keys, nearest_keys
+from storesvc_client._direct import DirectSource
+from storesvc_client._entries import checked_patterns, checked_texts
+from storesvc_client._globs import Patterns, matching_keys, nearest_keys
 from storesvc_client._leasing import Lease
 from storesvc_client._pausing import collector_paused
-from storesvc_client._receiving import Assembly, Buffer, StreamedSource
+from storesvc_client._progress import Meter, OnProgress
+from storesvc_client._receiving import Assembly, Buffer, ChunkSource
 from storesvc_client._retrying import patiently
-from storesvc_client._values import Checkpoint, LeafInfo
+from storesvc_client._streaming import StreamedSource
+from storesvc_client._values import Checkpoint, LeafInfo, RestoreReport
 from storesvc_client.errors import (
     DataLossError,
     LimitError,
@@ -75,6 +79,8 @@ class OpenCheckpoint:
         self._connection = connection
         self._name = CheckpointName(run, info.step)
         self._manifest = manifest
+        self.report: RestoreReport | None = None
+        """Of the last restore that ended well; None: there was none."""
 
     def __repr__(self) -> str:
         return f"<OpenCheckpoint {self._name}>"
@@ -102,25 +108,37 @@ class OpenCheckpoint:
         like: Any = None,
         mesh: "Mesh | None" = None,
         rules: "Rules | None" = None,
-        select: str | Iterable[str] | None = None,
+        select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
+        missing: Literal["error", "init"] = "error",
+        progress: OnProgress | None = None,
     ) -> Any:
-        """Returns its state; see ``Run.restore``."""
+        """Returns its state; see ``Run.restore``. Then ``report`` tells of it."""
         from storesvc_client.trees.restoring import Target
 
-        tree = self._manifest.tree
-        target = Target.choose(
-            tree,
-            self.name,
-            rows=self._rows(select),
-            like=like,
-            mesh=mesh,
-            rules=rules,
-            cast=cast,
+        with Meter("restore", self.name, progress) as meter:
+            with meter.phase("plan"):
+                target = Target.choose(
+                    self._manifest.tree,
+                    self.name,
+                    rows=self._rows(select),
+                    like=like,
+                    mesh=mesh,
+                    rules=rules,
+                    cast=cast,
+                    missing=missing,
+                )
+            with self._held():
+                returned_bytes = self._read(target.regions(), target.place, meter)
+            with meter.phase("rebuild"):
+                result = target.result()
+        self.report = RestoreReport(
+            read_bytes=meter.done_bytes,
+            returned_bytes=returned_bytes,
+            seconds=meter.seconds,
+            timings=meter.timings,
         )
-        with self._held():
-            self._read(target.regions(), target.place)
-        return target.result()
+        return result
 
     def read(self, keys: Iterable[str]) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
         """Yields leaves as host arrays; see ``Run.read``."""
@@ -131,7 +149,7 @@ class OpenCheckpoint:
             for batch in _batched(rows, [grid.leaf_bytes for grid in tree.grids]):
                 arrays: dict[int, NDArray[Any]] = {}
                 self._read(
-                    [(row, whole(tree.leaves[row].shape)) for row in batch],
+                    [(row, [whole(tree.leaves[row].shape)]) for row in batch],
                     partial(_keep, arrays),
                 )
                 for row in batch:
@@ -162,12 +180,12 @@ class OpenCheckpoint:
             )
         return self._manifest.tree.by_key[key]
 
-    def _rows(self, select: str | Iterable[str] | None) -> list[int]:
+    def _rows(self, select: Patterns | None) -> list[int]:
         by_key = self._manifest.tree.by_key
         if select is None:
             return list(by_key.values())
         rows: set[int] = set()
-        for glob in checked_texts(f"restore of {self.name}: select=", select):
+        for glob in checked_patterns(f"restore of {self.name}: select=", select):
             keys = matching_keys(glob, by_key)
             if not keys:
                 nearest = ", ".join(nearest_keys(glob, by_key)) or "none"
@@ -178,15 +196,31 @@ class OpenCheckpoint:
         return sorted(rows)
 
     def _read(
-        self, wanted: Iterable[tuple[int, Region]], place: Callable[[Buffer], None]
-    ) -> None:
-        with collector_paused():
-            assembly = Assembly(self._manifest, wanted, name=self.name, place=place)
-        # The one seam of restores: other sources of stored chunks go here.
-        source = StreamedSource(
-            self._connection, name=self._name.resource, uid=self.info.uid
+        self,
+        wanted: Iterable[tuple[int, Sequence[Region]]],
+        place: Callable[[Buffer], None],
+        meter: Meter | None = None,
+    ) -> int:
+        """Reads what is wanted, and returns how many bytes that is."""
+        meter = meter or Meter("restore", self.name)
+        with collector_paused(), meter.phase("plan"):
+            assembly = Assembly(
+                self._manifest, wanted, name=self.name, place=place, meter=meter
+            )
+        self._source().read(assembly.missing, assembly)
+        return assembly.buffer_bytes
+
+    def _source(self) -> ChunkSource:
+        """The one seam of restores: where stored chunks come from."""
+        if self._connection.files is None:
+            return StreamedSource(
+                self._connection, name=self._name.resource, uid=self.info.uid
+            )
+        return DirectSource(
+            self._connection.files / RunPlaces(self._name.run).pool,
+            self._manifest,
+            name=self.name,
         )
-        source.read(assembly.missing, assembly)
 
 
 def open_checkpoint(
@@ -242,7 +276,7 @@ def _manifest_bytes(
 
 
 def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:
-    arrays[buffer.row] = buffer.array
+    (arrays[buffer.row],) = buffer.arrays
 
 
 def _batched(rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:

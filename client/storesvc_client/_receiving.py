@@ -2,65 +2,97 @@
 
 ``Assembly`` is the plan and its progress: which chunks are needed, where the
 bytes of each go, and when a buffer is whole. A ``ChunkSource`` brings the bytes:
-today by ``ReadChunks``; whatever else can read stored chunks fits in its place.
-Nothing is believed: a piece that was not asked for is refused, and every chunk is
-checked against the manifest.
+either in pieces, as they come (``add``), or read by itself, into the ``destination``
+of a chunk or by ``spread``. Nothing is believed: a piece that was not asked for is
+refused, and every chunk is checked against the manifest.
 """
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import grpc
 import numpy as np
-from numpy.typing import NDArray
 
 from storesvc.format.checksums import crc32c
 from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import Region, part
+from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._channel import Connection
-from storesvc_client._retrying import patiently
-from storesvc_client.errors import DataLossError, UnavailableError, translated
-from storesvc_proto.v1 import chunk_service_pb2 as api
-from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
-from storesvc_proto.v1.upload_service_pb2 import ChunkFrame
+from storesvc_client._layouts import (
+    Bytes,
+    Goal,
+    Group,
+    Layout,
+    NDArrayAny,
+    Run,
+    allocate,
+    lay_out,
+)
+from storesvc_client._progress import Meter
+from storesvc_client.errors import DataLossError
 
-STREAMS: Final = 2
-"""Streams of one restore."""
+TOLD_BYTES: Final = 64 << 10
+"""Of chunks that the meter is told of at once: it takes as long as a small one."""
 
-CHUNKS_A_CALL: Final = 4096
-"""Chunks that one call asks for."""
-
-ALIGNMENT: Final = 64
-"""Bytes; what XLA asks of host memory that it uses without a copy."""
-
-NDArrayAny = NDArray[Any]
+_NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 
 
-@dataclass(eq=False)
 class Buffer:
-    """A part of a leaf in memory, to be filled."""
+    """Regions of a leaf in memory, to be filled and handed over together."""
 
-    row: int
-    """Of the leaf in the manifest."""
-    region: Region
-    array: NDArrayAny
-    chunks_left: int
+    __slots__ = ("_is_begun", "chunks_left", "dtype", "group", "memory", "row", "slabs")
+
+    def __init__(self, row: int, group: Group, dtype: "np.dtype[Any]") -> None:
+        self.row = row
+        """Of the leaf in the manifest."""
+        self.group = group
+        self.dtype = dtype
+        self.chunks_left = group.chunk_count
+        self.memory = _NOTHING
+        self.slabs: Sequence[NDArrayAny] = ()
+        self._is_begun = False
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        """What it holds."""
+        return self.group.regions
+
+    @property
+    def arrays(self) -> list[NDArrayAny]:
+        """The elements of each region."""
+        together = zip(self.slabs, self.group.slabs, strict=True)
+        return [array[index] for array, slab in together for index in slab.inside]
+
+    def begin(self) -> int:
+        """Allocates it, unless it is, and returns the bytes that were taken."""
+        if self._is_begun:
+            return 0
+        self._is_begun = True
+        self.memory = allocate(self.group.size_bytes)
+        self.slabs = [
+            self.memory[slab.start : slab.start + slab.size_bytes]
+            .view(self.dtype)
+            .reshape([stop - start for start, stop in slab.region])
+            for slab in self.group.slabs
+        ]
+        return self.group.size_bytes
+
+    def drop(self) -> None:
+        """Forgets the memory: whoever took the arrays owns it."""
+        self.memory, self.slabs = _NOTHING, ()
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
     """A chunk on its way."""
 
-    buffers: list[Buffer]
-    into: NDArray[np.uint8] | None = None
-    """Where its elements go: into a buffer, or beside it to be spread."""
-    beside: NDArrayAny | None = None
+    goal: Goal
+    layout: Layout
+    buffers: Sequence[Buffer]
+    """Of its leaf."""
+    into: Bytes | None = None
+    """Where its pieces go: into a buffer, or beside it to be spread."""
     received: int = 0
     """Bytes, checksum included."""
     checksum: int = 0
@@ -71,7 +103,7 @@ class ChunkSource(Protocol):
     """Where stored chunks come from."""
 
     def read(self, ordinals: Sequence[int], assembly: "Assembly") -> None:
-        """Gives each of the chunks to ``Assembly.add``, its pieces in order.
+        """Brings each of the chunks to the assembly.
 
         Raises:
             StoreError: Some chunks could not be read.
@@ -84,27 +116,41 @@ class Assembly:
     def __init__(
         self,
         manifest: Manifest,
-        wanted: Iterable[tuple[int, Region]],
+        wanted: Iterable[tuple[int, Sequence[Region]]],
         *,
         name: str,
         place: Callable[[Buffer], None],
+        meter: Meter | None = None,
     ) -> None:
         """Plans a restore.
 
         Args:
             manifest: Of the checkpoint.
-            wanted: Rows of leaves, and the regions of them to read.
+            wanted: Rows of leaves, and the distinct regions of each to read.
             name: What messages call the checkpoint.
             place: Called with each buffer once it is filled and checked, from
                 the thread that brought its last piece.
+            meter: Takes note of what is done; None: nobody asks.
         """
+        self.meter = meter or Meter("restore", name)
+        self.buffer_bytes = 0
+        """Of all buffers: what is returned, before it is cast."""
         self._manifest = manifest
         self._name = name
         self._place = place
         self._lock = threading.Lock()
         self._chunks: dict[int, _Chunk] = {}
-        for row, region in wanted:
-            self._plan(row, region)
+        layouts: dict[tuple[int, tuple[Region, ...]], Layout] = {}
+        tree = manifest.tree
+        first_chunk = tree.first_chunk.tolist()
+        for row, regions in wanted:
+            grid, key = tree.grids[row], (id(tree.grids[row]), tuple(regions))
+            if key not in layouts:
+                layouts[key] = lay_out(grid, regions)
+            self._plan(row, layouts[key], first_chunk[row])
+        self._lengths: list[int] = tree.stored_lengths.tolist()
+        self._untold_bytes = 0
+        self.meter.total_bytes += sum(self._lengths[at] for at in self._chunks)
 
     @property
     def missing(self) -> list[int]:
@@ -117,7 +163,8 @@ class Assembly:
         with self._lock:
             left = [ordinal for ordinal in ordinals if ordinal in self._chunks]
         for ordinal in left:
-            self._chunks[ordinal] = _Chunk(self._chunks[ordinal].buffers)
+            chunk = self._chunks[ordinal]
+            self._chunks[ordinal] = _Chunk(chunk.goal, chunk.layout, chunk.buffers)
         return left
 
     def add(self, ordinal: int, offset: int, piece: memoryview) -> None:
@@ -128,169 +175,150 @@ class Assembly:
                 was saved.
         """
         chunk = self._chunks.get(ordinal)
-        length = int(self._manifest.tree.stored_lengths[ordinal]) if chunk else 0
+        length = self._lengths[ordinal] if chunk else 0
         if chunk is None or offset != chunk.received or offset + len(piece) > length:
             raise DataLossError(
                 f"{self._name}: the server sent bytes {offset} to "
                 f"{offset + len(piece)} of chunk {ordinal}, which were not asked for"
             )
         if chunk.into is None:
-            chunk.into, chunk.beside = self._destination(ordinal, chunk)
+            self.begin([ordinal])
+            own = self.destination(ordinal)
+            beside = length - CHECKSUM_BYTES
+            chunk.into = own if own is not None else np.empty(beside, np.uint8)
         elements = piece[: max(0, length - CHECKSUM_BYTES - offset)]
+        copied_from = self.meter.clock()
         # NumPy copies without the interpreter's lock; slices of memoryview do not.
         np.copyto(
             chunk.into[offset : offset + len(elements)],
             np.frombuffer(elements, np.uint8),
         )
+        verified_from = self.meter.clock()
         chunk.checksum = crc32c(elements, chunk.checksum)
+        times = self.meter.times
+        times["copy"] += verified_from - copied_from
+        times["verify"] += self.meter.clock() - verified_from
         chunk.tail += bytes(piece[len(elements) :])
         chunk.received += len(piece)
         if chunk.received == length:
-            self._finish(ordinal, chunk)
+            self.check(ordinal, chunk.checksum, chunk.tail)
+            if not self.is_run(ordinal):
+                self.spread(ordinal, chunk.into)
+            self.finish(ordinal)
 
-    def _plan(self, row: int, region: Region) -> None:
-        tree = self._manifest.tree
-        grid, dtype = tree.grids[row], DTYPES[tree.leaves[row].dtype]
-        buffer = Buffer(row, region, aligned_empty(region, dtype), 0)
-        first = int(tree.first_chunk[row])
-        for within in grid.covering(region):
-            self._chunks.setdefault(first + within, _Chunk([])).buffers.append(buffer)
-            buffer.chunks_left += 1
-        if not buffer.chunks_left:
-            self._place(buffer)
+    def is_run(self, ordinal: int) -> bool:
+        """Returns whether the elements of a chunk go into a buffer as they lie."""
+        return isinstance(self._chunks[ordinal].goal.goes, Run)
 
-    def _destination(
-        self, ordinal: int, chunk: _Chunk
-    ) -> tuple[NDArray[np.uint8], NDArrayAny | None]:
-        """Where the elements of a chunk go: straight into the one buffer where
-        they are one run, or else into an array of their own."""
-        row, within = self._manifest.tree.locate(ordinal)
-        grid = self._manifest.tree.grids[row]
-        if len(chunk.buffers) == 1:
-            buffer = chunk.buffers[0]
-            run = part(buffer.array, buffer.region, grid.region(within))
-            if run.nbytes == grid.chunk_bytes and run.flags.c_contiguous:
-                return run.reshape(-1).view(np.uint8), None
-        dtype = DTYPES[self._manifest.tree.leaves[row].dtype]
-        beside = np.empty(grid.chunk_shape, dtype)
-        return beside.reshape(-1).view(np.uint8), beside
+    def begin(self, ordinals: Iterable[int]) -> int:
+        """Allocates the buffers of chunks where they are not, and returns the bytes
+        that were taken."""
+        taken = 0
+        with self._lock:
+            for ordinal in ordinals:
+                chunk = self._chunks[ordinal]
+                for group in chunk.goal.groups:
+                    taken += chunk.buffers[group].begin()
+        return taken
 
-    def _finish(self, ordinal: int, chunk: _Chunk) -> None:
+    def destination(self, ordinal: int) -> Bytes | None:
+        """Returns where the elements of a chunk go, once it is begun; None where they
+        are no run there."""
+        chunk = self._chunks[ordinal]
+        if not isinstance(chunk.goal.goes, Run):
+            return None
+        start = chunk.goal.goes.start
+        memory = chunk.buffers[chunk.goal.goes.group].memory
+        return memory[start : start + chunk.layout.grid.chunk_bytes]
+
+    def piece_bytes(self, ordinal: int, at_most: int) -> int:
+        """Returns how many bytes of a chunk can be spread at a time: one row at
+        least."""
+        layout = self._chunks[ordinal].layout
+        return max(1, at_most // layout.row_bytes) * layout.row_bytes
+
+    def spread(self, ordinal: int, elements: Bytes, start: int = 0) -> None:
+        """Copies elements of a chunk that was begun to where they go.
+
+        Args:
+            ordinal: Which one.
+            elements: All of them, or whole rows (``piece_bytes``).
+            start: Of the first byte in the chunk.
+        """
+        chunk = self._chunks[ordinal]
+        goes, layout = chunk.goal.goes, chunk.layout
+        if isinstance(goes, Run):
+            memory = chunk.buffers[goes.group].memory
+            begin = goes.start + start
+            np.copyto(memory[begin : begin + len(elements)], elements)
+            return
+        stored = elements.view(chunk.buffers[goes[0].group].dtype)
+        if len(elements) == layout.grid.chunk_bytes:
+            stored = stored.reshape(layout.grid.chunk_shape)
+            for copy in goes:
+                slab = chunk.buffers[copy.group].slabs[copy.slab]
+                np.copyto(slab[copy.target], stored[copy.source])
+            return
+        axis, shape = layout.row_axis, list(layout.grid.chunk_shape)
+        first, shape[axis] = (n // layout.row_bytes for n in (start, len(elements)))
+        stored = stored.reshape(shape)
+        for copy in goes:
+            found = copy.of_rows(axis, first, first + shape[axis])
+            if found is not None:
+                slab = chunk.buffers[copy.group].slabs[copy.slab]
+                np.copyto(slab[found[1]], stored[found[0]])
+
+    def check(self, ordinal: int, checksum: int, tail: bytes) -> None:
+        """Refuses a chunk that is not what was saved.
+
+        Args:
+            ordinal: Which one.
+            checksum: Of the elements that were read.
+            tail: The stored checksum behind them.
+
+        Raises:
+            DataLossError: They differ from the manifest.
+        """
         expected = int(self._manifest.sums.crc32c[ordinal])
-        if chunk.checksum != expected or chunk.tail != expected.to_bytes(
-            CHECKSUM_BYTES, "little"
-        ):
+        if checksum != expected or tail != expected.to_bytes(CHECKSUM_BYTES, "little"):
             raise DataLossError(
                 f"{self._name} {self._manifest.tree.describe_chunk(ordinal)}: expected "
-                f"the checksum {expected:08x}, got {chunk.checksum:08x}; its stored "
+                f"the checksum {expected:08x}, got {checksum:08x}; its stored "
                 "bytes are damaged, use another checkpoint",
                 reason="CORRUPT_DATA",
             )
-        if chunk.beside is not None:
-            row, within = self._manifest.tree.locate(ordinal)
-            held = self._manifest.tree.grids[row].region(within)
-            for buffer in chunk.buffers:
-                into = part(buffer.array, buffer.region, held)
-                into[...] = part(chunk.beside, held, buffer.region)
+
+    def finish(self, ordinal: int) -> int:
+        """Ends with a chunk that is checked and where it goes, and returns the bytes of
+        buffers that this made whole: they are handed over."""
+        chunk = self._chunks[ordinal]
         with self._lock:
             del self._chunks[ordinal]
-            for buffer in chunk.buffers:
+            touched = [chunk.buffers[group] for group in chunk.goal.groups]
+            for buffer in touched:
                 buffer.chunks_left -= 1
-            whole = [buffer for buffer in chunk.buffers if not buffer.chunks_left]
-        for buffer in whole:
-            self._place(buffer)
+            whole = [buffer for buffer in touched if not buffer.chunks_left]
+            self._untold_bytes += self._lengths[ordinal]
+            done_bytes = 0
+            if self._untold_bytes >= TOLD_BYTES or not self._chunks:
+                done_bytes, self._untold_bytes = self._untold_bytes, 0
+        if whole:
+            since = self.meter.clock()
+            for buffer in whole:
+                self._place(buffer)
+                buffer.drop()
+            self.meter.times["place"] += self.meter.clock() - since
+        if done_bytes:
+            self.meter.add(done_bytes)
+        return sum(buffer.group.size_bytes for buffer in whole)
 
-
-class StreamedSource:
-    """Stored chunks by ``ReadChunks``, over several streams."""
-
-    def __init__(self, connection: Connection, *, name: str, uid: str) -> None:
-        self._connection = connection
-        self._stub = ChunkServiceStub(connection.channel)
-        self._name = name
-        self._uid = uid
-        self._streams: set[grpc.Call] = set()
-        self._stopped = False
-
-    def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        """See ``ChunkSource.read``; a broken stream goes on where it stopped."""
-        share = max(1, min(CHUNKS_A_CALL, -(-len(ordinals) // STREAMS)))
-        calls = [ordinals[at : at + share] for at in range(0, len(ordinals), share)]
-        with ThreadPoolExecutor(STREAMS, "storesvc-restore") as pool:
-            futures = [pool.submit(self._read, call, assembly) for call in calls]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:  # one failed, or Ctrl-C: the others must not go on
-                self._stopped = True
-                for future in futures:
-                    future.cancel()
-                for stream in tuple(self._streams):
-                    stream.cancel()
-                raise
-
-    def _read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        left = list(ordinals)
-        while left and not self._stopped:
-            for attempt in patiently():
-                with attempt:
-                    left = self._read_some(left, assembly)
-
-    def _read_some(self, ordinals: Sequence[int], assembly: Assembly) -> list[int]:
-        """Reads chunks, and returns those that a broken stream left.
-
-        Raises:
-            UnavailableError: It left all of them.
-        """
-        try:
-            self._stream(ordinals, assembly)
-            left = assembly.restart(ordinals)
-            if left:
-                raise UnavailableError(
-                    f"store {self._connection.address} ended a stream early: "
-                    f"{len(left)} chunks are missing"
-                )
-        except UnavailableError:
-            if self._stopped:
-                return []
-            left = assembly.restart(ordinals)
-            if len(left) == len(ordinals):
-                raise
-        return left
-
-    def _stream(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        request = api.ReadChunksRequest(name=self._name, uid=self._uid, chunk=ordinals)
-        stream = self._stub.ReadChunks(request)
-        self._streams.add(stream)
-        try:
-            with translated(self._connection.address):
-                for response in stream:
-                    self._take(response.frame, assembly)
-        finally:
-            self._streams.discard(stream)
-            stream.cancel()  # a refusal on this side must not leave it flowing
-
-    def _take(self, frame: ChunkFrame, assembly: Assembly) -> None:
-        if (
-            not len(frame.chunk) == len(frame.offset) == len(frame.length)
-            or 0 in frame.length
-            or sum(frame.length) != len(frame.data)
-        ):
-            raise DataLossError(
-                f"store {self._connection.address} sent a frame that contradicts itself"
-            )
-        data, at = memoryview(frame.data), 0
-        for ordinal, offset, length in zip(
-            frame.chunk, frame.offset, frame.length, strict=True
-        ):
-            assembly.add(ordinal, offset, data[at : at + length])
-            at += length
-
-
-def aligned_empty(region: Region, dtype: np.dtype[Any]) -> NDArrayAny:
-    """Returns an array for a region, unfilled, aligned for XLA."""
-    shape = tuple(stop - start for start, stop in region)
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
+    def _plan(self, row: int, layout: Layout, first: int) -> None:
+        dtype = DTYPES[self._manifest.tree.leaves[row].dtype]
+        buffers = [Buffer(row, group, dtype) for group in layout.groups]
+        self.buffer_bytes += sum(group.size_bytes for group in layout.groups)
+        for goal in layout.goals:
+            self._chunks[first + goal.within] = _Chunk(goal, layout, buffers)
+        for buffer in buffers:
+            if not buffer.chunks_left:  # it has no elements
+                buffer.begin()
+                self._place(buffer)

@@ -1,17 +1,11 @@
 """Patience with a server that does not answer: how often, and how long between."""
 
-from typing import Final
-
-from tenacity import (
-    Retrying,
-    retry_if_exception_type,
-    stop_after_attempt,
-    stop_after_delay,
-    stop_all,
-    wait_random_exponential,
-)
+from typing import TYPE_CHECKING, Final
 
 from storesvc_client.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from tenacity import Retrying
 
 PATIENCE_SECONDS: Final = 30.0
 """How long a call is repeated that makes no progress: a server's restart."""
@@ -20,7 +14,7 @@ LEAST_ATTEMPTS: Final = 2
 """However long each takes: a server that stops may keep a call as long as it likes."""
 
 
-def patiently() -> Retrying:
+def patiently() -> "Retrying":
     """Returns attempts at a call that may be repeated.
 
     Only ``UnavailableError`` is worth another; the last one is raised.
@@ -29,6 +23,16 @@ def patiently() -> Retrying:
     ...     with attempt:
     ...         answer = 42
     """
+    # Late: a command that lists, and is answered, needs no patience.
+    from tenacity import (
+        Retrying,
+        retry_if_exception_type,
+        stop_after_attempt,
+        stop_after_delay,
+        stop_all,
+        wait_random_exponential,
+    )
+
     return Retrying(
         retry=retry_if_exception_type(UnavailableError),
         stop=stop_all(

@@ -37,7 +37,8 @@ class Save:
         return self._wait(timeout).checkpoint
 
     def report(self, timeout: float | None = None) -> SaveReport:
-        """Waits for the end, and returns how many bytes were sent and reused.
+        """Waits for the end, and returns how many bytes were sent and reused, and what
+        took how long.
 
         Args:
             timeout: Seconds to wait; None waits for ever.

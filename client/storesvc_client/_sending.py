@@ -1,31 +1,41 @@
-"""Sending chunks: from the data of a snapshot to frames on the wire.
+"""A save in the background: from the slabs of a snapshot to a committed checkpoint.
 
-A stored chunk is its elements and their CRC-32C; it is cut into frames, and small
-chunks share one. A broken stream goes on in a new one with what was not
-acknowledged. Where the store may hold chunks already, their sums are sent first, and
-only the chunks that it lacks follow.
+The snapshot fills an outbox while this begins an upload and stores what comes out: by
+itself where it reaches the storage, else through the server. Where the store may hold
+chunks already, their sums are sent first, and only the chunks that it lacks follow.
 """
 
+import os
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, Self
+from pathlib import Path
+from typing import Final, NamedTuple, Self, TypeAlias, TypeVar
 
+import grpc
 import numpy as np
 
-from storesvc.format.checksums import Buffer, crc32c, digest
-from storesvc.format.chunks import Sums, pack_sums
-from storesvc.format.names import CheckpointName, RunName
+from storesvc.format.chunks import I64, Sums, pack_sums
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import Tree, pack_leaves
-from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._channel import MAX_FRAME_BYTES, Connection
-from storesvc_client._framing import Frame, requests_of_large
+from storesvc_client._acknowledging import Acknowledging, Stream
+from storesvc_client._channel import Connection
+from storesvc_client._framing import frames
 from storesvc_client._keeping import KeptAlive
+from storesvc_client._outbox import Outbox, Wanted
+from storesvc_client._placing import Placing
+from storesvc_client._progress import Meter
 from storesvc_client._retrying import patiently
+from storesvc_client._slabs import Filled
+from storesvc_client._sums import SumsInProgress
 from storesvc_client._values import Checkpoint, SaveReport
 from storesvc_client.errors import (
     ConflictError,
     PreconditionError,
+    StoreError,
     UnavailableError,
     translated,
 )
@@ -33,18 +43,17 @@ from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
+CLAIM_SECONDS: Final = 2.0
+"""How long a snapshot waits to learn that what did not change can be claimed."""
+
+T = TypeVar("T")
+
+STREAMS: Final = min(4, max(2, (os.cpu_count() or 1) // 2))
+"""Streams that a save sends chunks in, each over a socket of its own."""
+
+_Method: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, api.WriteChunksResponse]"
+
 _WRITE_CHUNKS: Final = "/storesvc.v1.UploadService/WriteChunks"
-
-
-class Snapshot(Protocol):
-    """A tree whose bytes stay as they are while it is sent."""
-
-    @property
-    def tree(self) -> Tree:
-        """Its leaves."""
-
-    def chunk(self, ordinal: int) -> Buffer:
-        """Returns the elements of a chunk, in C order, little-endian."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,102 +73,280 @@ class Saved(NamedTuple):
 
     checkpoint: Checkpoint
     report: SaveReport
+    sums: Sums
+    """Of all chunks."""
 
 
 class Upload:
     """One save, from begin to commit."""
 
-    def __init__(self, connection: Connection, description: Description) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        description: Description,
+        tree: Tree,
+        outbox: Outbox,
+        meter: Meter,
+    ) -> None:
+        self._meter = meter
+        self._meter.total_bytes = int(tree.stored_lengths.sum())
         self._connection = connection
         self._stub = UploadServiceStub(connection.channel)
-        # Of messages that are serialised already.
-        self._write_chunks: Any = connection.channel.stream_stream(
-            _WRITE_CHUNKS,
-            response_deserializer=api.WriteChunksResponse.FromString,
-        )
         self._description = description
+        self._tree = tree
+        self._outbox = outbox
+        self._sums = SumsInProgress(tree.chunk_count)
+        self._claimed = np.zeros(tree.chunk_count, np.bool_)
+        self._asked = np.zeros(tree.chunk_count, np.bool_)
+        """Of each chunk, whether the store may hold it where it comes out of the
+        outbox."""
+        self._begun: Future[api.Upload] = Future()
 
-    def send(self, snapshot: Snapshot) -> Saved:
-        """Sends a snapshot and commits it; goes on through a server's restart.
+    def run(self, known_base: str) -> Saved:
+        """Stores what the outbox brings, and commits; goes on through a server's
+        restart.
+
+        Args:
+            known_base: The checkpoint whose chunks the snapshot leaves out by itself;
+                "": it leaves out none.
 
         Raises:
             StoreError: As the contract says of each call.
         """
-        upload = self._begun(snapshot.tree)
-        ref = api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=0)
-        sums = _SumsInProgress(snapshot.tree.chunk_count)
-        missing: Sequence[int] = range(snapshot.tree.chunk_count)
-        sent: set[int] = set()
-        with KeptAlive(self._stub, upload):
-            if upload.base or upload.resumes:
-                missing = self._missing(ref, snapshot, sums)
-            for last_try in (False, True):
-                self._write_all(ref, snapshot, missing, sums)
-                sent.update(missing)
-                try:
-                    checkpoint = self._finish_and_commit(ref, sums.result())
-                except PreconditionError as e:
-                    # what was to be claimed is gone: damaged, or collected
-                    if last_try or e.reason != "CHUNKS_INCOMPLETE":
-                        raise
-                    missing = self._missing(ref, snapshot, sums)
-                else:
-                    return Saved(checkpoint, _report(snapshot.tree, sent))
-        raise AssertionError
+        try:
+            with self._meter.phase("begin"):
+                upload = self._begin_patiently()
+            self._begun.set_result(upload)
+            with KeptAlive(self._stub, upload):
+                return self._run(upload, known_base)
+        except BaseException as e:
+            if not self._begun.done():
+                self._begun.set_exception(e)
+            self._outbox.give_up()
+            raise
 
-    def _missing(
-        self, ref: api.WriterRef, snapshot: Snapshot, sums: "_SumsInProgress"
-    ) -> list[int]:
-        """The chunks that the store does not hold."""
-        for ordinal in range(snapshot.tree.chunk_count):
-            sums.add(ordinal, memoryview(snapshot.chunk(ordinal)).cast("B"))
+    def claimable(self, known: Sums, chunks: I64) -> I64:
+        """Returns those of some chunks that the store holds with known sums; none
+        where it does not say so soon.
+
+        Called while the snapshot is taken, from its thread.
+        """
+        try:
+            upload = self._begun.result(CLAIM_SECONDS)
+            held = self._found(_ref(upload), known.take(chunks), CLAIM_SECONDS)
+        except (StoreError, FutureTimeoutError):
+            self._asked[:] = True
+            return np.empty(0, np.int64)
+        claimed = np.array(sorted(held), np.int64)
+        self._sums.copy(known, claimed)
+        self._claim(claimed)
+        return claimed
+
+    def ask(self, chunks: Sequence[int]) -> None:
+        """Has the store asked about chunks, before they are put into the outbox."""
+        self._asked[chunks] = True
+
+    def _run(self, upload: api.Upload, known_base: str) -> Saved:
+        ref = _ref(upload)
+        if upload.resumes or upload.base != known_base:
+            self._asked[:] = True
+        wanted = Wanted(self._outbox, lambda slabs: self._choose(ref, slabs))
+        try:
+            if self._connection.files is not None:
+                self._place(ref, self._connection.files, wanted)
+            else:
+                self._stream(ref, wanted)
+        except StoreError:
+            raise
+        except BaseException:  # the snapshot failed: nothing of it shall stay
+            self._abort(ref)
+            raise
+        finally:
+            wanted.drop()
+        sums = self._sums.result()
+        try:
+            checkpoint = self._finish_and_commit(ref, sums)
+        except PreconditionError as e:
+            if e.reason != "CHUNKS_INCOMPLETE" or not self._claimed.any():
+                raise
+            raise PreconditionError(
+                f"save of step {self._description.step}: what its base held when it "
+                f"began is gone or damaged now; save again ({e})",
+                reason=e.reason,
+                metadata=e.metadata,
+            ) from e
+        return Saved(checkpoint, self._report(), sums)
+
+    def _choose(self, ref: api.WriterRef, slabs: Sequence[Filled]) -> None:
+        """Takes out of slabs what the store holds already."""
+        doubtful = [f for f in slabs if self._asked[f.wanted].any()]
+        if not doubtful:
+            return
+        with self._meter.phase("digest"):
+            for filled in doubtful:
+                filled.seal(self._sums)
+        ordinals = np.array([o for f in doubtful for o in f.wanted], np.int64)
+        ordinals = np.sort(ordinals[self._asked[ordinals]])
         for attempt in patiently():
-            with attempt, translated(self._connection.address):
-                found: set[int] = set()
-                for response in self._stub.FindChunks(
-                    _find_requests(ref, sums.result())
-                ):
-                    found.update(response.found)
-        return [o for o in range(snapshot.tree.chunk_count) if o not in found]
+            with attempt:
+                found = self._found(ref, self._sums.result(ordinals))
+        self._claim(np.array(sorted(found), np.int64))
+        for filled in doubtful:
+            filled.wanted = [o for o in filled.wanted if o not in found]
 
-    def _write_all(
+    def _claim(self, chunks: I64) -> None:
+        """Takes note of chunks that the store holds."""
+        self._claimed[chunks] = True
+        self._meter.add(int(self._tree.stored_lengths[chunks].sum()))
+
+    def _found(
+        self, ref: api.WriterRef, sums: Sums, timeout: float | None = None
+    ) -> set[int]:
+        found: set[int] = set()
+        with self._meter.phase("find"), translated(self._connection.address):
+            requests = _find_requests(ref, sums)
+            for response in self._stub.FindChunks(requests, timeout=timeout):
+                found.update(response.found)
+        return found
+
+    def _place(self, ref: api.WriterRef, files: Path, wanted: Wanted) -> None:
+        """Puts chunks into the pool, and tells the server of them."""
+        name = UploadName.from_resource(ref.upload)
+        pool = files / RunPlaces(name.run).pool
+        prefix = RunPlaces(name.run).data_prefix(name.upload)
+        with Placing(
+            pool, prefix, self._outbox, wanted, self._sums, self._meter
+        ) as placing:
+            tables: Acknowledging[tree_pb2.ChunkTable] = Acknowledging(
+                placing.take,
+                lambda table: len(table.crc32c),
+                lambda table: None,  # noqa: ARG005 - nothing is held of it
+            )
+            self._send_all(
+                ref,
+                tables,
+                lambda stream: (
+                    api.WriteChunksRequest(placed=table).SerializeToString()
+                    for table in stream
+                ),
+                self._connection.channel,
+            )
+
+    def _stream(self, ref: api.WriterRef, wanted: Wanted) -> None:
+        """Sends chunks to the server, over several streams."""
+        with ThreadPoolExecutor(STREAMS, "storesvc-send") as pool:
+            channels = self._connection.channels(STREAMS)
+            futures = [pool.submit(self._share, ref, wanted, c) for c in channels]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:  # one failed, or Ctrl-C: the others must not go on
+                self._outbox.give_up()
+                raise
+
+    def _share(self, ref: api.WriterRef, wanted: Wanted, channel: grpc.Channel) -> None:
+        """Sends what it can take of the chunks."""
+
+        def take() -> Filled | None:
+            filled = wanted.take()
+            if filled is not None:
+                with self._meter.phase("digest"):
+                    filled.seal(self._sums)
+                self._meter.add(filled.wanted_bytes)
+            return filled
+
+        slabs = Acknowledging(
+            take, lambda filled: len(filled.wanted), self._outbox.give_back
+        )
+        try:
+            with self._meter.part("stream"):
+                self._send_all(ref, slabs, frames, channel)
+        finally:
+            slabs.drop()
+
+    def _send_all(
         self,
         ref: api.WriterRef,
-        snapshot: Snapshot,
-        ordinals: Sequence[int],
-        sums: "_SumsInProgress",
+        things: Acknowledging[T],
+        serialized: Callable[[Stream[T]], Iterator[bytes]],
+        channel: grpc.Channel,
     ) -> None:
-        durable = 0
-        while durable < len(ordinals):
+        # not the generated stub, whose requests are messages
+        method: _Method = channel.stream_stream(
+            _WRITE_CHUNKS,
+            response_deserializer=api.WriteChunksResponse.FromString,
+        )
+        while things.wait():
+            failed: BaseException | None = None
             for attempt in patiently():
                 with attempt:
-                    durable += self._write(ref, snapshot, ordinals[durable:], sums)
+                    failed = self._send(method, ref, things.stream(), serialized)
+            if failed is not None:  # on this side: another try would fail, too
+                raise failed
+
+    def _send(
+        self,
+        method: "_Method",
+        ref: api.WriterRef,
+        stream: Stream[T],
+        serialized: Callable[[Stream[T]], Iterator[bytes]],
+    ) -> BaseException | None:
+        """Sends what it can in one stream; returns what failed on this side.
+
+        Raises:
+            UnavailableError: Nothing became durable.
+        """
+
+        def requests() -> Iterator[bytes]:
+            yield api.WriteChunksRequest(open=ref).SerializeToString()
+            yield from serialized(stream)
+
+        sent, durable = _Failing(requests(), self._meter), 0
+        try:
+            with translated(self._connection.address):
+                for response in method(sent):
+                    stream.acknowledge(response.durable_count - durable)
+                    durable = response.durable_count
+        except StoreError as e:
+            is_retried = durable and isinstance(e, UnavailableError)
+            if sent.error is None and not is_retried:
+                raise
+        finally:
+            sent.end()
+        return sent.error
+
+    def _abort(self, ref: api.WriterRef) -> None:
+        request = api.AbortUploadRequest(name=ref.upload)
+        try:
+            self._connection.call(self._stub.AbortUpload, request)
+        except StoreError:  # its lease ends, too
+            return
 
     def _finish_and_commit(self, ref: api.WriterRef, sums: Sums) -> Checkpoint:
         for attempt in patiently():
-            with attempt:
+            with attempt, self._meter.phase("finish"):
                 self._finish(ref, sums)
         # apart: a writer cannot finish again once a commit has landed whose answer
         # was lost, but the commit can be asked for again
         for attempt in patiently():
-            with attempt:
+            with attempt, self._meter.phase("commit"):
                 return self._commit(ref)
         raise AssertionError
 
-    def _begun(self, tree: Tree) -> api.Upload:
+    def _begin_patiently(self) -> api.Upload:
         for last_try in (False, False, True):
             request_id = str(uuid.uuid4())
             try:
                 for attempt in patiently():
                     with attempt:
-                        return self._begin(request_id, tree)
+                        return self._begin(request_id)
             except ConflictError as e:
                 # The step was freed meanwhile, and an id begins only once.
                 if last_try or e.reason != "UPLOAD_NOT_FOUND":
                     raise
         raise AssertionError
 
-    def _begin(self, request_id: str, tree: Tree) -> api.Upload:
+    def _begin(self, request_id: str) -> api.Upload:
         described = self._description
         first = api.BeginUploadRequest(
             parent=described.run.resource,
@@ -171,12 +358,12 @@ class Upload:
                 metrics=described.metrics,
                 base=described.base.resource if described.base else "",
             ),
-            leaf_count=len(tree.leaves),
+            leaf_count=len(self._tree.leaves),
         )
 
         def requests() -> Iterator[api.BeginUploadRequest]:
             yield first
-            for part in pack_leaves(tree):
+            for part in pack_leaves(self._tree):
                 leaves = tree_pb2.LeafTable.FromString(part)
                 yield api.BeginUploadRequest(leaves=leaves)
 
@@ -185,31 +372,6 @@ class Upload:
                 requests(), timeout=self._connection.timeout
             )
         return response.upload
-
-    def _write(
-        self,
-        ref: api.WriterRef,
-        snapshot: Snapshot,
-        ordinals: Sequence[int],
-        sums: "_SumsInProgress",
-    ) -> int:
-        """Sends chunks; returns how many of them became durable.
-
-        Raises:
-            UnavailableError: None did.
-        """
-        requests = _Failing(_write_requests(ref, snapshot, ordinals, sums))
-        durable = 0
-        try:
-            with translated(self._connection.address):
-                for response in self._write_chunks(requests):
-                    durable = response.durable_count
-        except UnavailableError:
-            if not durable:
-                raise
-        finally:
-            requests.raise_again()
-        return durable
 
     def _finish(self, ref: api.WriterRef, sums: Sums) -> None:
         with translated(self._connection.address):
@@ -225,91 +387,56 @@ class Upload:
             )
         return Checkpoint.from_message(committed.checkpoint)
 
+    def _report(self) -> SaveReport:
+        lengths = self._tree.stored_lengths
+        total, reused = int(lengths.sum()), int(lengths[self._claimed].sum())
+        return SaveReport(
+            total_bytes=total,
+            sent_bytes=total - reused,
+            reused_bytes=reused,
+            seconds=self._meter.seconds,
+            timings=self._meter.timings,
+        )
+
 
 class _Failing:
-    """An iterator whose own error is not lost: gRPC only cancels the call."""
+    """An iterator whose own error is not lost: gRPC only cancels the call.
 
-    def __init__(self, requests: Iterator[bytes]) -> None:
+    It times gRPC too, which asks for a request once the one before is on its way.
+    """
+
+    def __init__(self, requests: Iterator[bytes], meter: Meter) -> None:
         self._requests = requests
-        self._error: BaseException | None = None
+        self._meter = meter
+        self._answered = meter.clock()
+        self._has_ended = False
+        self.error: BaseException | None = None
+        """What the iterator raised, if anything."""
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> bytes:
+        self._meter.times["send"] += self._meter.clock() - self._answered
         try:
             return next(self._requests)
         except StopIteration:
+            self._has_ended = True
             raise
         except BaseException as e:
-            self._error = e
+            self.error = e
             raise
+        finally:
+            self._answered = self._meter.clock()
 
-    def raise_again(self) -> None:
-        """Raises what the iterator raised, if anything."""
-        if self._error is not None:
-            raise self._error
-
-
-class _SumsInProgress:
-    """The checksums of the chunks sent so far."""
-
-    def __init__(self, count: int) -> None:
-        self._crc32c = np.zeros(count, np.uint32)
-        self._digests = np.zeros((count, 16), np.uint8)
-        self._known = np.zeros(count, np.bool_)
-
-    def add(self, ordinal: int, data: Buffer) -> int:
-        """Keeps the sums of a chunk, and returns its CRC-32C."""
-        if not self._known[ordinal]:
-            self._crc32c[ordinal] = crc32c(data)
-            self._digests[ordinal] = np.frombuffer(digest(data), np.uint8)
-            self._known[ordinal] = True
-        return int(self._crc32c[ordinal])
-
-    def result(self) -> Sums:
-        """Returns the sums of all chunks."""
-        return Sums(
-            ordinal=np.arange(len(self._crc32c)),
-            crc32c=self._crc32c,
-            digests=self._digests,
-        )
+    def end(self) -> None:
+        """Ends with the call."""
+        if self._has_ended:
+            self._meter.times["acknowledge"] += self._meter.clock() - self._answered
 
 
-def _write_requests(
-    ref: api.WriterRef,
-    snapshot: Snapshot,
-    ordinals: Sequence[int],
-    sums: _SumsInProgress,
-) -> Iterator[bytes]:
-    yield api.WriteChunksRequest(open=ref).SerializeToString()
-    yield from frames(snapshot, ordinals, sums)
-
-
-def frames(
-    snapshot: Snapshot, ordinals: Sequence[int], sums: _SumsInProgress
-) -> Iterator[bytes]:
-    """Yields the serialised requests that carry chunks, and keeps the chunks' sums."""
-    frame = Frame()
-    for ordinal in ordinals:
-        data = memoryview(snapshot.chunk(ordinal)).cast("B")
-        tail = sums.add(ordinal, data).to_bytes(CHECKSUM_BYTES, "little")
-        length = len(data) + len(tail)
-        if frame.size and frame.size + length > MAX_FRAME_BYTES:
-            yield frame.request()
-            frame = Frame()
-        if length > MAX_FRAME_BYTES:
-            yield from requests_of_large(ordinal, data, tail)
-            continue
-        frame.add(ordinal, 0, data, tail)
-    if frame.size:
-        yield frame.request()
-
-
-def _report(tree: Tree, sent: Collection[int]) -> SaveReport:
-    lengths = tree.stored_lengths
-    total, moved = int(lengths.sum()), int(lengths[list(sent)].sum())
-    return SaveReport(total_bytes=total, sent_bytes=moved, reused_bytes=total - moved)
+def _ref(upload: api.Upload) -> api.WriterRef:
+    return api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=0)
 
 
 def _find_requests(ref: api.WriterRef, sums: Sums) -> Iterator[api.FindChunksRequest]:

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.format.grids import Grid
 from storesvc.format.keys import INTEGER_KINDS, split_key
 from storesvc.format.names import (
     CheckpointName,
@@ -16,10 +15,14 @@ from storesvc.format.names import (
     TagName,
     UploadName,
 )
-from storesvc.format.trees import Leaf, SavedSharding
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
+
+if TYPE_CHECKING:
+    # NumPy, which lists of runs and checkpoints need not wait for
+    from storesvc.format.grids import Grid
+    from storesvc.format.trees import Leaf, SavedSharding
 
 PathPart: TypeAlias = str | int
 
@@ -174,6 +177,27 @@ class SaveReport:
     """Of those that were sent."""
     reused_bytes: int
     """Of those that the store held already."""
+    seconds: float
+    """From the call of ``save`` to the commit."""
+    timings: Mapping[str, float]
+    """Seconds by phase, over all threads: plan, snapshot, wait (for memory of the
+    staging), begin, digest, find (what the store holds), write and sync (of data
+    files) or send (to the server), acknowledge (after the last was sent), finish,
+    commit; those that there were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restore moved."""
+
+    read_bytes: int
+    """Of stored chunks."""
+    returned_bytes: int
+    """Of what came of them, before it was cast."""
+    seconds: float
+    timings: Mapping[str, float]
+    """Seconds by phase, over all threads: plan, read (or wait for the server), verify,
+    copy (to where it goes), place (on devices), rebuild (of the tree)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,12 +381,12 @@ class LeafInfo:
     chunk_shape: tuple[int, ...]
     chunk_count: int
     size_bytes: int
-    sharding: SavedSharding | None
+    sharding: "SavedSharding | None"
     """How it lay on its devices when it was saved."""
     prng_impl: str | None
 
     @classmethod
-    def from_row(cls, leaf: Leaf, grid: Grid) -> "LeafInfo":
+    def from_row(cls, leaf: "Leaf", grid: "Grid") -> "LeafInfo":
         """Returns a row of a leaf table."""
         return cls(
             key=leaf.key,
@@ -379,7 +403,7 @@ class LeafInfo:
         )
 
 
-def path_of(leaf: Leaf) -> tuple[PathPart, ...]:
+def path_of(leaf: "Leaf") -> tuple[PathPart, ...]:
     """Returns a leaf's path, its numbers as numbers."""
     parts = zip(split_key(leaf.key), leaf.path_kinds, strict=True)
     return tuple(int(text) if kind in INTEGER_KINDS else text for text, kind in parts)

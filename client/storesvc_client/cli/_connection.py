@@ -4,6 +4,9 @@ A command asks for its connection with ``@pass_connection``; nothing is imported
 and nothing is sent before it is opened.
 """
 
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -12,12 +15,16 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from storesvc.format.layout import STORE
+from storesvc_client._pausing import collector_paused
 from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
     from storesvc_client import Client
 
 DEFAULT_TARGET: Final = "127.0.0.1:7070"
+
+_BLAS_THREADS: Final = "OPENBLAS_NUM_THREADS"
+"""What NumPy's linear algebra reads when it is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +47,11 @@ class Connection:
         import storesvc_client
 
         self._check_directory()
-        return storesvc_client.connect(
-            self.target, ca=self.ca, insecure=self.insecure, timeout=self.timeout
-        )
+        # Much is imported, and all of it stays.
+        with collector_paused(), _without_blas_threads():
+            return storesvc_client.connect(
+                self.target, ca=self.ca, insecure=self.insecure, timeout=self.timeout
+            )
 
     def _check_directory(self) -> None:
         """Refuses a directory without a store: opening it would make one there."""
@@ -54,6 +63,23 @@ class Connection:
                     f"{root} holds no store; expected the root of one, which a first "
                     "save or storectl serve makes"
                 )
+
+
+@contextmanager
+def _without_blas_threads() -> Generator[None]:
+    """Lets what is imported inside start no thread a core for linear algebra, which
+    no command does: with NumPy that is a tenth of the time that ``ls`` takes.
+
+    Commands that storectl starts are not told.
+    """
+    if _BLAS_THREADS in os.environ:
+        yield
+        return
+    os.environ[_BLAS_THREADS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_BLAS_THREADS]
 
 
 pass_connection = click.make_pass_decorator(Connection)

@@ -1,35 +1,26 @@
 """The command group, the options before every command, and its refusals."""
 
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from storesvc_client.cli._arguments import store_target
 from storesvc_client.cli._connection import DEFAULT_TARGET, Connection
-from storesvc_client.cli._demo import demo
-from storesvc_client.cli._diff import diff
-from storesvc_client.cli._du import du
-from storesvc_client.cli._gc import gc
-from storesvc_client.cli._get import get
-from storesvc_client.cli._hold import hold
-from storesvc_client.cli._ls import ls
 from storesvc_client.cli._refusal import Refusal
-from storesvc_client.cli._retain import retain
-from storesvc_client.cli._rm import rm
-from storesvc_client.cli._serve import serve
-from storesvc_client.cli._stat import stat
-from storesvc_client.cli._tag import tag
-from storesvc_client.cli._tree import tree
-from storesvc_client.cli._undelete import undelete
-from storesvc_client.cli._update import update
-from storesvc_client.cli._uploads import uploads
-from storesvc_client.cli._verify import verify
-from storesvc_client.cli._watch import watch
+
+COMMANDS: Final = (
+    *("ls", "tree", "stat", "get", "diff", "verify", "watch"),
+    *("tag", "update", "hold", "rm", "undelete", "retain"),
+    *("uploads", "du", "gc", "serve", "demo"),
+)
+"""In the order in which one meets them; each has a module of its own."""
 
 
 class _Group(click.Group):
-    """Commands that end in a sentence where the store refuses."""
+    """Commands that end in a sentence where the store refuses; each is imported when
+    it is asked for."""
 
     def invoke(self, ctx: click.Context) -> Any:
         verbose = ctx.params["verbose"]
@@ -50,8 +41,20 @@ class _Group(click.Group):
             raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Returns the commands in the order in which one meets them."""
-        return list(self.commands)
+        """Returns the names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(
+        self,
+        ctx: click.Context,  # noqa: ARG002
+        cmd_name: str,
+    ) -> click.Command | None:
+        """Returns a command; None where there is none."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"storesvc_client.cli._{cmd_name}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
 
 
 @click.group(
@@ -122,11 +125,3 @@ def main(
     fish alike.
     """
     context.obj = Connection(target=store, ca=ca, insecure=insecure, timeout=timeout)
-
-
-for _command in (
-    *(ls, tree, stat, get, diff, verify, watch),
-    *(tag, update, hold, rm, undelete, retain),
-    *(uploads, du, gc, serve, demo),
-):
-    main.add_command(_command)

@@ -56,6 +56,14 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Between passes that collect garbage; 0s: never by itself.",
 )
 @click.option(
+    "--workers",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Processes that take calls, at one port.",
+)
+@click.option(
     "--log-level", type=click.Choice(_LEVELS), default="info", show_default=True
 )
 def serve(
@@ -68,6 +76,7 @@ def serve(
     insecure: bool,
     ready_file: Path | None,
     gc_interval: timedelta,
+    workers: int,
     log_level: str,
 ) -> None:
     """Serve a store until SIGTERM or Ctrl-C.
@@ -84,28 +93,17 @@ def serve(
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
     _require_server()
-    import logging
-
-    from storesvc import server
+    from storesvc import serving
     from storesvc.errors import StoreError
+    from storesvc.server import Tls
 
-    logging.basicConfig(
-        level=log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    serving.log_to_stderr(log_level.upper())
+    tls = Tls(certificate=tls_cert, key=tls_key) if tls_cert and tls_key else None
+    what = serving.Serving(
+        root=root, host=host, port=port, tls=tls, gc_interval=gc_interval
     )
-    tls = None
-    if tls_cert and tls_key:
-        tls = server.Tls(certificate=tls_cert, key=tls_key)
     try:
-        server.serve(
-            root,
-            host=host,
-            port=port,
-            tls=tls,
-            insecure=insecure,
-            ready_file=ready_file,
-            gc_interval=gc_interval,
-        )
+        serving.serve(what, insecure=insecure, ready_file=ready_file, workers=workers)
     except StoreError as e:
         raise Refusal(str(e)) from e
     except OSError as e:  # of the ready file: the store's own are StoreErrors
@@ -114,7 +112,7 @@ def serve(
 
 def _require_server() -> None:
     try:
-        import storesvc.server  # noqa: F401
+        import storesvc.serving  # noqa: F401
     except ModuleNotFoundError as e:
         raise Refusal(
             f"serving needs {e.name}, which is not installed: "

@@ -125,6 +125,21 @@ def signature(value: Any) -> Signature | None:
     return None if dtype is None else Signature(kind, dtype, tuple(value.shape))
 
 
+def check_values(keys: Sequence[str], values: Sequence[Any]) -> None:
+    """Refuses values of leaves that a checkpoint could hold, had they others.
+
+    Raises:
+        UnsupportedLeafError: There are such; names them all.
+    """
+    problems = [
+        f"leaf {key!r}: {why}"
+        for key, value in zip(keys, values, strict=True)
+        if (why := _value_problem(value))
+    ]
+    if problems:
+        raise UnsupportedLeafError(list_problems(problems))
+
+
 def _problem(value: Any, found: Signature | None) -> str | None:
     """Why a checkpoint cannot hold a leaf; None where it can."""
     if found is None:
@@ -136,10 +151,14 @@ def _problem(value: Any, found: Signature | None) -> str | None:
         )
     if len(found.shape) > MAX_RANK:
         return f"expected at most {MAX_RANK} dimensions, got {len(found.shape)}"
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return f"expected an int of 64 bits, got {value}"
     if isinstance(value, jax.ShapeDtypeStruct):
         return "expected values, got a ShapeDtypeStruct"
+    return _value_problem(value)
+
+
+def _value_problem(value: Any) -> str | None:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"expected an int of 64 bits, got {value}"
     if isinstance(value, jax.Array):
         if value.is_deleted():
             return "its array was deleted or donated; save before that"

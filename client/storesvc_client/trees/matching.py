@@ -60,6 +60,9 @@ class Match:
     wanted: Sequence[Wanted]
     build: Build
     problems: Sequence[str] = ()
+    kept: Sequence[tuple[Leaf, Wanted]] = ()
+    """Leaves that the checkpoint lacks and ``like`` has the values of, each under a
+    negative row, with what it would be in a checkpoint."""
 
 
 def match_all(tree: Tree, rows: Sequence[int], *, cast: str | None) -> Match:
@@ -78,7 +81,7 @@ def match_all(tree: Tree, rows: Sequence[int], *, cast: str | None) -> Match:
 
 
 def match_like(
-    tree: Tree, like: Any, rows: Sequence[int], *, cast: str | None
+    tree: Tree, like: Any, rows: Sequence[int], *, cast: str | None, keeping: bool
 ) -> Match:
     """Returns a match of the leaves with those of a pytree.
 
@@ -88,6 +91,7 @@ def match_like(
         rows: The leaves of the checkpoint that may be wanted.
         cast: The dtype that floating-point leaves may be cast to where ``like``
             has it; None: to none.
+        keeping: Whether leaves that the checkpoint lacks keep their values.
 
     Raises:
         UnsupportedLeafError: ``like`` has two leaves of one key.
@@ -95,11 +99,10 @@ def match_like(
     named, treedef = named_leaves(like)
     by_key = {leaf.key: leaf for leaf in named}
     selected = {tree.leaves[row].key: row for row in rows}
-    problems = [
-        f"leaf {leaf.key!r} is missing from it: expected {_describe(leaf)}"
-        for leaf in named
-        if leaf.key not in selected
-    ]
+    missing = [leaf for leaf in named if leaf.key not in selected]
+    kept, problems = (
+        _kept(tree, missing) if keeping else ([], list(map(_absence, missing)))
+    )
     wanted = []
     for key, row in selected.items():
         saved = tree.leaves[row]
@@ -122,10 +125,12 @@ def match_like(
                 Wanted(row=row, kind=found.kind, dtype=found.dtype, value=leaf.value)
             )
 
-    def build(values: dict[int, Any]) -> Any:
-        return jax.tree.unflatten(treedef, [values[selected[x.key]] for x in named])
+    places = selected | {leaf.key: own.row for leaf, own in kept}
 
-    return Match(wanted, build, problems)
+    def build(values: dict[int, Any]) -> Any:
+        return jax.tree.unflatten(treedef, [values[places[x.key]] for x in named])
+
+    return Match(wanted, build, problems, kept)
 
 
 def cast_name(cast: Any) -> str | None:
@@ -146,6 +151,48 @@ def cast_name(cast: Any) -> str | None:
             f"'bfloat16', got {cast!r}"
         )
     return str(dtype.name)
+
+
+def _absence(leaf: NamedLeaf) -> str:
+    return f"leaf {leaf.key!r} is missing from it: expected {_describe(leaf)}"
+
+
+def _kept(
+    tree: Tree, missing: Sequence[NamedLeaf]
+) -> tuple[list[tuple[Leaf, Wanted]], list[str]]:
+    """Returns the leaves that keep their values, and why others cannot."""
+    kept, problems = [], []
+    for number, leaf in enumerate(missing, start=1):
+        found = signature(leaf.value)
+        problem = _no_value(tree, leaf)
+        if found is None or problem:
+            problems.append("; ".join(filter(None, (_absence(leaf), problem))))
+            continue
+        as_saved = Leaf(
+            key=leaf.key,
+            path_kinds=leaf.path_kinds,
+            kind=found.kind,
+            dtype=found.dtype,
+            shape=found.shape,
+            chunk_shape=found.shape,
+            prng_impl=found.prng_impl,
+        )
+        wanted = Wanted(
+            row=-number, kind=found.kind, dtype=found.dtype, value=leaf.value
+        )
+        kept.append((as_saved, wanted))
+    return kept, problems
+
+
+def _no_value(tree: Tree, leaf: NamedLeaf) -> str | None:
+    """Why ``like`` has no value to keep of a leaf; None where it has."""
+    if leaf.key in tree.by_key:
+        return "it is not selected"
+    if isinstance(leaf.value, jax.ShapeDtypeStruct):
+        return "like= has no value of it, a ShapeDtypeStruct only"
+    if isinstance(leaf.value, jax.Array) and leaf.value.is_deleted():
+        return "its array in like= was deleted or donated"
+    return None
 
 
 def _cast_dtype(leaf: Leaf, cast: str | None) -> str:

@@ -86,6 +86,19 @@ class Placer:
             )
         return placement
 
+    def keep(self, leaf: Leaf, wanted: Wanted) -> Any:
+        """Returns the value that ``like`` has of a leaf, where it goes.
+
+        Raises:
+            ValueError: It cannot go there; says why.
+        """
+        if self._partitioner is None:
+            return wanted.value
+        placement = self.place(leaf, wanted)
+        if placement is None:
+            return wanted.value
+        return jax.device_put(wanted.value, placement)
+
     def report(self) -> None:
         """Logs what the rules could not do."""
         if self._partitioner is not None:

@@ -1,133 +1,137 @@
-"""A snapshot: a tree whose bytes stay as they are while it is sent.
+"""The bytes of a tree, chunk by chunk, as a snapshot copies them.
 
-Every shard is copied to the host once, replicas not; then the caller may donate
-or overwrite its arrays.
+On CPU devices the memory of a shard is read where it lies; from other devices it is
+brought to the host first, some leaves ahead.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.format.checksums import Buffer
-from storesvc.format.dtypes import DTYPES
-from storesvc.format.grids import Region, choose_chunk_shape, part, whole
-from storesvc.format.trees import Leaf, Tree
-from storesvc_client._pausing import collector_paused
-from storesvc_client.trees.flattening import (
-    NamedLeaf,
-    Signature,
-    named_leaves,
-    saved_sharding,
-    storable,
-)
-from storesvc_proto.v1 import tree_pb2 as pb
+from storesvc.format.checksums import Digesting
+from storesvc.format.trees import Tree
+from storesvc_client._staging import Bytes
+from storesvc_client.errors import UnavailableError
+from storesvc_client.trees.planning import Plan
+
+AHEAD_BYTES: Final = 256 << 20
+"""Of leaves that are on their way from devices."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """A part of a leaf on the host, in C order, little-endian."""
+class TreeSource:
+    """A tree to be copied; see ``_snapshotting.Source``."""
 
-    region: Region
-    array: NDArray[Any]
+    def __init__(self, plan: Plan, values: Sequence[Any]) -> None:
+        self._plan = plan
+        self._values = values
+        self._kept = threading.local()
+        self._lock = threading.Lock()
+        self._coming: dict[int, list[Any]] = {}
+        """Leaves that devices were asked for, by row."""
 
+    @property
+    def tree(self) -> Tree:
+        """Its leaves."""
+        return self._plan.tree
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeSnapshot:
-    """See ``storesvc_client._sending.Snapshot``."""
-
-    tree: Tree
-    blocks: tuple[tuple[Block, ...], ...]
-    """Of each leaf: blocks that cover it, none overlapping."""
-
-    def chunk(self, ordinal: int) -> Buffer:
-        """Returns the elements of a chunk, padded with zeros past the shape."""
+    def copy(self, ordinal: int, into: Bytes) -> None:
+        """Copies the elements of a chunk, padded with zeros past the shape."""
         row, within = self.tree.locate(ordinal)
-        grid = self.tree.grids[row]
-        region = grid.region(within)
-        for block in self.blocks[row]:
-            held = part(block.array, block.region, region)
-            if held.nbytes == grid.chunk_bytes:
-                return _bytes(np.ascontiguousarray(held))
-        chunk = np.zeros(grid.chunk_shape, DTYPES[self.tree.leaves[row].dtype])
-        for block in self.blocks[row]:
-            into = part(chunk, region, block.region)
-            into[...] = part(block.array, block.region, region)
-        return _bytes(chunk)
+        plan, grid = self._plan.leaves[row], self.tree.grids[row]
+        blocks = self._blocks(row)
+        if plan.layout.is_joined:
+            np.concatenate([b.reshape(-1) for b in blocks], out=into.view(plan.dtype))
+            return
+        if plan.layout.is_padded[within]:
+            into[...] = 0
+        for piece in plan.layout.pieces[within]:
+            if piece.run is not None:
+                start, at, length = piece.run
+                flat = _flat(blocks[piece.block])
+                into[at : at + length] = flat[start : start + length]
+                continue
+            chunk = into.view(plan.dtype).reshape(grid.chunk_shape)
+            chunk[piece.target] = blocks[piece.block][piece.source]
+
+    def digest(self, ordinal: int) -> bytes | None:
+        """Returns the digest of a chunk, where its pieces are runs in order."""
+        row, within = self.tree.locate(ordinal)
+        pieces = self._plan.leaves[row].layout.runs(within)
+        if pieces is None:
+            return None
+        blocks, summing = self._blocks(row), Digesting()
+        for piece in pieces:
+            assert piece.run is not None
+            start, _, length = piece.run
+            summing.add(_flat(blocks[piece.block])[start : start + length].data)
+        return summing.digest
+
+    def _blocks(self, row: int) -> Sequence[NDArray[Any]]:
+        """The blocks of a leaf on the host, of the last one kept for each thread."""
+        if getattr(self._kept, "row", None) != row:
+            with self._lock:
+                shards = self._brought(row) if self._plan.is_remote else self._held(row)
+            self._kept.row = row
+            self._kept.blocks = [
+                np.asarray(shard, self._plan.leaves[row].dtype, order="C")
+                for shard in shards
+            ]
+        blocks: Sequence[NDArray[Any]] = self._kept.blocks
+        return blocks
+
+    def _brought(self, row: int) -> list[Any]:
+        """The blocks of a leaf on the host; lets devices send what follows."""
+        ahead = 0
+        for later in range(row, len(self._values)):
+            if later not in self._coming:
+                self._coming[later] = _on_host(self._held(later))
+            ahead += self.tree.grids[later].leaf_bytes
+            if ahead > AHEAD_BYTES:
+                break
+        # another thread may be at the one before
+        for past in [known for known in self._coming if known < row - 1]:
+            del self._coming[past]
+        return self._coming[row]
+
+    def _held(self, row: int) -> list[Any]:
+        """The blocks of a leaf, where they are.
+
+        By one thread at a time: where several ask an array for its shards at once that
+        nobody asked before, jax lists some of them twice, and others not.
+
+        Raises:
+            UnavailableError: It did, for threads of somebody else.
+        """
+        value, plan = self._values[row], self._plan.leaves[row]
+        if plan.is_key:
+            value = jax.random.key_data(value)
+        if plan.devices is None:
+            return [value]
+        held = {shard.device: shard.data for shard in value.addressable_shards}
+        try:
+            return [held[device] for device in plan.devices]
+        except KeyError as e:
+            raise UnavailableError(
+                f"leaf {self.tree.leaves[row].key!r}: expected shards on "
+                f"{len(plan.devices)} devices, jax lists {len(held)}: another thread "
+                "used the array for the first time during the save, and so it stays; "
+                "save a copy of the array"
+            ) from e
 
 
-@collector_paused()
-def take_snapshot(tree: Any, structure: bytes = b"") -> TreeSnapshot:
-    """Returns a snapshot of a pytree, and of the document about it.
-
-    Raises:
-        UnsupportedLeafError: A checkpoint cannot hold it; names every leaf.
-    """
-    named, _ = named_leaves(tree)
-    leaves = list(storable(named))
-    for leaf, _ in leaves:
-        if isinstance(leaf.value, jax.Array) and _on_accelerator(leaf.value):
-            leaf.value.copy_to_host_async()
-    rows, blocks = [], []
-    for leaf, found in leaves:
-        rows.append(_row(leaf, found))
-        blocks.append(tuple(_blocks(leaf.value, found)))
-    return TreeSnapshot(Tree(tuple(rows), structure), tuple(blocks))
+def _on_host(shards: Sequence[Any]) -> list[Any]:
+    """Shards on a CPU device, on their way there: so that no copy of theirs stays with
+    the arrays that they are of, as it would if NumPy were to bring them."""
+    host = jax.local_devices(backend="cpu")[0]
+    return [
+        jax.device_put(shard, host) if isinstance(shard, jax.Array) else shard
+        for shard in shards
+    ]
 
 
-def _row(leaf: NamedLeaf, found: Signature) -> Leaf:
-    shard_shape = found.shape
-    if isinstance(leaf.value, jax.Array):
-        own = leaf.value.sharding.shard_shape(leaf.value.shape)
-        shard_shape = own + found.shape[len(own) :]
-    return Leaf(
-        key=leaf.key,
-        path_kinds=leaf.path_kinds,
-        kind=found.kind,
-        dtype=found.dtype,
-        shape=found.shape,
-        chunk_shape=choose_chunk_shape(
-            found.shape, DTYPES[found.dtype].itemsize, shard_shape
-        ),
-        sharding=saved_sharding(leaf.value),
-        prng_impl=found.prng_impl,
-    )
-
-
-def _blocks(value: Any, found: Signature) -> list[Block]:
-    if not isinstance(value, jax.Array):
-        array = np.array(value, DTYPES[found.dtype], order="C")  # a copy, always
-        return [Block(whole(found.shape), array)]
-    if found.kind == pb.LEAF_KIND_PRNG_KEY:
-        value = jax.random.key_data(value)
-    if value.is_fully_replicated:
-        return [_block(whole(found.shape), value.addressable_data(0))]
-    blocks: dict[Region, Block] = {}
-    for shard in value.addressable_shards:
-        region = region_of(shard.index, found.shape)
-        if region not in blocks:  # the others are replicas
-            blocks[region] = _block(region, shard.data)
-    return list(blocks.values())
-
-
-def _block(region: Region, data: jax.Array) -> Block:
-    host = np.asarray(data)
-    # on CPU that is a view of memory that the array may give away
-    own = host if host.flags.owndata else host.copy()
-    return Block(region, np.ascontiguousarray(own))
-
-
-def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
-    """Returns the region that a shard's index means."""
-    bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
-    return tuple((start, stop) for start, stop, _ in bounds)
-
-
-def _bytes(array: NDArray[Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _on_accelerator(value: jax.Array) -> bool:
-    return all(device.platform != "cpu" for device in value.devices())
+def _flat(block: NDArray[Any]) -> Bytes:
+    return block.reshape(-1).view(np.uint8)

@@ -1,0 +1,206 @@
+"""Chunks that a client puts into the pool of a run by itself.
+
+Threads take slabs, make their sums, and append them to data files of their own; what
+lies in a file that is synced is told to the server. No byte of it goes through the
+server, which only looks whether the files are there.
+"""
+
+import errno
+import os
+import queue
+import threading
+import uuid
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+
+from storesvc.datafiles import NewFile
+from storesvc.format.chunks import Places, pack_placed
+from storesvc_client._outbox import Outbox, Wanted
+from storesvc_client._progress import Meter
+from storesvc_client._slabs import Filled
+from storesvc_client._sums import SumsInProgress
+from storesvc_client.errors import (
+    InvalidRequestError,
+    LimitError,
+    StoreError,
+    UnavailableError,
+)
+from storesvc_proto.v1 import tree_pb2
+
+THREADS: Final = min(os.cpu_count() or 1, 8)
+
+DATA_FILE_BYTES: Final = 128 << 20
+"""Where a thread begins its next data file; what a save that is cut off loses."""
+
+_DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+class _StoppedError(Exception):
+    """The save has failed elsewhere."""
+
+
+class Placing:
+    """Writes the slabs of one save."""
+
+    def __init__(
+        self,
+        pool: Path,
+        prefix: str,
+        outbox: Outbox,
+        wanted: Wanted,
+        sums: SumsInProgress,
+        meter: Meter,
+    ) -> None:
+        """Prepares to write.
+
+        Args:
+            pool: The directory of the data files.
+            prefix: What the names of those of this upload begin with, below it.
+            outbox: Where the memory of slabs goes back to.
+            wanted: The slabs.
+            sums: Of their chunks, filled in.
+            meter: Takes note of what is written.
+        """
+        self._meter = meter
+        self._pool = pool
+        self._prefix = prefix
+        self._outbox = outbox
+        self._wanted = wanted
+        self._sums = sums
+        self._placed: queue.SimpleQueue[tree_pb2.ChunkTable | BaseException | None] = (
+            queue.SimpleQueue()
+        )
+        self._stopped = threading.Event()
+        self._threads = ThreadPoolExecutor(THREADS + 1, "storesvc-place")
+
+    def __enter__(self) -> Self:
+        workers = [self._threads.submit(self._work) for _ in range(THREADS)]
+        self._threads.submit(self._end, workers)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        if error is not None:
+            self._outbox.give_up()
+        self._threads.shutdown()
+
+    def take(self) -> tree_pb2.ChunkTable | None:
+        """Returns the next table of what is durable; None: there is none.
+
+        Raises:
+            LimitError: The storage is full.
+            InvalidRequestError: The files may not be written.
+            UnavailableError: The storage failed.
+        """
+        found = self._placed.get()
+        if not isinstance(found, tree_pb2.ChunkTable):
+            self._placed.put(found)  # for whoever asks next
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _end(self, workers: "Sequence[Future[None]]") -> None:
+        """Waits for the threads, and ends the tables."""
+        errors = [e for worker in workers if (e := worker.exception()) is not None]
+        self._placed.put(errors[0] if errors else None)
+
+    def _work(self) -> None:
+        try:
+            while not self._stopped.is_set() and self._write_file():
+                pass
+        except _StoppedError:
+            return
+        except BaseException as e:
+            self._stopped.set()
+            self._outbox.give_up()
+            if isinstance(e, OSError) and not isinstance(e, StoreError):
+                raise _translated(e, self._pool) from e
+            raise
+
+    def _write_file(self) -> bool:
+        """Writes one data file; returns whether there may be more to write."""
+        filled = self._wanted.take()
+        if filled is None:
+            return False
+        try:
+            name = f"{self._prefix}{uuid.uuid4().hex}"
+            path = self._pool / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows: list[tuple[int, int, int]] = []
+            with self._meter.part(name), self._new_file(path) as file:
+                while filled is not None and file.size_bytes < DATA_FILE_BYTES:
+                    if self._stopped.is_set():
+                        raise _StoppedError  # the file shall not stay
+                    self._append(file, filled, rows)
+                    self._outbox.give_back(filled)
+                    filled = None
+                    if file.size_bytes < DATA_FILE_BYTES:
+                        filled = self._wanted.take()
+        finally:
+            if filled is not None:
+                self._outbox.give_back(filled)
+        self._tell(name, sorted(rows))
+        return file.size_bytes >= DATA_FILE_BYTES
+
+    @contextmanager
+    def _new_file(self, path: Path) -> Generator[NewFile]:
+        """A file that is durable once the context has ended well."""
+        with ExitStack() as synced, NewFile(path) as file:
+            yield file
+            # left after the file, whose own end this times
+            synced.enter_context(self._meter.phase("sync"))
+
+    def _append(
+        self, file: NewFile, filled: Filled, rows: list[tuple[int, int, int]]
+    ) -> None:
+        with self._meter.phase("digest"):
+            filled.seal(self._sums)
+        at, parts = file.size_bytes, []
+        for ordinal, stored in filled.stored():
+            rows.append((ordinal, at, len(stored)))
+            at += len(stored)
+            parts.append(stored)
+        with self._meter.phase("write"):
+            file.append(parts)
+        self._meter.add(sum(map(len, parts)))
+
+    def _tell(self, name: str, rows: list[tuple[int, int, int]]) -> None:
+        ordinals = np.array([ordinal for ordinal, _, _ in rows], np.int64)
+        places = Places(
+            files=(name,),
+            file=np.zeros(len(rows), np.int64),
+            offset=np.array([offset for _, offset, _ in rows], np.int64),
+            length=np.array([length for _, _, length in rows], np.int64),
+        )
+        sums = self._sums.result(ordinals)
+        for table in pack_placed(sums, places, with_ordinals=True):
+            table.files[:] = [name]  # each stands for itself
+            self._placed.put(table)
+
+
+def _translated(e: OSError, pool: Path) -> StoreError:
+    if e.errno == errno.ENOSPC:
+        return LimitError(
+            f"{pool}: the storage is full; free space and save again",
+            reason="STORAGE_FULL",
+        )
+    if e.errno in _DENIED:
+        return InvalidRequestError(
+            f"direct: expected to write below {pool}, got {e.strerror}; let this "
+            "process write there, or connect without direct="
+        )
+    return UnavailableError(
+        f"{pool}: the storage failed: {e.strerror}; save again",
+        reason="STORAGE_UNAVAILABLE",
+    )

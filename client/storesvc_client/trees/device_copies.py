@@ -1,0 +1,57 @@
+"""Copies of a tree on its own devices, for saves that shall block for no longer.
+
+The copy is asked for, not waited for: what is done to the arrays afterwards, donation
+too, comes after it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import jax
+import numpy as np
+
+SPARE: Final = 0.1
+"""Of a device's memory, what a copy leaves free where it is chosen by itself."""
+
+
+def copied_on_device(
+    values: Sequence[Any], mode: Literal["host", "device", "auto"]
+) -> list[Any] | None:
+    """Returns copies of leaves, those of device arrays on their devices; None: the
+    bytes are to be copied to the host instead.
+
+    Args:
+        values: The leaves.
+        mode: "auto" copies where the memory of all devices is known to suffice.
+    """
+    if mode == "host" or (mode == "auto" and not _fits(values)):
+        return None
+    return [_copy(value) for value in values]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return value.copy()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _fits(values: Sequence[Any]) -> bool:
+    """Whether a copy fits beside all that is on the devices."""
+    arrays = [value for value in values if isinstance(value, jax.Array)]
+    shardings = {id(array.sharding): array.sharding for array in arrays}
+    devices = set().union(*(s.addressable_devices for s in shardings.values()))
+    free = {device: _free(device) for device in devices}
+    if not arrays or min(free.values()) <= 0:
+        return False
+    needed = dict.fromkeys(devices, 0)
+    for array in arrays:
+        for shard in array.addressable_shards:
+            needed[shard.device] += shard.data.nbytes
+    return all(free[device] > size for device, size in needed.items())
+
+
+def _free(device: jax.Device) -> float:
+    """Bytes that a device has left; 0 where it does not say, as CPUs do not."""
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit", 0)
+    return float((1 - SPARE) * limit - stats.get("bytes_in_use", limit))

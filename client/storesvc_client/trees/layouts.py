@@ -1,0 +1,133 @@
+"""Layouts: which shards of a leaf hold the parts of each of its chunks.
+
+Leaves of one shape, on one sharding, share a layout; it is made once, and used by every
+save.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from storesvc.format.grids import Grid, Region, intersection
+
+Index: TypeAlias = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What a chunk has of a block."""
+
+    block: int
+    """Which of the leaf's blocks."""
+    source: Index
+    """Where in the block it lies."""
+    target: Index
+    """Where in the chunk it goes."""
+    run: tuple[int, int, int] | None
+    """Where it is one run of bytes in both: offset in the block, offset in the chunk,
+    and length."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Layout:
+    """The pieces of all chunks of a leaf."""
+
+    pieces: Sequence[Sequence[Piece]]
+    """Of each chunk, ascending by where they go."""
+    is_padded: Sequence[bool]
+    """Whether a chunk reaches past the leaf."""
+    is_joined: bool
+    """Whether the leaf is one chunk, which its blocks make up one after another."""
+
+    def runs(self, within: int) -> Sequence[Piece] | None:
+        """Returns the pieces of a chunk, where they are runs that make it up one after
+        another; else None."""
+        pieces, at = self.pieces[within], 0
+        if self.is_padded[within]:
+            return None
+        for piece in pieces:
+            if piece.run is None or piece.run[1] != at:
+                return None
+            at += piece.run[2]
+        return pieces
+
+
+@lru_cache(maxsize=4096)
+def layout_of(grid: Grid, blocks: tuple[Region, ...]) -> Layout:
+    """Returns the layout of a leaf.
+
+    Args:
+        grid: How it is cut into chunks.
+        blocks: The regions that lie on the host, or on a device; none over another.
+    """
+    pieces, is_padded = [], []
+    for within in range(grid.count):
+        region = grid.region(within)
+        found = [
+            _piece(grid, number, block, region)
+            for number, block in enumerate(blocks)
+            if _size(intersection(block, region))
+        ]
+        found.sort(key=lambda piece: [s.start for s in piece.target])
+        pieces.append(tuple(found))
+        is_padded.append(_lengths(region) != grid.chunk_shape)
+    return Layout(
+        pieces=tuple(pieces),
+        is_padded=tuple(is_padded),
+        is_joined=grid.count == 1 and not is_padded[0] and _are_joined(pieces[0]),
+    )
+
+
+def _are_joined(pieces: Sequence[Piece]) -> bool:
+    at = 0
+    for number, piece in enumerate(pieces):
+        if piece.block != number or piece.run is None or piece.run[:2] != (0, at):
+            return False
+        at += piece.run[2]
+    return True
+
+
+def _piece(grid: Grid, number: int, block: Region, chunk: Region) -> Piece:
+    shared = intersection(block, chunk)
+    lengths = _lengths(shared)
+    source = _index(shared, block)
+    target = _index(shared, chunk)
+    run = None
+    if _is_run(lengths, _lengths(block)) and _is_run(lengths, grid.chunk_shape):
+        run = (
+            _offset(source, _lengths(block)) * grid.itemsize,
+            _offset(target, grid.chunk_shape) * grid.itemsize,
+            _size(shared) * grid.itemsize,
+        )
+    return Piece(block=number, source=source, target=target, run=run)
+
+
+def _is_run(part: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a part of an array is one run of it, in C order."""
+    split = next((dim for dim, n in enumerate(part) if n > 1), len(part))
+    return list(part[split + 1 :]) == list(whole[split + 1 :])
+
+
+def _offset(index: Index, shape: Sequence[int]) -> int:
+    """The number, in C order, of the element with which an index begins."""
+    at = 0
+    for part, n in zip(index, shape, strict=True):
+        at = at * n + int(part.start)
+    return at
+
+
+def _index(part: Region, within: Region) -> Index:
+    bounds: Any = zip(part, within, strict=True)
+    return tuple(slice(a - first, b - first) for (a, b), (first, _) in bounds)
+
+
+def _lengths(region: Region) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
+
+
+def _size(region: Region) -> int:
+    size = 1
+    for start, stop in region:
+        size *= stop - start
+    return size

@@ -1,0 +1,190 @@
+"""Plans of saves: the leaves of a tree, their chunks, and where the bytes of each lie.
+
+A plan depends on what the leaves are, never on their values: a tree that is saved again
+and again is planned once.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import DictKey, tree_flatten_with_path
+
+from storesvc.format.dtypes import DTYPES
+from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
+from storesvc.format.trees import Leaf, Tree
+from storesvc_client._pausing import collector_paused
+from storesvc_client._slabs import Slab, slabs_of
+from storesvc_client.trees.flattening import (
+    NamedLeaf,
+    Signature,
+    check_values,
+    named_leaves,
+    saved_sharding,
+    storable,
+)
+from storesvc_client.trees.layouts import Layout, layout_of
+from storesvc_proto.v1 import tree_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LeafPlan:
+    """Where the bytes of a leaf come from."""
+
+    dtype: "np.dtype[Any]"
+    is_key: bool
+    """Whether it is an array of PRNG keys, of which the key data is stored."""
+    devices: tuple[jax.Device, ...] | None
+    """Those whose shards are its blocks, replicas not; None: the leaf as a whole is the
+    one block."""
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Plan:
+    """Of one tree."""
+
+    tree: Tree
+    leaves: tuple[LeafPlan, ...]
+    """In the order of the tree's."""
+    order: tuple[int, ...]
+    """For each leaf of the tree, its number among those of the pytree."""
+    keys: tuple[str, ...]
+    slabs: list[Slab]
+    is_remote: bool
+    """Whether any leaf lies on devices whose memory the host does not share."""
+    forms: tuple[tuple[Any, ...], ...]
+    """What each leaf of the pytree was, in the order of the pytree."""
+    treedef: Any
+    key_types: tuple[type, ...]
+    """Of the keys of dicts on the way to each leaf, where some are no strings: 1 and
+    True are equal, and so are treedefs that hold them."""
+
+
+class Planner:
+    """Plans saves, and keeps the last plan."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+
+    @collector_paused()
+    def plan(self, tree: Any, structure: bytes) -> tuple[Plan, list[Any]]:
+        """Returns the plan of a pytree, and its leaves in the order of the plan.
+
+        Raises:
+            UnsupportedLeafError: A checkpoint cannot hold it; names every leaf.
+        """
+        last = self._plan
+        if last is not None and last.tree.structure == structure:
+            values, treedef = jax.tree.flatten(tree)
+            is_same = treedef == last.treedef and _forms(values) == last.forms
+            if is_same and (
+                not last.key_types or last.key_types == _key_types(_paths(tree))
+            ):
+                ordered = [values[number] for number in last.order]
+                check_values(last.keys, ordered)
+                return last, ordered
+        named, treedef = named_leaves(tree)
+        numbers = {id(leaf): number for number, leaf in enumerate(named)}
+        found = list(storable(named))
+        rows = tuple(_row(leaf, what) for leaf, what in found)
+        planned = Tree(rows, structure)
+        plan = Plan(
+            tree=planned,
+            leaves=tuple(
+                _leaf_plan(leaf.value, what, grid)
+                for (leaf, what), grid in zip(found, planned.grids, strict=True)
+            ),
+            order=tuple(numbers[id(leaf)] for leaf, _ in found),
+            keys=tuple(leaf.key for leaf in rows),
+            slabs=slabs_of(planned),
+            is_remote=any(is_remote(leaf.value) for leaf in named),
+            forms=_forms([leaf.value for leaf in named]),
+            treedef=treedef,
+            key_types=_key_types(leaf.keypath for leaf in named),
+        )
+        self._plan = plan
+        return plan, [leaf.value for leaf, _ in found]
+
+
+def _forms(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """What each value is, apart from its bytes."""
+    return tuple(
+        (
+            type(value),
+            getattr(value, "shape", None),
+            getattr(value, "dtype", None),
+            getattr(value, "sharding", None),
+        )
+        for value in values
+    )
+
+
+def _paths(tree: Any) -> Iterator[tuple[Any, ...]]:
+    return (path for path, _ in tree_flatten_with_path(tree)[0])
+
+
+def _key_types(paths: Iterable[tuple[Any, ...]]) -> tuple[type, ...]:
+    """The types of the keys of dicts, in order; none where all are strings."""
+    parts = (part for path in paths for part in path if isinstance(part, DictKey))
+    types = tuple(type(part.key) for part in parts)
+    return () if all(found is str for found in types) else types
+
+
+def is_remote(value: Any) -> bool:
+    """Returns whether a leaf lies on devices whose memory the host does not share."""
+    return isinstance(value, jax.Array) and all(
+        device.platform != "cpu" for device in value.devices()
+    )
+
+
+def _row(leaf: NamedLeaf, found: Signature) -> Leaf:
+    shard_shape = found.shape
+    if isinstance(leaf.value, jax.Array):
+        own = leaf.value.sharding.shard_shape(leaf.value.shape)
+        shard_shape = own + found.shape[len(own) :]
+    return Leaf(
+        key=leaf.key,
+        path_kinds=leaf.path_kinds,
+        kind=found.kind,
+        dtype=found.dtype,
+        shape=found.shape,
+        chunk_shape=choose_chunk_shape(
+            found.shape, DTYPES[found.dtype].itemsize, shard_shape
+        ),
+        sharding=saved_sharding(leaf.value),
+        prng_impl=found.prng_impl,
+    )
+
+
+def _leaf_plan(value: Any, found: Signature, grid: Grid) -> LeafPlan:
+    devices, blocks = _blocks(value, found)
+    return LeafPlan(
+        dtype=DTYPES[found.dtype],
+        is_key=found.kind == pb.LEAF_KIND_PRNG_KEY,
+        devices=devices,
+        layout=layout_of(grid, blocks),
+    )
+
+
+def _blocks(
+    value: Any, found: Signature
+) -> tuple[tuple[jax.Device, ...] | None, tuple[Region, ...]]:
+    """The devices that hold each part of a leaf once, and these parts."""
+    if not isinstance(value, jax.Array):
+        return None, (whole(found.shape),)
+    rank = len(value.shape)  # of key data one less than what is stored
+    indices = value.sharding.addressable_devices_indices_map(value.shape)
+    regions: dict[Region, jax.Device] = {}
+    for device, index in indices.items():
+        held = region_of(index or (slice(None),) * rank, value.shape)
+        regions.setdefault(held + whole(found.shape[rank:]), device)
+    return tuple(regions.values()), tuple(regions)
+
+
+def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
+    """Returns the region that a shard's index means."""
+    bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in bounds)

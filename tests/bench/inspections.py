@@ -19,8 +19,8 @@ import storesvc_client as store
 from storesvc.differences import differences
 from storesvc.format.chunks import Places, Sums
 from storesvc.format.manifests import Manifest
+from storesvc.format.reads import READ_BYTES
 from storesvc.format.trees import Leaf, Tree
-from storesvc.sending import READ_BYTES
 from storesvc.verification import MAX_READS
 from storesvc_proto.v1 import tree_pb2
 from tests.bench.memory import MIB, resident

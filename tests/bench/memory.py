@@ -2,9 +2,9 @@
 
     python -m tests.bench.memory [--gib 1] [--clients 4]
 
-Prints resident memory at rest and at the peak, beside the bound that the code
-states: batches on their way in and reads on their way out, each twice (ours, and
-TensorStore's or gRPC's copy).
+Prints resident memory at rest and at the peak, beside the bound that the code states
+for a root of files: what is kept on its way out, and of each stream the message that
+is written or sent and the next one, each twice (ours, and gRPC's).
 """
 
 import argparse
@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from storesvc.receiving import BATCH_BYTES, MAX_BATCHES
-from storesvc.sending import MAX_READS, READ_BYTES
+from storesvc import batches, framing
+from storesvc.sending import SHELF_BYTES
+from storesvc_client import _sending, _streaming
 from tests.server_process import ServerProcess
 
 MIB = 1 << 20
@@ -84,8 +85,12 @@ def main() -> None:
             rate = clients * gib / seconds
             print(f"{what:10} {seconds:8.2f} {rate:7.2f} {now:8} {peak:9}")
         server.stop()
-    bound = 2 * (MAX_BATCHES * BATCH_BYTES + MAX_READS * READ_BYTES) // MIB
-    print(f"bound over the server at rest: {bound} MiB, whatever the number of clients")
+    save = 4 * _sending.STREAMS * batches.FRAME_BYTES // MIB
+    restore = 4 * _streaming.STREAMS * framing.FRAME_BYTES // MIB
+    print(
+        f"bound over the server at rest: {SHELF_BYTES // MIB} MiB, and a client "
+        f"{save} MiB in a save, {restore} MiB in a restore"
+    )
 
 
 if __name__ == "__main__":

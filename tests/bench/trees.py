@@ -28,9 +28,9 @@ from storesvc_client.trees.blueprints import draw_blueprint
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.flattening import named_leaves
 from storesvc_client.trees.graphs import merge_by_path, refine_graphs
+from storesvc_client.trees.planning import Planner
 from storesvc_client.trees.recipes import Recipe
 from storesvc_client.trees.restoring import Target
-from storesvc_client.trees.snapshot import take_snapshot
 from storesvc_client.trees.sourcing import Sources
 from storesvc_proto.v1 import tree_pb2
 from tests.bench.memory import resident
@@ -63,7 +63,8 @@ def measure(leaves: int) -> dict[str, float]:
     parts = (state.graphdef, state.graphstate, state.graphother)
     mesh = jax.make_mesh((1,), ("x",))
     document = Recipe.of(*parts).pack()
-    tree = take_snapshot(state, document).tree
+    planner = Planner()
+    tree = planner.plan(state, document)[0].tree
     blueprint = draw_blueprint(state, None, None)
     keys = dict.fromkeys(tree.by_key)
     packed = b"".join(pack_leaves(tree))
@@ -93,7 +94,8 @@ def measure(leaves: int) -> dict[str, float]:
             lambda: jax.tree_util.tree_flatten_with_path(state)
         ),
         "name leaves": lambda: named_leaves(state),
-        "save: snapshot": lambda: take_snapshot(state, document),
+        "save: plan": lambda: Planner().plan(state, document),
+        "save: plan, of an unchanged tree": lambda: planner.plan(state, document),
         "save: recipe, of a known GraphDef": lambda: Recipe.of(*parts).pack(),
         "restore: leaf table": lambda: unpack_leaves(
             tree_pb2.LeafTable.FromString(packed)

@@ -1,87 +1,77 @@
-"""``python -m tests.bench.speed``: runs the rounds, and prints the tables."""
+"""``python -m tests.bench.speed``: runs the rounds; prints tables, draws plots."""
 
 import argparse
 import json
 import os
-import random
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
-from tests.bench.speed.tables import table
+from tests.bench.speed.bars import Found, Results, verdicts
+from tests.bench.speed.plots import plot
+from tests.bench.speed.rounds import OUTPUT, PLACES, rounds
+from tests.bench.speed.tables import bars_table, table
+from tests.bench.speed.works import CONTENDERS, STATES, WORKS
 
-WORKS: Final = ("lm", "reshard", "whole", "many")
-NAMES: Final = (
-    "memcpy",
-    "files",
-    "grpc",
-    "streamed",
-    "embedded",
-    "orbax",
-    "orbax-raw",
-    "safetensors",
+PROGRAMME: Final = (
+    *((work, "tmpfs") for work in WORKS if work != "tiny"),
+    ("lm", "disk"),
 )
-OUTPUT: Final = Path("build/bench")
-PLACES: Final = {"tmpfs": Path("/dev/shm"), "disk": OUTPUT}
+"""What ``make bench`` runs."""
 
 
 def main() -> None:
     """Runs it."""
+    arguments = _arguments()
+    name = "-".join(["speed", *arguments.work])
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Found] = {}
+    text = ""
+    for work, place in _programme(arguments):
+        state = arguments.of or WORKS[work].state
+        names = arguments.only or WORKS[work].contenders
+        found = rounds(work, place, state, names, arguments.rounds)
+        results[f"{work} on {place}"] = found
+        print(table(work, place, found), end="\n\n", flush=True)
+        # after each work: the next ones take long
+        text += table(work, place, found) + "\n\n"
+        (OUTPUT / f"{name}.txt").write_text(text)
+        report = {"cores": os.cpu_count(), "results": results}
+        (OUTPUT / f"{name}.json").write_text(json.dumps(report, indent=1))
+    if arguments.of is None:  # the bars are about the states that the works name
+        judged = _judged(results, everything=not arguments.work)
+        print(judged)
+        (OUTPUT / f"{name}.txt").write_text(text + judged + "\n")
+    plot(results, OUTPUT / f"{name}.png")
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.speed")
     parser.add_argument(
-        "work", nargs="*", default=["lm"], metavar="WORK", help=str(WORKS)
+        "work", nargs="*", metavar="WORK", help="none: all, and lm on disk too"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--on", nargs="+", choices=PLACES, default=["tmpfs"])
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="NAME")
+    parser.add_argument("--of", choices=STATES, help="a state instead of the work's")
     arguments = parser.parse_args()
     if unknown := set(arguments.work) - set(WORKS):
         parser.error(f"expected {', '.join(WORKS)}, got {', '.join(unknown)}")
-    OUTPUT.mkdir(parents=True, exist_ok=True)
+    return arguments
+
+
+def _programme(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    if not arguments.work:
+        yield from PROGRAMME
     for work in arguments.work:
         for place in arguments.on:
-            found = rounds(work, place, arguments.only, arguments.rounds)
-            report = OUTPUT / f"speed-{work}-{place}"
-            report.with_suffix(".json").write_text(json.dumps(found, indent=1))
-            report.with_suffix(".txt").write_text(table(work, place, found) + "\n")
-            print(table(work, place, found), end="\n\n", flush=True)
+            yield work, place
 
 
-def rounds(
-    work: str, place: str, names: Sequence[str], count: int
-) -> dict[str, list[dict[str, Any]]]:
-    """Returns what each contender took in each round."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for number in range(1, count + 1):
-        for name in random.sample(names, len(names)):
-            at = f"{work} on {place}: round {number} of {count}, {name}"
-            print(f"{at:60}", end="\r", file=sys.stderr)
-            found[name].append(measured(name, work, place))
-    print(f"{'':60}", end="\r", file=sys.stderr)
-    return found
-
-
-def measured(name: str, work: str, place: str) -> dict[str, Any]:
-    """Returns what one contender took in one round."""
-    settings = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
-    with tempfile.TemporaryDirectory(
-        prefix="storesvc-bench-", dir=PLACES[place].absolute()
-    ) as directory:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.bench.speed.worker", name, work, directory],
-            env=os.environ | settings,
-            stdout=subprocess.PIPE,
-            check=True,
-            text=True,
-        )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def _judged(results: Results, *, everything: bool) -> str:
+    found = verdicts(results)
+    if not everything:
+        found = [verdict for verdict in found if verdict.value is not None]
+    return bars_table(found) if found else ""
 
 
 if __name__ == "__main__":

@@ -1,58 +1,111 @@
 """What was measured, as people read it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from statistics import median
-from typing import Any, Final
+from typing import Final
+
+from tests.bench.speed.bars import Found, Rounds, Verdict
+from tests.bench.speed.works import OURS
 
 GB: Final = 1e9
 PHASES: Final = ("save", "restore")
-OURS: Final = ("streamed", "embedded")
-BELOW: Final = ("memcpy", "files", "grpc")
-"""The floors."""
 
-Measured = Mapping[str, Sequence[Mapping[str, Any]]]
-"""By contender, what each round gave."""
-
-
-def table(work: str, place: str, found: Measured) -> str:
-    """Returns the table of a work: medians over the rounds, then ratios of speeds."""
-    return "\n".join([*_medians(work, place, found), "", *_ratios(found)])
+_READ: Final = {
+    "tmpfs": "",
+    "disk": "; restores read files that were dropped from the page cache",
+}
 
 
-def _medians(work: str, place: str, found: Measured) -> Iterator[str]:
-    size = _size(found)
-    rounds = max(map(len, found.values()))
-    yield f"{work} on {place}: {size:.2f} GB, medians of {rounds}"
+SMALL_GB: Final = 0.1
+"""Of a smaller state the table tells seconds: its bytes are not what takes them."""
+
+
+def table(work: str, place: str, found: Found) -> str:
+    """Returns the table of a work: medians over the rounds, and ratios of speeds."""
+    measured = {name: rounds for name, rounds in found.items() if _is_here(rounds)}
+    if not measured:
+        return "\n".join([f"{work} on {place}", *_absent(found)])
+    size = next(iter(measured.values()))[0]["bytes"] / GB
+    count = max(map(len, measured.values()))
+    title = f"{work} on {place}: {size:.2f} GB, medians of {count}{_READ[place]}"
+    if not all("restore" in rounds[0] for rounds in measured.values()):
+        return "\n".join([title, *_figures(measured), *_absent(found)])
+    lines = [title, *_phases(size, measured), *_absent(found), "", *_ratios(measured)]
+    return "\n".join(lines)
+
+
+def bars_table(verdicts: Iterable[Verdict]) -> str:
+    """Returns the table of the bars."""
+    lines = [f"{'bar':60}{'measured':>10}{'bar':>9}"]
+    for verdict in verdicts:
+        bar, value = verdict.bar, verdict.value
+        figure = "-" if value is None else f"{value:.2f}"
+        limit = f"{bar.sense} {bar.limit:g}"
+        lines.append(f"{bar.what:60}{figure:>10}{limit:>9}  {verdict}")
+    return "\n".join(lines)
+
+
+def speed(rounds: Rounds, phase: str) -> float:
+    """Returns the GB/s of a contender in a phase."""
+    return float(rounds[0]["bytes"]) / GB / _seconds(rounds, phase)
+
+
+def _is_here(rounds: Rounds) -> bool:
+    return "absent" not in rounds[0]
+
+
+def _absent(found: Found) -> Iterator[str]:
+    for name, rounds in found.items():
+        if not _is_here(rounds):
+            yield f"{name:12}  {rounds[0]['absent']}"
+
+
+def _phases(size: float, found: Found) -> Iterator[str]:
     yield f"{'':12}" + "".join(f"{phase:^26}  " for phase in PHASES).rstrip()
-    columns = f"{'GB/s':>8}{'CPU-s/GB':>10}{'MiB':>8}  "
+    is_small = size < SMALL_GB
+    time, cpu_time = ("s", "CPU-s") if is_small else ("GB/s", "CPU-s/GB")
+    columns = f"{time:>8}{cpu_time:>10}{'MiB':>8}  "
     yield f"{'':12}{columns * len(PHASES)}".rstrip()
-    for name in found:
+    for name, rounds in found.items():
         line = f"{name:12}"
         for phase in PHASES:
-            seconds, cpu, extra = (
-                median(each[phase][field] for each in found[name])
-                for field in ("seconds", "cpu_seconds", "extra_mib")
+            cpu, extra = (
+                median(each[phase][field] for each in rounds)
+                for field in ("cpu_seconds", "extra_mib")
             )
-            line += f"{size / seconds:8.2f}{cpu / size:10.2f}{extra:8.0f}  "
+            took = _seconds(rounds, phase) if is_small else speed(rounds, phase)
+            line += f"{took:8.2f}{cpu / (1 if is_small else size):10.2f}{extra:8.0f}  "
         yield line.rstrip()
 
 
-def _ratios(found: Measured) -> Iterator[str]:
+def _ratios(found: Found) -> Iterator[str]:
     others = [name for name in found if name not in OURS]
+    ours = [name for name in OURS if name in found]
+    if not others or not ours:
+        return
     yield f"{'speed of ours':20}" + "".join(f"{f'/ {o}':>14}" for o in others)
-    for name in OURS:
+    for name in ours:
         for phase in PHASES:
-            if name in found:
-                line = f"{f'{name} {phase}':20}"
-                for other in others:
-                    ratio = _seconds(found, other, phase) / _seconds(found, name, phase)
-                    line += f"{ratio:14.2f}"
-                yield line
+            line = f"{f'{name} {phase}':20}"
+            for other in others:
+                ratio = _seconds(found[other], phase) / _seconds(found[name], phase)
+                line += f"{ratio:14.2f}"
+            yield line
 
 
-def _seconds(found: Measured, name: str, phase: str) -> float:
-    return float(median(each[phase]["seconds"] for each in found[name]))
+def _figures(found: Found) -> Iterator[str]:
+    """A column for each contender, a line for each figure."""
+    yield f"{'':20}" + "".join(f"{name:>18}" for name in found)
+    fields = dict.fromkeys(
+        field for rounds in found.values() for field in rounds[0] if field != "bytes"
+    )
+    for field in fields:
+        line = f"{field.replace('_', ' '):20}"
+        for rounds in found.values():
+            values = [each[field] for each in rounds if field in each]
+            line += f"{median(values):18,.2f}" if values else f"{'-':>18}"
+        yield line
 
 
-def _size(found: Measured) -> float:
-    return float(next(iter(found.values()))[0]["bytes"]) / GB
+def _seconds(rounds: Rounds, phase: str) -> float:
+    return float(median(each[phase]["seconds"] for each in rounds))

@@ -1,60 +1,65 @@
-"""One contender in one round, in a process of its own: prints what it measured."""
+"""One contender at one work in one round, in a process of its own.
 
-import gc
+    python -m tests.bench.speed.worker CONTENDER WORK STATE DIRECTORY
+
+Prints, as JSON, what it measured, or that something is not installed.
+"""
+
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import jax
-import numpy as np
+from tests.bench.speed.blocking import blocked
+from tests.bench.speed.contenders import Contender, Maker, NotInstalledError
+from tests.bench.speed.fanning import fanout
+from tests.bench.speed.floors import FLOORS
+from tests.bench.speed.growing import growth
+from tests.bench.speed.ours import OURS
+from tests.bench.speed.peers import PEERS
+from tests.bench.speed.saving_again import lora
+from tests.bench.speed.selecting import params
+from tests.bench.speed.side_by_side import save_and_restore
+from tests.bench.speed.states import STATES, States, one_device, tensor_parallel
 
-from tests.bench.speed.contenders import CONTENDERS, FLOORS
-from tests.bench.speed.meters import measured
-from tests.bench.speed.works import WORKS, State
+MAKERS: Final[Mapping[str, Maker]] = {**FLOORS, **OURS, **PEERS}
+
+Trial = Callable[[Any, States, Path], dict[str, Any]]
+
+TRIALS: Final[Mapping[str, Trial]] = {
+    "lora": lora,
+    "params": params,
+    "blocked": blocked,
+    "growth": growth,
+    "fanout": fanout,
+}
+"""The works that are more than one save and one restore."""
+
+LAYOUTS: Final = {"reshard": tensor_parallel, "whole": one_device}
+"""Where other works restore a state; None: where it lay."""
 
 
 def main() -> None:
-    """Runs it: ``worker CONTENDER WORK DIRECTORY``."""
-    name, work_name, directory = sys.argv[1:4]
-    work, contender = WORKS[work_name], CONTENDERS[name](Path(directory))
-    costs = {}
+    """Runs it."""
+    name, work, state, place = sys.argv[1:5]
+    directory, states = Path(place), STATES[state]
     try:
-        small = work.small()
-        contender.save(0, small)
-        contender.restore(0, _target(work, small))
-        state = work.saved()
-        target = _target(work, state)
-        gc.collect()
-        with measured(contender.pids) as costs["save"]:
-            contender.save(1, state)
-        gc.collect()
-        with measured(contender.pids) as costs["restore"]:
-            found = contender.restore(1, target)
-        if name not in FLOORS:
-            _check(state, found, target)
+        contender: Contender = MAKERS[name](directory)
+    except NotInstalledError as e:
+        print(json.dumps({"absent": f"{e} is not installed"}))
+        return
+    try:
+        if work in TRIALS:
+            found = TRIALS[work](contender, states, directory)
+        else:
+            layout = LAYOUTS.get(work)
+            found = save_and_restore(
+                contender, states, directory, layout=layout, checks=name not in FLOORS
+            )
     finally:
         contender.close()
-    size = sum(leaf.nbytes for leaf in state.values())
-    print(json.dumps({"bytes": size} | {what: asdict(c) for what, c in costs.items()}))
-
-
-def _target(work: Any, state: State) -> dict[str, jax.ShapeDtypeStruct]:
-    placed = work.restored_on({key: leaf.shape for key, leaf in state.items()})
-    return {
-        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[key])
-        for key, leaf in state.items()
-    }
-
-
-def _check(state: State, found: Any, target: Any) -> None:
-    """Refuses a state that is not, bit by bit, the saved one, where it was to be."""
-    assert set(state) == set(found)
-    for key, leaf in state.items():
-        assert found[key].sharding.is_equivalent_to(target[key].sharding, leaf.ndim)
-        expected, actual = (np.asarray(x).view(np.uint8) for x in (leaf, found[key]))
-        assert np.array_equal(expected, actual), key
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,140 +1,100 @@
-"""The states that are saved and restored.
+"""What there is to run: the names of works and contenders, and a line on each.
 
-A state is a flat mapping of keys to ``jax.Array``, spread over eight devices; its bits
-are drawn, so that nothing of it can be compressed.
+Needs no jax: who only lists the names, or waits for the rounds, loads none.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final
 
-import jax
-import ml_dtypes
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+FLOORS: Final = ("memcpy", "files", "grpc")
+"""One copy of the state, its bytes in plain files (fsync included), its bytes through
+gRPC with nothing packed."""
 
-State: TypeAlias = dict[str, jax.Array]
+OURS: Final = ("streamed", "direct", "embedded")
+"""This store: over a socket, beside a server on the same files, without a server."""
 
-LAYERS: Final = 8
-WIDTH: Final = 1024
-HIDDEN: Final = 4096
-WORDS: Final = 32_000
+PEERS: Final = (
+    "orbax",
+    "orbax-raw",
+    "jax",
+    "safetensors",
+    "torch",
+    "easydel",
+)
+"""Orbax as it comes, and as zarr3 without compression; jax's own serialization;
+safetensors; torch's distributed checkpoints; EasyDeL's own."""
+
+CONTENDERS: Final = (*FLOORS, *OURS, *PEERS)
+
+STATES: Final = ("lm", "middle", "tiny", "many", "moe", "uneven")
+"""What ``states.py`` makes."""
+
+_SOME: Final = ("files", "grpc", *OURS, "orbax", "orbax-raw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is saved, and onto what it is restored."""
+    """A work of the benchmark."""
 
-    saved: Callable[[], State]
-    small: Callable[[], State]
-    """The like of it, to warm up with."""
-    restored_on: Callable[[Mapping[str, Any]], "dict[str, NamedSharding]"]
-    """Where each leaf shall lie after the restore, by the shape of each."""
-
-
-def _fsdp(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """The first dimension that eight devices divide, over all of them."""
-    size = mesh.devices.size
-    at = next((i for i, n in enumerate(shape) if n % size == 0 and n), None)
-    axes = [None] * len(shape) if at is None else [None] * at + ["fsdp"]
-    return NamedSharding(mesh, PartitionSpec(*axes))
-
-
-def fsdp(shapes: Mapping[str, tuple[int, ...]]) -> "dict[str, NamedSharding]":
-    """Returns the sharding of each leaf over all devices."""
-    mesh = jax.make_mesh((len(jax.devices()),), ("fsdp",))
-    return {key: _fsdp(mesh, shape) for key, shape in shapes.items()}
-
-
-def tensor_parallel(
-    shapes: Mapping[str, tuple[int, ...]],
-) -> "dict[str, NamedSharding]":
-    """Returns the sharding over four devices by the last dimension, twice over."""
-    mesh = jax.make_mesh((2, 4), ("dp", "tp"))
-    found = {}
-    for key, shape in shapes.items():
-        splits = bool(shape) and shape[-1] % 4 == 0
-        axes = [None] * (len(shape) - 1) + ["tp"] if splits else []
-        found[key] = NamedSharding(mesh, PartitionSpec(*axes))
-    return found
-
-
-def one_device(shapes: Mapping[str, tuple[int, ...]]) -> "dict[str, NamedSharding]":
-    """Returns the sharding that keeps each leaf whole on the first device."""
-    mesh = Mesh(np.array(jax.devices()[:1]), ("one",))
-    return {key: NamedSharding(mesh, PartitionSpec()) for key in shapes}
-
-
-def _model(
-    layers: int, width: int, hidden: int, words: int
-) -> dict[str, tuple[int, ...]]:
-    """The shapes of a decoder's parameters."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed": (words, width),
-        "norm": (width,),
-        "head": (width, words),
-    }
-    for layer in range(layers):
-        for name in ("q", "k", "v", "o"):
-            shapes[f"layers/{layer}/attention/{name}"] = (width, width)
-        shapes[f"layers/{layer}/mlp/up"] = (width, hidden)
-        shapes[f"layers/{layer}/mlp/gate"] = (width, hidden)
-        shapes[f"layers/{layer}/mlp/down"] = (hidden, width)
-        for name in ("attention", "mlp"):
-            shapes[f"layers/{layer}/{name}/norm"] = (width,)
-    return shapes
-
-
-def _training_state(shapes: Mapping[str, tuple[int, ...]]) -> State:
-    """Parameters in float32, and both moments of Adam in bfloat16."""
-    rng = np.random.default_rng(0)
-    parts = {"params": np.float32, "mu": ml_dtypes.bfloat16, "nu": ml_dtypes.bfloat16}
-    drawn = {
-        f"{part}/{key}": _drawn(rng, shape, np.dtype(dtype))
-        for part, dtype in parts.items()
-        for key, shape in shapes.items()
-    }
-    placed = fsdp({key: leaf.shape for key, leaf in drawn.items()})
-    return _placed(drawn, placed)
-
-
-def _drawn(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: "np.dtype[Any]"
-) -> Any:
-    """An array of drawn bits, all of them finite numbers."""
-    drawn = rng.bytes(int(np.prod(shape)) * dtype.itemsize)
-    bits = np.frombuffer(drawn, f"u{dtype.itemsize}").copy()
-    # one bit of the exponent is 0: no NaN, which some compare unequal to itself
-    bits &= np.array(~np.int64(1 << (8 * dtype.itemsize - 3))).astype(bits.dtype)
-    return bits.view(dtype).reshape(shape)
-
-
-def _placed(drawn: Mapping[str, Any], placed: "Mapping[str, NamedSharding]") -> State:
-    state = {key: jax.device_put(leaf, placed[key]) for key, leaf in drawn.items()}
-    jax.block_until_ready(state)
-    return state
-
-
-def _many(leaves: int) -> State:
-    rng, dtype = np.random.default_rng(0), np.dtype(np.float32)
-    drawn = {f"leaf/{i}": _drawn(rng, (64,), dtype) for i in range(leaves)}
-    return _placed(drawn, fsdp({key: leaf.shape for key, leaf in drawn.items()}))
-
-
-def _lm() -> State:
-    return _training_state(_model(LAYERS, WIDTH, HIDDEN, WORDS))
-
-
-def _small_lm() -> State:
-    return _training_state(_model(1, 128, 512, 1000))
+    says: str
+    """What it is, in a line."""
+    state: str = "lm"
+    """Which of the states it works on."""
+    contenders: tuple[str, ...] = CONTENDERS
+    """Who does it unless somebody names others."""
+    rounds: int | None = None
+    """At most so many, where a round repeats itself often enough; None: as asked."""
 
 
 WORKS: Final[Mapping[str, Work]] = {
-    "lm": Work(saved=_lm, small=_small_lm, restored_on=fsdp),
-    "reshard": Work(saved=_lm, small=_small_lm, restored_on=tensor_parallel),
-    "whole": Work(saved=_lm, small=_small_lm, restored_on=one_device),
-    "many": Work(
-        saved=lambda: _many(50_000), small=lambda: _many(50), restored_on=fsdp
+    "lm": Work(says="1.6 GB of a language model and its optimizer: save, restore"),
+    "reshard": Work(
+        says="lm, saved fsdp-8 and restored tp-4 x dp-2",
+        contenders=("files", *OURS, "orbax", "orbax-raw", "jax"),
     ),
+    "whole": Work(
+        says="lm, saved fsdp-8 and restored on one device",
+        contenders=("files", *OURS, "orbax", "orbax-raw", "jax"),
+    ),
+    "many": Work(
+        says="50,000 small leaves",
+        state="many",
+        contenders=("files", *OURS, "orbax"),  # minutes a round; each peer adds some
+    ),
+    "moe": Work(
+        says="1 GB of expert tensors [E, d, h] in bfloat16",
+        state="moe",
+        contenders=_SOME,
+    ),
+    "uneven": Work(
+        says="1 GB of leaves that eight devices do not divide, of KiB and of 200 MB",
+        state="uneven",
+        contenders=_SOME,
+    ),
+    "lora": Work(
+        says="a second save of lm, with 99 % of its leaves as they were",
+        contenders=(*OURS, "orbax"),
+    ),
+    "params": Work(
+        says="of a whole training state only graphstate/**, cast to bfloat16",
+        contenders=OURS,
+    ),
+    "blocked": Work(
+        says="how long save() keeps a train loop that donates every leaf right after",
+        contenders=OURS,
+    ),
+    "growth": Work(
+        says="memory over 50 saves and restores in one process",
+        state="middle",
+        contenders=OURS,
+        rounds=1,
+    ),
+    "fanout": Work(
+        says="32 clients that restore at once from one server",
+        contenders=("streamed",),
+        rounds=1,
+    ),
+    "tiny": Work(says="4 MB: whether the benchmark itself works", state="tiny"),
 }
 """By name."""

@@ -1,0 +1,182 @@
+"""The bars that speed is judged by, and how far what was measured is from them.
+
+Decides only: results in, verdicts out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final, Literal, TypeAlias
+
+Rounds: TypeAlias = Sequence[Mapping[str, Any]]
+Found: TypeAlias = Mapping[str, Rounds]
+"""By contender, what each round gave."""
+Results: TypeAlias = Mapping[str, Found]
+"""By work and place: "lm on tmpfs"."""
+
+SPARE_MIB: Final = 64
+"""Memory that a save or a restore may take beyond its budget."""
+
+RESTORE_BUDGET_MIB: Final = 0
+"""Of a restore, beyond the state that it returns; a save's is one copy of the state."""
+
+GROWTH_MIB: Final = 32
+"""What the allocator may do either way over 40 cycles; less than 1 % of the state a
+cycle is no growth."""
+
+_MIB: Final = 1 << 20
+_GB: Final = 1e9
+
+_SIDES: Final = ("direct", "streamed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A bar."""
+
+    what: str
+    """For people; begins with the work."""
+    value: Callable[[Results], float]
+    """What was measured; raises ``LookupError`` where it was not."""
+    limit: float
+    sense: Literal[">=", "<="]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What came of a bar."""
+
+    bar: Bar
+    value: float | None
+    """None: it was not measured."""
+
+    def __str__(self) -> str:
+        limit, value = self.bar.limit, self.value
+        if value is None:
+            return "not measured"
+        short = limit - value if self.bar.sense == ">=" else value - limit
+        if short <= 0:
+            return "met"
+        return f"missed by {short / limit:.0%}" if limit else f"missed by {short:g}"
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """Returns what came of each bar, in the order of the bars."""
+    return [Verdict(bar=bar, value=_measured(bar, results)) for bar in BARS]
+
+
+def _measured(bar: Bar, results: Results) -> float | None:
+    try:
+        return bar.value(results)
+    except LookupError:
+        return None
+
+
+def middle(results: Results, work: str, name: str, *path: str) -> float:
+    """Returns the median over the rounds of a figure, such as "save", "seconds".
+
+    Raises:
+        LookupError: It was not measured.
+    """
+    figures = []
+    for found in results[f"{work} on tmpfs"][name]:
+        at: Any = found
+        for key in path:
+            at = at[key]
+        figures.append(at)
+    if not figures:
+        raise LookupError(name)
+    return float(median(figures))
+
+
+def _speed(work: str, phase: str, ours: str, other: str, limit: float) -> Bar:
+    def value(results: Results) -> float:
+        theirs = middle(results, work, other, phase, "seconds")
+        return theirs / middle(results, work, ours, phase, "seconds")
+
+    what = f"{work}: {ours} {phase}, speed / {other}"
+    return Bar(what=what, value=value, limit=limit, sense=">=")
+
+
+def _figure(what: str, work: str, name: str, field: str, limit: float) -> Bar:
+    def value(results: Results) -> float:
+        return middle(results, work, name, field)
+
+    return Bar(what=f"{work}: {what}", value=value, limit=limit, sense="<=")
+
+
+def _extra_memory(ours: str, phase: str) -> Bar:
+    """Above the budget."""
+
+    def value(results: Results) -> float:
+        budget = {
+            "save": middle(results, "lm", ours, "bytes") / _MIB,
+            "restore": RESTORE_BUDGET_MIB,
+        }
+        return middle(results, "lm", ours, phase, "extra_mib") - budget[phase]
+
+    what = f"lm: {ours} {phase}, MiB above the budget"
+    return Bar(what=what, value=value, limit=SPARE_MIB, sense="<=")
+
+
+def _read_per_needed(ours: str) -> Bar:
+    def value(results: Results) -> float:
+        read = middle(results, "reshard", ours, "restore", "read_bytes")
+        return read / middle(results, "reshard", ours, "bytes")
+
+    what = f"reshard: {ours} restore, bytes read / needed"
+    return Bar(what=what, value=value, limit=1.2, sense="<=")
+
+
+def _server_cpu(results: Results) -> float:
+    seconds = middle(results, "lm", "streamed", "restore", "others_cpu_seconds")
+    return seconds / (middle(results, "lm", "streamed", "bytes") / _GB)
+
+
+def _bars() -> Iterator[Bar]:
+    for phase, ours, limits in (
+        ("restore", "direct", {"orbax": 5, "orbax-raw": 3, "files": 0.6}),
+        ("save", "direct", {"orbax": 3, "orbax-raw": 1.5, "files": 0.8}),
+        ("restore", "streamed", {"orbax": 2, "grpc": 0.7}),
+        ("save", "streamed", {"orbax": 2, "grpc": 0.6}),
+    ):
+        for other, limit in limits.items():
+            yield _speed("lm", phase, ours, other, limit)
+    yield Bar(
+        what="lm: streamed restore, CPU-s/GB of the server",
+        value=_server_cpu,
+        limit=0.6,
+        sense="<=",
+    )
+    for ours in _SIDES:
+        for phase in ("save", "restore"):
+            yield _extra_memory(ours, phase)
+    for ours in _SIDES:
+        yield _read_per_needed(ours)
+    for phase in ("save", "restore"):
+        yield _speed("many", phase, "direct", "orbax", 3)
+    for ours in _SIDES:
+        yield from _of_the_others(ours)
+    for what, field, limit in (
+        ("bytes read from storage / stored", "read_per_stored", 1.05),
+        ("MiB of the server above its rest", "server_extra_mib", 512),
+        ("ms of the slowest health check", "health_slowest_ms", 100),
+    ):
+        yield _figure(what, "fanout", "streamed", field, limit)
+
+
+def _of_the_others(ours: str) -> Iterator[Bar]:
+    """Of the works that are more than a save and a restore."""
+    for work, what, field, limit in (
+        ("lora", "bytes / first save", "stored_share", 0.03),
+        ("lora", "time / first save", "time_share", 0.2),
+        ("params", "bytes read / returned", "read_per_returned", 1.05),
+        ("blocked", "time until save() returns / memcpy", "blocked_per_memcpy", 1.1),
+        ("blocked", "leaves wrong after donation", "wrong_leaves", 0),
+        ("growth", "MiB of the client", "client_growth_mib", GROWTH_MIB),
+        ("growth", "MiB of the server", "server_growth_mib", GROWTH_MIB),
+    ):
+        yield _figure(f"{ours}, {what}", work, ours, field, limit)
+
+
+BARS: Final = tuple(_bars())

@@ -1,0 +1,183 @@
+"""The states that are saved and restored.
+
+A state is a flat mapping of keys to ``jax.Array``, spread over eight devices where they
+divide it; its bits are drawn, so that nothing of it can be compressed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+State: TypeAlias = dict[str, jax.Array]
+
+LAYERS: Final = 8
+WIDTH: Final = 1024
+HIDDEN: Final = 4096
+WORDS: Final = 32_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """A state, made as often as it is asked for, bit by bit the same."""
+
+    whole: Callable[[], State]
+    small: Callable[[], State]
+    """The like of it, to warm up with."""
+
+
+def _fsdp(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+    """The first dimension that eight devices divide, over all of them."""
+    size = mesh.devices.size
+    at = next((i for i, n in enumerate(shape) if n % size == 0 and n), None)
+    axes = [None] * len(shape) if at is None else [None] * at + ["fsdp"]
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def fsdp(shapes: Mapping[str, tuple[int, ...]]) -> "dict[str, NamedSharding]":
+    """Returns the sharding of each leaf over all devices."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("fsdp",))
+    return {key: _fsdp(mesh, shape) for key, shape in shapes.items()}
+
+
+def tensor_parallel(
+    shapes: Mapping[str, tuple[int, ...]],
+) -> "dict[str, NamedSharding]":
+    """Returns the sharding over four devices by the last dimension, twice over."""
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"))
+    found = {}
+    for key, shape in shapes.items():
+        splits = bool(shape) and shape[-1] % 4 == 0
+        axes = [None] * (len(shape) - 1) + ["tp"] if splits else []
+        found[key] = NamedSharding(mesh, PartitionSpec(*axes))
+    return found
+
+
+def one_device(shapes: Mapping[str, tuple[int, ...]]) -> "dict[str, NamedSharding]":
+    """Returns the sharding that keeps each leaf whole on the first device."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("one",))
+    return {key: NamedSharding(mesh, PartitionSpec()) for key in shapes}
+
+
+def _model(
+    layers: int, width: int, hidden: int, words: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a decoder's parameters."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (words, width),
+        "norm": (width,),
+        "head": (width, words),
+    }
+    for layer in range(layers):
+        for name in ("q", "k", "v", "o"):
+            shapes[f"layers/{layer}/attention/{name}"] = (width, width)
+        shapes[f"layers/{layer}/mlp/up"] = (width, hidden)
+        shapes[f"layers/{layer}/mlp/gate"] = (width, hidden)
+        shapes[f"layers/{layer}/mlp/down"] = (hidden, width)
+        for name in ("attention", "mlp"):
+            shapes[f"layers/{layer}/{name}/norm"] = (width,)
+    return shapes
+
+
+def _training_state(shapes: Mapping[str, tuple[int, ...]]) -> State:
+    """Parameters in float32, and both moments of Adam in bfloat16."""
+    rng = np.random.default_rng(0)
+    parts = {"params": np.float32, "mu": ml_dtypes.bfloat16, "nu": ml_dtypes.bfloat16}
+    drawn = {
+        f"{part}/{key}": _drawn(rng, shape, np.dtype(dtype))
+        for part, dtype in parts.items()
+        for key, shape in shapes.items()
+    }
+    placed = fsdp({key: leaf.shape for key, leaf in drawn.items()})
+    return _placed(drawn, placed)
+
+
+def _drawn(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: "np.dtype[Any]"
+) -> Any:
+    """An array of drawn bits, all of them finite numbers."""
+    drawn = rng.bytes(int(np.prod(shape)) * dtype.itemsize)
+    bits = np.frombuffer(drawn, f"u{dtype.itemsize}").copy()
+    # one bit of the exponent is 0: no NaN, which some compare unequal to itself
+    bits &= np.array(~np.int64(1 << (8 * dtype.itemsize - 3))).astype(bits.dtype)
+    return bits.view(dtype).reshape(shape)
+
+
+def _placed(drawn: Mapping[str, Any], placed: "Mapping[str, NamedSharding]") -> State:
+    state = {key: jax.device_put(leaf, placed[key]) for key, leaf in drawn.items()}
+    jax.block_until_ready(state)
+    return state
+
+
+def _many(leaves: int) -> State:
+    rng, dtype = np.random.default_rng(0), np.dtype(np.float32)
+    drawn = {f"leaf/{i}": _drawn(rng, (64,), dtype) for i in range(leaves)}
+    return _placed(drawn, fsdp({key: leaf.shape for key, leaf in drawn.items()}))
+
+
+def _lm() -> State:
+    return _training_state(_model(LAYERS, WIDTH, HIDDEN, WORDS))
+
+
+def _tiny() -> State:
+    return _training_state(_model(1, 128, 512, 1000))
+
+
+def _middle() -> State:
+    return _training_state(_model(2, 512, 2048, 4000))
+
+
+def _experts(layers: int, width: int) -> State:
+    """A mixture of experts: three tensors [E, d, h] a layer, and a router."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(layers):
+        for name in ("up", "gate", "down"):
+            shapes[f"layers/{layer}/{name}"] = (16, width, 2 * width)
+        shapes[f"layers/{layer}/router"] = (width, 16)
+    rng, dtype = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16)
+    drawn = {key: _drawn(rng, shape, dtype) for key, shape in shapes.items()}
+    return _placed(drawn, fsdp(shapes))
+
+
+def _uneven(words: int, width: int) -> State:
+    """Leaves of odd dimensions, from a few KiB to 200 MB for 50,257 words."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (words, 1001),
+        "head": (1001, words),
+    }
+    shapes |= {"table": (width - 2, 9999), "bias": (1025,), "scale": (33, 31)}
+    for block in range(8):
+        shapes[f"blocks/{block}/in"] = (width, 4097)
+        shapes[f"blocks/{block}/out"] = (4095, width)
+        shapes[f"blocks/{block}/norm"] = (4095,)
+    rng = np.random.default_rng(0)
+    dtypes = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]
+    drawn = {
+        key: _drawn(rng, shape, dtypes[i % 2])
+        for i, (key, shape) in enumerate(shapes.items())
+    }
+    return _placed(drawn, {key: _fewer(shape) for key, shape in shapes.items()})
+
+
+def _fewer(shape: tuple[int, ...]) -> NamedSharding:
+    """The first dimension over as many of the devices as divide it."""
+    count = next(n for n in (7, 5, 3, 1) if shape[0] % n == 0)
+    mesh = Mesh(np.array(jax.devices()[:count]), ("some",))
+    return NamedSharding(mesh, PartitionSpec("some"))
+
+
+STATES: Final[Mapping[str, States]] = {
+    "lm": States(whole=_lm, small=_tiny),
+    "middle": States(whole=_middle, small=_tiny),
+    "tiny": States(whole=_tiny, small=_tiny),
+    "many": States(whole=lambda: _many(50_000), small=lambda: _many(50)),
+    "moe": States(whole=lambda: _experts(20, 512), small=lambda: _experts(1, 64)),
+    "uneven": States(
+        whole=lambda: _uneven(50_257, 3003), small=lambda: _uneven(101, 21)
+    ),
+}
+"""By name."""

@@ -12,7 +12,8 @@ from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.store import Store
 from storesvc.uploads import DEFAULT_LEASE, NewUpload
-from tests.contract import frame, mixed_sums, tree_of
+from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
+from tests.contract import frame, mixed_sums, received, tree_of
 from tests.faulty_bucket import (
     FaultyBucket,
 )
@@ -85,7 +86,7 @@ class Process:
 
         async def frames() -> Any:
             for chunk, version in versions.items():
-                yield frame(chunk, version=version)
+                yield received(frame(chunk, version=version))
 
         async for _ in self.store.receiver.write(opened, 0, frames()):
             pass
@@ -142,7 +143,8 @@ class Process:
             sent = self.store.sender.send(RUN, manifest, range(CHUNKS))
             pieces = {
                 chunk: f.data[at * 1004 : (at + 1) * 1004]
-                async for f in sent
+                async for response in sent
+                for f in (chunk_api.ReadChunksResponse.FromString(response).frame,)
                 for at, chunk in enumerate(f.chunk)
             }
             expected = [frame(c, version=v).data for c, v in enumerate(content)]

@@ -10,6 +10,7 @@ from storesvc.format.checksums import crc32c, digest
 from storesvc.format.chunks import Sums, pack_sums
 from storesvc.format.names import RunName
 from storesvc.format.trees import Leaf, Tree, pack_leaves
+from storesvc.format.wire import Frame
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
@@ -50,6 +51,11 @@ def frame(*chunks: int, version: int = 0) -> api.ChunkFrame:
         length=[CHUNK + 4] * len(chunks),
         data=b"".join(stored(chunk, version) for chunk in chunks),
     )
+
+
+def received(sent: api.ChunkFrame) -> Frame:
+    """Returns a frame as the server takes it in."""
+    return Frame(sent, memoryview(sent.data))
 
 
 def sums(*chunks: int, version: int = 0) -> Sums:

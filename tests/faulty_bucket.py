@@ -8,7 +8,7 @@ plan, over the same calls, does the same.
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias, TypeVar
@@ -21,7 +21,9 @@ from storesvc.bucket import (
     WriteCondition,
 )
 from storesvc.errors import StorageUnavailableError
-from storesvc.kvbucket import Contents, KeySpace, KvBucket, Share
+from storesvc.format.checksums import Buffer
+from storesvc.framing import Part
+from storesvc.kvbucket import KvBucket, NewObject
 
 T = TypeVar("T")
 
@@ -182,6 +184,12 @@ class FaultyBucket(KvBucket):
         read = super().read_range(place, start, stop)
         return await self.calls.make("read_range", place, read)
 
+    async def read_parts(
+        self, place: str, start: int, stop: int, parts: Iterable[Part]
+    ) -> list[bytes]:
+        read = super().read_parts(place, start, stop, parts)
+        return await self.calls.make("read_parts", place, read)
+
     async def write(
         self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
@@ -206,30 +214,12 @@ class FaultyBucket(KvBucket):
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
         return await self.calls.make("list", prefix, super().list(prefix, after=after))
 
-    def key_space(self, *, place: str, pool: str, prefix: str = "d/") -> KeySpace:
-        space = FaultyKeySpace(
-            self._root, self._context, place=place, pool=pool, prefix=prefix
-        )
-        space.calls = self.calls
-        return space
+    async def write_new(self, place: str, parts: Sequence[Buffer]) -> None:
+        write = super().write_new(place, parts)
+        await self.calls.make("write_new", place, write, changes=True)
 
+    async def keep(self, new: NewObject) -> None:
+        await self.calls.make("keep", new.place, super().keep(new), changes=True)
 
-class FaultyKeySpace(KeySpace):
-    """A key space of it."""
-
-    calls: Calls
-
-    async def take_over(
-        self, shares: Sequence[Share], values: Mapping[str, bytes]
-    ) -> None:
-        take = super().take_over(shares, values)
-        await self.calls.make("take_over", self._place, take, changes=True)
-
-    async def contents(self) -> Contents:
-        return await self.calls.make("contents", self._place, super().contents())
-
-    async def read_aside(self) -> list[bytes]:
-        return await self.calls.make("read_aside", self._place, super().read_aside())
-
-    async def exists(self) -> bool:
-        return await self.calls.make("exists", self._place, super().exists())
+    async def adopt(self, place: str) -> None:
+        await self.calls.make("adopt", place, super().adopt(place))

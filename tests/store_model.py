@@ -1,6 +1,6 @@
 """The plain model of a store: what it should hold, without any storage."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TypeAlias
@@ -49,60 +49,48 @@ class Upload:
     """By the clock that never goes back."""
     state: str = "live"
     """live, superseded, aborted or committed."""
-    sent: dict[int, int] = field(default_factory=dict)
-    """The version of each chunk that it sent, the last one."""
-    mixed: set[int] = field(default_factory=set)
-    """Chunks that were sent in different versions."""
+    sent: dict[int, set[int]] = field(default_factory=dict)
+    """The versions of each chunk that it sent."""
     receipt: dict[int, int] | None = None
-    is_stale: bool = False
-    """Whether a chunk was sent after the receipt."""
+    """The last one that was taken; what is sent after it changes nothing."""
 
     def can_claim(self, chunk: int, version: int) -> bool:
         """Whether a chunk need not be sent."""
         if self.base and not self.base.is_gone and self.base.content[chunk] == version:
             return True
-        before = self.predecessor
-        return (
-            before is not None
-            and before.sent.get(chunk) == version
-            and chunk not in before.mixed
-        )
+        return bool(self.predecessor and self.predecessor.has_sent(chunk, version))
 
-    def needed(self, content: Iterable[int]) -> dict[int, int]:
+    def has_sent(self, chunk: int, version: int) -> bool:
+        """Whether it sent that, whatever else it sent of the chunk."""
+        return version in self.sent.get(chunk, ())
+
+    def needed(self, content: Mapping[int, int]) -> dict[int, int]:
         """What must be sent of a content."""
-        wanted = enumerate(content)
         return {
             chunk: version
-            for chunk, version in wanted
-            if self.sent.get(chunk) != version and not self.can_claim(chunk, version)
+            for chunk, version in content.items()
+            if not self.has_sent(chunk, version) and not self.can_claim(chunk, version)
         }
 
-    def send(self, versions: dict[int, int]) -> None:
+    def send(self, versions: Mapping[int, int]) -> None:
         """Sends chunks."""
-        self.mixed |= {c for c, v in versions.items() if self.sent.get(c, v) != v}
-        self.sent.update(versions)
-        self.is_stale = True
+        for chunk, version in versions.items():
+            self.sent.setdefault(chunk, set()).add(version)
 
-    def finish_refusal(self, receipt: dict[int, int]) -> Refusal:
+    def finish_refusal(self, receipt: Mapping[int, int]) -> Refusal:
         """What a receipt is answered with."""
-        if len(self.sent) > len(receipt):
+        if not self.sent.keys() <= receipt.keys():
             return InvalidChunkError
-        if any(self.sent.get(c, v) != v for c, v in receipt.items()):
+        needed = self.needed(receipt)
+        if needed.keys() & self.sent.keys():
             return InvalidChunkError
-        claimed = {c: v for c, v in receipt.items() if c not in self.sent}
-        if not all(self.can_claim(c, v) for c, v in claimed.items()):
-            return ChunksIncompleteError
-        return None
+        return ChunksIncompleteError if needed else None
 
     def commit_refusal(self) -> Refusal:
         """What a commit is answered with, while the upload is live."""
         if self.receipt is None:
             return WriterUnfinishedError
-        if len(self.receipt) < CHUNKS:
-            return ChunksIncompleteError
-        if self.is_stale or not self.sent.keys() <= self.receipt.keys():
-            return WriterUnfinishedError
-        return None
+        return ChunksIncompleteError if len(self.receipt) < CHUNKS else None
 
 
 @dataclass(eq=False)

@@ -24,7 +24,8 @@ from storesvc.errors import (
     StorageUnavailableError,
     StoreError,
 )
-from storesvc.kvbucket import EVERYTHING, KvBucket, Share, root_spec
+from storesvc.framing import Part
+from storesvc.kvbucket import KvBucket, root_spec
 from storesvc.ticks import TICK_SECONDS
 from tests.small_disk import small_disk
 
@@ -95,6 +96,21 @@ class BucketTests:
             for place, start, stop in (("a", 5, 11), ("a", 10, 12), ("b", 0, 1)):
                 with pytest.raises(CorruptDataError, match=place):
                     await bucket.read_range(place, start, stop)
+
+        within(test)
+
+    def test_parts_of_messages_are_read_as_asked_or_not_at_all(
+        self, within: Callable[..., None]
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            await bucket.write("a", b"0123456789")
+            parts = [Part(b"x", 2, 5), Part(b"", 5, 10)]
+            assert [b"x234", b"56789"] == await bucket.read_parts("a", 2, 10, parts)
+            for place, start, stop in (("a", 5, 11), ("a", 10, 12), ("b", 0, 1)):
+                with pytest.raises(CorruptDataError, match=place):
+                    await bucket.read_parts(
+                        place, start, stop, [Part(b"x", start, stop)]
+                    )
 
         within(test)
 
@@ -344,30 +360,16 @@ class BucketTests:
 
         within(test)
 
-    def test_key_spaces_share_values_that_one_took_over(
+    def test_a_new_place_holds_its_parts_one_after_another(
         self, within: Callable[..., None]
     ) -> None:
         async def test(bucket: KvBucket) -> None:
-            spaces = [bucket.key_space(place=f"s/{n}/", pool="pool/") for n in range(3)]
-            assert not await spaces[0].exists()
-            await spaces[0].write({f"a/{i}": b"a" * (i + 1) for i in range(3000)})
-            await spaces[1].write({"b": b"bb", "c": b"c"})
-            assert await spaces[0].exists()
+            parts = [bytes([i % 251]) * i for i in range(2000)]
+            await bucket.write_new("pool/x/y", [memoryview(part) for part in parts])
 
-            shares = [Share(space, EVERYTHING) for space in spaces[:2]]
-            await spaces[2].take_over(shares, {"d": b"dddd"})
-            await spaces[2].take_over(shares, {"d": b"dddd"})
-            await bucket.delete_below("s/0/")
-            await bucket.delete_below("s/1/")
-
-            merged = await spaces[2].places()
-            assert 3003 == len(merged)
-            for key, value in (("a/2999", b"a" * 3000), ("b", b"bb"), ("d", b"dddd")):
-                file, offset, length = merged[key]
-                assert len(value) == length
-                assert value == await bucket.read_range(
-                    f"pool/{file}", offset, offset + length
-                )
+            stored = await bucket.read("pool/x/y")
+            assert stored is not None
+            assert b"".join(parts) == stored.data
 
         within(test)
 

@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.casting import cast_floating
+from tests.stable_ids import stable_id
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ from storesvc_client.trees.casting import cast_floating
         np.dtype("S4"),
         jax.random.key(0).dtype,
     ],
-    ids=str,
+    ids=stable_id,
 )
 def test_what_is_no_floating_point_dtype_is_refused(dtype: Any) -> None:
     with pytest.raises(InvalidRequestError, match="expected a floating-point dtype"):

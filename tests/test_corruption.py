@@ -16,6 +16,7 @@ from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal, unseal
+from storesvc_client import _streaming
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 
 TREE = {
@@ -41,9 +42,17 @@ def root(saved: Path, tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(copy)
 
 
-def restore(root: Path) -> Any:
-    with store.connect(root.as_uri()) as client:
-        return client.run("tests/damage").restore("latest")
+@pytest.fixture(params=["direct", "streamed"])
+def restore(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
+    """Restores the newest checkpoint."""
+
+    def restored(root: Path) -> Any:
+        with store.connect(root.as_uri()) as client:
+            if request.param == "streamed":
+                client._connection.files = None
+            return client.run("tests/damage").restore("latest")
+
+    return restored
 
 
 def data_files(root: Path) -> list[Path]:
@@ -67,7 +76,7 @@ def is_whole(tree: Any) -> bool:
 
 
 def test_a_flipped_bit_of_a_leaf_is_data_loss_naming_leaf_and_chunk(
-    root: Path,
+    root: Path, restore: Callable[[Path], Any]
 ) -> None:
     flip(data_files(root)[0], 5_000_000)
 
@@ -78,7 +87,9 @@ def test_a_flipped_bit_of_a_leaf_is_data_loss_naming_leaf_and_chunk(
     assert caught.value.reason == "CORRUPT_DATA"
 
 
-def test_any_flipped_bit_is_either_told_or_harmless(saved: Path, root: Path) -> None:
+def test_any_flipped_bit_is_either_told_or_harmless(
+    saved: Path, root: Path, restore: Callable[[Path], Any]
+) -> None:
     rng = random.Random(1)
     told = 0
     files = [f for f in saved.rglob("*") if f.is_file()]
@@ -99,7 +110,7 @@ def test_any_flipped_bit_is_either_told_or_harmless(saved: Path, root: Path) -> 
 
 @pytest.mark.parametrize("what", ["checkpoints", "manifests"])
 def test_every_byte_of_a_record_and_a_manifest_is_guarded(
-    root: Path, what: str
+    root: Path, what: str, restore: Callable[[Path], Any]
 ) -> None:
     (file,) = (root / "data/tests/damage" / what).iterdir()
     original = file.read_bytes()
@@ -111,7 +122,9 @@ def test_every_byte_of_a_record_and_a_manifest_is_guarded(
 
 
 @pytest.mark.parametrize("damage", ["delete", "empty", "halve"])
-def test_a_missing_or_short_data_file_is_data_loss(root: Path, damage: str) -> None:
+def test_a_missing_or_short_data_file_is_data_loss(
+    root: Path, damage: str, restore: Callable[[Path], Any]
+) -> None:
     file = data_files(root)[0]
     if damage == "delete":
         file.unlink()
@@ -119,8 +132,35 @@ def test_a_missing_or_short_data_file_is_data_loss(root: Path, damage: str) -> N
         size = file.stat().st_size
         os.truncate(file, {"empty": 0, "halve": size // 2}[damage])
 
-    with pytest.raises(store.DataLossError):
+    with pytest.raises(store.DataLossError, match=r"leaf '.*' chunk 0") as e:
         restore(root)
+    assert "CORRUPT_DATA" == e.value.reason
+
+
+def test_where_one_stream_fails_no_other_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+    stream = _streaming.StreamedSource._stream
+
+    def counted(self: Any, method: Any, ordinals: Any, assembly: Any) -> None:
+        begun.append(ordinals)
+        stream(self, method, ordinals, assembly)
+
+    monkeypatch.setattr(_streaming.StreamedSource, "_stream", counted)
+    with store.connect(tmp_path.as_uri()) as client:
+        run = client.run("tests/damage")
+        run.save(1, {f"{n}": np.full(2**21, n, np.int64) for n in range(16)}).result()
+        client._connection.files = None  # as over a socket
+        run.restore(1)
+        assert _streaming.STREAMS == len(begun)
+        begun.clear()
+        first = run.open(1)._manifest.places
+        flip(tmp_path / "data/tests/damage/pool" / first.files[first.file[0]], 99)
+
+        with pytest.raises(store.DataLossError, match="chunk 0"):
+            run.restore(1)
+        assert _streaming.STREAMS == len(begun)
 
 
 def test_swapped_chunks_are_data_loss(tmp_path: Path) -> None:
@@ -141,13 +181,13 @@ def test_swapped_chunks_are_data_loss(tmp_path: Path) -> None:
             run.restore(3)
 
 
-def forge(root: Path, change: Callable[[tree_pb2.LeafTable], None]) -> None:
-    """Changes the leaves of a manifest, and the record so that it vouches for it."""
+def forge(root: Path, change: Callable[[tree_pb2.Manifest], None]) -> None:
+    """Changes a manifest, and the record so that it vouches for it."""
     folder = root / "data/tests/forged"
     (manifest_file,) = (folder / "manifests").iterdir()
     (record_file,) = (folder / "checkpoints").iterdir()
     manifest = tree_pb2.Manifest.FromString(manifest_file.read_bytes())
-    change(manifest.leaves)
+    change(manifest)
     forged = manifest.SerializeToString(deterministic=True)
     record = unseal(record_file.read_bytes(), bucket_pb2.CheckpointRecord)
     record.manifest_digest, record.manifest_bytes = digest(forged), len(forged)
@@ -165,10 +205,10 @@ def test_a_manifest_that_claims_another_shape_than_its_data_is_data_loss(
     with store.connect(tmp_path.as_uri()) as client:
         client.run("tests/forged").save(3, {"x": np.arange(7, dtype=np.int16)})
 
-    def change(leaves: tree_pb2.LeafTable) -> None:
-        leaves.rank[:] = [len(shape)]
-        leaves.shape[:] = shape
-        leaves.chunk_shape[:] = chunk_shape
+    def change(manifest: tree_pb2.Manifest) -> None:
+        manifest.leaves.rank[:] = [len(shape)]
+        manifest.leaves.shape[:] = shape
+        manifest.leaves.chunk_shape[:] = chunk_shape
 
     forge(tmp_path, change)
 
@@ -188,14 +228,33 @@ def test_a_manifest_whose_keys_collide_is_data_loss(
     with store.connect(tmp_path.as_uri()) as client:
         client.run("tests/forged").save(3, {"x": np.zeros(7), "y": np.ones(7)})
 
-    def change(leaves: tree_pb2.LeafTable) -> None:
-        leaves.key[:] = keys
-        leaves.path_kinds[:] = ["k" * (1 + key.count("/")) for key in keys]
+    def change(manifest: tree_pb2.Manifest) -> None:
+        manifest.leaves.key[:] = keys
+        manifest.leaves.path_kinds[:] = ["k" * (1 + key.count("/")) for key in keys]
 
     forge(tmp_path, change)
 
     with (
         store.connect(tmp_path.as_uri()) as client,
         pytest.raises(store.DataLossError, match=r"manifest: leaf 'x.*(order|below)"),
+    ):
+        client.run("tests/forged").restore(3)
+
+
+@pytest.mark.parametrize("file", ["../../../x", "/etc/passwd", "d/../x", "", "d//x"])
+def test_a_manifest_that_leads_out_of_the_pool_is_data_loss(
+    tmp_path: Path, file: str
+) -> None:
+    with store.connect(tmp_path.as_uri()) as client:
+        client.run("tests/forged").save(3, {"x": np.zeros(7)})
+
+    def change(manifest: tree_pb2.Manifest) -> None:
+        manifest.chunks.files[:] = [file]
+
+    forge(tmp_path, change)
+
+    with (
+        store.connect(tmp_path.as_uri()) as client,
+        pytest.raises(store.DataLossError, match="expected data files below the pool"),
     ):
         client.run("tests/forged").restore(3)

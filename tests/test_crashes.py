@@ -122,10 +122,10 @@ def steps_of(address: str) -> list[int]:
 SAVING = """
 import sys, numpy as np, storesvc_client as store, storesvc_client.trees
 for line in sys.stdin:
-    address, step = line.split()
+    address, step, *direct = line.split()
     step = int(step)
     tree = {f"leaf-{i}": np.full(2**21, step * 100 + i, np.float32) for i in range(8)}
-    with store.connect(address) as client:
+    with store.connect(address, direct=direct[0] if direct else None) as client:
         save = client.run("tests/crash").save(step, tree)
         print("begun", flush=True)
         save.result()
@@ -144,10 +144,10 @@ class Saver:
             text=True,
         )
 
-    def begin(self, address: str, step: int) -> None:
+    def begin(self, address: str, step: int, direct: str = "") -> None:
         """Returns once the save is under way."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{address} {step}\n")
+        self._process.stdin.write(f"{address} {step} {direct}\n")
         self._process.stdin.flush()
         assert "begun\n" == self._answer()
 
@@ -155,9 +155,9 @@ class Saver:
         """Waits until the checkpoint is there."""
         assert "saved\n" == self._answer()
 
-    def save(self, address: str, step: int) -> None:
+    def save(self, address: str, step: int, direct: str = "") -> None:
         """Does both."""
-        self.begin(address, step)
+        self.begin(address, step, direct)
         self.finish()
 
     def kill(self) -> None:
@@ -191,37 +191,42 @@ def check(client: store.Client, step: int) -> None:
         assert (leaf == step * 100 + i).all()
 
 
+@pytest.mark.parametrize("is_direct", [False, True])
 def test_a_client_killed_during_a_save_leaves_the_run_as_it_was(
-    start_server: Callable[..., ServerProcess], saver: Saver
+    start_server: Callable[..., ServerProcess], saver: Saver, *, is_direct: bool
 ) -> None:
     killed = [Saver() for _ in range(3)]
-    address = start_server().address
+    server_process = start_server()
+    address = server_process.address
+    direct = server_process.root.as_uri() if is_direct else ""
     rng = random.Random(3)
     step = 1
-    saver.save(address, step)
+    saver.save(address, step, direct)
     with store.connect(address) as client:
         for process in killed:
-            process.begin(address, step + 1)
+            process.begin(address, step + 1, direct)
             time.sleep(rng.uniform(0, 0.15))
             process.kill()
             assert steps(client)[0] in (step, step + 1)
             if steps(client)[0] == step:
                 assert steps(client) == list(range(step, 0, -1))
-                saver.save(address, step + 1)
+                saver.save(address, step + 1, direct)
             step += 1
             assert steps(client) == list(range(step, 0, -1))
             check(client, step)
 
 
+@pytest.mark.parametrize("is_direct", [False, True])
 def test_a_server_killed_during_a_save_leaves_the_run_as_it_was(
-    start_server: Callable[..., ServerProcess], saver: Saver
+    start_server: Callable[..., ServerProcess], saver: Saver, *, is_direct: bool
 ) -> None:
     server_process = start_server()
     address = server_process.address
+    direct = server_process.root.as_uri() if is_direct else ""
     rng = random.Random(4)
     saver.save(address, 1)
     for step in range(2, 5):
-        saver.begin(address, step)
+        saver.begin(address, step, direct)
         time.sleep(rng.uniform(0, 0.15))
         server_process.kill()
         server_process.start()

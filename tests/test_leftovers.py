@@ -27,19 +27,6 @@ def test_what_a_killed_write_left_is_not_in_the_next_one(tmp_path: Path) -> None
     assert ["b"] == [path.name for path in (tmp_path / "a").iterdir()]
 
 
-def test_nor_is_it_in_the_root_of_a_key_space(tmp_path: Path) -> None:
-    (tmp_path / "s").mkdir()
-    (tmp_path / "s/manifest.ocdbt.__lock").write_bytes(b"long" * 10_000)
-
-    async def main() -> set[str]:
-        bucket = await KvBucket.open(tmp_path.as_uri())
-        space = bucket.key_space(place="s/", pool="pool/")
-        await space.write({"key": b"value"})
-        return set(await space.places())
-
-    assert {"key"} == asyncio.run(main())
-
-
 def test_writes_that_are_under_way_are_left_alone(tmp_path: Path) -> None:
     store = ts.KvStore.open({"driver": "file", "path": f"{tmp_path}/"}).result()
     stop = threading.Event()

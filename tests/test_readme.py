@@ -53,7 +53,8 @@ def test_the_examples_and_the_command_line_print_what_the_readme_shows(
     tmp_path: Path,
 ) -> None:
     root = tmp_path.as_uri()
-    first, life, models = (text.replace(ROOT, root) for text in blocks("python"))
+    examples = (text.replace(ROOT, root) for text in blocks("python"))
+    first, life, telling, models = examples
     looking, changing = (b for b in blocks("console") if "STEP" in b)
     export, _, looking = looking.partition("\n")
     names: dict[str, Any] = {}
@@ -63,6 +64,8 @@ def test_the_examples_and_the_command_line_print_what_the_readme_shows(
     assert 4 == run_session(looking, root)
     assert executed(life, names).splitlines() == ["12 1048580"] * 2
     assert 9 == run_session(changing, root)
+    phases = ["place", "plan", "read", "rebuild", "verify"]
+    assert f"1048592 {phases}\n" == executed(telling, names)
     assert executed(models, names).endswith("7 bfloat16\n")
 
 

@@ -17,7 +17,6 @@ from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal, unseal
-from storesvc.kvbucket import ASIDE
 from storesvc.reuse import Reuse
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
@@ -142,6 +141,22 @@ def test_a_chunk_is_claimed_by_its_row_in_the_receipt(
     assert 1004 == client.run(name).checkpoint(2).own_bytes
 
 
+def test_what_was_sent_keeps_nobody_from_a_claim(
+    server_address: str, client: store.Client, name: str
+) -> None:
+    Writer(server_address, name, 1).save()
+    writer = Writer(server_address, name, 2)
+    writer.begin(base=f"{RunName.parse(name).resource}/checkpoints/1")
+    writer.write(frame(1, version=1))
+
+    assert [0, 1, 2] == writer.find(sums(0, 1, 2))
+    writer.finish(sums(0, 1, 2))
+    writer.commit()
+
+    ((_, array),) = client.run(name).read(2, ["x"])
+    assert b"".join(map(elements, range(3))) == array.tobytes()
+
+
 def test_a_claim_of_other_bytes_is_refused(server_address: str, name: str) -> None:
     Writer(server_address, name, 1).save()
     writer = Writer(server_address, name, 2)
@@ -194,9 +209,8 @@ def test_a_receipt_for_other_bytes_than_arrived_is_refused(
 
     with refused("INVALID_CHUNK", match="chunk 0: expected the bytes"):
         writer.finish(sums(0, 1, 2, version=1))
-    writer.write(frame(0, 1, 2, version=1))  # the last one sent counts
-    with refused("INVALID_CHUNK"):
-        writer.finish(sums(0, 1, 2))
+    writer.write(frame(0, 1, 2, version=1))  # the receipt says which ones count
+    writer.finish(sums(0, 1, 2))
     writer.finish(sums(0, 1, 2, version=1))
     writer.commit()
 
@@ -204,31 +218,28 @@ def test_a_receipt_for_other_bytes_than_arrived_is_refused(
 def damage(root: Path, what: str) -> None:
     """Damages the only checkpoint of a run."""
     files = {
-        "a data file is gone": "pool/*/*",
-        "a data file is cut off": "pool/*/*",
+        "the data files are gone": "pool/*/*",
+        "the data files are cut off": "pool/*/*",
         "the manifest is flipped": "manifests/*",
-        "the key space is gone": "trees/*/manifest.ocdbt",
         "the record is flipped": "checkpoints/*",
     }
-    found = sorted(root.glob(files[what]), key=lambda f: f.stat().st_size)
-    file = found[-1]
-    data = bytearray(file.read_bytes())
-    if what.endswith("gone"):
-        file.unlink()
-    elif what.endswith("cut off"):
-        file.write_bytes(data[: len(data) // 2])
-    else:
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
+    for file in root.glob(files[what]):
+        data = bytearray(file.read_bytes())
+        if what.endswith("are gone"):
+            file.unlink()
+        elif what.endswith("cut off"):
+            file.write_bytes(data[: len(data) // 2])
+        else:
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
 
 
 @pytest.mark.parametrize(
     "what",
     [
-        "a data file is gone",
-        "a data file is cut off",
+        "the data files are gone",
+        "the data files are cut off",
         "the manifest is flipped",
-        "the key space is gone",
         "the record is flipped",
     ],
 )
@@ -279,21 +290,30 @@ def test_what_rots_after_a_save_began_costs_it_its_claims(
     "table",
     [
         b"\xff" * 40,
-        tree_pb2.ChunkTable(
-            ordinal=[10_000], crc32c=[1], digests=[bytes(16)]
-        ).SerializeToString(),
+        seal(pb.Receipt(chunks=b"\xff" * 40)),
+        seal(
+            pb.Receipt(
+                chunks=tree_pb2.ChunkTable(
+                    ordinal=[10_000],
+                    crc32c=[1],
+                    digests=[bytes(16)],
+                    file=[0],
+                    offset=[0],
+                    length=[9],
+                    files=["x"],
+                ).SerializeToString()
+            )
+        ),
     ],
-    ids=["noise", "a chunk that the tree does not have"],
+    ids=["noise", "noise under seal", "a chunk that the tree does not have"],
 )
-def test_damaged_sums_are_told_as_damage(table: bytes) -> None:
+def test_a_damaged_table_of_what_is_stored_is_told_as_damage(table: bytes) -> None:
     async def main() -> None:
         process = await Process.over(await FaultyBucket.faulty("memory://"))
         upload = await process.begin(1)
         await process.send(upload, {0: 0, 1: 0, 2: 0})
-        opened = await process._open(upload)
-        space = process.store.uploads.key_space(opened, 0)
-        await space.write({f"{ASIDE}rot": table})
-        with pytest.raises(CorruptDataError, match="recorded sums are damaged"):
+        await process.bucket.write(PLACES.staged(upload.upload, 0, "rot"), table)
+        with pytest.raises(CorruptDataError, match="rot"):
             await process.finish(upload, (0, 0, 0))
         # who takes the step over claims nothing of it
         await process.save(1, (1, 1, 1))
@@ -337,7 +357,7 @@ class TestASaveThatWasCutOff:
         second.begin()
         assert [0, 2] == second.find(sums(0, 1, 2))
 
-    def test_takes_nothing_over_that_was_sent_twice_with_different_bytes(
+    def test_takes_over_what_it_asks_for_of_a_chunk_that_was_sent_twice(
         self, server_address: str, name: str
     ) -> None:
         first = Writer(server_address, name, 1)
@@ -347,8 +367,9 @@ class TestASaveThatWasCutOff:
         second = Writer(server_address, name, 1)
         second.begin()
 
-        assert [1] == second.find(sums(0, 1, 2))
-        assert [] == second.find(sums(0, version=1))
+        assert [0, 1] == second.find(sums(0, 1, 2))
+        assert [0] == second.find(sums(0, version=1))
+        assert [] == second.find(sums(0, version=2))
 
     def test_takes_nothing_over_of_an_upload_that_was_aborted(
         self, server_address: str, name: str
@@ -378,15 +399,25 @@ class TestASaveThatWasCutOff:
     def test_resumes_by_the_client_alone(
         self, run: store.Run, server_address: str
     ) -> None:
-        from storesvc_client._sending import _SumsInProgress, frames
-        from storesvc_client.trees.snapshot import take_snapshot
+        from storesvc_client._framing import frames
+        from storesvc_client._slabs import Filled
+        from storesvc_client._sums import SumsInProgress
+        from storesvc_client.trees.planning import Planner
+        from storesvc_client.trees.snapshot import TreeSource
 
-        snapshot = take_snapshot(TREE, b"")
+        plan, values = Planner().plan(TREE, b"")
+        source = TreeSource(plan, values)
         first = Writer(server_address, run.name, 3)
-        first._tree = snapshot.tree
+        first._tree = plan.tree
         first.begin()
-        progress = _SumsInProgress(snapshot.tree.chunk_count)
-        requests = frames(snapshot, range(2), progress)
+        filled = []
+        for slab in plan.slabs:
+            buffer = np.zeros(slab.size, np.uint8)
+            for ordinal, at, length in slab.rows():
+                source.copy(ordinal, buffer[at : at + length - 4])
+            filled.append(Filled(slab, buffer, [o for o, *_ in slab.rows() if o < 2]))
+            filled[-1].seal(SumsInProgress(plan.tree.chunk_count))
+        requests = frames(filled)
         first.write(
             *(upload_api.WriteChunksRequest.FromString(r).frame for r in requests)
         )

@@ -223,7 +223,7 @@ def test_a_client_closes_whatever_a_save_failed_with(server_address: str) -> Non
     broken = client.run("tests/close-broken")
     failed = Future[Any]()
     failed.set_exception(MemoryError("no more of it"))
-    broken._last = Save(1, failed)
+    broken._under_way.append(Save(1, failed))
     other = client.run("tests/close-other").save(1, {"x": 1})
 
     with pytest.raises(MemoryError, match="no more of it"):

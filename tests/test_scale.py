@@ -22,13 +22,13 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.seal import seal
 from storesvc.format.trees import Leaf, Tree, pack_leaves, unpack_leaves
+from storesvc.format.wire import Frame
 from storesvc.store import Store
 from storesvc.uploads import NewUpload
 from storesvc_client._pausing import collector_paused
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
-from storesvc_proto.v1 import upload_service_pb2 as upload_api
-from tests.contract import frame, sums, tree_of
+from tests.contract import frame, received, sums, tree_of
 from tests.faulty_bucket import Call, Fault, FaultyBucket
 from tests.server_process import ServerProcess
 
@@ -169,8 +169,8 @@ def save(run: RunName, step: int) -> Task:
         record = await opened.uploads.begin(name, new, table)
         upload = await opened.uploads.open(name, record.epoch)
 
-        async def frames() -> AsyncIterator[upload_api.ChunkFrame]:
-            yield frame(0, 1, 2)
+        async def frames() -> AsyncIterator[Frame]:
+            yield received(frame(0, 1, 2))
 
         async for _ in opened.receiver.write(upload, 0, frames()):
             pass

@@ -1,5 +1,6 @@
 """Restoring a part of a checkpoint, in another dtype, and never another leaf."""
 
+import re
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from tests.stable_ids import stable_id
 
 
 def the_tree() -> dict[str, Any]:
@@ -45,12 +47,47 @@ def test_a_target_holds_the_selected_leaves_and_no_other(run: store.Run) -> None
         run.restore(0, like=like, select=["moments/**", "loss"])
 
 
-@pytest.mark.parametrize("select", [5.5, b"params/**", ["loss", 3], [["loss"]]])
+def test_a_regular_expression_is_found_anywhere_in_a_key(run: store.Run) -> None:
+    run.save(0, the_tree()).result()
+
+    back = run.restore(0, select=re.compile(r"/[12]/ker"))
+
+    assert {"params"} == set(back)
+    assert [False, True, True] == [
+        "kernel" in (x or ()) for x in back["params"]["layers"]
+    ]
+
+
+def test_globs_and_regular_expressions_may_be_mixed(run: store.Run) -> None:
+    run.save(0, the_tree()).result()
+
+    back = run.restore(0, select=["params/layers/0/*", re.compile("^(loss|rng)$")])
+
+    assert {"params", "loss", "rng"} == set(back)
+
+
+def test_a_regular_expression_that_selects_nothing_names_what_is_near(
+    run: store.Run,
+) -> None:
+    run.save(0, the_tree()).result()
+
+    with pytest.raises(
+        store.NotFoundError,
+        match=r"re.compile\('moments/nu\$'\); nearest: moments/mu",
+    ):
+        run.restore(0, select=["loss", re.compile("moments/nu$")])
+
+
+@pytest.mark.parametrize(
+    "select",
+    [5.5, b"params/**", ["loss", 3], [["loss"]], re.compile(b"loss")],
+)
 def test_what_is_no_glob_is_refused(run: store.Run, select: Any) -> None:
     run.save(0, the_tree()).result()
 
     with pytest.raises(
-        store.InvalidRequestError, match=r"select=: expected texts, got"
+        store.InvalidRequestError,
+        match=r"select=: expected globs or compiled regular expressions, got",
     ):
         run.restore(0, select=select)
     with pytest.raises(store.InvalidRequestError, match="keys: expected texts, got"):
@@ -95,7 +132,9 @@ def test_a_target_may_mix_cast_leaves_with_others(run: store.Run) -> None:
         run.restore(0, like=like, cast=ml_dtypes.bfloat16)
 
 
-@pytest.mark.parametrize("cast", ["int32", "float31", np.int8, object(), "O"], ids=str)
+@pytest.mark.parametrize(
+    "cast", ["int32", "float31", np.int8, object(), "O"], ids=stable_id
+)
 def test_a_cast_to_what_is_no_floating_dtype_is_refused(
     run: store.Run, cast: Any
 ) -> None:

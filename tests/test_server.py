@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,9 @@ from storesvc_proto.v1 import (
     upload_service_pb2,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
+from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.server_process import ServerProcess
 
 
@@ -161,6 +164,27 @@ def test_a_restore_goes_on_through_an_orderly_restart(
         server.start()
         for i, (_, array) in enumerate(leaves, start=1):
             assert (array == i).all()
+
+
+def test_a_client_that_goes_while_it_is_sent_to_is_no_bug(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    with store.connect(server.address) as client:
+        run = client.run("tests/gone")
+        saved = run.save(0, {str(i): np.ones(2**20) for i in range(9)}).result()
+    request = chunk_api.ReadChunksRequest(
+        name="namespaces/tests/runs/gone/checkpoints/0", uid=saved.uid, chunk=range(9)
+    )
+    for _ in range(8):
+        with grpc.insecure_channel(server.address) as channel:
+            stream = ChunkServiceStub(channel).ReadChunks(request)
+            next(stream)
+            time.sleep(0.1)  # until it is full
+            stream.cancel()
+
+    assert 0 == server.stop()
+    assert "bug" not in server.log
 
 
 @pytest.mark.parametrize(

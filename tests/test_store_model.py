@@ -48,7 +48,8 @@ from storesvc.store import Store
 from storesvc.uploads import NewUpload
 from storesvc.watching import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.contract import elements, frame, mixed_sums, tree_of
+from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
+from tests.contract import elements, frame, mixed_sums, received, tree_of
 from tests.faulty_bucket import DiedError, Fault, FaultyBucket, at_change, no_faults
 from tests.store_model import CHUNKS, Checkpoint, Hold, Model, Upload
 
@@ -308,6 +309,13 @@ class StoreMachine(RuleBasedStateMachine):
         trouble=TROUBLES,
     )
     def send(self, upload: Upload, versions: dict[int, int], trouble: Trouble) -> None:
+        self._send_all(upload, versions, trouble)
+
+    def _send_all(
+        self, upload: Upload, versions: dict[int, int], trouble: Trouble
+    ) -> None:
+        if not versions:
+            return
         answer = self._answer(lambda: self._send(upload, versions), trouble)
         if not self._ended(upload, answer):
             assert answer is None
@@ -319,7 +327,7 @@ class StoreMachine(RuleBasedStateMachine):
 
         async def frames() -> Any:
             for chunk, version in versions.items():
-                yield frame(chunk, version=version)
+                yield received(frame(chunk, version=version))
 
         async for _ in self._store.receiver.write(opened, 0, frames()):
             pass
@@ -341,10 +349,8 @@ class StoreMachine(RuleBasedStateMachine):
         if upload.state != "live":
             assert answer in ENDED
             return
-        needed = upload.needed(content)
-        # of what was sent in two versions it may find either none or the last
-        found = {c for c in range(CHUNKS) if c not in needed} - upload.mixed
-        assert found == set(answer) - upload.mixed
+        needed = upload.needed(dict(enumerate(content)))
+        assert set(range(CHUNKS)) - needed.keys() == set(answer)
 
     @rule(
         upload=uploads,
@@ -367,7 +373,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert upload.finish_refusal(receipt) == answer
         if answer is None:
-            upload.receipt, upload.is_stale = receipt, False
+            upload.receipt = receipt
             upload.last_sign = self._clock.elapsed()
 
     @rule(upload=uploads, trouble=TROUBLES)
@@ -432,6 +438,8 @@ class StoreMachine(RuleBasedStateMachine):
         content=CONTENTS,
         base=st.sampled_from(["latest", None]),
         trouble=TROUBLES,
+        earlier=st.dictionaries(st.integers(0, CHUNKS - 1), VERSIONS),
+        later=st.dictionaries(st.integers(0, CHUNKS - 1), VERSIONS),
         data=st.data(),
     )
     def save(
@@ -439,20 +447,22 @@ class StoreMachine(RuleBasedStateMachine):
         content: tuple[int, ...],
         base: str | None,
         trouble: Trouble,
+        earlier: dict[int, int],
+        later: dict[int, int],
         data: st.DataObject,
     ) -> None:
-        """All of it, as the client does it."""
+        """All of it, as the client does it; and other bytes beside, which count for
+        nothing."""
         taken = self._model.checkpoints
         free = [step for step in range(LAST_STEP + 1) if step not in taken]
         step = data.draw(st.sampled_from(free))
         known = self._base(base)
         name, answer = self._begin_as_clients_do(step, base, trouble)
         upload = self._begun(name, step, known, answer)
-        needed = upload.needed(content)
-        if needed:
-            assert self._answer(lambda: self._send(upload, needed), trouble) is None
-            upload.send(needed)
+        for others in (earlier, upload.needed(dict(enumerate(content)))):
+            self._send_all(upload, others, trouble)
         self._finish(upload, dict(enumerate(content)), trouble)
+        self._send_all(upload, later, trouble)
         self._commit(upload, trouble)
         assert upload.state == "committed"
 
@@ -719,8 +729,8 @@ class StoreMachine(RuleBasedStateMachine):
         async def read() -> tuple[int, ...]:
             manifest = await self._store.catalogue.manifest(RUN, record)
             versions = {}
-            async for piece in self._store.sender.send(RUN, manifest, range(CHUNKS)):
-                at = 0
+            async for sent in self._store.sender.send(RUN, manifest, range(CHUNKS)):
+                piece, at = chunk_api.ReadChunksResponse.FromString(sent).frame, 0
                 for chunk, length in zip(piece.chunk, piece.length, strict=True):
                     data = piece.data[at : at + length - 4]
                     at += length

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 import storesvc_client as store
 from storesvc_client.cli import main
+from storesvc_client.cli._main import COMMANDS
 from tests.command_line import document, printed, refusal, storectl, table
 
 COMMAND = [sys.executable, "-m", "storesvc_client.cli"]
@@ -294,7 +295,7 @@ def test_looking_at_a_store_imports_no_jax(address: str) -> None:
 
 
 def test_every_command_shows_examples() -> None:
-    for name in main.commands:
+    for name in COMMANDS:
         result = CliRunner().invoke(main, [name, "--help"])
 
         assert f"Examples:\n    storectl {name}" in result.stdout

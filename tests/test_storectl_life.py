@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client.cli import main
+from storesvc_client.cli._main import COMMANDS
 from tests.command_line import (
     document,
     printed,
@@ -482,5 +482,5 @@ def test_the_summary_of_each_command_fits_into_the_list_of_commands() -> None:
     text = storectl("127.0.0.1:1", "--help").stdout
 
     listed = text.partition("Commands:")[2].splitlines()[1:]
-    assert list(main.commands) == [line.split()[0] for line in listed]
+    assert list(COMMANDS) == [line.split()[0] for line in listed]
     assert [] == [line for line in listed if line.endswith("...")]

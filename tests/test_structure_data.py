@@ -20,6 +20,7 @@ from storesvc_client.trees.structure import (
     decode_data,
     encode_data,
 )
+from tests.stable_ids import stable_id
 
 
 class Mode(enum.StrEnum):
@@ -147,7 +148,7 @@ def test_an_integer_too_long_for_a_setting_is_described() -> None:
         {},
         object(),
     ],
-    ids=str,
+    ids=stable_id,
 )
 def test_a_document_of_no_plain_data_is_refused(document: Any) -> None:
     with pytest.raises(StructureError):

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from storesvc_client.trees.structure import differences, fingerprint, rows
 from tests.modules import CASES, Closure, Holder, Partitioned, rngs
+from tests.stable_ids import stable_id
 from tests.test_structure_golden import stored
 
 
@@ -101,7 +102,7 @@ def test_a_variable_that_is_no_longer_shared_is_a_difference() -> None:
         ({"a": (1, (2,))}, {"a": [1, [2]]}),
         (jnp.float32, jnp.dtype("float32")),
     ],
-    ids=str,
+    ids=stable_id,
 )
 def test_what_json_makes_of_a_setting_is_no_difference(saved: Any, target: Any) -> None:
     documents = [
@@ -127,7 +128,7 @@ def test_what_json_makes_of_a_setting_is_no_difference(saved: Any, target: Any) 
         ("x" * 10_000 + "a", "x" * 10_000 + "b"),
         ((1, 2), (1, 2, 3)),
     ],
-    ids=str,
+    ids=stable_id,
 )
 def test_another_setting_is_a_difference(saved: Any, target: Any) -> None:
     documents = [

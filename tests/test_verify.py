@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc import sending, tallies, verification
+from storesvc import tallies, verification
 from storesvc.errors import CheckpointNotFoundError, StorageUnavailableError
+from storesvc.format import reads
 from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.seal import seal
@@ -324,7 +325,7 @@ def reports(saved: Saved) -> Callable[..., list[Report]]:
 def test_a_report_comes_every_second(
     reports: Callable[..., list[Report]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "READ_BYTES", 1)  # every chunk is a read
+    monkeypatch.setattr(reads, "READ_BYTES", 1)  # every chunk is a read
 
     counts = [report.chunk_count for report in reports()]
 
@@ -334,7 +335,7 @@ def test_a_report_comes_every_second(
 def test_a_verification_that_nobody_follows_gives_its_place_back(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "READ_BYTES", 1)
+    monkeypatch.setattr(reads, "READ_BYTES", 1)
 
     async def verify() -> None:
         bucket = await KvBucket.open(saved.root.as_uri())

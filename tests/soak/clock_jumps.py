@@ -16,11 +16,11 @@ import storesvc_client as store
 from storesvc.clocks import SystemClock
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import pack_leaves
+from storesvc.format.wire import Frame
 from storesvc.kvbucket import KvBucket
 from storesvc.store import Store
 from storesvc.uploads import NewUpload
-from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.contract import elements, frame, sums, tree_of
+from tests.contract import elements, frame, received, sums, tree_of
 from tests.soak.outcomes import Outcome
 
 RUN = RunName("soak", "clocks")
@@ -97,8 +97,8 @@ async def _save_beside(
     return []
 
 
-async def _frames() -> AsyncIterator[api.ChunkFrame]:
-    yield frame(0, 1, 2)
+async def _frames() -> AsyncIterator[Frame]:
+    yield received(frame(0, 1, 2))
 
 
 async def _collect(collector: Store) -> None:

@@ -5,31 +5,53 @@ Records a server's calls while it makes a store, saves, deletes and collects, th
 out, for each moment, the folders that a power cut could leave at the extremes.
 """
 
+import os
+import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Final, TypeAlias
 
 import storesvc_client as store
 from tests.soak import promises
 from tests.soak.disks import Change, Disk, Survivors, read_log
 from tests.soak.kills import collect
 from tests.soak.outcomes import Outcome
-from tests.soak.watched import watched
+from tests.soak.watched import WatchedServer, watched
+
+Save: TypeAlias = Callable[[WatchedServer, int], None]
+
+_SAVING: Final = """
+import sys, storesvc_client as store
+from tests.soak import promises
+address, direct, step = sys.argv[1:]
+with store.connect(address, direct=direct) as client:
+    promises.save(client, int(step))
+"""
 
 STEPS = (0, 1, 2)
 DELETED = 0
 
 
 def power_cuts() -> Outcome:
-    """Cuts the power at every point of the first saves of a store."""
+    """Cuts the power at every point of the first saves of a store, whose bytes go
+    through the server, or which their process writes by itself."""
     outcome = Outcome()
+    for save in (_through_server, _directly):
+        _cut_everywhere(save, outcome)
+    return outcome
+
+
+def _cut_everywhere(save: Save, outcome: Outcome) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch,
         tempfile.TemporaryDirectory(prefix="storesvc-soak-") as empty,
     ):
         top = Path(empty)
         disk = Disk(top)
-        changes, acknowledged, deleting = record(top / "store")
+        changes, acknowledged, deleting = record(top / "store", save)
         seen: set[bytes] = set()
         for number, change in enumerate(changes, start=1):
             disk.apply([change])
@@ -46,21 +68,41 @@ def power_cuts() -> Outcome:
                 maybe = set(STEPS) - kept
                 found = promises.losses_at(cut / "store", kept=kept, maybe=maybe)
                 outcome.add(point, found)
-    return outcome
 
 
-def record(root: Path) -> tuple[list[Change], dict[int, int], int]:
-    """Returns the calls of a server that saves and deletes, after how many of them
+def _through_server(server: WatchedServer, step: int) -> None:
+    with store.connect(server.address) as client:
+        promises.save(client, step)
+
+
+def _directly(server: WatchedServer, step: int) -> None:
+    """In a process whose calls are logged too."""
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            _SAVING,
+            server.address,
+            server.root.as_uri(),
+            str(step),
+        ],
+        env=os.environ | server.environment,
+        check=True,
+    )
+
+
+def record(root: Path, save: Save) -> tuple[list[Change], dict[int, int], int]:
+    """Returns the calls of processes that save and delete, after how many of them
     each step was acknowledged, and after how many the deletion was asked for."""
     acknowledged = {}
     with watched(root) as server:
         server.log_calls()
         server.start()
+        for step in STEPS:
+            save(server, step)
+            acknowledged[step] = len(read_log(server.calls_log))
+        deleting = len(read_log(server.calls_log))
         with store.connect(server.address) as client:
-            for step in STEPS:
-                promises.save(client, step)
-                acknowledged[step] = len(read_log(server.calls_log))
-            deleting = len(read_log(server.calls_log))
             collect(client)
         server.stop()
         return read_log(server.calls_log), acknowledged, deleting

@@ -158,15 +158,20 @@ int rename(const char *from, const char *to) {
     WATCHED("rename", from, to, NULL, 0, 0, REAL(rename)(from, to))
 }
 
-int open(const char *path, int flags, ...) {
-    va_list rest;
-    va_start(rest, flags);
-    mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;
-    va_end(rest);
-    int creates = (flags & O_CREAT) && is_below(path) && access(path, F_OK);
-    if (!creates) return REAL(open)(path, flags, mode);
-    WATCHED("create", path, "", NULL, 0, 0, REAL(open)(path, flags, mode))
-}
+/* Under both names: Python, built for large files, calls the second. */
+#define WATCHED_OPEN(name)                                                       \
+    int name(const char *path, int flags, ...) {                                 \
+        va_list rest;                                                            \
+        va_start(rest, flags);                                                   \
+        mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;                \
+        va_end(rest);                                                            \
+        int creates = (flags & O_CREAT) && is_below(path) && access(path, F_OK); \
+        if (!creates) return REAL(name)(path, flags, mode);                      \
+        WATCHED("create", path, "", NULL, 0, 0, REAL(name)(path, flags, mode))   \
+    }
+
+WATCHED_OPEN(open)
+WATCHED_OPEN(open64)
 
 int unlink(const char *path) {
     if (!is_below(path)) return REAL(unlink)(path);

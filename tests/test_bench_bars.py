@@ -1,0 +1,133 @@
+"""The benchmark judges by its bars what it measured, and only that."""
+
+from typing import Any
+
+import pytest
+
+from tests.bench.speed.bars import BARS, Results, verdicts
+from tests.bench.speed.tables import bars_table, table
+from tests.bench.speed.works import CONTENDERS, WORKS
+
+
+def judged(results: Results, what: str) -> tuple[float | None, str]:
+    """The value of a bar, and what came of it."""
+    (verdict,) = [each for each in verdicts(results) if each.bar.what == what]
+    return verdict.value, str(verdict)
+
+
+def phased(work: str, **seconds: float) -> Results:
+    """A restore that took each contender so many seconds."""
+    return {
+        f"{work} on tmpfs": {
+            name.replace("_", "-"): [{"bytes": 2 * 10**9, "restore": {"seconds": s}}]
+            for name, s in seconds.items()
+        }
+    }
+
+
+def figures(work: str, name: str, **values: Any) -> Results:
+    return {f"{work} on tmpfs": {name: [values]}}
+
+
+def test_without_results_every_bar_is_not_measured() -> None:
+    assert {(None, "not measured")} == {(v.value, str(v)) for v in verdicts({})}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict"), [(1, "met"), (2, "met"), (2.5, "missed by 20%")]
+)
+def test_a_speed_is_judged_as_a_ratio(seconds: float, verdict: str) -> None:
+    results = phased("lm", direct=seconds, orbax=10)
+
+    what = "lm: direct restore, speed / orbax"
+    assert (10 / seconds, verdict) == judged(results, what)
+
+
+def test_a_bar_needs_both_contenders() -> None:
+    what = "lm: direct restore, speed / orbax-raw"
+
+    assert (None, "not measured") == judged(phased("lm", direct=1, orbax=10), what)
+
+
+def test_what_is_not_installed_is_not_measured() -> None:
+    results = figures("lora", "direct", absent="x is not installed")
+
+    what = "lora: direct, bytes / first save"
+    assert (None, "not measured") == judged(results, what)
+
+
+def test_a_figure_is_the_median_of_the_rounds() -> None:
+    rounds = [{"time_share": share} for share in (0.1, 0.3, 0.9)]
+    results = {"lora on tmpfs": {"direct": rounds}}
+
+    what = "lora: direct, time / first save"
+    assert (0.3, "missed by 50%") == judged(results, what)
+
+
+def test_what_was_measured_on_disk_is_judged_by_no_bar() -> None:
+    results = {"lora on disk": {"direct": [{"time_share": 0.1}]}}
+
+    what = "lora: direct, time / first save"
+    assert (None, "not measured") == judged(results, what)
+
+
+@pytest.mark.parametrize(("wrong", "verdict"), [(0, "met"), (3, "missed by 3")])
+def test_no_leaf_may_come_back_wrong(wrong: int, verdict: str) -> None:
+    results = figures("blocked", "streamed", wrong_leaves=wrong)
+
+    what = "blocked: streamed, leaves wrong after donation"
+    assert (wrong, verdict) == judged(results, what)
+
+
+def test_a_save_may_hold_one_copy_of_the_state_and_64_mib() -> None:
+    save = {"extra_mib": 1064.0}
+    results = figures("lm", "direct", bytes=1000 << 20, save=save)
+
+    what = "lm: direct save, MiB above the budget"
+    assert (64, "met") == judged(results, what)
+
+
+def test_the_cpu_of_the_server_is_counted_for_each_gb() -> None:
+    restore = {"others_cpu_seconds": 1.5}
+    results = figures("lm", "streamed", bytes=2 * 10**9, restore=restore)
+
+    what = "lm: streamed restore, CPU-s/GB of the server"
+    assert (0.75, "missed by 25%") == judged(results, what)
+
+
+def test_the_table_has_a_line_for_each_bar() -> None:
+    first, *lines = bars_table(verdicts({})).splitlines()
+
+    assert first.startswith("bar ")
+    assert [bar.what for bar in BARS] == [line[:60].rstrip() for line in lines]
+
+
+def test_bars_are_about_works_that_there_are() -> None:
+    assert {bar.what.partition(":")[0] for bar in BARS} <= WORKS.keys()
+    assert {name for work in WORKS.values() for name in work.contenders} <= {
+        *CONTENDERS
+    }
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "line"),
+    [
+        (2, "orbax           0.50      4.00      32      1.00      2.00       1"),
+        (0.01, "orbax           4.00      8.00      32      2.00      4.00       1"),
+    ],
+)
+def test_a_table_tells_rates_and_of_a_small_state_seconds(
+    gigabytes: float, line: str
+) -> None:
+    rounds = [
+        {
+            "bytes": gigabytes * 1e9,
+            "save": {"seconds": 4.0, "cpu_seconds": 8.0, "extra_mib": 32.0},
+            "restore": {"seconds": 2.0, "cpu_seconds": 4.0, "extra_mib": 1.0},
+        }
+    ]
+
+    told = table("lm", "tmpfs", {"orbax": rounds}).splitlines()
+
+    assert line in told
+    assert ("CPU-s/GB" in told[2]) == (gigabytes == 2)

@@ -1,0 +1,131 @@
+"""A restore moves the bytes of what it returns, and next to nothing else."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import storesvc_client as store
+from storesvc.format.dtypes import DTYPES
+from tests.counting_wire import CountingWire, counted
+
+MiB = 1 << 20
+SAVED_STEP = 0
+
+
+def sharded(shape: tuple[int, ...], *axes: str | None) -> jax.Array:
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    values = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    array: jax.Array = jax.device_put(values, NamedSharding(mesh, PartitionSpec(*axes)))
+    return array
+
+
+def the_state() -> dict[str, Any]:
+    """16 MiB of parameters and 16 MiB beside them."""
+    return {
+        "params": {
+            "kernel": sharded((2048, 1024), "fsdp"),
+            "embed": sharded((2 * MiB,)),
+        },
+        "moments": {
+            "mu": sharded((2048, 1024), None, "fsdp"),
+            "nu": sharded((2 * MiB,)),
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def wire(server_address: str) -> Iterator[CountingWire]:
+    """A wire to a server that holds ``the_state``."""
+    with store.connect(server_address) as client:
+        client.run("tests/moved").save(SAVED_STEP, the_state()).result()
+    with counted(server_address) as wire:
+        yield wire
+
+
+@pytest.fixture
+def wired(wire: CountingWire) -> Iterator[store.Run]:
+    """A run at the other end of the wire."""
+    with store.connect(wire.address) as client:
+        yield client.run("tests/moved")
+
+
+def stored_bytes(run: store.Run, prefix: str = "") -> int:
+    """Returns what the chunks of leaves take, with a checksum each."""
+    return sum(
+        leaf.chunk_count
+        * (math.prod(leaf.chunk_shape) * DTYPES[leaf.dtype].itemsize + 4)
+        for key, leaf in run.leaves(SAVED_STEP).items()
+        if key.startswith(prefix)
+    )
+
+
+def check_moved(wire: CountingWire, run: store.Run, prefix: str, **how: Any) -> Any:
+    """Returns what a restore returns that has to move the leaves of a prefix."""
+    expected = stored_bytes(run, prefix)
+    before = wire.received_bytes
+    back = run.restore(SAVED_STEP, **how)
+    moved = wire.received_bytes - before
+
+    assert expected <= moved <= 1.05 * expected
+    return back
+
+
+@pytest.mark.parametrize("select", ["params/**", re.compile("^params/")], ids=str)
+def test_what_is_not_selected_is_not_moved(
+    wire: CountingWire, wired: store.Run, select: Any
+) -> None:
+    back = check_moved(wire, wired, "params/", select=select)
+
+    assert {"params"} == set(back)
+    np.testing.assert_array_equal(
+        the_state()["params"]["embed"], back["params"]["embed"]
+    )
+
+
+def test_a_cast_moves_what_was_saved(wire: CountingWire, wired: store.Run) -> None:
+    back = check_moved(wire, wired, "params/", select="params/**", cast="bfloat16")
+
+    assert {jnp.dtype("bfloat16")} == {x.dtype for x in jax.tree.leaves(back)}
+
+
+def test_what_is_initialised_moves_nothing(
+    wire: CountingWire, wired: store.Run
+) -> None:
+    like = {"params": the_state()["params"], "lora": sharded((2 * MiB,), "fsdp")}
+
+    back = check_moved(
+        wire, wired, "params/", like=like, select="params/**", missing="init"
+    )
+
+    assert back["lora"] is like["lora"]
+
+
+def test_a_sharded_state_moves_once_onto_one_device(
+    wire: CountingWire, wired: store.Run
+) -> None:
+    one = SingleDeviceSharding(jax.devices()[3])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), the_state()
+    )
+
+    back = check_moved(wire, wired, "", like=like)
+
+    np.testing.assert_array_equal(the_state()["moments"]["mu"], back["moments"]["mu"])
+    assert {one} == {x.sharding for x in jax.tree.leaves(back)}
+
+
+def test_a_replicated_state_moves_once_for_all_devices(
+    wire: CountingWire, wired: store.Run
+) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+
+    back = check_moved(wire, wired, "", mesh=mesh, rules=[("", PartitionSpec())])
+
+    np.testing.assert_array_equal(the_state()["moments"]["nu"], back["moments"]["nu"])

@@ -1,0 +1,305 @@
+"""A direct restore reads data files by itself: no copy too many, no byte too many."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import storesvc_client as store
+from storesvc.format.grids import whole
+from storesvc_client._budget import Budget
+from storesvc_client._receiving import Assembly, Buffer
+from tests.bench.speed.meters import measured, memory_mib, settle
+from tests.server_process import ServerProcess
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def direct(server: ServerProcess) -> Iterator[store.Client]:
+    """A client of a server that reads the store's files by itself."""
+    with store.connect(server.address, direct=server.root.as_uri()) as connected:
+        yield connected
+
+
+def mesh(*sizes: int) -> Mesh:
+    devices = np.array(jax.devices()[: int(np.prod(sizes))])
+    return Mesh(devices.reshape(sizes), tuple("ab"[: len(sizes)]))
+
+
+def drawn(*shape: int) -> Any:
+    return np.random.default_rng(0).random(shape, np.float32)
+
+
+def like(tree: Any, sharding: Sharding) -> Any:
+    return {
+        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for key, leaf in tree.items()
+    }
+
+
+def read_bytes() -> int:
+    """Bytes that this process has read from files so far."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("rchar:"):
+            return int(line.split()[1])
+    raise LookupError("rchar")
+
+
+def data_files(root: Path) -> list[Path]:
+    files = [path for path in root.glob("data/*/*/pool/**/*") if path.is_file()]
+    return sorted(files, key=lambda path: path.stat().st_size)
+
+
+def test_chunks_come_from_the_files_and_not_through_the_server(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start_server()
+    tree = {"x": drawn(1000, 100), "small": drawn(3)}
+    with store.connect(server.address) as client:
+        client.run("tests/run").save(0, tree).result()
+        copy = tmp_path / "copy"
+        shutil.copytree(server.root, copy)
+        for path in data_files(server.root):
+            os.truncate(path, 0)
+
+        with pytest.raises(store.DataLossError):
+            client.run("tests/run").restore(0)
+    with store.connect(server.address, direct=copy.as_uri()) as client:
+        back = client.run("tests/run").restore(0)
+        assert tree["x"].tobytes() == back["x"].tobytes()
+        assert tree["small"].tobytes() == back["small"].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_cpu_devices_use_the_memory_that_was_read_into(
+    direct: store.Client, run: store.Run, dtype: Any
+) -> None:
+    values = drawn(4096, 1024).astype(dtype)
+    run.save(0, {"x": jax.device_put(values, NamedSharding(mesh(8), P("a")))}).result()
+    target = like({"x": values}, NamedSharding(mesh(8), P("a")))
+
+    back = direct.run(run.name).restore(0, like=target)["x"]
+
+    at = [shard.data.unsafe_buffer_pointer() for shard in back.addressable_shards]
+    # a copy would lie anywhere: these lie as they were read, behind one another
+    assert [at[0] + n * values.nbytes // 8 for n in range(8)] == at
+    assert 0 == at[0] % (2 * MIB)
+    assert values.tobytes() == np.asarray(back).tobytes()
+
+
+def test_replicas_share_the_memory_that_was_read_into(
+    direct: store.Client, run: store.Run
+) -> None:
+    values = drawn(1024, 1024)
+    run.save(0, {"x": values}).result()
+    target = like({"x": values}, NamedSharding(mesh(8), P()))
+
+    back = direct.run(run.name).restore(0, like=target)["x"]
+
+    shards = [shard.data.unsafe_buffer_pointer() for shard in back.addressable_shards]
+    assert 1 == len(set(shards))
+
+
+RESHARDED = {
+    "tp-4 x dp-2": lambda: NamedSharding(mesh(2, 4), P(None, "b")),
+    "one device": lambda: SingleDeviceSharding(jax.devices()[0]),
+    "fsdp-4": lambda: NamedSharding(mesh(4), P("a")),
+}
+
+
+@pytest.mark.parametrize("target", RESHARDED.values(), ids=list(RESHARDED))
+def test_a_resharding_restore_reads_hardly_more_than_it_returns(
+    direct: store.Client, run: store.Run, target: Callable[[], Sharding]
+) -> None:
+    tree = {"x": drawn(2048, 2048), "y": drawn(8 * 2100, 640), "z": drawn(512, 64)}
+    spread = NamedSharding(mesh(8), P("a"))
+    run.save(0, {k: jax.device_put(v, spread) for k, v in tree.items()}).result()
+    own = direct.run(run.name)
+
+    before = read_bytes()
+    back = own.restore(0, like=like(tree, target()))
+    read = read_bytes() - before
+
+    needed = sum(leaf.nbytes for leaf in tree.values())
+    assert needed < read < 1.2 * needed
+    assert all(tree[k].tobytes() == np.asarray(back[k]).tobytes() for k in tree)
+
+
+def test_a_selective_restore_reads_only_what_it_returns(
+    direct: store.Client, run: store.Run
+) -> None:
+    tree = {f"{n:03}": drawn(512, 512) for n in range(20)}
+    run.save(0, tree).result()
+    own = direct.run(run.name)
+
+    before = read_bytes()
+    back = own.restore(0, select=["003", "004", "017"])
+    read = read_bytes() - before
+
+    assert ["003", "004", "017"] == sorted(back)
+    assert 3 * MIB < read < 3.2 * MIB
+
+
+def test_many_small_leaves_take_few_reads_also_where_every_other_is_wanted(
+    direct: store.Client, run: store.Run
+) -> None:
+    tree = {f"{n:04}": np.full(n % 50, n) for n in range(3000)}
+    run.save(0, tree).result()
+    opened = direct.run(run.name).open(0)
+    rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.values())][::2]
+    arrays: dict[int, Any] = {}
+
+    def keep(buffer: Buffer) -> None:
+        (arrays[buffer.row],) = buffer.arrays
+
+    assembly = Assembly(opened._manifest, rows, name="x", place=keep)
+    source: Any = opened._source()
+    assert 20 > len(source._planned(assembly.missing, assembly))
+    source.read(assembly.missing, assembly)
+
+    assert [] == assembly.missing
+    for row, leaf in enumerate(tree.values()):
+        if row % 2 == 0:
+            assert np.array_equal(leaf, arrays[row])
+
+
+@pytest.mark.parametrize("limit_mib", [1, 9, 24])
+def test_buffers_that_are_not_handed_over_fit_the_budget(
+    direct: store.Client, run: store.Run, limit_mib: int
+) -> None:
+    tree = {f"{n}": drawn(1024, 1024 + 64 * n) for n in range(8)}
+    run.save(0, tree).result()
+    opened = direct.run(run.name).open(0)
+    held: list[int] = []
+
+    def place(buffer: Buffer) -> None:
+        time.sleep(0.01)  # as an accelerator takes it
+        held.append(buffer.group.size_bytes)
+
+    rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.values())]
+    assembly = Assembly(opened._manifest, rows, name="x", place=place)
+    source: Any = opened._source()
+    source.budget = Budget(limit_mib * MIB)
+    source.read(assembly.missing, assembly)
+
+    assert sum(leaf.nbytes for leaf in tree.values()) == sum(held)
+    # one that is larger than all of it goes alone
+    assert source.budget.peak_bytes <= max(limit_mib * MIB, *held)
+
+
+def test_restores_leave_no_memory_no_file_and_no_thread_behind(
+    direct: store.Client, run: store.Run
+) -> None:
+    tree = {f"{n}": drawn(1024, 1024) for n in range(24)}
+    run.save(0, tree).result()
+    own = direct.run(run.name)
+    target = like(tree, NamedSharding(mesh(8), P("a")))
+
+    def repeat(times: int) -> None:
+        for _ in range(times):
+            own.restore(0, like=target)
+
+    repeat(3)
+    settle()  # jax lets go of memory that it shared at the next collection
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    rest = memory_mib([os.getpid()])
+    with measured() as cost:
+        repeat(1)
+    assert 96 - 8 < cost.extra_mib < 96 + 64
+    with measured() as cost:
+        repeat(8)
+
+    # jax may let go of one while the next one reads
+    assert cost.extra_mib < 2 * 96 + 32
+    settle()
+    assert memory_mib([os.getpid()]) < rest + 16
+    assert files == len(list(Path("/proc/self/fd").iterdir()))
+    assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
+
+
+def test_a_failed_read_ends_the_others_and_leaves_nothing_behind(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    with store.connect(server.address, direct=server.root.as_uri()) as client:
+        run = client.run("tests/damage")
+        run.save(0, {f"{n}": drawn(1024, 1024) for n in range(24)}).result()
+        data_files(server.root)[-1].unlink()
+        files = len(list(Path("/proc/self/fd").iterdir()))
+
+        with pytest.raises(store.DataLossError, match=r"leaf '.*data file .* missing"):
+            run.restore(0)
+
+        assert files == len(list(Path("/proc/self/fd").iterdir()))
+        assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
+
+
+def test_an_interrupted_restore_ends_at_once_and_leaves_no_thread(
+    direct: store.Client, run: store.Run
+) -> None:
+    run.save(0, {f"{n}": drawn(512, 512) for n in range(64)}).result()
+    opened = direct.run(run.name).open(0)
+    placed: list[int] = []
+    once = iter([signal.SIGINT])
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def place(buffer: Buffer) -> None:
+        for interrupt in once:
+            signal.pthread_kill(main, interrupt)  # as Ctrl-C does
+        placed.append(buffer.row)
+        time.sleep(0.05)
+
+    with pytest.raises(KeyboardInterrupt):
+        opened._read([(row, [whole((512, 512))]) for row in range(64)], place)
+
+    ended = len(placed)
+    time.sleep(0.2)
+    assert 64 > ended == len(placed)
+    assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
+
+
+def test_the_root_of_another_store_is_refused(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    with store.connect(tmp_path.as_uri()) as other:
+        found = other.info().store_uid
+    with store.connect(server.address) as client:
+        expected = client.info().store_uid
+
+    with pytest.raises(
+        store.InvalidRequestError,
+        match=f"direct: expected the root of store {expected}.*got .*{found}",
+    ):
+        store.connect(server.address, direct=tmp_path.as_uri())
+
+
+def test_a_root_without_a_store_is_refused(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match=r"cannot read .*No such file"):
+        store.connect(server.address, direct=(tmp_path / "none").as_uri())
+    (tmp_path / "store.binpb").write_bytes(b"else")
+    with pytest.raises(store.InvalidRequestError, match="expected the record of store"):
+        store.connect(server.address, direct=tmp_path.as_uri())
+
+
+@pytest.mark.parametrize(
+    "direct", ["gs://bucket/prefix", "memory://", "/ckpts", "file://host/x", "", 5]
+)
+def test_what_is_no_directory_is_refused(server: ServerProcess, direct: Any) -> None:
+    with pytest.raises(
+        store.InvalidRequestError, match=r"direct: expected file:///PATH.*got"
+    ):
+        store.connect(server.address, direct=direct)

@@ -1,0 +1,142 @@
+"""Wherever the regions of a leaf go, each gets the elements that are its own."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storesvc.format.checksums import crc32c, digest
+from storesvc.format.chunks import Places, Sums
+from storesvc.format.grids import Grid, Region, part, whole
+from storesvc.format.manifests import Manifest
+from storesvc.format.trees import Leaf, Tree
+from storesvc_client._layouts import Run, allocate, lay_out
+from storesvc_client._receiving import Assembly, Buffer
+from storesvc_proto.v1 import tree_pb2 as pb
+
+
+def a_manifest(
+    values: Any, chunk_shape: tuple[int, ...]
+) -> tuple[Manifest, list[bytes]]:
+    """A manifest of one leaf, and its chunks as they are stored."""
+    leaf = Leaf(
+        key="x",
+        path_kinds="k",
+        kind=pb.LEAF_KIND_ARRAY,
+        dtype=values.dtype.name,
+        shape=values.shape,
+        chunk_shape=chunk_shape,
+    )
+    stored, rows = [], []
+    for within in range(leaf.grid.count):
+        chunk = np.full(chunk_shape, 77, values.dtype)
+        held = leaf.grid.region(within)
+        whole_chunk = tuple(
+            (p, p + n) for (p, _), n in zip(held, chunk_shape, strict=True)
+        )
+        part(chunk, whole_chunk, held)[...] = part(values, whole(values.shape), held)
+        data = chunk.tobytes()
+        stored.append(data + crc32c(data).to_bytes(4, "little"))
+        rows.append((within, crc32c(data), digest(data)))
+    places = Places.of_rows([("f", 0, len(data)) for data in stored])
+    return Manifest(Tree((leaf,)), Sums.of_rows(rows), places), stored
+
+
+@st.composite
+def leaves_and_regions(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, ...], tuple[int, ...], list[Region]]:
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    chunk_shape = tuple(draw(st.integers(1, max(1, n))) for n in shape)
+    if draw(st.booleans()):  # as shards: the first dimension in even parts
+        parts = draw(st.integers(1, 4))
+        cut = sorted(draw(st.sets(st.integers(0, 9), max_size=parts)))
+        bounds = [0, *cut, *shape[:1]]
+        regions = [
+            ((min(a, shape[0]), min(b, shape[0])), *whole(shape[1:]))
+            for a, b in pairwise(bounds)
+            if shape and a < b
+        ]
+        return shape, chunk_shape, list(dict.fromkeys(regions))
+    count = draw(st.integers(1, 3))
+    spans = [st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in shape]
+    drawn = [tuple((a, b) for a, b in map(draw, spans)) for _ in range(count)]
+    return shape, chunk_shape, list(dict.fromkeys(drawn))
+
+
+@settings(max_examples=300, deadline=None)
+@given(leaves_and_regions(), st.integers(1, 40))
+def test_every_region_gets_its_elements_whichever_way_chunks_come(
+    drawn: tuple[tuple[int, ...], tuple[int, ...], list[Region]], piece: int
+) -> None:
+    shape, chunk_shape, regions = drawn
+    values = np.arange(math.prod(shape), dtype=np.int16).reshape(shape)
+    manifest, stored = a_manifest(values, chunk_shape)
+
+    for in_pieces in (True, False):
+        found: dict[Region, Any] = {}
+
+        def keep(buffer: Buffer, found: dict[Region, Any] = found) -> None:
+            found.update(zip(buffer.regions, buffer.arrays, strict=True))
+
+        assembly = Assembly(manifest, [(0, regions)], name="x", place=keep)
+        for ordinal in assembly.missing:
+            data = stored[ordinal]
+            if in_pieces:
+                for at in range(0, len(data), piece):
+                    assembly.add(ordinal, at, memoryview(data)[at : at + piece])
+                continue
+            assembly.begin([ordinal])
+            elements = np.frombuffer(data[:-4], np.uint8)
+            assembly.check(ordinal, crc32c(data[:-4]), data[-4:])
+            into = assembly.destination(ordinal)
+            if into is not None:
+                into[...] = elements
+            else:
+                step = assembly.piece_bytes(ordinal, piece)
+                for at in range(0, len(elements), step):
+                    assembly.spread(ordinal, elements[at : at + step], at)
+            assembly.finish(ordinal)
+
+        assert [] == assembly.missing
+        assert set(regions) == set(found)
+        for region, array in found.items():
+            expected = part(values, whole(shape), region)
+            assert expected.shape == array.shape
+            assert np.array_equal(expected, array)
+
+
+def test_a_chunk_of_several_shards_is_one_run_where_they_follow_each_other() -> None:
+    grid = Grid((64, 32), (64, 32), 4)
+    shards = [((n, n + 8), (0, 32)) for n in range(0, 64, 8)]
+
+    (goal,) = lay_out(grid, shards).goals
+
+    assert isinstance(goal.goes, Run)
+
+
+def test_shards_lie_apart_where_xla_would_copy_them_for_want_of_alignment() -> None:
+    grid = Grid((2, 100_001), (2, 100_001), 1)
+
+    (group,) = lay_out(grid, [((0, 1), (0, 100_001)), ((1, 2), (0, 100_001))]).groups
+
+    assert [0, 0] == [slab.start % 64 for slab in group.slabs]
+    assert 2 == len(group.slabs)
+
+
+def test_large_regions_are_handed_over_each_for_itself() -> None:
+    grid = Grid((8, 40 << 20), (1, 1 << 20), 1)
+    regions = [((n, n + 1), (0, 40 << 20)) for n in range(8)]
+
+    assert 8 == len(lay_out(grid, regions).groups)
+
+
+def test_memory_is_aligned_for_xla() -> None:
+    for size in (64 << 10, 1 << 20, 2 << 20, (5 << 20) + 3):
+        memory = allocate(size)
+        assert size == memory.nbytes
+        assert 0 == memory.ctypes.data % 64
+        memory[...] = 1

@@ -1,0 +1,159 @@
+"""Leaves that a checkpoint lacks: an error, or what ``like`` has there."""
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import storesvc_client as store
+
+
+@pytest.fixture
+def trained(run: store.Run) -> store.Run:
+    """A run with a checkpoint of two leaves."""
+    run.save(0, {"params": {"kernel": jnp.ones((8, 4))}, "step": 3}).result()
+    return run
+
+
+def like(**more: Any) -> dict[str, Any]:
+    return {"params": {"kernel": jnp.zeros((8, 4))}, "step": 0, **more}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [jnp.arange(3.0), np.arange(3), np.float32(2.5), 7, 0.5, True, 1j],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_leaf_that_is_missing_keeps_the_value_of_like(
+    trained: store.Run, value: Any
+) -> None:
+    back = trained.restore(0, like=like(new=value), missing="init")
+
+    assert back["new"] is value
+    assert 3 == back["step"]
+    assert 32.0 == float(back["params"]["kernel"].sum())
+
+
+def test_by_default_a_leaf_that_is_missing_is_refused(trained: store.Run) -> None:
+    with pytest.raises(store.MismatchError, match="leaf 'new' is missing from it"):
+        trained.restore(0, like=like(new=7))
+    with pytest.raises(store.MismatchError, match="leaf 'new' is missing from it"):
+        trained.restore(0, like=like(new=7), missing="error")
+
+
+def test_all_that_has_no_value_is_refused_beside_all_that_does_not_fit(
+    trained: store.Run,
+) -> None:
+    deleted = jnp.ones(2)
+    deleted.delete()
+    target = {
+        "params": {"kernel": jnp.zeros((4, 8))},
+        "abstract": jax.ShapeDtypeStruct((2,), jnp.float32),
+        "deleted": deleted,
+        "real": jnp.ones(2),
+        "text": "none",
+    }
+
+    with pytest.raises(store.MismatchError) as caught:
+        trained.restore(0, like=target, missing="init")
+
+    message = str(caught.value)
+    for part in (
+        "leaf 'abstract' is missing from it: expected (2,) float32; like= has no value",
+        "leaf 'deleted' is missing from it: expected (2,) float32; its array in like=",
+        "leaf 'text' is missing from it: expected str",
+        "leaf 'params/kernel': expected (4, 8) float32, got (8, 4) float32",
+        "leaf 'step' is not expected",
+    ):
+        assert part in message
+    assert "'real'" not in message
+
+
+def test_another_dtype_is_not_taken_for_missing(trained: store.Run) -> None:
+    target = {**like(), "params": {"kernel": jnp.zeros((8, 4), jnp.bfloat16)}}
+
+    with pytest.raises(store.MismatchError, match="bfloat16, got "):
+        trained.restore(0, like=target, missing="init")
+
+
+def test_kept_values_go_where_the_rules_say(trained: store.Run) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    target = like(
+        lora=jnp.arange(16.0), key=jax.random.key(5), host=np.ones(3), count=4
+    )
+
+    back = trained.restore(
+        0,
+        like=target,
+        mesh=mesh,
+        rules=[("lora|kernel", PartitionSpec("fsdp")), ("", PartitionSpec())],
+        missing="init",
+    )
+
+    assert NamedSharding(mesh, PartitionSpec("fsdp")) == back["lora"].sharding
+    np.testing.assert_array_equal(np.arange(16.0), back["lora"])
+    assert NamedSharding(mesh, PartitionSpec()) == back["key"].sharding
+    assert jax.random.key_data(target["key"]).tolist() == (
+        jax.random.key_data(back["key"]).tolist()
+    )
+    assert back["host"] is target["host"]
+    assert 4 == back["count"]
+
+
+def test_without_rules_kept_values_stay_where_they_lie(trained: store.Run) -> None:
+    there = SingleDeviceSharding(jax.devices()[2])
+
+    back = trained.restore(
+        0, like=like(lora=jax.device_put(jnp.ones(2), there)), missing="init"
+    )
+
+    assert there == back["lora"].sharding
+
+
+def test_a_rule_that_is_missing_for_a_kept_value_is_told(trained: store.Run) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+
+    with pytest.raises(store.MismatchError, match="leaf 'lora': no rule matches"):
+        trained.restore(
+            0,
+            like=like(lora=jnp.ones(8)),
+            mesh=mesh,
+            rules=[("kernel", PartitionSpec())],
+            missing="init",
+        )
+
+
+def test_what_came_from_like_is_told_in_one_line(
+    trained: store.Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "storesvc_client"):
+        trained.restore(0, like=like(), missing="init")
+        assert [] == caplog.messages
+        trained.restore(0, like=like(new=list(range(7))), missing="init")
+
+    line = (
+        f"{trained.name}@0 lacks 7 of the leaves asked for, which keep the values of "
+        "like=: new/0, new/1, new/2, new/3, new/4, ..."
+    )
+    assert [line] == caplog.messages
+
+
+def test_what_is_not_selected_is_not_missing(trained: store.Run) -> None:
+    with pytest.raises(store.MismatchError, match="; it is not selected"):
+        trained.restore(0, like=like(new=1), select="params/**", missing="init")
+
+    target = {"params": like()["params"], "new": 1}
+    back = trained.restore(0, like=target, select="params/**", missing="init")
+
+    assert (1, 32.0) == (back["new"], float(back["params"]["kernel"].sum()))
+
+
+def test_values_to_keep_need_a_tree_that_has_them(trained: store.Run) -> None:
+    with pytest.raises(store.InvalidRequestError, match="expected like= with missing="):
+        trained.restore(0, missing="init")
+    with pytest.raises(store.InvalidRequestError, match="missing= 'error' or 'init'"):
+        trained.restore(0, like=like(), missing="zeros")  # type: ignore[arg-type]  # no such choice

@@ -1,0 +1,199 @@
+"""Streams of one checkpoint share what is read for them, and none waits for another."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc import sending, units
+from storesvc.errors import StorageUnavailableError
+from storesvc.format.manifests import Manifest
+from storesvc.format.names import CheckpointName, RunName
+from storesvc.framing import FRAME_BYTES, Part
+from storesvc.kvbucket import KvBucket
+from storesvc.sending import Sender
+from storesvc.store import Store
+from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
+
+T = TypeVar("T")
+
+RUN = RunName("tests", "sending")
+LEAVES = 24
+SHELF_BYTES = 8 << 20
+"""A third of the checkpoint."""
+
+
+class CountingBucket(KvBucket):
+    """A bucket that counts what is read for streams, and may fail once."""
+
+    bytes_read = 0
+    fails = False
+
+    async def read_parts(
+        self, place: str, start: int, stop: int, parts: Iterable[Part]
+    ) -> list[bytes]:
+        self.bytes_read += stop - start
+        if self.fails:
+            self.fails = False
+            raise StorageUnavailableError(f"{place}: the storage failed")
+        return await super().read_parts(place, start, stop, parts)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("store")
+    rng = np.random.default_rng(0)
+    with store.connect(root.as_uri()) as client:
+        tree = {f"leaf-{i}": rng.bytes(1 << 20) for i in range(LEAVES)}
+        arrays = {key: np.frombuffer(data, np.uint8) for key, data in tree.items()}
+        client.run(str(RUN)).save(1, arrays).result()
+    return root
+
+
+class Opened:
+    """A store, and a checkpoint to send."""
+
+    def __init__(self, bucket: CountingBucket, sender: Sender, manifest: Manifest):
+        self.bucket = bucket
+        self.sender = sender
+        self.manifest = manifest
+        self.size = int(manifest.places.length.sum())
+
+    def stream(self, chunks: Sequence[int] = range(LEAVES)) -> AsyncGenerator[bytes]:
+        return self.sender.send(RUN, self.manifest, chunks)
+
+    def check(self, responses: Sequence[bytes]) -> None:
+        """Each chunk came once, its pieces in order."""
+        found = dict.fromkeys(range(LEAVES), 0)
+        for response in responses:
+            frame = chunk_api.ReadChunksResponse.FromString(response).frame
+            for chunk, offset, length in zip(
+                frame.chunk, frame.offset, frame.length, strict=True
+            ):
+                assert found[chunk] == offset
+                found[chunk] += length
+        assert found == dict(enumerate(self.manifest.places.length.tolist()))
+
+
+async def opened(root: Path) -> Opened:
+    bucket = await CountingBucket.open(root.as_uri())
+    assert isinstance(bucket, CountingBucket)
+    found = await Store.open(bucket)
+    record = await found.catalogue.checkpoint(CheckpointName(RUN, 1))
+    return Opened(bucket, found.sender, await found.catalogue.manifest(RUN, record))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "SHELF_BYTES", SHELF_BYTES)
+    monkeypatch.setattr(units, "WINDOW_BYTES", 2 << 20)
+
+
+def run(test: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(test, 60))
+
+
+def test_many_at_once_cost_one_read_of_the_storage(root: Path) -> None:
+    async def restore(checkpoint: Opened, seed: int) -> list[bytes]:
+        rng, found = random.Random(seed), []
+        async for response in checkpoint.stream():
+            found.append(response)
+            await asyncio.sleep(rng.random() / 1000)
+            assert checkpoint.sender._shelf.size <= SHELF_BYTES
+        return found
+
+    async def test() -> None:
+        checkpoint = await opened(root)
+        for responses in await asyncio.gather(
+            *(restore(checkpoint, seed) for seed in range(8))
+        ):
+            checkpoint.check(responses)
+        assert checkpoint.size == checkpoint.bucket.bytes_read
+        assert 0 == checkpoint.sender._shelf.size
+        assert not checkpoint.sender._reads
+
+    run(test())
+
+
+def test_who_takes_nothing_holds_nobody_back_and_no_memory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "PATIENCE_SECONDS", 0.05)
+
+    async def test() -> None:
+        checkpoint = await opened(root)
+        stalled = [checkpoint.stream() for _ in range(5)]
+        began = [[await anext(stream)] for stream in stalled]
+        found = await asyncio.wait_for(_all(checkpoint.stream()), 10)
+        checkpoint.check(found)
+        assert checkpoint.sender._shelf.size <= SHELF_BYTES
+        for taken, stream in zip(began, stalled, strict=True):
+            checkpoint.check(taken + await _all(stream))
+        assert 0 == checkpoint.sender._shelf.size
+
+    run(test())
+
+
+def test_streams_of_different_chunks_share_the_room(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "PATIENCE_SECONDS", 0.5)
+
+    async def test() -> None:
+        checkpoint = await opened(root)
+        parts = [range(at, LEAVES, LEAVES) for at in range(LEAVES)]
+        found = await asyncio.gather(*(_all(checkpoint.stream(p)) for p in parts))
+        checkpoint.check([response for responses in found for response in responses])
+        assert checkpoint.size == checkpoint.bucket.bytes_read
+
+    run(test())
+
+
+def test_who_comes_late_takes_what_others_had_read_and_then_the_rest(
+    root: Path,
+) -> None:
+    async def test() -> None:
+        checkpoint = await opened(root)
+        early = checkpoint.stream()
+        taken = [await anext(early) for _ in range(LEAVES // 2)]
+        late, rest = await asyncio.gather(_all(checkpoint.stream()), _all(early))
+        checkpoint.check(taken + rest)
+        checkpoint.check(late)
+        assert checkpoint.size < checkpoint.bucket.bytes_read < 2 * checkpoint.size
+
+    run(test())
+
+
+def test_a_failed_read_fails_those_who_wait_and_is_not_kept(root: Path) -> None:
+    async def test() -> None:
+        checkpoint = await opened(root)
+        checkpoint.bucket.fails = True
+        both = await asyncio.gather(
+            *(_all(checkpoint.stream()) for _ in range(2)), return_exceptions=True
+        )
+        assert any(isinstance(found, StorageUnavailableError) for found in both)
+        checkpoint.check(await _all(checkpoint.stream()))
+
+    run(test())
+
+
+def test_a_stream_that_is_given_up_leaves_nothing(root: Path) -> None:
+    async def test() -> None:
+        checkpoint = await opened(root)
+        stream = checkpoint.stream()
+        assert len(await anext(stream)) <= FRAME_BYTES + 100
+        await stream.aclose()
+        assert 0 == checkpoint.sender._shelf.size
+        assert not checkpoint.sender._reads
+        assert [] == await _all(checkpoint.stream([]))
+
+    run(test())
+
+
+async def _all(stream: AsyncGenerator[bytes]) -> list[bytes]:
+    return [response async for response in stream]

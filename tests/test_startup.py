@@ -1,0 +1,122 @@
+"""Short commands import what they need, and little else; ``tests.bench startup`` has
+the seconds."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc_client.cli._main import COMMANDS
+from tests.server_process import ServerProcess
+
+JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
+SERVER = {"storesvc.server", "storesvc.store", "tensorstore"}
+SLOW = {"crc32c", "ml_dtypes", "numpy", "rich", "tenacity", "tqdm"}
+"""For a list of checkpoints, that is."""
+
+
+@pytest.fixture
+def listed(server: ServerProcess, run: store.Run) -> store.Run:
+    """A run with a checkpoint."""
+    run.save(7, {"x": np.ones(3)}).result()
+    return run
+
+
+def imported(program: str) -> set[str]:
+    """Returns the modules that a program has imported when it ends."""
+    program += "\nimport sys; print(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return set(run.stdout.splitlines()[-1].split())
+
+
+def imported_by_storectl(*arguments: str) -> set[str]:
+    """Returns the modules that a command imports."""
+    return imported(
+        "from storesvc_client.cli import main\n"
+        f"main({list(arguments)!r}, standalone_mode=False)"
+    )
+
+
+def commands_of(modules: set[str]) -> set[str]:
+    return {name for name in COMMANDS if f"storesvc_client.cli._{name}" in modules}
+
+
+def test_help_imports_nothing_that_talks_to_a_store() -> None:
+    modules = imported_by_storectl("--help")
+
+    assert set() == modules & (JAX | SERVER | SLOW | {"asyncio", "grpc", "google"})
+
+
+def test_a_command_imports_no_other() -> None:
+    assert {"ls"} == commands_of(imported_by_storectl("ls", "--help"))
+    assert set(COMMANDS) == commands_of(imported_by_storectl("--help"))
+
+
+@pytest.mark.parametrize("path", ["runs", "checkpoints"])
+def test_a_list_from_a_server_imports_no_numpy(
+    path: str, server_address: str, listed: store.Run
+) -> None:
+    arguments = ["tests"] if path == "runs" else [listed.name]
+
+    modules = imported_by_storectl("-s", server_address, "ls", *arguments)
+
+    assert "grpc" in modules
+    assert set() == modules & (JAX | SERVER | SLOW)
+
+
+def test_a_list_of_leaves_needs_numpy_and_no_server(
+    server_address: str, listed: store.Run
+) -> None:
+    modules = imported_by_storectl("-s", server_address, "ls", f"{listed.name}@7")
+
+    assert "numpy" in modules
+    assert set() == modules & (JAX | SERVER | {"rich"})
+
+
+def test_a_list_of_files_imports_no_jax_and_no_tables(
+    server: ServerProcess, listed: store.Run
+) -> None:
+    modules = imported_by_storectl("-s", server.root.as_uri(), "ls", listed.name)
+
+    assert modules >= SERVER
+    assert set() == modules & (JAX | {"rich", "tenacity"})
+
+
+def test_a_client_imports_no_numpy_before_it_saves_or_restores() -> None:
+    modules = imported(
+        "import storesvc_client as store\nstore.Client, store.Run, store.connect"
+    )
+
+    assert set() == modules & (JAX | SERVER | SLOW)
+
+
+@pytest.mark.parametrize("threads", [None, "3"])
+def test_what_storectl_starts_is_told_of_no_threads(
+    threads: str | None, server: ServerProcess, listed: store.Run
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+    if threads:
+        environment["OPENBLAS_NUM_THREADS"] = threads
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "storesvc_client.cli"),
+            *("-s", server.root.as_uri(), "hold", f"{listed.name}@7", "--"),
+            *(
+                sys.executable,
+                "-c",
+                "import os; print(os.environ.get(*os.sys.argv[1:]))",
+            ),
+            "OPENBLAS_NUM_THREADS",
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert f"{threads}\n" == run.stdout

@@ -1,0 +1,147 @@
+"""Several processes serve one port: each takes any call, and none is missed long."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2
+
+import storesvc_client as store
+from tests.server_process import ServerProcess
+
+WORKERS = 3
+SECONDS = 30
+
+
+@pytest.fixture
+def server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
+    return start_server("--workers", str(WORKERS))
+
+
+def workers(server: ServerProcess) -> list[int]:
+    """The processes that listen at its port."""
+    port = f":{int(server.address.rpartition(':')[2]):04X}"
+    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    rows = [row.split() for table in tables for row in table.read_text().splitlines()]
+    listening = {
+        f"socket:[{r[9]}]" for r in rows if r[1].endswith(port) and r[3] == "0A"
+    }
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
+    return [pid for pid in map(int, children.split()) if listening & _opened(pid)]
+
+
+def _opened(process: int) -> set[str]:
+    found = set()
+    with suppress(OSError):  # it ends, or closes one
+        for link in Path(f"/proc/{process}/fd").iterdir():
+            found.add(str(link.readlink()))
+    return found
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_checkpoint_that_one_worker_took_all_give(server: ServerProcess) -> None:
+    tree = {"x": np.arange(1 << 20)}
+    with store.connect(server.address) as client:
+        client.run("tests/workers").save(1, tree).result()
+
+    def restored(_: int) -> bool:
+        with store.connect(server.address) as client:
+            found = client.run("tests/workers").restore("latest")
+            return bool(np.array_equal(tree["x"], found["x"]))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(restored, range(12)))
+    assert WORKERS == len(workers(server))
+
+
+def test_calls_go_on_when_a_worker_is_killed_and_another_follows_it(
+    server: ServerProcess,
+) -> None:
+    tree = {str(i): np.full(1 << 20, i, np.float32) for i in range(4)}
+    with store.connect(server.address) as client:
+        run = client.run("tests/workers")
+        run.save(0, tree).result()
+        for killed in workers(server):
+            leaves = run.read(0, tree)
+            assert (next(leaves)[1] == 0).all()
+            os.kill(killed, signal.SIGKILL)
+            for i, (_, array) in enumerate(leaves, start=1):
+                assert (array == i).all()
+            assert run.latest().step == 0
+            await_that(lambda: len(workers(server)) == WORKERS)
+        assert server.log.count("ended by itself, with exit code -9") == WORKERS
+
+
+def test_sigterm_drains_all_of_them(server: ServerProcess) -> None:
+    began = workers(server)
+
+    assert 0 == server.stop()
+
+    assert WORKERS == server.log.count("stopped")
+    assert not any(Path(f"/proc/{worker}").exists() for worker in began)
+
+
+def test_they_end_with_who_looks_after_them(server: ServerProcess) -> None:
+    began = workers(server)
+
+    server.kill()
+
+    await_that(lambda: not any(Path(f"/proc/{pid}").exists() for pid in began))
+
+
+def test_every_worker_answers_once_the_ready_file_is_there(
+    server: ServerProcess,
+) -> None:
+    for number in range(4 * WORKERS):
+        options = (("grpc.use_local_subchannel_pool", 1), ("test.number", number))
+        with grpc.insecure_channel(server.address, options=options) as channel:
+            check = channel.unary_unary(
+                "/grpc.health.v1.Health/Check",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+            answer = check(health_pb2.HealthCheckRequest(), timeout=10)
+            assert health_pb2.HealthCheckResponse.SERVING == answer.status
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_a_port_that_another_server_has_is_not_shared_with_it(
+    start_server: Callable[..., ServerProcess], tmp_path: Path, other: int
+) -> None:
+    first = start_server("--workers", str(other))
+    port = first.address.rpartition(":")[2]
+
+    for count in ("1", "2"):
+        ended = _serve("--root", tmp_path.as_uri(), "--port", port, "--workers", count)
+        assert 1 == ended.returncode
+        assert "it is in use" in ended.stderr
+
+
+def test_what_no_worker_can_serve_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    ended = _serve("--root", "file:///proc/nowhere", "--port", "0", "--workers", "2")
+
+    assert 1 == ended.returncode
+    assert "storage failed" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def _serve(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "storesvc_client.cli", "serve", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60
+    )

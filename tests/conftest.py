@@ -31,10 +31,13 @@ collect_ignore = [] if find_spec("easydel") else ["easydel"]
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis looks at it
 def pytest_configure(config: pytest.Config) -> None:
-    """Draws the seed of all that Hypothesis draws, unless it is given; hears SIGINT
-    where a shell lets jobs in the background ignore it, and so would their children."""
+    """Draws the seed of all that Hypothesis draws, unless it is given; hears SIGINT and
+    SIGHUP where a shell lets jobs in the background, or nohup, ignore them, and so
+    would their children."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(random.SystemRandom().getrandbits(32))
 

@@ -1,5 +1,10 @@
 """A connection has as many channels as bulk needs, and ends them all."""
 
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -38,6 +43,54 @@ def sockets(port: str) -> set[str]:
     rows = [row.split() for table in tables for row in table.read_text().splitlines()]
     end = f":{int(port):04X}"
     return {row[9] for row in rows if row[2].endswith(end) and row[3] == "01"}
+
+
+@contextmanager
+def relay(address: str, *, resets: int) -> Iterator[str]:
+    """Serves a port that resets connections at first, and then hands them on."""
+    opened: list[socket.socket] = []
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        with suppress(OSError):
+            for number in range(100):
+                client = listener.accept()[0]
+                opened.append(client)
+                if number < resets:
+                    at_once = struct.pack("ii", 1, 0)
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+                    client.close()
+                    continue
+                server = socket.create_connection((host, int(port)))
+                opened.append(server)
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=pump, args=ends, daemon=True).start()
+
+    host, _, port = address.rpartition(":")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        serving.join()
+    for each in opened:
+        each.close()
+
+
+@pytest.mark.parametrize("resets", [0, 1, 2])
+def test_a_call_outlasts_connections_that_are_reset_at_once(
+    server_address: str, resets: int
+) -> None:
+    with (
+        relay(server_address, resets=resets) as address,
+        store.connect(address) as client,
+    ):
+        assert client.info().store_uid
 
 
 def test_each_channel_has_a_socket_of_its_own_and_all_end_with_it(

@@ -56,6 +56,9 @@ _OPTIONS: Final = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # the second try of a call must not come before that of its connection: a worker
+    # that dies takes those with it that nobody has accepted
+    ("grpc.initial_reconnect_backoff_ms", 100),
     # gRPC's own two minutes would outlast the patience with a server's restart
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,11 @@ import storesvc_client as store
 from storesvc.failpoints import Failpoint, armed
 from storesvc.format.chunks import Sums
 from storesvc_client._acknowledging import Acknowledging
+from storesvc_client._save import Save
 from storesvc_client._sending import Upload
+from storesvc_client._slabs import Filled
 from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
+from storesvc_client._sums import SumsInProgress
 from storesvc_client.trees.planning import Planner
 from storesvc_client.trees.snapshot import TreeSource
 from tests.server_process import ServerProcess
@@ -65,7 +68,7 @@ def slow_commits(seconds: float) -> Any:
 # --- what blocks, and for whom ----------------------------------------------------
 
 
-@pytest.mark.parametrize("snapshot", ["auto", "host", "device"])
+@pytest.mark.parametrize("snapshot", ["auto", "host", "device", "none"])
 def test_donated_and_overwritten_arrays_are_saved_as_they_were(
     either: store.Run, snapshot: Any
 ) -> None:
@@ -112,6 +115,109 @@ def test_a_save_returns_before_it_is_committed(embedded: store.Run) -> None:
         assert 1 == save.result().step
         assert time.monotonic() - began > 1
     assert returned < 1
+
+
+def test_a_save_without_a_copy_has_ended_when_it_returns(embedded: store.Run) -> None:
+    with slow_commits(0.5):
+        began = time.monotonic()
+        save = embedded.save(1, TREE, snapshot="none")
+        assert time.monotonic() - began > 0.5
+        assert save.done()
+    failed = embedded.save(1, {"x": 0}, snapshot="none")
+    assert failed.done()
+    with pytest.raises(store.AlreadyExistsError):
+        failed.result()
+    assert 1 == save.result().step
+
+
+def test_a_save_without_a_copy_keeps_nobody_else_from_the_run(
+    embedded: store.Run,
+) -> None:
+    with slow_commits(1), ThreadPoolExecutor(1) as pool:
+        first = pool.submit(embedded.save, 1, TREE, snapshot="none")
+        while not embedded._under_way:
+            time.sleep(0.01)
+        with pytest.raises(store.ConflictError, match="step 1 is still under way"):
+            embedded.save(2, TREE, if_busy="refuse")
+        assert not first.done()
+        assert first.result().done()
+
+
+def test_a_save_without_a_copy_saves_what_lies_as_it_may(either: store.Run) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    rows = np.arange(2048 * 1024, dtype=np.float32).reshape(2048, 1024)
+
+    def placed(*axes: str | None) -> Any:
+        return jax.device_put(rows, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    tree = {
+        "rows": placed("a"),
+        "columns": placed(None, "b"),
+        "both": placed("a", "b"),
+        "everywhere": placed(),
+        "joined": jax.device_put(
+            rows[:64], NamedSharding(mesh, PartitionSpec(("a", "b")))
+        ),
+        "padded": np.arange(2003 * 3001, dtype=np.uint32).reshape(2003, 3001),
+        "large": np.arange(20 * MIB, dtype=np.uint32).reshape(20, 1024, 1024),
+        "fortran": np.asfortranarray(rows),
+        "strided": rows[::2, 1::3],
+        "swapped": rows.astype(">f4"),
+        "empty": np.ones((0, 3)),
+        "key": jax.random.key(7),
+        "number": 3,
+        "small": [np.full(n, n, np.int16) for n in range(300)],
+    }
+
+    either.save(1, tree, snapshot="none").result()
+    again = either.save(2, {**tree, "number": 4}, snapshot="none").report()
+
+    assert again.sent_bytes < 1 * MIB
+    assert either.verify(1).ok
+    for step, number in ((1, 3), (2, 4)):
+        found = either.restore(step)
+        assert found.pop("number") == number
+        assert jax.random.key_data(tree["key"]).tolist() == (
+            jax.random.key_data(found.pop("key")).tolist()
+        )
+        small = zip(tree["small"], found.pop("small"), strict=True)
+        assert all(np.array_equal(a, b) for a, b in small)
+        assert all(np.array_equal(tree[key], found[key]) for key in found)
+
+
+def test_a_save_without_a_copy_that_is_interrupted_commits_nothing(
+    either: store.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may come when all has been taken from the tree, and some of it is still
+    being read."""
+    tree = {f"x{n}": np.full(2 * MIB, n, np.uint32) for n in range(5)}
+    is_reading, reading_ends = threading.Event(), threading.Event()
+    seal, wait = Filled.seal, Save.wait
+
+    def slow(self: Filled, sums: SumsInProgress) -> None:
+        is_reading.set()
+        reading_ends.wait(60)
+        seal(self, sums)
+
+    def interrupted(self: Save) -> None:
+        if not self._observed:
+            assert is_reading.wait(60)
+            raise KeyboardInterrupt
+        reading_ends.set()
+        wait(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Filled, "seal", slow)
+        patched.setattr(Save, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            either.save(1, tree, snapshot="none")
+
+    assert either._under_way[0].done()
+    with pytest.raises(CancelledError):
+        either._under_way[0].result()
+    either.wait()
+    assert [] == list(either.uploads())
+    either.save(1, tree, snapshot="none").result()
 
 
 def test_a_save_waits_for_the_one_before_unless_it_is_queued(
@@ -193,6 +299,21 @@ def test_a_tree_larger_than_the_staging_is_saved_through_it(
         watching.result()
 
     assert MIN_BUDGET_BYTES // 2 < max(held) <= MIN_BUDGET_BYTES
+    found = either.restore(1)
+    assert all(np.array_equal(tree[key], found[key]) for key in tree)
+
+
+def test_a_save_without_a_copy_takes_no_memory_for_what_lies_as_it_is_stored(
+    either: store.Run,
+) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("a",))
+    sharding = NamedSharding(mesh, PartitionSpec("a"))
+    tree = {f"x{n}": np.full(10 * MIB, n, np.uint32) for n in range(4)}
+    tree |= {"y": jax.device_put(np.arange(8 * MIB), sharding)}
+
+    either.save(1, tree, snapshot="none").result()
+
+    assert 0 == either._connection.staging.held_bytes
     found = either.restore(1)
     assert all(np.array_equal(tree[key], found[key]) for key in tree)
 

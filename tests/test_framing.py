@@ -1,5 +1,7 @@
 """Frames that are serialised and parsed by hand are those of the generated classes."""
 
+import itertools
+
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
@@ -8,10 +10,12 @@ from hypothesis import strategies as st
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.wire import Frame
+from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.framing import FRAME_BYTES, cut, part_of, parts_of
 from storesvc_client._channel import MAX_FRAME_BYTES
 from storesvc_client._framing import SentFrame, frame_of, frames
 from storesvc_client._slabs import Filled, Slab
+from storesvc_client._sums import SumsInProgress
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -61,7 +65,7 @@ def test_chunks_come_in_frames_that_are_full_or_hold_small_ones(
 
     sent = [
         api.WriteChunksRequest.FromString(request).frame
-        for request in frames([Filled(slab, buffer, wanted)])
+        for request in frames([Filled(slab, wanted, buffer)])
     ]
 
     received = dict.fromkeys(wanted, b"")
@@ -77,6 +81,30 @@ def test_chunks_come_in_frames_that_are_full_or_hold_small_ones(
         assert len(frame.data) == at
     stored = {o: buffer[at : at + n].tobytes() for o, at, n in slab.rows()}
     assert stored == received
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(-5, 5)).map(
+            lambda drawn: max(0, drawn[0] * MAX_FRAME_BYTES + drawn[1])
+        ),
+        max_size=4,
+    )
+)
+def test_a_chunk_that_is_lent_is_sent_as_one_that_is_staged(sizes: list[int]) -> None:
+    size = sum(sizes)
+    slab = Slab(3, (size + CHECKSUM_BYTES,))
+    buffer = np.arange(sum(slab.lengths), dtype=np.uint64).astype(np.uint8)
+    ends = np.cumsum([0, *sizes]).tolist()
+    runs = [buffer[a:b].copy() for a, b in itertools.pairwise(ends)]
+    sent = []
+    for filled in (Filled(slab, [3], buffer), Filled(slab, [3], None, runs)):
+        filled.seal(SumsInProgress(4))
+        sent.append(list(frames([filled])))
+
+    staged, lent = sent
+    assert staged == lent
 
 
 sizes = st.integers(-2, 2).map(lambda by: FRAME_BYTES + by) | st.integers(1, 300)

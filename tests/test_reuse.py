@@ -415,7 +415,7 @@ class TestASaveThatWasCutOff:
             buffer = np.zeros(slab.size, np.uint8)
             for ordinal, at, length in slab.rows():
                 source.copy(ordinal, buffer[at : at + length - 4])
-            filled.append(Filled(slab, buffer, [o for o, *_ in slab.rows() if o < 2]))
+            filled.append(Filled(slab, [o for o, *_ in slab.rows() if o < 2], buffer))
             filled[-1].seal(SumsInProgress(plan.tree.chunk_count))
         requests = frames(filled)
         first.write(

@@ -1,6 +1,6 @@
 """Frames of chunks: those of a save, and those of a restore."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from storesvc.format import wire
@@ -48,19 +48,40 @@ def frames(slabs: Iterable[Filled]) -> Iterator[bytes]:
     large ones fill several."""
     frame = SentFrame()
     for filled in slabs:
-        for ordinal, stored in filled.stored():
-            if frame.size and frame.size + len(stored) > MAX_FRAME_BYTES:
+        for ordinal, parts in filled.stored():
+            size = sum(map(len, parts))
+            if frame.size and frame.size + size > MAX_FRAME_BYTES:
                 yield frame.request()
                 frame = SentFrame()
-            if len(stored) <= MAX_FRAME_BYTES:
-                frame.add(ordinal, 0, stored)
+            if size <= MAX_FRAME_BYTES:
+                frame.add(ordinal, 0, *parts)
                 continue
-            for at in range(0, len(stored), MAX_FRAME_BYTES):
-                frame.add(ordinal, at, stored[at : at + MAX_FRAME_BYTES])
+            for at, piece in _cut(parts, MAX_FRAME_BYTES):
+                frame.add(ordinal, at, *piece)
                 yield frame.request()
                 frame = SentFrame()
     if frame.size:
         yield frame.request()
+
+
+def _cut(
+    parts: Sequence[memoryview], size: int
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Cuts bytes in parts into pieces of a size, and yields where each begins."""
+    piece: list[memoryview] = []
+    begin = room = 0
+    for part in parts:
+        at = 0
+        while at < len(part):
+            room = room or size
+            piece.append(part[at : at + room])
+            at += len(piece[-1])
+            room -= len(piece[-1])
+            if not room:
+                yield begin, piece
+                piece, begin = [], begin + size
+    if piece:
+        yield begin, piece
 
 
 def frame_of(response: bytes) -> wire.Frame:

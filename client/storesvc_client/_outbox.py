@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Final
 
@@ -25,15 +26,23 @@ Choose = Callable[[Sequence[Filled]], None]
 class Outbox:
     """Filled slabs, in the order in which they came."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: Staging, *, is_open: bool = False) -> None:
+        """Is empty.
+
+        Args:
+            staging: The memory of slabs that are staged.
+            is_open: Whether writers begin at once.
+        """
         self._staging = staging
         self._queue: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         """What the snapshot failed with."""
         self._given_up = threading.Event()
         self._opened = threading.Event()
         """Whether writers may begin: they would keep the snapshot, which somebody waits
         for, from the processors and the memory."""
+        if is_open:
+            self._opened.set()
 
     @property
     def is_given_up(self) -> bool:
@@ -48,7 +57,8 @@ class Outbox:
 
     def give_back(self, filled: Filled) -> None:
         """Takes the memory of a slab back that was stored."""
-        self._staging.give_back(filled.buffer)
+        if filled.buffer is not None:
+            self._staging.give_back(filled.buffer)
 
     def drop(self, buffer: Bytes) -> None:
         """Takes memory back that was not filled."""
@@ -66,7 +76,12 @@ class Outbox:
         self._opened.set()
 
     def fail(self, error: BaseException) -> None:
-        """Says that the snapshot failed; what it put in counts for nothing."""
+        """Says that the snapshot failed; what it put in counts for nothing.
+
+        What interrupts its thread, as Ctrl-C does, is not for the others to raise.
+        """
+        if not isinstance(error, Exception):
+            error = CancelledError("the save was interrupted")
         self._error = error
         self.give_up()
 
@@ -77,11 +92,20 @@ class Outbox:
         self._staging.wake()
         self._empty()
 
+    def check(self) -> None:
+        """Does nothing, unless the snapshot failed.
+
+        Raises:
+            Exception: What it failed with.
+        """
+        if self._error is not None:
+            raise self._error
+
     def take(self) -> Filled | None:
         """Returns the next slab; None: there is none, for whoever asks.
 
         Raises:
-            BaseException: What the snapshot failed with.
+            Exception: What the snapshot failed with.
         """
         self._opened.wait()
         found = self._queue.get()
@@ -126,7 +150,7 @@ class Wanted:
         """Returns the next one; None: there is none.
 
         Raises:
-            BaseException: What the snapshot failed with.
+            Exception: What the snapshot failed with.
         """
         with self._lock:
             while not self._chosen:

@@ -166,11 +166,12 @@ class Placing:
     ) -> None:
         with self._meter.phase("digest"):
             filled.seal(self._sums)
-        at, parts = file.size_bytes, []
+        at, parts = file.size_bytes, list[memoryview]()
         for ordinal, stored in filled.stored():
-            rows.append((ordinal, at, len(stored)))
-            at += len(stored)
-            parts.append(stored)
+            length = sum(map(len, stored))
+            rows.append((ordinal, at, length))
+            at += length
+            parts += stored
         with self._meter.phase("write"):
             file.append(parts)
         self._meter.add(sum(map(len, parts)))

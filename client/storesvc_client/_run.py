@@ -40,12 +40,13 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from storesvc_client._opened import OpenCheckpoint, Rules
+    from storesvc_client._outbox import Outbox
     from storesvc_client._sending import Description, Saved, Upload
     from storesvc_client._snapshotting import Known
     from storesvc_client.trees.planning import Plan, Planner
 
 
-SnapshotMode: TypeAlias = Literal["host", "device", "auto"]
+SnapshotMode: TypeAlias = Literal["host", "device", "auto", "none"]
 IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
 
 
@@ -102,6 +103,9 @@ class Run(
             snapshot: Where the bytes are copied to while the caller waits: "host";
                 "device", which takes as much of its memory as the tree has there, and
                 less time; or "auto": the device where its memory is known to suffice.
+                "none" copies nothing that lies on the host as it is stored, and
+                returns once the save has ended: for a last save before the process
+                does, or where there is no memory for a copy.
             if_busy: What to do while a save of this run is under way: "wait" for it,
                 "queue" behind it, or "refuse".
             progress: Called with a ``Progress`` at most ten times a second, from any
@@ -136,9 +140,16 @@ class Run(
             meter = Meter("save", f"{self.name}@{description.step}", progress)
             with meter.phase("plan"):
                 plan, values = self._planner.plan(tree, structure)
-            save = self._start(description, plan, values, snapshot, meter)
+            save, outbox = self._start(description, plan, values, snapshot, meter)
             self._under_way.append(save)
-            return save
+        if snapshot == "none":
+            try:
+                save.wait()
+            except BaseException as e:  # Ctrl-C: what reads the tree must stop first
+                outbox.fail(e)
+                save.drop()
+                raise
+        return save
 
     def open(self, which: Which = "latest") -> "OpenCheckpoint":
         """Returns a checkpoint, resolved, its manifest read; for several reads of it.
@@ -340,7 +351,7 @@ class Run(
         values: list[Any],
         mode: SnapshotMode,
         meter: Meter,
-    ) -> Save:
+    ) -> "tuple[Save, Outbox]":
         """Begins a save in the background, and takes the snapshot for it."""
         from storesvc_client._outbox import Outbox
         from storesvc_client._sending import Upload
@@ -350,14 +361,15 @@ class Run(
 
         if self._saver is None:
             self._saver = ThreadPoolExecutor(1, f"storesvc-save-{self._name.run}")
-        outbox = Outbox(self._connection.staging)
+        is_lent = mode == "none"
+        outbox = Outbox(self._connection.staging, is_open=is_lent)
         upload = Upload(self._connection, description, plan.tree, outbox, meter)
         known, known_base = self._known(description, plan, upload)
         with meter.phase("snapshot"):
             copies = copied_on_device(values, mode)
         future = self._saver.submit(self._saved, upload, plan, known_base, meter)
         source = TreeSource(plan, values if copies is None else copies)
-        snapshot = Snapshot(source, plan.slabs, outbox, known, meter)
+        snapshot = Snapshot(source, plan.slabs, outbox, known, meter, is_lent=is_lent)
         if self._copier is None:
             self._copier = ThreadPoolExecutor(1, f"storesvc-copy-{self._name.run}")
         # One after another: one that takes memory before a save is written that waits
@@ -369,7 +381,7 @@ class Run(
             except BaseException as e:  # Ctrl-C: the caller may change the tree now
                 outbox.fail(e)
                 raise
-        return Save(description.step, future)
+        return Save(description.step, future), outbox
 
     def _saved(
         self, upload: "Upload", plan: "Plan", known_base: str, meter: Meter

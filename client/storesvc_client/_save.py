@@ -57,8 +57,17 @@ class Save:
             self._observed = self._future.done()
             raise
 
+    def wait(self) -> None:
+        """Waits for the end, good or bad."""
+        wait([self._future])
+
+    def drop(self) -> None:
+        """Waits for the end of a save whose caller knows that it was given up."""
+        self._observed = True
+        self.wait()
+
     def raise_unseen(self) -> None:
         """Waits for the end, and raises its error if nobody has seen it yet."""
-        wait([self._future])
+        self.wait()
         if not self._observed:
             self.result()

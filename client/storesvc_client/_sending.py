@@ -156,6 +156,7 @@ class Upload:
                 self._place(ref, self._connection.files, wanted)
             else:
                 self._stream(ref, wanted)
+            self._outbox.check()  # it may fail when nothing is left to be taken
         except StoreError:
             raise
         except BaseException:  # the snapshot failed: nothing of it shall stay

@@ -2,15 +2,18 @@
 
 A slab holds stored chunks back to back, each with room for its checksum: as they will
 lie in a data file. A large chunk is a slab of its own, small ones share one.
+
+Where the owner of a tree waits until it is stored, a large chunk is not staged: the
+tree lends the memory in which it lies.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
-from storesvc.format.checksums import crc32c, digest
+from storesvc.format.checksums import Summing
 from storesvc.format.trees import Tree
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._staging import Bytes
@@ -18,6 +21,10 @@ from storesvc_client._sums import SumsInProgress
 
 SLAB_BYTES: Final = 4 << 20
 """Small chunks share a slab up to so much."""
+
+PIECE_BYTES: Final = 256 << 10
+"""Both sums are made of so much before the next: it is in the processor's cache then.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +70,14 @@ class Filled:
     """A slab in memory."""
 
     slab: Slab
-    buffer: Bytes
     wanted: Sequence[int]
     """Ordinals of the chunks in it that are to be stored."""
+    buffer: "Bytes | None"
+    """Where it is staged; None: it is one chunk, and lent."""
+    lent: "Sequence[Bytes]" = ()
+    """The elements of that chunk, one run after another."""
+    _checksum: bytes = field(default=b"", init=False)
+    """What is stored behind its last chunk, once that is sealed."""
 
     @property
     def wanted_bytes(self) -> int:
@@ -79,17 +91,33 @@ class Filled:
         for ordinal, at, length in self.slab.rows():
             if ordinal not in wanted:
                 continue
-            elements = self.buffer[at : at + length - CHECKSUM_BYTES].data
+            end = at + length - CHECKSUM_BYTES
             if not sums.knows(ordinal):
-                sums.set(ordinal, crc32c(elements), digest(elements))
-            tail = sums.crc32c(ordinal).to_bytes(CHECKSUM_BYTES, "little")
-            self.buffer[at + length - CHECKSUM_BYTES : at + length] = np.frombuffer(
-                tail, np.uint8
-            )
+                runs = self.lent if self.buffer is None else [self.buffer[at:end]]
+                sums.set(ordinal, *_summed(runs))
+            self._checksum = sums.crc32c(ordinal).to_bytes(CHECKSUM_BYTES, "little")
+            if self.buffer is not None:
+                into = self.buffer[end : end + CHECKSUM_BYTES]
+                into[:] = np.frombuffer(self._checksum, np.uint8)
 
-    def stored(self) -> Iterator[tuple[int, memoryview]]:
-        """Yields the wanted chunks as they are stored, once they are sealed."""
+    def stored(self) -> Iterator[tuple[int, Sequence[memoryview]]]:
+        """Yields the wanted chunks as they are stored, once they are sealed: each in
+        parts that follow one another."""
         wanted = set(self.wanted)
         for ordinal, at, length in self.slab.rows():
-            if ordinal in wanted:
-                yield ordinal, self.buffer[at : at + length].data
+            if ordinal not in wanted:
+                continue
+            if self.buffer is None:
+                runs = [run.data for run in self.lent]
+                yield ordinal, [*runs, memoryview(self._checksum)]
+            else:
+                yield ordinal, [self.buffer[at : at + length].data]
+
+
+def _summed(runs: "Sequence[Bytes]") -> tuple[int, bytes]:
+    """The checksum and the digest of a chunk's elements."""
+    summing = Summing()
+    for run in runs:
+        for at in range(0, len(run), PIECE_BYTES):
+            summing.add(run[at : at + PIECE_BYTES].data)
+    return summing.crc32c, summing.digest

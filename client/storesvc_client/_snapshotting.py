@@ -41,6 +41,10 @@ class Source(Protocol):
     def copy(self, ordinal: int, into: Bytes) -> None:
         """Copies the elements of a chunk, in C order, little-endian."""
 
+    def runs(self, ordinal: int) -> "Sequence[Bytes] | None":
+        """Returns the memory in which those elements lie already, one run after
+        another; None: they are to be copied."""
+
     def digest(self, ordinal: int) -> bytes | None:
         """Returns the digest of a chunk's elements where they need not be copied for
         it."""
@@ -68,7 +72,21 @@ class Snapshot:
         outbox: Outbox,
         known: Known | None,
         meter: Meter,
+        *,
+        is_lent: bool = False,
     ) -> None:
+        """Prepares to copy.
+
+        Args:
+            source: The tree.
+            slabs: Of all its chunks.
+            outbox: Takes what the store must be sent.
+            known: What need not be sent; None: nothing.
+            meter: Takes note of what is done.
+            is_lent: Whether the source stays as it is until all of it is stored:
+                what lies as it is stored is not copied then.
+        """
+        self._is_lent = is_lent
         self._meter = meter
         self._source = source
         self._slabs = slabs
@@ -120,6 +138,10 @@ class Snapshot:
                     wanted = choose(slab)
                 if not wanted:
                     continue
+                runs = self._runs(slab)
+                if runs is not None:
+                    self._outbox.put(Filled(slab, wanted, None, runs))
+                    continue
                 with self._meter.phase("wait"):
                     buffer = self._outbox.buffer(slab)
                 if buffer is not None:
@@ -140,7 +162,13 @@ class Snapshot:
         except BaseException:
             self._outbox.drop(buffer)
             raise
-        self._outbox.put(Filled(slab, buffer, wanted))
+        self._outbox.put(Filled(slab, wanted, buffer))
+
+    def _runs(self, slab: Slab) -> "Sequence[Bytes] | None":
+        """The memory of a slab that is not copied."""
+        if not self._is_lent or len(slab.lengths) > 1:
+            return None
+        return self._source.runs(slab.first)
 
     def _new_chunks(self, slab: Slab) -> Sequence[int]:
         """The chunks of a slab that are not as the base has them."""

@@ -15,16 +15,16 @@ SPARE: Final = 0.1
 
 
 def copied_on_device(
-    values: Sequence[Any], mode: Literal["host", "device", "auto"]
+    values: Sequence[Any], mode: Literal["host", "device", "auto", "none"]
 ) -> list[Any] | None:
-    """Returns copies of leaves, those of device arrays on their devices; None: the
-    bytes are to be copied to the host instead.
+    """Returns copies of leaves, those of device arrays on their devices; None: none
+    are to be made there.
 
     Args:
         values: The leaves.
         mode: "auto" copies where the memory of all devices is known to suffice.
     """
-    if mode == "host" or (mode == "auto" and not _fits(values)):
+    if mode in ("host", "none") or (mode == "auto" and not _fits(values)):
         return None
     return [_copy(value) for value in values]
 

@@ -57,18 +57,34 @@ class TreeSource:
             chunk = into.view(plan.dtype).reshape(grid.chunk_shape)
             chunk[piece.target] = blocks[piece.block][piece.source]
 
+    def runs(self, ordinal: int) -> "Sequence[Bytes] | None":
+        """Returns the memory of a chunk, where its pieces are runs in order and lie in
+        the tree's own memory, on the host."""
+        if self._plan.is_remote:
+            return None
+        found = self._in_order(ordinal)
+        return found if found is not None and self._kept.is_own else None
+
     def digest(self, ordinal: int) -> bytes | None:
         """Returns the digest of a chunk, where its pieces are runs in order."""
+        runs, summing = self._in_order(ordinal), Digesting()
+        if runs is None:
+            return None
+        for run in runs:
+            summing.add(run.data)
+        return summing.digest
+
+    def _in_order(self, ordinal: int) -> "Sequence[Bytes] | None":
         row, within = self.tree.locate(ordinal)
         pieces = self._plan.leaves[row].layout.runs(within)
         if pieces is None:
             return None
-        blocks, summing = self._blocks(row), Digesting()
+        blocks, found = self._blocks(row), []
         for piece in pieces:
             assert piece.run is not None
             start, _, length = piece.run
-            summing.add(_flat(blocks[piece.block])[start : start + length].data)
-        return summing.digest
+            found.append(_flat(blocks[piece.block])[start : start + length])
+        return found
 
     def _blocks(self, row: int) -> Sequence[NDArray[Any]]:
         """The blocks of a leaf on the host, of the last one kept for each thread."""
@@ -80,6 +96,10 @@ class TreeSource:
                 np.asarray(shard, self._plan.leaves[row].dtype, order="C")
                 for shard in shards
             ]
+            self._kept.is_own = all(
+                isinstance(shard, jax.Array) or np.may_share_memory(shard, block)
+                for shard, block in zip(shards, self._kept.blocks, strict=True)
+            )
         blocks: Sequence[NDArray[Any]] = self._kept.blocks
         return blocks
 

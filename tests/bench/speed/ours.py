@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import storesvc_client as store
+from storesvc_client._run import SnapshotMode
 from tests.bench.speed.contenders import Maker, Target
 from tests.bench.speed.states import State
 from tests.server_process import ServerProcess
@@ -15,6 +16,8 @@ class Ours:
     """This store, by its client."""
 
     pids: Sequence[int] = ()
+    snapshot: SnapshotMode = "none"
+    """Who waits for the end of a save, as here, needs no copy of the state."""
 
     def __init__(self, client: store.Client) -> None:
         self._client = client
@@ -22,7 +25,7 @@ class Ours:
         """Where the states go."""
 
     def save(self, step: int, state: State) -> None:
-        self.run.save(step, state, base=None).result()
+        self.run.save(step, state, base=None, snapshot=self.snapshot).result()
 
     def restore(self, step: int, target: Target) -> Any:
         return self.run.restore(step, like=target)
@@ -79,9 +82,23 @@ class Direct(Streamed):
         return store.connect(self._server.address, direct=root)
 
 
+class StreamedInBackground(Streamed):
+    """Through the server, and the training goes on meanwhile."""
+
+    snapshot: SnapshotMode = "host"
+
+
+class DirectInBackground(Direct):
+    """By itself, and the training goes on meanwhile."""
+
+    snapshot: SnapshotMode = "host"
+
+
 OURS: Final[Mapping[str, Maker]] = {
     "streamed": Streamed,
     "direct": Direct,
     "embedded": Embedded,
+    "streamed-async": StreamedInBackground,
+    "direct-async": DirectInBackground,
 }
 """By name."""

@@ -11,8 +11,12 @@ FLOORS: Final = ("memcpy", "files", "grpc")
 """One copy of the state, its bytes in plain files (fsync included), its bytes through
 gRPC with nothing packed."""
 
-OURS: Final = ("streamed", "direct", "embedded")
-"""This store: over a socket, beside a server on the same files, without a server."""
+OURS: Final = ("streamed", "direct", "embedded", "streamed-async", "direct-async")
+"""This store: over a socket, beside a server on the same files, without a server. Their
+saves keep the caller until they are durable, and copy nothing on the host; those of the
+last two return once the state is copied, as in a train loop, and are waited for."""
+
+_WAYS: Final = OURS[:3]
 
 PEERS: Final = (
     "orbax",
@@ -30,7 +34,7 @@ CONTENDERS: Final = (*FLOORS, *OURS, *PEERS)
 STATES: Final = ("lm", "middle", "tiny", "many", "moe", "uneven")
 """What ``states.py`` makes."""
 
-_SOME: Final = ("files", "grpc", *OURS, "orbax", "orbax-raw")
+_SOME: Final = ("files", "grpc", *_WAYS, "orbax", "orbax-raw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +55,16 @@ WORKS: Final[Mapping[str, Work]] = {
     "lm": Work(says="1.6 GB of a language model and its optimizer: save, restore"),
     "reshard": Work(
         says="lm, saved fsdp-8 and restored tp-4 x dp-2",
-        contenders=("files", *OURS, "orbax", "orbax-raw", "jax"),
+        contenders=("files", *_WAYS, "orbax", "orbax-raw", "jax"),
     ),
     "whole": Work(
         says="lm, saved fsdp-8 and restored on one device",
-        contenders=("files", *OURS, "orbax", "orbax-raw", "jax"),
+        contenders=("files", *_WAYS, "orbax", "orbax-raw", "jax"),
     ),
     "many": Work(
         says="50,000 small leaves",
         state="many",
-        contenders=("files", *OURS, "orbax"),  # minutes a round; each peer adds some
+        contenders=("files", *_WAYS, "orbax"),  # minutes a round; each peer adds some
     ),
     "moe": Work(
         says="1 GB of expert tensors [E, d, h] in bfloat16",
@@ -74,20 +78,20 @@ WORKS: Final[Mapping[str, Work]] = {
     ),
     "lora": Work(
         says="a second save of lm, with 99 % of its leaves as they were",
-        contenders=(*OURS, "orbax"),
+        contenders=("streamed-async", "direct-async", "orbax"),
     ),
     "params": Work(
         says="of a whole training state only graphstate/**, cast to bfloat16",
-        contenders=OURS,
+        contenders=_WAYS,
     ),
     "blocked": Work(
         says="how long save() keeps a train loop that donates every leaf right after",
-        contenders=OURS,
+        contenders=("streamed-async", "direct-async"),
     ),
     "growth": Work(
         says="memory over 50 saves and restores in one process",
         state="middle",
-        contenders=OURS,
+        contenders=("streamed-async", "direct-async"),
         rounds=1,
     ),
     "fanout": Work(

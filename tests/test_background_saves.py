@@ -25,7 +25,6 @@ from storesvc_client._save import Save
 from storesvc_client._sending import Upload
 from storesvc_client._slabs import Filled
 from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
-from storesvc_client._sums import SumsInProgress
 from storesvc_client.trees.planning import Planner
 from storesvc_client.trees.snapshot import TreeSource
 from tests.server_process import ServerProcess
@@ -192,12 +191,12 @@ def test_a_save_without_a_copy_that_is_interrupted_commits_nothing(
     being read."""
     tree = {f"x{n}": np.full(2 * MIB, n, np.uint32) for n in range(5)}
     is_reading, reading_ends = threading.Event(), threading.Event()
-    seal, wait = Filled.seal, Save.wait
+    stored, wait = Filled.stored, Save.wait
 
-    def slow(self: Filled, sums: SumsInProgress) -> None:
+    def slow(self: Filled, *args: Any) -> Any:
         is_reading.set()
         reading_ends.wait(60)
-        seal(self, sums)
+        return stored(self, *args)
 
     def interrupted(self: Save) -> None:
         if not self._observed:
@@ -207,7 +206,7 @@ def test_a_save_without_a_copy_that_is_interrupted_commits_nothing(
         wait(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Filled, "seal", slow)
+        patched.setattr(Filled, "stored", slow)
         patched.setattr(Save, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             either.save(1, tree, snapshot="none")

@@ -9,16 +9,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from storesvc.errors import InvalidFieldError
+from storesvc.format.checksums import crc32c, digest
 from storesvc.format.wire import Frame
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.framing import FRAME_BYTES, cut, part_of, parts_of
 from storesvc_client._channel import MAX_FRAME_BYTES
 from storesvc_client._framing import SentFrame, frame_of, frames
+from storesvc_client._progress import Meter
 from storesvc_client._slabs import Filled, Slab
 from storesvc_client._sums import SumsInProgress
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
+
+METER = Meter("save", "tests/framing@0")
 
 pieces = st.lists(
     st.tuples(
@@ -58,14 +62,15 @@ def test_a_frame_is_what_the_generated_classes_write(
 def test_chunks_come_in_frames_that_are_full_or_hold_small_ones(
     sizes: list[tuple[int, int]],
 ) -> None:
-    lengths = tuple(max(1, times * MAX_FRAME_BYTES + by) for by, times in sizes)
-    slab = Slab(7, lengths)
+    lengths = [max(5, times * MAX_FRAME_BYTES + by) for by, times in sizes]
+    slab = Slab(7, tuple(length - CHECKSUM_BYTES for length in lengths))
+    sums = SumsInProgress(7 + len(lengths))
     buffer = np.arange(slab.size, dtype=np.uint64).astype(np.uint8)
     wanted = range(7, 7 + len(lengths))
 
     sent = [
         api.WriteChunksRequest.FromString(request).frame
-        for request in frames([Filled(slab, wanted, buffer)])
+        for request in frames([Filled(slab, wanted, buffer)], sums, METER)
     ]
 
     received = dict.fromkeys(wanted, b"")
@@ -79,7 +84,11 @@ def test_chunks_come_in_frames_that_are_full_or_hold_small_ones(
             received[chunk] += frame.data[at : at + length]
             at += length
         assert len(frame.data) == at
-    stored = {o: buffer[at : at + n].tobytes() for o, at, n in slab.rows()}
+    stored = {}
+    for ordinal, at, size in slab.rows():
+        elements = buffer[at : at + size].tobytes()
+        stored[ordinal] = elements + crc32c(elements).to_bytes(4, "little")
+        assert digest(elements) == sums.result().digests[ordinal].tobytes()
     assert stored == received
 
 
@@ -94,17 +103,19 @@ def test_chunks_come_in_frames_that_are_full_or_hold_small_ones(
 )
 def test_a_chunk_that_is_lent_is_sent_as_one_that_is_staged(sizes: list[int]) -> None:
     size = sum(sizes)
-    slab = Slab(3, (size + CHECKSUM_BYTES,))
-    buffer = np.arange(sum(slab.lengths), dtype=np.uint64).astype(np.uint8)
+    slab = Slab(3, (size,))
+    buffer = np.arange(size, dtype=np.uint64).astype(np.uint8)
     ends = np.cumsum([0, *sizes]).tolist()
     runs = [buffer[a:b].copy() for a, b in itertools.pairwise(ends)]
-    sent = []
-    for filled in (Filled(slab, [3], buffer), Filled(slab, [3], None, runs)):
-        filled.seal(SumsInProgress(4))
-        sent.append(list(frames([filled])))
+    known = SumsInProgress(4)
+    Filled(slab, [3], buffer).sum_up(known, METER)
+    sent = [
+        list(frames([filled], sums, METER))
+        for filled in (Filled(slab, [3], buffer), Filled(slab, [3], None, runs))
+        for sums in (SumsInProgress(4), known)
+    ]
 
-    staged, lent = sent
-    assert staged == lent
+    assert [sent[0]] * 4 == sent
 
 
 sizes = st.integers(-2, 2).map(lambda by: FRAME_BYTES + by) | st.integers(1, 300)

@@ -400,6 +400,7 @@ class TestASaveThatWasCutOff:
         self, run: store.Run, server_address: str
     ) -> None:
         from storesvc_client._framing import frames
+        from storesvc_client._progress import Meter
         from storesvc_client._slabs import Filled
         from storesvc_client._sums import SumsInProgress
         from storesvc_client.trees.planning import Planner
@@ -413,11 +414,11 @@ class TestASaveThatWasCutOff:
         filled = []
         for slab in plan.slabs:
             buffer = np.zeros(slab.size, np.uint8)
-            for ordinal, at, length in slab.rows():
-                source.copy(ordinal, buffer[at : at + length - 4])
+            for ordinal, at, size in slab.rows():
+                source.copy(ordinal, buffer[at : at + size])
             filled.append(Filled(slab, [o for o, *_ in slab.rows() if o < 2], buffer))
-            filled[-1].seal(SumsInProgress(plan.tree.chunk_count))
-        requests = frames(filled)
+        sums, meter = SumsInProgress(plan.tree.chunk_count), Meter("save", "")
+        requests = frames(filled, sums, meter)
         first.write(
             *(upload_api.WriteChunksRequest.FromString(r).frame for r in requests)
         )

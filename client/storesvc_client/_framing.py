@@ -1,11 +1,13 @@
 """Frames of chunks: those of a save, and those of a restore."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from storesvc.format import wire
 from storesvc_client._channel import MAX_FRAME_BYTES
+from storesvc_client._progress import Meter
 from storesvc_client._slabs import Filled
+from storesvc_client._sums import SumsInProgress
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import upload_service_pb2 as api
 
@@ -43,13 +45,20 @@ class SentFrame:
         return b"".join((wire.head(_SENT, self._columns, self.size), *self._data))
 
 
-def frames(slabs: Iterable[Filled]) -> Iterator[bytes]:
-    """Yields the serialised requests that carry sealed slabs; small chunks share one,
-    large ones fill several."""
+def frames(
+    slabs: Iterable[Filled], sums: SumsInProgress, meter: Meter
+) -> Iterator[bytes]:
+    """Yields the serialised requests that carry slabs; small chunks share one, large
+    ones fill several.
+
+    Args:
+        slabs: With the chunks.
+        sums: Of the chunks, filled in.
+        meter: Takes note of how long that took.
+    """
     frame = SentFrame()
     for filled in slabs:
-        for ordinal, parts in filled.stored():
-            size = sum(map(len, parts))
+        for ordinal, size, parts in filled.stored(sums, meter):
             if frame.size and frame.size + size > MAX_FRAME_BYTES:
                 yield frame.request()
                 frame = SentFrame()
@@ -65,7 +74,7 @@ def frames(slabs: Iterable[Filled]) -> Iterator[bytes]:
 
 
 def _cut(
-    parts: Sequence[memoryview], size: int
+    parts: Iterable[memoryview], size: int
 ) -> Iterator[tuple[int, list[memoryview]]]:
     """Cuts bytes in parts into pieces of a size, and yields where each begins."""
     piece: list[memoryview] = []

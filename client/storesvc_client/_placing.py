@@ -23,7 +23,7 @@ from storesvc.datafiles import NewFile
 from storesvc.format.chunks import Places, pack_placed
 from storesvc_client._outbox import Outbox, Wanted
 from storesvc_client._progress import Meter
-from storesvc_client._slabs import Filled
+from storesvc_client._slabs import PIECE_BYTES, Filled
 from storesvc_client._sums import SumsInProgress
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -164,17 +164,23 @@ class Placing:
     def _append(
         self, file: NewFile, filled: Filled, rows: list[tuple[int, int, int]]
     ) -> None:
-        with self._meter.phase("digest"):
-            filled.seal(self._sums)
-        at, parts = file.size_bytes, list[memoryview]()
-        for ordinal, stored in filled.stored():
-            length = sum(map(len, stored))
+        at, size, parts = file.size_bytes, 0, list[memoryview]()
+
+        def write() -> None:
+            with self._meter.phase("write"):
+                file.append(parts)
+            self._meter.add(size)
+
+        for ordinal, length, stored in filled.stored(self._sums, self._meter):
             rows.append((ordinal, at, length))
             at += length
-            parts += stored
-        with self._meter.phase("write"):
-            file.append(parts)
-        self._meter.add(sum(map(len, parts)))
+            for part in stored:
+                parts.append(part)
+                size += len(part)
+                if size >= PIECE_BYTES:  # while they are in the cache
+                    write()
+                    size, parts = 0, []
+        write()
 
     def _tell(self, name: str, rows: list[tuple[int, int, int]]) -> None:
         ordinals = np.array([ordinal for ordinal, _, _ in rows], np.int64)

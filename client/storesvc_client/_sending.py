@@ -183,9 +183,8 @@ class Upload:
         doubtful = [f for f in slabs if self._asked[f.wanted].any()]
         if not doubtful:
             return
-        with self._meter.phase("digest"):
-            for filled in doubtful:
-                filled.seal(self._sums)
+        for filled in doubtful:
+            filled.sum_up(self._sums, self._meter)
         ordinals = np.array([o for f in doubtful for o in f.wanted], np.int64)
         ordinals = np.sort(ordinals[self._asked[ordinals]])
         for attempt in patiently():
@@ -251,8 +250,6 @@ class Upload:
         def take() -> Filled | None:
             filled = wanted.take()
             if filled is not None:
-                with self._meter.phase("digest"):
-                    filled.seal(self._sums)
                 self._meter.add(filled.wanted_bytes)
             return filled
 
@@ -261,7 +258,12 @@ class Upload:
         )
         try:
             with self._meter.part("stream"):
-                self._send_all(ref, slabs, frames, channel)
+                self._send_all(
+                    ref,
+                    slabs,
+                    lambda stream: frames(stream, self._sums, self._meter),
+                    channel,
+                )
         finally:
             slabs.drop()
 

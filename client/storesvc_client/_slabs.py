@@ -1,21 +1,20 @@
 """Slabs: chunks that are staged, written and given back together.
 
-A slab holds stored chunks back to back, each with room for its checksum: as they will
-lie in a data file. A large chunk is a slab of its own, small ones share one.
+A slab holds the elements of neighbouring chunks back to back. A large chunk is a slab
+of its own, small ones share one.
 
 Where the owner of a tree waits until it is stored, a large chunk is not staged: the
 tree lends the memory in which it lies.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
 
 from storesvc.format.checksums import Summing
 from storesvc.format.trees import Tree
 from storesvc.format.zarr import CHECKSUM_BYTES
+from storesvc_client._progress import Meter
 from storesvc_client._staging import Bytes
 from storesvc_client._sums import SumsInProgress
 
@@ -23,8 +22,8 @@ SLAB_BYTES: Final = 4 << 20
 """Small chunks share a slab up to so much."""
 
 PIECE_BYTES: Final = 256 << 10
-"""Both sums are made of so much before the next: it is in the processor's cache then.
-"""
+"""The sums are made, and the bytes then written, of so much at a time: it is in the
+processor's cache meanwhile, and memory is read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +32,35 @@ class Slab:
 
     first: int
     """Ordinal of the first."""
-    lengths: tuple[int, ...]
-    """Bytes of each as stored."""
+    sizes: tuple[int, ...]
+    """Bytes of the elements of each."""
 
     @property
     def size(self) -> int:
         """Bytes of all."""
-        return sum(self.lengths)
+        return sum(self.sizes)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """Yields ordinal, offset in the slab and bytes of each chunk."""
         at = 0
-        for ordinal, length in enumerate(self.lengths, self.first):
-            yield ordinal, at, length
-            at += length
+        for ordinal, size in enumerate(self.sizes, self.first):
+            yield ordinal, at, size
+            at += size
 
 
 def slabs_of(tree: Tree) -> list[Slab]:
     """Returns the slabs of all chunks of a tree, in their order."""
     found: list[Slab] = []
-    lengths: list[int] = []
-    first = size = 0
-    for ordinal, length in enumerate(tree.stored_lengths.tolist()):
-        if lengths and size + length > SLAB_BYTES:
-            found.append(Slab(first, tuple(lengths)))
-            first, size, lengths = ordinal, 0, []
-        lengths.append(length)
-        size += length
-    if lengths:
-        found.append(Slab(first, tuple(lengths)))
+    sizes: list[int] = []
+    first = total = 0
+    for ordinal, size in enumerate((tree.stored_lengths - CHECKSUM_BYTES).tolist()):
+        if sizes and total + size > SLAB_BYTES:
+            found.append(Slab(first, tuple(sizes)))
+            first, total, sizes = ordinal, 0, []
+        sizes.append(size)
+        total += size
+    if sizes:
+        found.append(Slab(first, tuple(sizes)))
     return found
 
 
@@ -76,48 +75,62 @@ class Filled:
     """Where it is staged; None: it is one chunk, and lent."""
     lent: "Sequence[Bytes]" = ()
     """The elements of that chunk, one run after another."""
-    _checksum: bytes = field(default=b"", init=False)
-    """What is stored behind its last chunk, once that is sealed."""
 
     @property
     def wanted_bytes(self) -> int:
         """Bytes of those, as stored."""
-        return sum(self.slab.lengths[o - self.slab.first] for o in self.wanted)
+        return sum(size + CHECKSUM_BYTES for _, _, size in self._wanted_rows())
 
-    def seal(self, sums: SumsInProgress) -> None:
-        """Makes the sums of its wanted chunks, and writes each checksum behind its
-        chunk."""
+    def sum_up(self, sums: SumsInProgress, meter: Meter) -> None:
+        """Makes the sums of its wanted chunks."""
+        with meter.phase("digest"):
+            for ordinal, at, size in self._wanted_rows():
+                if sums.knows(ordinal):
+                    continue
+                summing = Summing()
+                for piece in _pieces(self._runs(at, size)):
+                    summing.add(piece)
+                sums.set(ordinal, summing.crc32c, summing.digest)
+
+    def stored(
+        self, sums: SumsInProgress, meter: Meter
+    ) -> Iterator[tuple[int, int, Iterator[memoryview]]]:
+        """Yields each wanted chunk as it is stored: its ordinal, its bytes, and its
+        parts one after another, of which the sums are made as they are asked for."""
+        if len(self.wanted) > 1:
+            self.sum_up(sums, meter)
+        for ordinal, at, size in self._wanted_rows():
+            parts = self._parts(ordinal, self._runs(at, size), sums, meter)
+            yield ordinal, size + CHECKSUM_BYTES, parts
+
+    def _parts(
+        self,
+        ordinal: int,
+        runs: "Sequence[Bytes]",
+        sums: SumsInProgress,
+        meter: Meter,
+    ) -> Iterator[memoryview]:
+        if sums.knows(ordinal):
+            yield from (run.data for run in runs)
+        else:
+            summing = Summing()
+            for piece in _pieces(runs):
+                since = meter.clock()
+                summing.add(piece)
+                meter.times["digest"] += meter.clock() - since
+                yield piece
+            sums.set(ordinal, summing.crc32c, summing.digest)
+        yield memoryview(sums.crc32c(ordinal).to_bytes(CHECKSUM_BYTES, "little"))
+
+    def _wanted_rows(self) -> Iterator[tuple[int, int, int]]:
         wanted = set(self.wanted)
-        for ordinal, at, length in self.slab.rows():
-            if ordinal not in wanted:
-                continue
-            end = at + length - CHECKSUM_BYTES
-            if not sums.knows(ordinal):
-                runs = self.lent if self.buffer is None else [self.buffer[at:end]]
-                sums.set(ordinal, *_summed(runs))
-            self._checksum = sums.crc32c(ordinal).to_bytes(CHECKSUM_BYTES, "little")
-            if self.buffer is not None:
-                into = self.buffer[end : end + CHECKSUM_BYTES]
-                into[:] = np.frombuffer(self._checksum, np.uint8)
+        return (row for row in self.slab.rows() if row[0] in wanted)
 
-    def stored(self) -> Iterator[tuple[int, Sequence[memoryview]]]:
-        """Yields the wanted chunks as they are stored, once they are sealed: each in
-        parts that follow one another."""
-        wanted = set(self.wanted)
-        for ordinal, at, length in self.slab.rows():
-            if ordinal not in wanted:
-                continue
-            if self.buffer is None:
-                runs = [run.data for run in self.lent]
-                yield ordinal, [*runs, memoryview(self._checksum)]
-            else:
-                yield ordinal, [self.buffer[at : at + length].data]
+    def _runs(self, at: int, size: int) -> "Sequence[Bytes]":
+        return self.lent if self.buffer is None else [self.buffer[at : at + size]]
 
 
-def _summed(runs: "Sequence[Bytes]") -> tuple[int, bytes]:
-    """The checksum and the digest of a chunk's elements."""
-    summing = Summing()
+def _pieces(runs: "Iterable[Bytes]") -> Iterator[memoryview]:
     for run in runs:
         for at in range(0, len(run), PIECE_BYTES):
-            summing.add(run[at : at + PIECE_BYTES].data)
-    return summing.crc32c, summing.digest
+            yield run[at : at + PIECE_BYTES].data

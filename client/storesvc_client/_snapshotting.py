@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
-from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._outbox import Outbox
 from storesvc_client._progress import Meter
 from storesvc_client._slabs import Filled, Slab
@@ -115,7 +114,7 @@ class Snapshot:
         self, slabs: Sequence[Slab], choose: Callable[[Slab], Sequence[int]]
     ) -> None:
         turns = iter(slabs)
-        chunks = sum(len(slab.lengths) for slab in slabs)
+        chunks = sum(len(slab.sizes) for slab in slabs)
         if THREADS == 1 or sum(slab.size for slab in slabs) < chunks * SMALL_BYTES:
             self._work(turns, choose)
             return
@@ -154,11 +153,9 @@ class Snapshot:
     def _fill(self, slab: Slab, buffer: Bytes, wanted: Sequence[int]) -> None:
         try:
             chosen = set(wanted)
-            for ordinal, at, length in slab.rows():
+            for ordinal, at, size in slab.rows():
                 if ordinal in chosen:
-                    self._source.copy(
-                        ordinal, buffer[at : at + length - CHECKSUM_BYTES]
-                    )
+                    self._source.copy(ordinal, buffer[at : at + size])
         except BaseException:
             self._outbox.drop(buffer)
             raise
@@ -166,13 +163,13 @@ class Snapshot:
 
     def _runs(self, slab: Slab) -> "Sequence[Bytes] | None":
         """The memory of a slab that is not copied."""
-        if not self._is_lent or len(slab.lengths) > 1:
+        if not self._is_lent or len(slab.sizes) > 1:
             return None
         return self._source.runs(slab.first)
 
     def _new_chunks(self, slab: Slab) -> Sequence[int]:
         """The chunks of a slab that are not as the base has them."""
-        ordinals = range(slab.first, slab.first + len(slab.lengths))
+        ordinals = range(slab.first, slab.first + len(slab.sizes))
         if self._known is None:
             return ordinals
         digests: NDArray[np.uint8] = self._known.sums.digests
@@ -188,5 +185,5 @@ class Snapshot:
 
 
 def _of(slab: Slab, chunks: set[int]) -> Sequence[int]:
-    ordinals = range(slab.first, slab.first + len(slab.lengths))
+    ordinals = range(slab.first, slab.first + len(slab.sizes))
     return [ordinal for ordinal in ordinals if ordinal in chunks]

@@ -303,16 +303,47 @@ def test_a_tree_larger_than_the_staging_is_saved_through_it(
 
 
 def test_a_save_without_a_copy_takes_no_memory_for_what_lies_as_it_is_stored(
-    either: store.Run,
+    either: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = Mesh(np.array(jax.devices()), ("a",))
     sharding = NamedSharding(mesh, PartitionSpec("a"))
     tree = {f"x{n}": np.full(10 * MIB, n, np.uint32) for n in range(4)}
     tree |= {"y": jax.device_put(np.arange(8 * MIB), sharding)}
+    tree |= {f"middling/{n}": np.full(MIB, n, np.uint8) for n in range(9)}
+    taken: list[int] = []
+    take = Staging.take
 
+    def counted(self: Staging, size: int, **how: Any) -> Any:
+        taken.append(size)
+        return take(self, size, **how)
+
+    monkeypatch.setattr(Staging, "take", counted)
+    either.save(1, tree, snapshot="none").result()
+    assert [] == taken
+    either.save(2, {"odd": np.ones((2003, 3001))}, snapshot="none").result()
+    assert taken
+    assert 0 == either._connection.staging.held_bytes
+    found = either.restore(1)
+    assert all(np.array_equal(tree[key], found[key]) for key in tree)
+
+
+def test_what_a_save_without_a_copy_must_copy_goes_through_little_memory(
+    either: store.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.zeros((10, MIB), np.uint32)
+    tree = {f"x{n}": np.asfortranarray(rows + n) for n in range(8)}
+    held: list[int] = []
+    take = Staging.take
+
+    def watched(self: Staging, size: int, **how: Any) -> Any:
+        found = take(self, size, **how)
+        held.append(self.held_bytes)
+        return found
+
+    monkeypatch.setattr(Staging, "take", watched)
     either.save(1, tree, snapshot="none").result()
 
-    assert 0 == either._connection.staging.held_bytes
+    assert 0 < max(held) <= MIN_BUDGET_BYTES < 8 * rows.nbytes
     found = either.restore(1)
     assert all(np.array_equal(tree[key], found[key]) for key in tree)
 

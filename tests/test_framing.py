@@ -111,7 +111,7 @@ def test_a_chunk_that_is_lent_is_sent_as_one_that_is_staged(sizes: list[int]) ->
     Filled(slab, [3], buffer).sum_up(known, METER)
     sent = [
         list(frames([filled], sums, METER))
-        for filled in (Filled(slab, [3], buffer), Filled(slab, [3], None, runs))
+        for filled in (Filled(slab, [3], buffer), Filled(slab, [3], None, [runs]))
         for sums in (SumsInProgress(4), known)
     ]
 

@@ -103,9 +103,9 @@ class Run(
             snapshot: Where the bytes are copied to while the caller waits: "host";
                 "device", which takes as much of its memory as the tree has there, and
                 less time; or "auto": the device where its memory is known to suffice.
-                "none" copies nothing that lies on the host as it is stored, and
-                returns once the save has ended: for a last save before the process
-                does, or where there is no memory for a copy.
+                "none" copies nothing that lies on the host as it is stored, the
+                rest through 128 MiB, and returns once the save has ended: for a last
+                save before the process does, or where there is no memory for a copy.
             if_busy: What to do while a save of this run is under way: "wait" for it,
                 "queue" behind it, or "refuse".
             progress: Called with a ``Progress`` at most ten times a second, from any
@@ -356,13 +356,17 @@ class Run(
         from storesvc_client._outbox import Outbox
         from storesvc_client._sending import Upload
         from storesvc_client._snapshotting import Snapshot
+        from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
         from storesvc_client.trees.device_copies import copied_on_device
         from storesvc_client.trees.snapshot import TreeSource
 
         if self._saver is None:
             self._saver = ThreadPoolExecutor(1, f"storesvc-save-{self._name.run}")
         is_lent = mode == "none"
-        outbox = Outbox(self._connection.staging, is_open=is_lent)
+        staging = self._connection.staging
+        if is_lent:  # what must be copied all the same waits for what is written
+            staging = Staging(MIN_BUDGET_BYTES)
+        outbox = Outbox(staging, is_open=is_lent)
         upload = Upload(self._connection, description, plan.tree, outbox, meter)
         known, known_base = self._known(description, plan, upload)
         with meter.phase("snapshot"):

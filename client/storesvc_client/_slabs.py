@@ -3,8 +3,8 @@
 A slab holds the elements of neighbouring chunks back to back. A large chunk is a slab
 of its own, small ones share one.
 
-Where the owner of a tree waits until it is stored, a large chunk is not staged: the
-tree lends the memory in which it lies.
+Where the owner of a tree waits until it is stored, a slab need not be staged: the tree
+lends the memory in which its chunks lie.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -72,9 +72,9 @@ class Filled:
     wanted: Sequence[int]
     """Ordinals of the chunks in it that are to be stored."""
     buffer: "Bytes | None"
-    """Where it is staged; None: it is one chunk, and lent."""
-    lent: "Sequence[Bytes]" = ()
-    """The elements of that chunk, one run after another."""
+    """Where it is staged; None: it is lent."""
+    lent: "Sequence[Sequence[Bytes]]" = ()
+    """The elements of each of its chunks then, one run after another."""
 
     @property
     def wanted_bytes(self) -> int:
@@ -88,7 +88,7 @@ class Filled:
                 if sums.knows(ordinal):
                     continue
                 summing = Summing()
-                for piece in _pieces(self._runs(at, size)):
+                for piece in _pieces(self._runs(ordinal, at, size)):
                     summing.add(piece)
                 sums.set(ordinal, summing.crc32c, summing.digest)
 
@@ -97,10 +97,11 @@ class Filled:
     ) -> Iterator[tuple[int, int, Iterator[memoryview]]]:
         """Yields each wanted chunk as it is stored: its ordinal, its bytes, and its
         parts one after another, of which the sums are made as they are asked for."""
-        if len(self.wanted) > 1:
+        if len(self.wanted) * PIECE_BYTES > self.slab.size:  # they fit the cache
             self.sum_up(sums, meter)
         for ordinal, at, size in self._wanted_rows():
-            parts = self._parts(ordinal, self._runs(at, size), sums, meter)
+            runs = self._runs(ordinal, at, size)
+            parts = self._parts(ordinal, runs, sums, meter)
             yield ordinal, size + CHECKSUM_BYTES, parts
 
     def _parts(
@@ -126,8 +127,10 @@ class Filled:
         wanted = set(self.wanted)
         return (row for row in self.slab.rows() if row[0] in wanted)
 
-    def _runs(self, at: int, size: int) -> "Sequence[Bytes]":
-        return self.lent if self.buffer is None else [self.buffer[at : at + size]]
+    def _runs(self, ordinal: int, at: int, size: int) -> "Sequence[Bytes]":
+        if self.buffer is None:
+            return self.lent[ordinal - self.slab.first]
+        return [self.buffer[at : at + size]]
 
 
 def _pieces(runs: "Iterable[Bytes]") -> Iterator[memoryview]:

@@ -110,6 +110,26 @@ def test_a_state_is_rebuilt_bit_by_bit_and_goes_on_alike(
     assert len(back.model.layers) == 12
 
 
+def test_a_state_is_saved_and_restored_as_any_other_tree_is(
+    run: store.Run, state: EasyDeLState
+) -> None:
+    saving: list[store.Progress] = []
+    restoring: list[store.Progress] = []
+    save_state(run, state, labels={"a": "b"}).result()
+    later = advance(state)
+
+    saved = save_state(run, later, base=None, snapshot="none", progress=saving.append)
+    assert saved.done()
+    report = saved.report()
+    back = restore_state(run, model=make_model, tx=TX, progress=restoring.append)
+
+    assert leaves(later) == leaves(back)
+    assert report.sent_bytes == report.total_bytes == saving[-1].done_bytes
+    assert restoring[-1].is_done
+    with pytest.raises(store.InvalidRequestError, match="snapshot="):
+        save_state(run, state, snapshot="nowhere")  # type: ignore[arg-type] # wrong
+
+
 def test_a_state_is_rebuilt_on_a_mesh(
     run: store.Run, state: EasyDeLState, mesh: Mesh
 ) -> None:

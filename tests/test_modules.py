@@ -140,6 +140,18 @@ def test_a_module_and_a_state_stand_for_each_other(run: store.Run) -> None:
     assert 0 == from_model.step
 
 
+def test_a_module_is_saved_and_restored_as_any_other_tree_is(run: store.Run) -> None:
+    module = CASES["perceptron"].make()
+    told: list[store.Progress] = []
+    saved = save_model(run, 0, module, snapshot="none", progress=told.append)
+    assert saved.done()
+
+    back = restore_model(run, model=CASES["perceptron"].make, progress=told.append)
+
+    assert leaves(module) == leaves(back)
+    assert ["save", "restore"] == [p.what for p in told if p.is_done]
+
+
 def test_what_is_no_module_is_refused(run: store.Run) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected an nnx"):
         save_model(run, 0, "no module")

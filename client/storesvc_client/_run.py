@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, SupportsIndex
 
 from storesvc.format.names import (
     MAX_STEP,
@@ -24,6 +24,7 @@ from storesvc_client._entries import (
 from storesvc_client._globs import Patterns
 from storesvc_client._inspecting import RunInspection
 from storesvc_client._life import RunLife
+from storesvc_client._options import IfBusy, SnapshotMode
 from storesvc_client._pages import OnDamage, rows
 from storesvc_client._progress import Meter, OnProgress
 from storesvc_client._retaining import RunRetention
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
     from storesvc_client._sending import Description, Saved, Upload
     from storesvc_client._snapshotting import Known
     from storesvc_client.trees.planning import Plan, Planner
-
-
-SnapshotMode: TypeAlias = Literal["host", "device", "auto", "none"]
-IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
 
 
 class Run(

@@ -13,13 +13,15 @@ Example:
 """
 
 import operator
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, Unpack
 
 from storesvc.format.names import Which
+from storesvc_client._options import SaveOptions
+from storesvc_client._progress import OnProgress
 from storesvc_client._run import Run
 from storesvc_client._save import Save
 from storesvc_client.errors import InvalidRequestError, NotFoundError
@@ -38,13 +40,7 @@ DIRECTORY_RUN: Final = "local/state"
 """The run of a store that is one directory of checkpoints."""
 
 
-def save_state(
-    run: Run,
-    state: Any,
-    *,
-    metrics: Mapping[str, SupportsFloat] | None = None,
-    labels: Mapping[str, str] | None = None,
-) -> Save:
+def save_state(run: Run, state: Any, **options: Unpack[SaveOptions]) -> Save:
     """Starts a save of the state at its own step; see ``Run.save``.
 
     Args:
@@ -52,8 +48,8 @@ def save_state(
         state: An ``EasyDeLState``: this library's, EasyDeL's, or any other pytree
             with ``step``, ``graphdef``, ``graphstate``, ``graphother`` and
             ``opt_state``. It may be donated as soon as this returns.
-        metrics: Numbers to keep with the checkpoint.
-        labels: Texts to keep with the checkpoint.
+        options: As of ``Run.save``: ``metrics``, ``labels``, ``base``, ``snapshot``,
+            ``if_busy`` and ``progress``.
 
     Raises:
         StoreError: As ``Run.save``.
@@ -76,19 +72,13 @@ def save_state(
     return run.save(
         _step_of(run, state.step),
         state,
-        metrics=metrics,
-        labels=labels,
         structure=recipe.pack(),
+        **options,
     )
 
 
 def save_model(
-    run: Run,
-    step: SupportsIndex,
-    model: Any,
-    *,
-    metrics: Mapping[str, SupportsFloat] | None = None,
-    labels: Mapping[str, str] | None = None,
+    run: Run, step: SupportsIndex, model: Any, **options: Unpack[SaveOptions]
 ) -> Save:
     """Starts a save of a module without optimizer and step; see ``Run.save``.
 
@@ -100,8 +90,7 @@ def save_model(
         step: The step to save it at.
         model: An NNX module, or anything with ``graphdef``, ``graphstate`` and
             ``graphother``.
-        metrics: Numbers to keep with the checkpoint.
-        labels: Texts to keep with the checkpoint.
+        options: As of ``save_state``.
 
     Raises:
         InvalidRequestError: It is no module.
@@ -118,9 +107,8 @@ def save_model(
     return run.save(
         step,
         {"graphstate": graphstate, "graphother": graphother},
-        metrics=metrics,
-        labels=labels,
         structure=Recipe.of(graphdef, graphstate, graphother).pack(),
+        **options,
     )
 
 
@@ -137,6 +125,7 @@ def restore_state(
     missing: Literal["error", "init"] = "error",
     structure: Literal["check", "report"] = "check",
     state_class: Any = None,
+    progress: OnProgress | None = None,
 ) -> Any:
     """Returns the state of a checkpoint, on the mesh given.
 
@@ -169,6 +158,7 @@ def restore_state(
             is an error, or is logged. Leaves must fit in any case.
         state_class: The class to build by its ``create``; None: this library's
             ``EasyDeLState``.
+        progress: As of ``Run.restore``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -192,6 +182,7 @@ def restore_state(
         missing=missing,
         structure=structure,
         opt_state=opt_state,
+        progress=progress,
     )
     return rebuild.restore_state(
         run.open(which),
@@ -213,6 +204,7 @@ def restore_model(
     dtype: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
     structure: Literal["check", "report"] = "check",
+    progress: OnProgress | None = None,
 ) -> Any:
     """Returns the module of a checkpoint of a module, or of a state.
 
@@ -229,6 +221,7 @@ def restore_model(
         dtype: As of ``restore_state``.
         missing: As of ``restore_state``.
         structure: As of ``restore_state``.
+        progress: As of ``Run.restore``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -252,6 +245,7 @@ def restore_model(
         missing=missing,
         structure=structure,
         opt_state="skip",
+        progress=progress,
     )
     return rebuild.restore_module(
         run.open(which), model=model, allow=allow, options=options

@@ -363,7 +363,9 @@ class EasyDeLState(struct.PyTreeNode):
                 graphstate=cast_floating(state.graphstate, float_dtype)
             )
         with opened_run(save_directory, client=client, creating=True) as (run, _):
-            return save_state(run, state, metrics=metrics, labels=labels).result()
+            return save_state(
+                run, state, metrics=metrics, labels=labels, snapshot="none"
+            ).result()
 
     @classmethod
     def load_state(

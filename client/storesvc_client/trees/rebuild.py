@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from storesvc_client._opened import OpenCheckpoint
+from storesvc_client._progress import OnProgress
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.blueprints import (
     Blueprint,
@@ -56,6 +57,7 @@ class Options:
     missing: Literal["error", "init"] = "error"
     structure: Literal["check", "report"] = "check"
     opt_state: Literal["restore", "skip"] = "restore"
+    progress: OnProgress | None = None
 
     @property
     def initialises(self) -> bool:
@@ -270,6 +272,7 @@ def _restored(opened: OpenCheckpoint, like: Any, options: Options) -> Any:
         rules=options.rules,
         select=select,
         cast=options.dtype,
+        progress=options.progress,
     )
 
 

@@ -206,6 +206,10 @@ class Assembly:
                 self.spread(ordinal, chunk.into)
             self.finish(ordinal)
 
+    def length(self, ordinal: int) -> int:
+        """Returns the bytes of a chunk as it is stored."""
+        return self._lengths[ordinal]
+
     def is_run(self, ordinal: int) -> bool:
         """Returns whether the elements of a chunk go into a buffer as they lie."""
         return isinstance(self._chunks[ordinal].goal.goes, Run)

@@ -1,7 +1,7 @@
 """Stored chunks over the wire, by ``ReadChunks``."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import cycle
 from typing import Final, TypeAlias
@@ -29,6 +29,26 @@ _METHOD: Final = "/storesvc.v1.ChunkService/ReadChunks"
 _Method: TypeAlias = "grpc.UnaryStreamMultiCallable[api.ReadChunksRequest, bytes]"
 
 
+def shares(
+    ordinals: Sequence[int], sizes: Sequence[int], count: int
+) -> Iterator[Sequence[int]]:
+    """Cuts chunks into what single calls ask for: as many bytes each, so that streams
+    end together.
+
+    Args:
+        ordinals: Of the chunks.
+        sizes: Bytes of each.
+        count: How many shares there are, unless these have too many chunks.
+    """
+    least = -(-sum(sizes) // count)
+    begin = size = 0
+    for end, more in enumerate(sizes, 1):
+        size += more
+        if size >= least or end - begin == CHUNKS_A_CALL or end == len(ordinals):
+            yield ordinals[begin:end]
+            begin, size = end, 0
+
+
 class StreamedSource:
     """Stored chunks by ``ReadChunks``, over several streams."""
 
@@ -41,8 +61,8 @@ class StreamedSource:
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``; a broken stream goes on where it stopped."""
-        share = max(1, min(CHUNKS_A_CALL, -(-len(ordinals) // STREAMS)))
-        calls = [ordinals[at : at + share] for at in range(0, len(ordinals), share)]
+        sizes = [assembly.length(ordinal) for ordinal in ordinals]
+        calls = list(shares(ordinals, sizes, STREAMS))
         channels = cycle(self._connection.channels(min(STREAMS, len(calls))))
         with ThreadPoolExecutor(STREAMS, "storesvc-restore") as pool:
             futures = [

@@ -1,0 +1,34 @@
+"""What streams of a restore ask for: as much each, and nothing twice."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storesvc_client._streaming import CHUNKS_A_CALL, shares
+
+MIB = 1 << 20
+
+
+@given(
+    st.lists(st.integers(1, 32 * MIB), max_size=200),
+    st.integers(1, 4),
+)
+def test_streams_share_the_chunks_by_their_bytes(sizes: list[int], count: int) -> None:
+    ordinals = range(7, 7 + len(sizes))
+
+    found = list(shares(ordinals, sizes, count))
+
+    assert list(ordinals) == [ordinal for share in found for ordinal in share]
+    assert len(found) <= count
+    for share in found:
+        assert share
+        size = sum(sizes[ordinal - 7] for ordinal in share)
+        assert size < sum(sizes) / count + max(sizes) + 1
+
+
+def test_a_call_asks_for_no_more_chunks_than_it_may() -> None:
+    count = 3 * CHUNKS_A_CALL + 5
+
+    found = list(shares(range(count), [1] * count, 2))
+
+    assert CHUNKS_A_CALL == max(map(len, found))
+    assert count == sum(map(len, found))

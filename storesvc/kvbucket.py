@@ -1,14 +1,10 @@
-"""A bucket, and the OCDBT key spaces in it, over TensorStore.
-
-Roots: ``file:///path``, ``memory://``, ``gs://bucket/prefix``.
-"""
+"""A bucket, and the OCDBT key spaces in it, over TensorStore."""
 
 import asyncio
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from typing import Any, Final, NamedTuple, TypeVar
 
 import tensorstore as ts
 
@@ -23,31 +19,27 @@ from storesvc.bucket import (
 )
 from storesvc.datafiles import NewFile
 from storesvc.directories import Directories
-from storesvc.errors import (
-    CorruptDataError,
-    InvalidFieldError,
-    StorageFullError,
-    StorageUnavailableError,
-    StoreError,
-)
+from storesvc.errors import CorruptDataError
 from storesvc.format.checksums import Buffer
 from storesvc.framing import Part, cut
+from storesvc.gcs_lists import GcsLists
 from storesvc.local_reads import LocalReads
+from storesvc.storage_errors import translated
+from storesvc.storages import Storage, storage_at
 from storesvc.ticks import Ticks
+
+T = TypeVar("T")
+
+ANSWER_SECONDS: Final = 60.0
+"""How long a storage on the network may take to answer, retries included ..."""
+
+LEAST_BYTES_PER_SECOND: Final = 1 << 20
+"""... and how slowly bytes may come and go meanwhile."""
 
 _DELETE_TRIES: Final = 3
 
 _FAILED: Final = b""  # the generation that a write with a failed condition returns
 _ABSENT: Final = b"\x02"  # TensorStore's StorageGeneration::NoValue()
-
-
-_DAMAGE: Final = (
-    "DATA_LOSS",
-    "OUT_OF_RANGE",
-    "Error decoding",
-    "NOT_FOUND: Error reading",
-)
-"""What messages of TensorStore begin with that tell of damaged or missing bytes."""
 
 
 class Place(NamedTuple):
@@ -59,12 +51,23 @@ class Place(NamedTuple):
     length: int
 
 
+class Opened(NamedTuple):
+    """A storage that is open."""
+
+    storage: Storage
+    root: ts.KvStore
+    context: ts.Context
+    lists: GcsLists | None
+    """None: TensorStore's own."""
+
+
 class KvBucket:
     """A ``Bucket`` over one ``ts.KvStore``."""
 
-    def __init__(self, root: "ts.KvStore", context: "ts.Context") -> None:
+    def __init__(self, opened: Opened) -> None:
+        self.opened = opened
+        self._storage, root, self._context, self._lists = opened
         self._root = root
-        self._context = context
         self._directories = Directories.of(root)
         self._ticks = Ticks.of(root)
         self._local = LocalReads.of(root)
@@ -74,24 +77,40 @@ class KvBucket:
         """Returns the bucket at a root.
 
         Raises:
-            InvalidFieldError: The root is not a URI of a storage we know.
-            StorageUnavailableError: The storage does not answer.
+            InvalidFieldError: The root is not a URI of a storage we know, or of a
+                bucket that is not there.
+            StorageUnavailableError: The storage does not answer, or lets nobody in.
         """
-        context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-        with _translated(root):
-            store = await ts.KvStore.open(root_spec(root), context=context)
-        return cls(store, context)
+        storage = storage_at(root)
+        context = ts.Context(
+            {"cache_pool": {"total_bytes_limit": 0}, **storage.context}
+        )
+        with translated(storage, ""):
+            store = await ts.KvStore.open(dict(storage.spec), context=context)
+        lists = await GcsLists.of(storage)
+        if lists is not None:
+            await lists.check_bucket()
+        return cls(Opened(storage, store, context, lists))
+
+    async def _answer(self, asked: Awaitable[T], *, size_bytes: int = 0) -> T:
+        """Waits for the storage as long as it may take."""
+        if not self._storage.is_remote:
+            return await asked
+        seconds = ANSWER_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
+        async with asyncio.timeout(seconds):
+            return await asked
 
     async def read(self, place: str) -> Stored | None:
-        with _translated(place):
-            result = await self._root.read(place)
+        with translated(self._storage, place):
+            result = await self._answer(self._root.read(place))
         if result.state != "value":
             return None
         return Stored(result.value, Generation(result.stamp.generation))
 
     async def read_range(self, place: str, start: int, stop: int) -> bytes:
-        with _translated(place):
-            result = await self._root.read(place, byte_range=slice(start, stop))
+        with translated(self._storage, place):
+            asked = self._root.read(place, byte_range=slice(start, stop))
+            result = await self._answer(asked, size_bytes=stop - start)
         if result.state != "value":
             raise CorruptDataError(
                 f"data file {place} is missing; use another checkpoint"
@@ -107,7 +126,7 @@ class KvBucket:
             CorruptDataError: The place holds nothing, or less.
         """
         if self._local is not None:
-            with _translated(place):
+            with translated(self._storage, place):
                 return await asyncio.to_thread(self._local.read, place, parts)
         data = await self.read_range(place, start, stop)
         return await asyncio.to_thread(cut, data, start, parts)
@@ -115,12 +134,13 @@ class KvBucket:
     async def write(
         self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
-        with _translated(place):
+        with translated(self._storage, place):
             await self._directories.make(place)
             self._directories.clear(place)
             if condition not in (ALWAYS, IF_ABSENT):
                 await self._ticks.pass_since(place)
-            stamp = await self._root.write(place, data, if_equal=_if_equal(condition))
+            asked = self._root.write(place, data, if_equal=_if_equal(condition))
+            stamp = await self._answer(asked, size_bytes=len(data))
         if stamp.generation == _FAILED:
             raise PreconditionError(place)
         return Generation(stamp.generation)
@@ -128,34 +148,38 @@ class KvBucket:
     async def write_new(self, place: str, parts: Sequence[Buffer]) -> None:
         """Writes a place that nobody else names, from parts that lie one after
         another; durable when it returns. What fails may leave a part of it."""
-        with _translated(place):
+        with translated(self._storage, place):
             path = self._directories.path(place)
             if path is None:
-                await self._root.write(place, b"".join(parts))
+                await self._put(place, parts)
                 return
             await self._directories.make(place)
             await asyncio.to_thread(_write_new, path, parts)
             await self._directories.sync(place)
 
+    async def _put(self, place: str, parts: Sequence[Buffer]) -> None:
+        data = await asyncio.to_thread(b"".join, parts)
+        await self._answer(self._root.write(place, data), size_bytes=len(data))
+
     async def create(self, place: str) -> "NewObject":
         """Returns a place that nobody else names, to be written bit by bit."""
-        with _translated(place):
+        with translated(self._storage, place):
             path = self._directories.path(place)
             if path is None:
-                return NewObject(place, None)
+                return NewObject(place, None, self._storage)
             await self._directories.make(place)
             making = asyncio.ensure_future(asyncio.to_thread(NewFile, path))
             try:
-                return NewObject(place, await asyncio.shield(making))
+                return NewObject(place, await asyncio.shield(making), self._storage)
             except asyncio.CancelledError:
                 making.add_done_callback(_discard)  # its thread goes on
                 raise
 
     async def keep(self, new: "NewObject") -> None:
         """Ends what was written bit by bit; durable when it returns."""
-        with _translated(new.place):
+        with translated(self._storage, new.place):
             if new.file is None:
-                await self._root.write(new.place, b"".join(new.parts))
+                await self._put(new.place, new.parts)
             else:
                 file, new.file = new.file, None
                 await asyncio.to_thread(file.keep)
@@ -163,35 +187,43 @@ class KvBucket:
 
     async def adopt(self, place: str) -> None:
         """Makes durable that a place is there which another process has written."""
-        with _translated(place):
+        with translated(self._storage, place):
             await self._directories.make(place)
             await self._directories.sync(place)
 
     async def settle(self, place: str) -> None:
-        with _translated(place):
+        with translated(self._storage, place):
             await self._directories.sync(place)
 
     async def delete(self, place: str, *, generation: Generation | None = None) -> None:
-        with _translated(place):
+        with translated(self._storage, place):
             stamp = await self._deleted(place, generation)
-        if stamp.generation == _FAILED:
+        # where an answer was lost, the retry of our own deletion finds nothing there
+        if stamp.generation == _FAILED and await self.read(place) is not None:
             raise PreconditionError(place)
 
     async def _deleted(self, place: str, generation: Generation | None) -> Any:
         """The stamp of a deletion, tried again where it ran into another: the file
         driver fails where two take the lock of one place away."""
-        for _ in range(_DELETE_TRIES):
+        for _ in range(0 if self._storage.is_remote else _DELETE_TRIES):
             with suppress(OSError, ValueError):
                 return await self._root.write(place, None, if_equal=generation)
-        return await self._root.write(place, None, if_equal=generation)
+        return await self._answer(self._root.write(place, None, if_equal=generation))
 
     async def delete_below(self, prefix: str) -> None:
-        with _translated(prefix):
+        if self._lists is not None:
+            # TensorStore's own begins with one of its lists
+            names = await self._lists.names(prefix)
+            await asyncio.gather(*(self.delete(name) for name in names))
+            return
+        with translated(self._storage, prefix):
             await self._root.delete_range(_below(prefix))
             await self._directories.remove_empty(prefix)
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
-        with _translated(prefix):
+        if self._lists is not None:
+            return await self._lists.names(prefix, after=after)
+        with translated(self._storage, prefix):
             keys = await self._root.list(_below(prefix, after))
         return sorted(key.decode() for key in keys)
 
@@ -202,15 +234,18 @@ class KvBucket:
             place: Of its root.
             pool: What its data files lie below.
         """
-        return KeySpace(self._root, self._context, place=place, pool=pool)
+        return KeySpace(
+            self._root, self._context, self._storage, place=place, pool=pool
+        )
 
 
 class NewObject:
     """A place that is being written; on storages without files, at the end."""
 
-    def __init__(self, place: str, file: NewFile | None) -> None:
+    def __init__(self, place: str, file: NewFile | None, storage: Storage) -> None:
         self.place = place
         self.file = file
+        self._storage = storage
         self.parts: list[Buffer] = []
 
     def append(self, data: Buffer) -> None:
@@ -223,7 +258,7 @@ class NewObject:
         if self.file is None:
             self.parts.append(data)
             return
-        with _translated(self.place):
+        with translated(self._storage, self.place):
             self.file.append([data])
 
     def discard(self) -> None:
@@ -240,8 +275,15 @@ class KeySpace:
     """
 
     def __init__(
-        self, root: "ts.KvStore", context: "ts.Context", *, place: str, pool: str
+        self,
+        root: "ts.KvStore",
+        context: "ts.Context",
+        storage: Storage,
+        *,
+        place: str,
+        pool: str,
     ) -> None:
+        self._storage = storage
         self._manifest = root / place
         self._pool = root / pool
         self._context = context
@@ -255,12 +297,12 @@ class KeySpace:
 
     async def exists(self) -> bool:
         """Returns whether it is there."""
-        with _translated(self._place):
+        with translated(self._storage, self._place):
             result = await self._manifest.read("manifest.ocdbt")
         return result.state == "value"
 
     def _places(self) -> dict[str, Place]:
-        with _translated(self._place):
+        with translated(self._storage, self._place):
             manifest = ts.ocdbt.dump(self._manifest, context=self._context).result()
             location = manifest["versions"][-1]["root"].get("location")
             return {} if location is None else dict(self._values(location, b""))
@@ -296,31 +338,6 @@ def _write_new(path: Path, parts: Sequence[Buffer]) -> None:
         file.append(parts)
 
 
-def root_spec(root: str) -> dict[str, Any]:
-    """Returns the TensorStore spec of a root.
-
-    Raises:
-        InvalidFieldError: The root is not a URI of a storage we know.
-    """
-    url = urlsplit(root)
-    match url.scheme:
-        case "file" if not url.netloc and url.path:
-            path = Path(unquote(url.path)).as_posix()
-            return {"driver": "file", "path": path.rstrip("/") + "/"}
-        case "memory" if not url.netloc and not url.path:
-            return {"driver": "memory"}
-        case "gs" if url.netloc:
-            path = unquote(url.path).strip("/")
-            return {
-                "driver": "gcs",
-                "bucket": url.netloc,
-                "path": f"{path}/" if path else "",
-            }
-    raise InvalidFieldError(
-        f"root {root!r}: expected file:///PATH, memory:// or gs://BUCKET/PREFIX"
-    )
-
-
 def _if_equal(condition: WriteCondition) -> bytes | None:
     """TensorStore's word for a condition."""
     match condition:
@@ -340,29 +357,3 @@ def _parse_place(value: str) -> Place:
     """Parses ``<kind>:<base>:<file>:<offset>:<length>``."""
     _, _, file, offset, length = value.split(":")
     return Place(file, int(offset), int(length))
-
-
-@contextmanager
-def _translated(place: str) -> Generator[None]:
-    """Raises our error for any that TensorStore raises inside.
-
-    TensorStore raises builtin exceptions; the status code heads the message.
-    """
-    try:
-        yield
-    except StoreError:
-        raise
-    except (ValueError, RuntimeError, OSError, KeyError) as e:
-        text = str(e)
-        if text.startswith("RESOURCE_EXHAUSTED") or "No space left" in text:
-            raise StorageFullError(
-                f"{place}: the storage is full; free space and retry"
-            ) from e
-        if text.startswith(_DAMAGE):
-            raise CorruptDataError(
-                f"{place} is damaged or cut off ({text.partition(' [')[0]}); use "
-                "another checkpoint"
-            ) from e
-        raise StorageUnavailableError(
-            f"{place}: the storage failed: {text.partition(' [')[0]}"
-        ) from e

@@ -18,6 +18,8 @@ from hypothesis import settings
 import storesvc_client as store
 from storesvc.format.names import RunName
 from tests.contract import Writer
+from tests.fake_gcs import FakeGcs
+from tests.gcs_calls import BUCKET
 from tests.saved_checkpoint import CHUNKS, Saved
 from tests.server_process import ServerProcess
 
@@ -97,6 +99,26 @@ def start_server(
     yield start
     for server in started:
         server.kill()
+
+
+_roots = itertools.count()
+
+
+def gcs_root() -> str:
+    """Returns the root of a store that no other test uses, in the emulated bucket."""
+    return f"gs://{BUCKET}/roots/{next(_roots)}"
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[FakeGcs]:
+    """A storage that the whole suite shares; where TensorStore finds it, and so do the
+    processes that a test starts."""
+    patch = pytest.MonkeyPatch()
+    with FakeGcs(buckets=[BUCKET]) as emulator:
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", emulator.url)
+        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "any")
+        yield emulator
+    patch.undo()
 
 
 @pytest.fixture(scope="module")

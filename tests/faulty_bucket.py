@@ -173,7 +173,7 @@ class FaultyBucket(KvBucket):
 
     def reopened(self, plan: Plan = no_faults) -> "FaultyBucket":
         """Returns the same storage as another process sees it."""
-        bucket = FaultyBucket(self._root, self._context)
+        bucket = FaultyBucket(self.opened)
         bucket.calls = Calls(plan)
         return bucket
 

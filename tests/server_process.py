@@ -17,8 +17,19 @@ class EndedError(Exception):
 class ServerProcess:
     """``storectl serve`` over one root, on one port, through kills and restarts."""
 
-    def __init__(self, root: Path, directory: Path, *arguments: str) -> None:
+    def __init__(
+        self, root: Path, directory: Path, *arguments: str, uri: str = ""
+    ) -> None:
+        """Makes one that is not started.
+
+        Args:
+            root: Of its store, on this machine.
+            directory: Where it writes its log.
+            arguments: Of the command, beside those that it needs.
+            uri: The root, where it is none on this machine.
+        """
         self.root = root
+        self._uri = uri or root.as_uri()
         self._ready = directory / "ready"
         self._log = directory / "server.log"
         self._arguments = arguments
@@ -60,7 +71,7 @@ class ServerProcess:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "storesvc_client.cli", "serve"),
-                    *("--root", self.root.as_uri(), "--port", self._port),
+                    *("--root", self._uri, "--port", self._port),
                     *("--ready-file", str(self._ready), *self._arguments),
                 ],
                 stdout=log,

@@ -8,6 +8,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -25,8 +26,12 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.framing import Part
-from storesvc.kvbucket import KvBucket, root_spec
+from storesvc.kvbucket import KvBucket
+from storesvc.storages import storage_at
 from storesvc.ticks import TICK_SECONDS
+from tests.conftest import gcs_root
+from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Lost, Reset, Stall, Status
+from tests.gcs_calls import BUCKET
 from tests.small_disk import small_disk
 
 Test = Callable[[KvBucket], Coroutine[Any, Any, None]]
@@ -495,6 +500,124 @@ class TestFileBucket(SharedBucketTests):
             asyncio.run(test(disk))
 
 
+class TestGcsBucket(SharedBucketTests):
+    """On Google Cloud Storage, emulated."""
+
+    @pytest.fixture(autouse=True)
+    def opened(self, gcs: FakeGcs) -> None:
+        """Its root."""
+        gcs.clear()
+        self._root = gcs_root()
+
+    def root(self, directory: Path) -> str:
+        del directory
+        return self._root
+
+    def refuses(self, place: str) -> bool:
+        return not {"\0", "\n"}.isdisjoint(place)
+
+    def test_a_conflict_that_a_lost_answer_made_up_deletes_what_it_should(
+        self, within: Callable[..., None], gcs: FakeGcs
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            generation = await bucket.write("a", b"1")
+            gcs.fault("DELETE .*/a", Lost())
+            await bucket.delete("a", generation=generation)
+            assert await bucket.read("a") is None
+
+        within(test)
+
+    def test_what_fails_in_passing_is_tried_again(
+        self, within: Callable[..., None], gcs: FakeGcs
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            for action in (Status(429), Status(503), Reset()):
+                gcs.fault("POST /upload", action, times=2)
+                await bucket.write("a", b"1")
+                gcs.fault("GET .*/a", action, times=2)
+                stored = await bucket.read("a")
+                assert stored is not None
+
+        within(test)
+
+    def test_what_fails_for_good_is_told_soon_and_names_the_bucket(
+        self, within: Callable[..., None], gcs: FakeGcs
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            began = time.monotonic()
+            gcs.fault("POST /upload", Status(503), times=ALWAYS)
+            with pytest.raises(StorageUnavailableError, match=f"{self._root}/a: "):
+                await bucket.write("a", b"1")
+            assert time.monotonic() - began < 30
+
+        within(test)
+
+    def test_a_storage_that_does_not_answer_is_given_up(
+        self,
+        within: Callable[..., None],
+        gcs: FakeGcs,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            monkeypatch.setattr("storesvc.kvbucket.ANSWER_SECONDS", 0.2)
+            gcs.fault("GET .*/a", Stall(), times=ALWAYS)
+            with pytest.raises(StorageUnavailableError, match="did not answer in time"):
+                await bucket.read("a")
+
+        within(test)
+
+    def test_who_may_not_is_told_so(
+        self, within: Callable[..., None], gcs: FakeGcs
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            gcs.deny(BUCKET)
+            try:
+                with pytest.raises(StorageUnavailableError, match="credentials"):
+                    await bucket.read("a")
+                with pytest.raises(StorageUnavailableError, match="credentials"):
+                    await KvBucket.open(self._root)
+            finally:
+                gcs.allow(BUCKET)
+
+        within(test)
+
+    @pytest.mark.parametrize("code", [400, 401, 403, 404])
+    @pytest.mark.parametrize("after", [0, 1])
+    def test_a_list_whose_page_is_refused_is_no_list(
+        self, within: Callable[..., None], gcs: FakeGcs, code: int, after: int
+    ) -> None:
+        """TensorStore's own is then what came before."""
+
+        async def test(bucket: KvBucket) -> None:
+            names = [f"a/{n:04}" for n in range(1100)]
+            await asyncio.gather(*(bucket.write(name, b"") for name in names))
+            gcs.fault(r"GET /storage/v1/b/[^/]*/o\?", Status(code), after=after)
+            with pytest.raises(StoreError):
+                await bucket.list("a/")
+            assert names == await bucket.list("a/")
+            gcs.fault(r"GET /storage/v1/b/[^/]*/o\?", Status(code), after=after)
+            with pytest.raises(StoreError):
+                await bucket.delete_below("a/")
+            assert names == await bucket.list("a/")
+
+        within(test)
+
+    def test_a_bucket_that_is_not_there_is_refused(self) -> None:
+        with pytest.raises(InvalidFieldError, match="gs://nowhere/x: expected a buc"):
+            asyncio.run(KvBucket.open("gs://nowhere/x"))
+
+    def test_as_many_requests_as_asked_are_under_way(self, gcs: FakeGcs) -> None:
+        async def test(root: str, reads: int) -> float:
+            bucket = await KvBucket.open(root)
+            gcs.fault("GET .*/slow", Delay(0.3), times=ALWAYS)
+            began = time.monotonic()
+            await asyncio.gather(*(bucket.read(f"slow/{n}") for n in range(reads)))
+            return time.monotonic() - began
+
+        assert asyncio.run(test(self._root, 64)) < 4 * 0.3
+        assert asyncio.run(test(f"{self._root}?concurrency=2", 8)) >= 4 * 0.3
+
+
 class TestMemoryBucket(BucketTests):
     """In memory."""
 
@@ -515,19 +638,40 @@ class TestMemoryBucket(BucketTests):
         ("memory://", {"driver": "memory"}),
         ("gs://bkt", {"driver": "gcs", "bucket": "bkt", "path": ""}),
         ("gs://bkt/x/y/", {"driver": "gcs", "bucket": "bkt", "path": "x/y/"}),
+        (
+            "gs://bkt/x?driver=gcs_grpc",
+            {"driver": "gcs_grpc", "bucket": "bkt", "path": "x/"},
+        ),
     ],
 )
 def test_roots_are_uris_of_storages(root: str, spec: dict[str, str]) -> None:
-    assert spec == root_spec(root)
+    assert spec == storage_at(root).spec
 
 
 @pytest.mark.parametrize(
     "root",
-    ["", "/a", "a/b", "file://a/b", "file://", "memory://x", "gs://", "http://x"],
+    [
+        *("", "/a", "a/b", "file://a/b", "file://", "file:///a?b=c"),
+        *("memory://x", "gs://", "gs://ab/x", "http://x"),
+    ],
 )
 def test_other_roots_are_refused(root: str) -> None:
     with pytest.raises(InvalidFieldError, match="expected file:///PATH"):
-        root_spec(root)
+        storage_at(root)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("driver=s3", "driver=gcs or driver=gcs_grpc"),
+        ("concurrency=0", "concurrency=1 to 4096"),
+        ("concurrency=many", "concurrency=1 to 4096"),
+        ("concurency=9", "the options concurrency and driver, got concurency"),
+    ],
+)
+def test_options_that_a_bucket_has_not_are_refused(options: str, expected: str) -> None:
+    with pytest.raises(InvalidFieldError, match=expected):
+        storage_at(f"gs://bucket/prefix?{options}")
 
 
 def test_a_storage_that_fails_is_unavailable() -> None:

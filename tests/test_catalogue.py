@@ -435,7 +435,7 @@ async def overtaken(
 ) -> Overtaken:
     """The bucket of a process that others overtake once it has read a step."""
     await bucket.write(layout.run_record(RUN), seal(pb.RunRecord(uid="u")))
-    process = Overtaken(bucket._root, bucket._context)
+    process = Overtaken(bucket.opened)
     process.calls = bucket.calls
     process.after, process.overtake = RunPlaces(RUN).checkpoint(after), overtake
     return process

@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Final
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -49,6 +50,7 @@ from storesvc.uploads import NewUpload
 from storesvc.watching import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
+from tests.conftest import gcs_root
 from tests.contract import elements, frame, mixed_sums, received, tree_of
 from tests.faulty_bucket import DiedError, Fault, FaultyBucket, at_change, no_faults
 from tests.store_model import CHUNKS, Checkpoint, Hold, Model, Upload
@@ -118,13 +120,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     uploads = Bundle("uploads")
 
+    def root(self) -> str:
+        """Of a fresh storage."""
+        return "memory://"
+
     @initialize()
     def start(self) -> None:
         """A process opens a fresh storage."""
         self._loop = asyncio.new_event_loop()
         self._clock = FakeClock()
         self._model = Model()
-        self._bucket: FaultyBucket = self._do(FaultyBucket.faulty("memory://"))
+        self._bucket: FaultyBucket = self._do(FaultyBucket.faulty(self.root()))
         self.restart()
         # a second process, which only collects, and remembers what it saw
         opening = Store.open(self._bucket.reopened(), clock=self._clock)
@@ -138,6 +144,11 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             self.watch()
         finally:
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            if left:
+                self._do(asyncio.wait(left))
             self._loop.close()
 
     @rule()
@@ -755,4 +766,17 @@ class StoreMachine(RuleBasedStateMachine):
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
     max_examples=100, stateful_step_count=60, deadline=None, print_blob=True
+)
+
+
+class GcsStoreMachine(StoreMachine):
+    """Does so in an emulated bucket."""
+
+    def root(self) -> str:
+        return gcs_root()
+
+
+TestGcsStore = pytest.mark.usefixtures("gcs")(GcsStoreMachine.TestCase)
+TestGcsStore.settings = settings(
+    max_examples=8, stateful_step_count=40, deadline=None, print_blob=True
 )

@@ -1,0 +1,217 @@
+"""A store in a bucket: it does what a store on disk does, and outlasts a network."""
+
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import storesvc_client as store
+from storesvc import storages
+from tests.conftest import gcs_root
+from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Status, Truncate
+from tests.gcs_calls import BUCKET, GcsCalls
+from tests.server_process import EndedError, ServerProcess
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def root(gcs: FakeGcs) -> Iterator[str]:
+    """The root of a fresh store."""
+    gcs.clear()
+    yield gcs_root()
+    gcs.clear()
+
+
+@pytest.fixture(params=["embedded", "served"])
+def client(
+    request: pytest.FixtureRequest, root: str, tmp_path: Path
+) -> Iterator[store.Client]:
+    """A client of it."""
+    if request.param == "embedded":
+        with store.connect(root) as connected:
+            yield connected
+        return
+    server = ServerProcess(tmp_path, tmp_path, uri=root)
+    server.start()
+    with store.connect(server.address) as connected:
+        yield connected
+    server.kill()
+
+
+def sharded(rows: int = 1024) -> dict[str, Any]:
+    """A tree over all devices, of some 9 MiB."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    values = np.arange(rows * 1024, dtype=np.float32).reshape(rows, 1024)
+    return {
+        "both": jax.device_put(values, NamedSharding(mesh, PartitionSpec("a", "b"))),
+        "all": jax.device_put(values[:64], NamedSharding(mesh, PartitionSpec())),
+        "host": np.arange(rows * 1024, dtype=np.int32),
+        "step": 7,
+    }
+
+
+def assert_equal(tree: dict[str, Any], found: dict[str, Any]) -> None:
+    assert tree.keys() == found.keys()
+    for key, leaf in tree.items():
+        assert np.array_equal(leaf, found[key])
+
+
+def test_a_tree_comes_back_and_is_written_once(
+    client: store.Client, gcs: FakeGcs
+) -> None:
+    tree, run = sharded(), client.run("tests/gcs")
+
+    report = run.save(1, tree).report()
+    stored = gcs.stored_bytes
+    found = run.restore(1, like=tree)
+
+    assert_equal(tree, found)
+    assert tree["both"].sharding == found["both"].sharding
+    assert report.total_bytes <= stored <= 1.02 * report.total_bytes
+    assert gcs.sent_bytes < 1.05 * report.total_bytes
+    assert run.verify(1).ok
+
+
+def test_what_did_not_change_is_not_written_again(
+    client: store.Client, gcs: FakeGcs
+) -> None:
+    tree, run = sharded(), client.run("tests/gcs")
+    run.save(1, tree).result()
+    before = gcs.stored_bytes
+
+    run.save(2, {**tree, "step": 8}).result()
+
+    assert gcs.stored_bytes - before < 64 << 10
+    assert_equal({**tree, "step": 8}, run.restore(2, like=tree))
+
+
+def test_a_client_in_the_process_and_a_server_share_a_store(
+    root: str, tmp_path: Path, gcs: FakeGcs
+) -> None:
+    del gcs
+    server = ServerProcess(tmp_path, tmp_path, uri=root)
+    server.start()
+    tree = sharded(64)
+    with store.connect(server.address) as served, store.connect(root) as embedded:
+        served.run("tests/gcs").save(1, tree).result()
+        assert_equal(tree, embedded.run("tests/gcs").restore("latest", like=tree))
+        embedded.run("tests/gcs").save(2, tree).result()
+        assert 2 == served.run("tests/gcs").latest().step
+    server.kill()
+
+
+def test_what_is_purged_leaves_the_bucket(
+    client: store.Client, root: str, gcs: FakeGcs
+) -> None:
+    run = client.run("tests/gcs")
+    for step in (1, 2):
+        run.save(step, sharded(64), base=None).result()
+    objects = names(gcs, root)
+
+    run.delete(1, purge_delay=timedelta(0))
+    run.purge(1)
+    for _ in client.collect(grace=timedelta(0)):
+        pass
+
+    assert run.verify(2).ok
+    left = names(gcs, root)
+    assert len(left) < len(objects)
+    pools = [name for name in objects if "/pool/" in name]
+    assert 2 * len([name for name in left if "/pool/" in name]) == len(pools)
+
+
+def names(gcs: FakeGcs, root: str) -> list[str]:
+    """The names of the objects below a root."""
+    prefix = root.removeprefix(f"gs://{BUCKET}/") + "/"
+    with GcsCalls(gcs.url) as calls:
+        return [item["name"] for item in calls.list(prefix=prefix).document["items"]]
+
+
+def test_a_flipped_bit_in_an_object_is_told(
+    client: store.Client, root: str, gcs: FakeGcs
+) -> None:
+    run = client.run("tests/gcs")
+    run.save(1, sharded(64)).result()
+    with GcsCalls(gcs.url) as calls:
+        pool = [name for name in names(gcs, root) if "/pool/" in name]
+        largest = max(pool, key=lambda name: len(calls.read(name).body))
+        data = bytearray(calls.read(largest).body)
+        data[len(data) // 2] ^= 1
+        calls.upload(largest, bytes(data))
+
+    with pytest.raises(store.DataLossError):
+        run.restore(1)
+
+
+@pytest.mark.parametrize("action", [Status(429), Status(503), Reset(), Lost()])
+def test_a_save_outlasts_what_fails_in_passing(
+    client: store.Client, gcs: FakeGcs, action: Any
+) -> None:
+    run, tree = client.run("tests/gcs"), sharded(64)
+    for after in range(0, 12, 3):
+        gcs.fault("POST /upload", action, after=after)
+        gcs.fault("GET /storage", action, after=after)
+
+    run.save(1, tree).result()
+    run.save(2, tree).result()
+
+    assert [2, 1] == [found.step for found in run.checkpoints()]
+    assert run.verify(1).ok
+
+
+@pytest.mark.parametrize("action", [Status(503), Reset(), Truncate(100)])
+def test_a_restore_outlasts_what_fails_in_passing(
+    client: store.Client, gcs: FakeGcs, action: Any
+) -> None:
+    run, tree = client.run("tests/gcs"), sharded()
+    run.save(1, tree).result()
+    for after in range(0, 12, 3):
+        gcs.fault("GET /", action, after=after)
+
+    assert_equal(tree, run.restore(1, like=tree))
+
+
+def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
+    gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(storages.RETRIES, "max_retries", 1)
+    with store.connect(root) as client:
+        run = client.run("tests/gcs")
+        run.save(1, {"x": 1}).result()
+        gcs.fault("GET /", Status(503), times=ALWAYS)
+
+        with pytest.raises(store.UnavailableError, match=f"{root}/.*storage failed"):
+            run.checkpoint(1)
+
+        gcs.clear()
+        assert 1 == run.latest().step
+
+
+def test_without_the_packages_of_a_bucket_it_is_told_which_to_install(
+    gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del gcs
+    monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
+    with pytest.raises(store.InvalidRequestError, match=r"storesvc\[server,gcs\]"):
+        store.connect(root)
+
+
+def test_what_cannot_be_a_store_is_refused_in_a_sentence(
+    gcs: FakeGcs, tmp_path: Path
+) -> None:
+    del gcs
+    with pytest.raises(store.InvalidRequestError, match="gs://nowhere/x: expected a b"):
+        store.connect("gs://nowhere/x")
+    with pytest.raises(store.InvalidRequestError, match="concurrency=1 to"):
+        store.connect(f"gs://{BUCKET}/x?concurrency=0")
+    server = ServerProcess(tmp_path, tmp_path, uri="gs://nowhere/x")
+    with pytest.raises(EndedError, match="expected a bucket that exists"):
+        server.start()
+    assert "Traceback" not in server.log

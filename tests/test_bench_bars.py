@@ -80,7 +80,7 @@ def test_no_leaf_may_come_back_wrong(wrong: int, verdict: str) -> None:
 
 
 @pytest.mark.parametrize(("ours", "copies"), [("direct", 0), ("direct-async", 1)])
-def test_a_save_in_the_background_may_hold_one_copy_of_the_state_any_64_mib(
+def test_a_save_in_the_background_may_hold_one_copy_of_the_state_any_save_64_mib(
     ours: str, copies: int
 ) -> None:
     save = {"extra_mib": 1000.0 * copies + 64}

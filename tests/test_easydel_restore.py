@@ -127,7 +127,7 @@ def test_a_state_is_saved_and_restored_as_any_other_tree_is(
     assert report.sent_bytes == report.total_bytes == saving[-1].done_bytes
     assert restoring[-1].is_done
     with pytest.raises(store.InvalidRequestError, match="snapshot="):
-        save_state(run, state, snapshot="nowhere")  # type: ignore[arg-type] # wrong
+        save_state(run, state, snapshot="nowhere")  # type: ignore[arg-type]  # no such choice
 
 
 def test_a_state_is_rebuilt_on_a_mesh(

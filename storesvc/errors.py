@@ -27,6 +27,7 @@ The tree::
     ├── HoldExpiredError
     ├── ResumeTokenExpiredError
     ├── WriterUnfinishedError
+    ├── PlanMismatchError
     ├── ChunksIncompleteError
     ├── FormatUnsupportedError
     ├── CorruptDataError
@@ -144,6 +145,10 @@ class ResumeTokenExpiredError(StoreError):
 
 class WriterUnfinishedError(StoreError):
     """A writer has not finished yet."""
+
+
+class PlanMismatchError(StoreError):
+    """The writers of an upload planned different trees."""
 
 
 class ChunksIncompleteError(StoreError):

@@ -45,10 +45,19 @@ class LeafTables:
             LimitExceededError: It has too many leaves or chunks.
         """
         tree_digest = digest(table)
-        await self._trees.get(
+        await self.parsed(name, tree_digest, table)
+        return tree_digest
+
+    async def parsed(self, name: UploadName, tree_digest: bytes, table: bytes) -> Tree:
+        """Returns the tree of a serialised table.
+
+        Raises:
+            InvalidTreeError: The table contradicts itself.
+            LimitExceededError: It has too many leaves or chunks.
+        """
+        return await self._trees.get(
             tree_digest, lambda: asyncio.to_thread(_parsed, name, table)
         )
-        return tree_digest
 
     async def write(self, name: UploadName, tree_digest: bytes, table: bytes) -> None:
         """Keeps a table that was checked."""

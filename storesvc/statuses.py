@@ -100,6 +100,9 @@ WIRE: Final[dict[type[errors.StoreError], Wire]] = {
     errors.WriterUnfinishedError: Wire(
         code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_WRITER_UNFINISHED
     ),
+    errors.PlanMismatchError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_PLAN_MISMATCH
+    ),
     errors.ChunksIncompleteError: Wire(
         code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_CHUNKS_INCOMPLETE
     ),

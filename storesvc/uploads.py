@@ -6,6 +6,7 @@ and writes on the condition that nothing changed meanwhile. What an upload store
 is in ``receiving``, how it becomes a checkpoint in ``commits``.
 """
 
+import asyncio
 import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -22,6 +23,7 @@ from storesvc.errors import (
     CheckpointNotFoundError,
     ConflictError,
     CorruptDataError,
+    PlanMismatchError,
     RequestIdReusedError,
     RunNotFoundError,
     UploadNotFoundError,
@@ -36,6 +38,7 @@ from storesvc.format.trees import Tree
 from storesvc.gathering import rows
 from storesvc.kvbucket import KvBucket
 from storesvc.leaf_tables import LeafTables
+from storesvc.plans import difference
 from storesvc.records import duration, read_record, timestamp, write_record
 from storesvc.runs import Runs
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -86,7 +89,7 @@ class Fate:
     slot: pb.CheckpointRecord | None
     """The slot, while it is of this upload."""
     renew_time: Timestamp
-    finished_writers: int
+    finished_writers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,40 @@ class Uploads:
             return False
         return True
 
+    async def join(
+        self, name: UploadName, *, writer: int, writer_count: int, table: bytes
+    ) -> pb.UploadRecord:
+        """Returns the record of an upload that another writer began, for one that has
+        planned the same.
+
+        Raises:
+            InvalidTreeError: The leaf table contradicts itself.
+            LimitExceededError: It has too many leaves or chunks.
+            UploadNotFoundError: There is none, or it was aborted.
+            UploadSupersededError: It lost its slot.
+            CheckpointExistsError: Another upload committed the step.
+            PlanMismatchError: The writer planned another tree, or number of writers.
+        """
+        record = await self.record(name)
+        slots.check_owner(name, record, await self.slot(name.run, record.step))
+        if writer_count != record.writer_count:
+            raise PlanMismatchError(
+                f"{name}, writer {writer}: expected {record.writer_count} writers as "
+                f"writer 0 has it, got {writer_count}; start all processes of the job "
+                "alike"
+            )
+        tree_digest = digest(table)
+        if tree_digest != record.tree_digest:
+            expected = await self.tree(name, record)
+            got = await self._leaf_tables.parsed(name, tree_digest, table)
+            leaf, told = await asyncio.to_thread(difference, expected, got)
+            raise PlanMismatchError(
+                f"{name}, writer {writer}: {told}; writer 0 plans otherwise: run the "
+                "same program on every process",
+                leaf=leaf,
+            )
+        return record
+
     async def open(self, name: UploadName, epoch: int) -> OpenUpload:
         """Returns an upload that owns its slot and may still be written.
 
@@ -219,14 +256,19 @@ class Uploads:
         lease = await read_record(
             self._bucket, RunPlaces(name.run).lease(name.upload), pb.LeaseRecord
         )
-        receipts = await self._bucket.list(RunPlaces(name.run).receipts(name.upload))
         return Fate(
             name,
             record,
             slot if slot and slots.owns(name, record, slot) else None,
             renew_time=lease[0].renew_time if lease else record.create_time,
-            finished_writers=len(receipts),
+            finished_writers=await self.finished_writers(name),
         )
+
+    async def finished_writers(self, name: UploadName) -> frozenset[int]:
+        """Returns which writers of an upload have finished."""
+        places = RunPlaces(name.run)
+        receipts = await self._bucket.list(places.receipts(name.upload))
+        return frozenset(map(places.writer_of, receipts))
 
     async def live(
         self, run: RunName, *, after: str, limit: int
@@ -267,14 +309,12 @@ class Uploads:
             ConflictError: It changed at the same moment.
         """
         places = RunPlaces(name.run)
-        found = await read_record(
-            self._bucket, places.upload(name.upload), pb.UploadRecord
-        )
-        if found is None:
+        record = await self._found(name)
+        if record is None:
             return
-        step = found[0].step
+        step = record.step
         slot = await self._catalogue.slot(name.run, step)
-        if slot is None or not slots.owns(name, found[0], slot[0]):
+        if slot is None or not slots.owns(name, record, slot[0]):
             return  # another took the step over, and may claim what is stored
         if slot[0].state in slots.CHECKPOINTS:
             raise slots.exists(name.run, slot[0])
@@ -312,11 +352,15 @@ class Uploads:
         Raises:
             UploadNotFoundError: There is none.
         """
-        place = RunPlaces(name.run).upload(name.upload)
-        found = await read_record(self._bucket, place, pb.UploadRecord)
+        found = await self._found(name)
         if found is None:
             raise slots.absent(name)
-        return found[0]
+        return found
+
+    async def _found(self, name: UploadName) -> pb.UploadRecord | None:
+        place = RunPlaces(name.run).upload(name.upload)
+        found = await read_record(self._bucket, place, pb.UploadRecord)
+        return found and found[0]
 
     async def tree(self, name: UploadName, record: pb.UploadRecord) -> Tree:
         """Returns the tree of an upload.
@@ -331,16 +375,13 @@ class Uploads:
         self, name: UploadName, body: bytes
     ) -> pb.UploadRecord | None:
         """The record that an earlier try of the same request wrote."""
-        place = RunPlaces(name.run).upload(name.upload)
-        found = await read_record(self._bucket, place, pb.UploadRecord)
-        if found is None:
-            return None
-        if found[0].request_digest != digest(body):
+        found = await self._found(name)
+        if found is not None and found.request_digest != digest(body):
             raise RequestIdReusedError(
                 f"{name}: its request id was used with another body; take a new one",
                 upload=name.upload,
             )
-        return found[0]
+        return found
 
     async def _described(self, new: NewUpload, tree_digest: bytes) -> pb.UploadRecord:
         """The record, but for what the slot says."""

@@ -117,6 +117,7 @@ BY_REASON: Final[Mapping[str, type[StoreError]]] = {
     "UPLOAD_SUPERSEDED": ConflictError,
     "CONFLICT": ConflictError,
     "WRITER_UNFINISHED": PreconditionError,
+    "PLAN_MISMATCH": PreconditionError,
     "CHUNKS_INCOMPLETE": PreconditionError,
     "FORMAT_UNSUPPORTED": PreconditionError,
     "CORRUPT_DATA": DataLossError,

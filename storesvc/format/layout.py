@@ -154,6 +154,10 @@ class RunPlaces:
         """Returns the place of a writer's receipt."""
         return f"{self.receipts(upload)}{writer}{_SUFFIX}"
 
+    def writer_of(self, receipt: str) -> int:
+        """Returns whose receipt lies at a place."""
+        return int(receipt.rpartition("/")[2].removesuffix(_SUFFIX))
+
     def data_file(self, file: str) -> str:
         """Returns the place of a data file that a manifest names."""
         return f"{self.pool}{file}"

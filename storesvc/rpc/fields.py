@@ -47,6 +47,18 @@ _TOKEN_CHECK_BYTES: Final = 8
 _BODY_BYTES: Final = 8
 
 
+def check_writer(place: str, writer: int, writer_count: int) -> None:
+    """Refuses a writer that the upload does not have.
+
+    Raises:
+        InvalidFieldError: It has not.
+    """
+    if not 0 <= writer < writer_count:
+        raise InvalidFieldError(
+            f"{place}: expected 0 to {writer_count - 1}, got {writer}"
+        )
+
+
 def checked_request_id(request_id: str) -> str:
     """Returns a request id, checked: what an upload or a hold is called by.
 

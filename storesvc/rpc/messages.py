@@ -1,6 +1,7 @@
 """Messages of the contract, made of what the service knows."""
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Final
 
 from storesvc import slots
@@ -21,6 +22,8 @@ from storesvc.watching import Told
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
+
+_SHOWN_WRITERS: Final = 16
 
 _EVENT_KINDS: Final = {
     pb.Announcement.KIND_COMMIT: catalogue_api.CheckpointEvent.KIND_COMMITTED,
@@ -57,7 +60,11 @@ def fate_message(fate: Fate) -> upload_api.Upload:
     elif fate.slot.state != slots.UPLOADING:
         message.state = upload_api.Upload.STATE_COMMITTED
     message.renew_time.CopyFrom(fate.renew_time)
-    message.finished_writer_count = fate.finished_writers
+    message.finished_writer_count = len(fate.finished_writers)
+    if message.state == upload_api.Upload.STATE_LIVE:
+        writers = range(fate.record.writer_count)
+        unfinished = (w for w in writers if w not in fate.finished_writers)
+        message.unfinished_writers.extend(islice(unfinished, _SHOWN_WRITERS))
     return message
 
 

@@ -75,6 +75,31 @@ class UploadService:
             )
         raise AssertionError
 
+    async def JoinUpload(
+        self,
+        request_iterator: AsyncIterator[upload_api.JoinUploadRequest],
+        context: Context,
+    ) -> upload_api.JoinUploadResponse:
+        async with refusals(context):
+            opening = await first(request_iterator, "open")
+            join = opening.open
+            name = UploadName.from_resource(join.upload)
+            fields.check_writer("open.writer", join.writer, join.writer_count)
+            async with self._large_call():
+                table = await _joined_leaves(
+                    name, request_iterator, count=opening.leaf_count
+                )
+                record = await self._store.uploads.join(
+                    name,
+                    writer=join.writer,
+                    writer_count=join.writer_count,
+                    table=table,
+                )
+            return upload_api.JoinUploadResponse(
+                upload=messages.upload_message(name, record)
+            )
+        raise AssertionError
+
     async def GetUpload(
         self, request: upload_api.GetUploadRequest, context: Context
     ) -> upload_api.GetUploadResponse:
@@ -173,10 +198,20 @@ class UploadService:
                 places = await self._store.receiver.finish(
                     upload, opening.open.writer, sums
                 )
+                left = await self._unfinished_count(upload)
             return upload_api.FinishWriterResponse(
-                chunk_count=len(sums), stored_bytes=int(places.length.sum())
+                chunk_count=len(sums),
+                stored_bytes=int(places.length.sum()),
+                unfinished_writer_count=left,
             )
         raise AssertionError
+
+    async def _unfinished_count(self, upload: OpenUpload) -> int:
+        """How many writers have not finished, for one that has."""
+        count = upload.record.writer_count
+        if count == 1:
+            return 0
+        return count - len(await self._store.uploads.finished_writers(upload.name))
 
     async def CommitUpload(
         self, request: upload_api.CommitUploadRequest, context: Context
@@ -204,11 +239,7 @@ class UploadService:
         upload = await self._store.uploads.open(
             UploadName.from_resource(ref.upload), ref.epoch
         )
-        if not 0 <= ref.writer < upload.record.writer_count:
-            raise InvalidFieldError(
-                f"open.writer: expected 0 to {upload.record.writer_count - 1}, got "
-                f"{ref.writer}"
-            )
+        fields.check_writer("open.writer", ref.writer, upload.record.writer_count)
         return upload
 
 
@@ -282,7 +313,7 @@ async def _stored_parts(
 
 async def _joined_leaves(
     name: UploadName,
-    stream: AsyncIterator[upload_api.BeginUploadRequest],
+    stream: AsyncIterator[upload_api.BeginUploadRequest | upload_api.JoinUploadRequest],
     *,
     count: int,
 ) -> bytes:

@@ -107,6 +107,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """`FAILED_PRECONDITION`: the events after the resume token are gone; list the
     checkpoints, then watch without a token.
     """
+    ERROR_REASON_PLAN_MISMATCH: _ErrorReason.ValueType  # 32
+    """`FAILED_PRECONDITION`: the writers of an upload planned different trees; metadata
+    `leaf` names the first leaf that differs.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The precise cause of a failure, finer than its gRPC status code.
@@ -194,6 +198,10 @@ ERROR_REASON_INVALID_RESUME_TOKEN: ErrorReason.ValueType  # 30
 ERROR_REASON_RESUME_TOKEN_EXPIRED: ErrorReason.ValueType  # 31
 """`FAILED_PRECONDITION`: the events after the resume token are gone; list the
 checkpoints, then watch without a token.
+"""
+ERROR_REASON_PLAN_MISMATCH: ErrorReason.ValueType  # 32
+"""`FAILED_PRECONDITION`: the writers of an upload planned different trees; metadata
+`leaf` names the first leaf that differs.
 """
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 

@@ -3,8 +3,13 @@
 isort:skip_file
 Writing checkpoints.
 
-    BeginUpload -> FindChunks, WriteChunks (each writer) -> FinishWriter (each
-                writer) -> CommitUpload (once)
+    BeginUpload (writer 0), JoinUpload (the others) -> FindChunks, WriteChunks (each
+                writer) -> FinishWriter (each writer) -> CommitUpload (once)
+
+Writers. Several processes may write one upload: each plans it for itself, and no
+process waits for another before it has finished its own part, but for the name of
+the upload that writer 0 begins. The others join it, and whoever finds that all have
+finished commits.
 
 Reuse. An upload may have a base: a committed checkpoint of the same run. A chunk
 with the key, the CRC-32C, the digest and the length of one of the base need not be
@@ -124,6 +129,7 @@ class Upload(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     RENEW_TIME_FIELD_NUMBER: builtins.int
     FINISHED_WRITER_COUNT_FIELD_NUMBER: builtins.int
+    UNFINISHED_WRITERS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/uploads/{upload}`. Output only. The id
     is the `request_id` without its hyphens.
@@ -170,6 +176,10 @@ class Upload(google.protobuf.message.Message):
     def renew_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """Its last sign of life. Output only, of GetUpload and ListUploads."""
 
+    @property
+    def unfinished_writers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The first 16 that have not, ascending. Output only, of GetUpload and ListUploads."""
+
     def __init__(
         self,
         *,
@@ -186,9 +196,10 @@ class Upload(google.protobuf.message.Message):
         state: Global___Upload.State.ValueType = ...,
         renew_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         finished_writer_count: builtins.int = ...,
+        unfinished_writers: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "lease_duration", b"lease_duration", "renew_time", b"renew_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "create_time", b"create_time", "epoch", b"epoch", "finished_writer_count", b"finished_writer_count", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "name", b"name", "renew_time", b"renew_time", "resumes", b"resumes", "state", b"state", "step", b"step", "writer_count", b"writer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "create_time", b"create_time", "epoch", b"epoch", "finished_writer_count", b"finished_writer_count", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "name", b"name", "renew_time", b"renew_time", "resumes", b"resumes", "state", b"state", "step", b"step", "unfinished_writers", b"unfinished_writers", "writer_count", b"writer_count"]) -> None: ...
 
 Global___Upload: typing_extensions.TypeAlias = Upload
 
@@ -254,6 +265,85 @@ class BeginUploadResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["upload", b"upload"]) -> None: ...
 
 Global___BeginUploadResponse: typing_extensions.TypeAlias = BeginUploadResponse
+
+@typing.final
+class JoinUploadRequest(google.protobuf.message.Message):
+    """Request of JoinUpload."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: builtins.int
+    LEAVES_FIELD_NUMBER: builtins.int
+    LEAF_COUNT_FIELD_NUMBER: builtins.int
+    leaf_count: builtins.int
+    """Number of rows of all parts. In the first message, as in BeginUpload."""
+    @property
+    def open(self) -> Global___JoinOpening:
+        """In the first message only."""
+
+    @property
+    def leaves(self) -> storesvc_proto.v1.tree_pb2.LeafTable:
+        """A part of the leaf table."""
+
+    def __init__(
+        self,
+        *,
+        open: Global___JoinOpening | None = ...,
+        leaves: storesvc_proto.v1.tree_pb2.LeafTable | None = ...,
+        leaf_count: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["leaves", b"leaves", "open", b"open", "part", b"part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["leaf_count", b"leaf_count", "leaves", b"leaves", "open", b"open", "part", b"part"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["open", "leaves"] | None: ...
+
+Global___JoinUploadRequest: typing_extensions.TypeAlias = JoinUploadRequest
+
+@typing.final
+class JoinOpening(google.protobuf.message.Message):
+    """Who joins which upload."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UPLOAD_FIELD_NUMBER: builtins.int
+    WRITER_FIELD_NUMBER: builtins.int
+    WRITER_COUNT_FIELD_NUMBER: builtins.int
+    upload: builtins.str
+    """`namespaces/{namespace}/runs/{run}/uploads/{upload}`."""
+    writer: builtins.int
+    """The writer, 1 to `writer_count` - 1."""
+    writer_count: builtins.int
+    """How many writers there are, as this one has it."""
+    def __init__(
+        self,
+        *,
+        upload: builtins.str = ...,
+        writer: builtins.int = ...,
+        writer_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["upload", b"upload", "writer", b"writer", "writer_count", b"writer_count"]) -> None: ...
+
+Global___JoinOpening: typing_extensions.TypeAlias = JoinOpening
+
+@typing.final
+class JoinUploadResponse(google.protobuf.message.Message):
+    """Response of JoinUpload."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UPLOAD_FIELD_NUMBER: builtins.int
+    @property
+    def upload(self) -> Global___Upload:
+        """The upload."""
+
+    def __init__(
+        self,
+        *,
+        upload: Global___Upload | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["upload", b"upload"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["upload", b"upload"]) -> None: ...
+
+Global___JoinUploadResponse: typing_extensions.TypeAlias = JoinUploadResponse
 
 @typing.final
 class WriterRef(google.protobuf.message.Message):
@@ -419,17 +509,21 @@ class FinishWriterResponse(google.protobuf.message.Message):
 
     CHUNK_COUNT_FIELD_NUMBER: builtins.int
     STORED_BYTES_FIELD_NUMBER: builtins.int
+    UNFINISHED_WRITER_COUNT_FIELD_NUMBER: builtins.int
     chunk_count: builtins.int
     """Number of chunks in the receipt."""
     stored_bytes: builtins.int
     """Bytes of those chunks as stored."""
+    unfinished_writer_count: builtins.int
+    """How many writers have not finished yet; 0: the upload can be committed."""
     def __init__(
         self,
         *,
         chunk_count: builtins.int = ...,
         stored_bytes: builtins.int = ...,
+        unfinished_writer_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "stored_bytes", b"stored_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_count", b"chunk_count", "stored_bytes", b"stored_bytes", "unfinished_writer_count", b"unfinished_writer_count"]) -> None: ...
 
 Global___FinishWriterResponse: typing_extensions.TypeAlias = FinishWriterResponse
 

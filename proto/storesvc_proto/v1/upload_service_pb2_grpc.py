@@ -40,6 +40,11 @@ class UploadServiceStub(object):
                 request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadRequest.SerializeToString,
                 response_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadResponse.FromString,
                 _registered_method=True)
+        self.JoinUpload = channel.stream_unary(
+                '/storesvc.v1.UploadService/JoinUpload',
+                request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.JoinUploadRequest.SerializeToString,
+                response_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.JoinUploadResponse.FromString,
+                _registered_method=True)
         self.GetUpload = channel.unary_unary(
                 '/storesvc.v1.UploadService/GetUpload',
                 request_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.GetUploadRequest.SerializeToString,
@@ -107,6 +112,23 @@ class UploadServiceServicer(object):
         the step was freed while it began. Another `request_id` may begin at once.
         * `CONFLICT`: another upload of this step began at the same moment.
         * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def JoinUpload(self, request_iterator, context):
+        """Takes part in an upload that writer 0 begins.
+
+        The first message MUST hold `open`; the following ones hold `leaves`, the leaf table
+        as this writer planned it, which MUST be the one that the upload began with, byte by
+        byte. Changes nothing. Deadline: 60 s, also at the server.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_TREE`, `LIMIT_EXCEEDED`.
+        * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
+        * `PLAN_MISMATCH`: this writer planned another tree, or another number of writers;
+        names the first leaf that differs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -261,6 +283,11 @@ def add_UploadServiceServicer_to_server(servicer, server):
                     request_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadRequest.FromString,
                     response_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadResponse.SerializeToString,
             ),
+            'JoinUpload': grpc.stream_unary_rpc_method_handler(
+                    servicer.JoinUpload,
+                    request_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.JoinUploadRequest.FromString,
+                    response_serializer=storesvc__proto_dot_v1_dot_upload__service__pb2.JoinUploadResponse.SerializeToString,
+            ),
             'GetUpload': grpc.unary_unary_rpc_method_handler(
                     servicer.GetUpload,
                     request_deserializer=storesvc__proto_dot_v1_dot_upload__service__pb2.GetUploadRequest.FromString,
@@ -330,6 +357,33 @@ class UploadService(object):
             '/storesvc.v1.UploadService/BeginUpload',
             storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadRequest.SerializeToString,
             storesvc__proto_dot_v1_dot_upload__service__pb2.BeginUploadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinUpload(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/storesvc.v1.UploadService/JoinUpload',
+            storesvc__proto_dot_v1_dot_upload__service__pb2.JoinUploadRequest.SerializeToString,
+            storesvc__proto_dot_v1_dot_upload__service__pb2.JoinUploadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,8 +3,13 @@
 isort:skip_file
 Writing checkpoints.
 
-    BeginUpload -> FindChunks, WriteChunks (each writer) -> FinishWriter (each
-                writer) -> CommitUpload (once)
+    BeginUpload (writer 0), JoinUpload (the others) -> FindChunks, WriteChunks (each
+                writer) -> FinishWriter (each writer) -> CommitUpload (once)
+
+Writers. Several processes may write one upload: each plans it for itself, and no
+process waits for another before it has finished its own part, but for the name of
+the upload that writer 0 begins. The others join it, and whoever finds that all have
+finished commits.
 
 Reuse. An upload may have a base: a committed checkpoint of the same run. A chunk
 with the key, the CRC-32C, the digest and the length of one of the base need not be
@@ -60,6 +65,22 @@ _UploadServiceBeginUploadType = typing_extensions.TypeVar(
     default=grpc.StreamUnaryMultiCallable[
         storesvc_proto.v1.upload_service_pb2.BeginUploadRequest,
         storesvc_proto.v1.upload_service_pb2.BeginUploadResponse,
+    ],
+)
+
+_UploadServiceJoinUploadType = typing_extensions.TypeVar(
+    '_UploadServiceJoinUploadType',
+    grpc.StreamUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.JoinUploadRequest,
+        storesvc_proto.v1.upload_service_pb2.JoinUploadResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.JoinUploadRequest,
+        storesvc_proto.v1.upload_service_pb2.JoinUploadResponse,
+    ],
+    default=grpc.StreamUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.JoinUploadRequest,
+        storesvc_proto.v1.upload_service_pb2.JoinUploadResponse,
     ],
 )
 
@@ -191,7 +212,7 @@ _UploadServiceAbortUploadType = typing_extensions.TypeVar(
     ],
 )
 
-class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadServiceGetUploadType, _UploadServiceListUploadsType, _UploadServiceKeepUploadAliveType, _UploadServiceFindChunksType, _UploadServiceWriteChunksType, _UploadServiceFinishWriterType, _UploadServiceCommitUploadType, _UploadServiceAbortUploadType]):
+class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadServiceJoinUploadType, _UploadServiceGetUploadType, _UploadServiceListUploadsType, _UploadServiceKeepUploadAliveType, _UploadServiceFindChunksType, _UploadServiceWriteChunksType, _UploadServiceFinishWriterType, _UploadServiceCommitUploadType, _UploadServiceAbortUploadType]):
     """Writes checkpoints."""
 
     @typing.overload
@@ -199,6 +220,10 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
         grpc.StreamUnaryMultiCallable[
             storesvc_proto.v1.upload_service_pb2.BeginUploadRequest,
             storesvc_proto.v1.upload_service_pb2.BeginUploadResponse,
+        ],
+        grpc.StreamUnaryMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.JoinUploadRequest,
+            storesvc_proto.v1.upload_service_pb2.JoinUploadResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             storesvc_proto.v1.upload_service_pb2.GetUploadRequest,
@@ -239,6 +264,10 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
         grpc.aio.StreamUnaryMultiCallable[
             storesvc_proto.v1.upload_service_pb2.BeginUploadRequest,
             storesvc_proto.v1.upload_service_pb2.BeginUploadResponse,
+        ],
+        grpc.aio.StreamUnaryMultiCallable[
+            storesvc_proto.v1.upload_service_pb2.JoinUploadRequest,
+            storesvc_proto.v1.upload_service_pb2.JoinUploadResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             storesvc_proto.v1.upload_service_pb2.GetUploadRequest,
@@ -295,6 +324,20 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
       the step was freed while it began. Another `request_id` may begin at once.
     * `CONFLICT`: another upload of this step began at the same moment.
     * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
+    """
+
+    JoinUpload: _UploadServiceJoinUploadType
+    """Takes part in an upload that writer 0 begins.
+
+    The first message MUST hold `open`; the following ones hold `leaves`, the leaf table
+    as this writer planned it, which MUST be the one that the upload began with, byte by
+    byte. Changes nothing. Deadline: 60 s, also at the server.
+
+    Errors:
+    * `INVALID_FIELD`, `INVALID_TREE`, `LIMIT_EXCEEDED`.
+    * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
+    * `PLAN_MISMATCH`: this writer planned another tree, or another number of writers;
+      names the first leaf that differs.
     """
 
     GetUpload: _UploadServiceGetUploadType
@@ -419,6 +462,10 @@ UploadServiceAsyncStub: typing_extensions.TypeAlias = UploadServiceStub[
         storesvc_proto.v1.upload_service_pb2.BeginUploadRequest,
         storesvc_proto.v1.upload_service_pb2.BeginUploadResponse,
     ],
+    grpc.aio.StreamUnaryMultiCallable[
+        storesvc_proto.v1.upload_service_pb2.JoinUploadRequest,
+        storesvc_proto.v1.upload_service_pb2.JoinUploadResponse,
+    ],
     grpc.aio.UnaryUnaryMultiCallable[
         storesvc_proto.v1.upload_service_pb2.GetUploadRequest,
         storesvc_proto.v1.upload_service_pb2.GetUploadResponse,
@@ -482,6 +529,25 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
           the step was freed while it began. Another `request_id` may begin at once.
         * `CONFLICT`: another upload of this step began at the same moment.
         * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
+        """
+
+    @abc.abstractmethod
+    def JoinUpload(
+        self,
+        request_iterator: _MaybeAsyncIterator[storesvc_proto.v1.upload_service_pb2.JoinUploadRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[storesvc_proto.v1.upload_service_pb2.JoinUploadResponse, collections.abc.Awaitable[storesvc_proto.v1.upload_service_pb2.JoinUploadResponse]]:
+        """Takes part in an upload that writer 0 begins.
+
+        The first message MUST hold `open`; the following ones hold `leaves`, the leaf table
+        as this writer planned it, which MUST be the one that the upload began with, byte by
+        byte. Changes nothing. Deadline: 60 s, also at the server.
+
+        Errors:
+        * `INVALID_FIELD`, `INVALID_TREE`, `LIMIT_EXCEEDED`.
+        * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
+        * `PLAN_MISMATCH`: this writer planned another tree, or another number of writers;
+          names the first leaf that differs.
         """
 
     @abc.abstractmethod

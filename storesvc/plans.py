@@ -1,0 +1,55 @@
+"""Plans of several writers: whether they are the same, and where they are not.
+
+Each process of a job plans a save for itself, from the same program. One that runs
+another version of it, or of jax, would store other chunks under the same names.
+"""
+
+from collections.abc import Sequence
+
+from storesvc.format.trees import Leaf, SavedSharding, Tree
+
+
+def difference(expected: Tree, got: Tree) -> tuple[str, str]:
+    """Returns the key of the first leaf in which two trees differ, "" where it is no
+    leaf, and what is expected and got there."""
+    for key in sorted({*expected.by_key, *got.by_key}):
+        theirs, own = _leaf(expected, key), _leaf(got, key)
+        if theirs != own:
+            told = _differing(theirs, own)
+            return key, f"leaf {key!r}: expected {told[0]}, got {told[1]}"
+    if expected.structure != got.structure:
+        return "", "structure: expected the same document, got another one"
+    return "", "leaf table: expected the same bytes, got others that say the same"
+
+
+def _leaf(tree: Tree, key: str) -> Leaf | None:
+    at = tree.by_key.get(key)
+    return None if at is None else tree.leaves[at]
+
+
+def _differing(expected: Leaf | None, got: Leaf | None) -> Sequence[str]:
+    """What tells two leaves apart, in words."""
+    for show in (_type, _grid, _layout, repr):
+        told = [show(leaf) if leaf else "none" for leaf in (expected, got)]
+        if told[0] != told[1]:
+            return told
+    raise AssertionError
+
+
+def _type(leaf: Leaf) -> str:
+    return f"{leaf.shape} {leaf.dtype}"
+
+
+def _grid(leaf: Leaf) -> str:
+    return f"chunks of {leaf.chunk_shape}"
+
+
+def _layout(leaf: Leaf) -> str:
+    return _sharding(leaf.sharding) if leaf.sharding else "no named sharding"
+
+
+def _sharding(sharding: SavedSharding) -> str:
+    sizes = zip(sharding.axis_names, sharding.axis_sizes, strict=True)
+    mesh = ", ".join(f"{name}={size}" for name, size in sizes)
+    spec = ", ".join("+".join(axes) or "None" for axes in sharding.spec)
+    return f"({spec}) on the mesh ({mesh})"

@@ -1,0 +1,106 @@
+"""JoinUpload, call by call: writers that planned the same write one upload."""
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+import storesvc_client as store
+from storesvc.format.trees import Tree, pack_leaves
+from storesvc.plans import difference
+from storesvc_client.errors import translated
+from storesvc_proto.v1 import tree_pb2
+from storesvc_proto.v1 import upload_service_pb2 as api
+from tests.contract import Writer, frame, sums, tree_of
+
+
+@contextmanager
+def refused(reason: str, match: str | None = None) -> Iterator[None]:
+    with pytest.raises(store.StoreError, match=match) as caught, translated("here"):
+        yield
+    assert reason == caught.value.reason
+
+
+@pytest.fixture
+def upload(server_address: str) -> Writer:
+    """One that expects three writers."""
+    begun = Writer(server_address, f"tests/join-{uuid.uuid4().hex}", 1, writers=3)
+    begun.begin()
+    return begun
+
+
+def join(
+    upload: Writer, writer: int = 1, *, count: int = 3, tree: Tree | None = None
+) -> api.Upload:
+    def requests() -> Iterator[api.JoinUploadRequest]:
+        opening = api.JoinOpening(upload=upload.name, writer=writer, writer_count=count)
+        yield api.JoinUploadRequest(open=opening, leaf_count=1)
+        for part in pack_leaves(tree or tree_of()):
+            yield api.JoinUploadRequest(leaves=tree_pb2.LeafTable.FromString(part))
+
+    joined: api.Upload = upload.stub.JoinUpload(requests(), timeout=30).upload
+    return joined
+
+
+def test_who_planned_the_same_joins(upload: Writer) -> None:
+    joined = join(upload)
+
+    assert upload.name == joined.name
+    assert upload.epoch == joined.epoch
+    assert 3 == joined.writer_count
+
+
+def test_another_tree_is_refused_by_its_first_leaf(upload: Writer) -> None:
+    with refused(
+        "PLAN_MISMATCH", r"writer 2: leaf 'x': expected \(3000,\) uint8, got \(4000,\)"
+    ):
+        join(upload, 2, tree=tree_of(4))
+
+
+def test_another_number_of_writers_is_refused(upload: Writer) -> None:
+    with refused("PLAN_MISMATCH", "writer 3: expected 3 writers .* got 4"):
+        join(upload, 3, count=4)
+
+
+def test_a_writer_that_does_not_exist_is_refused(upload: Writer) -> None:
+    with refused("INVALID_FIELD", "expected 0 to 2, got 3"):
+        join(upload, 3)
+
+
+def test_an_upload_that_ended_cannot_be_joined(upload: Writer) -> None:
+    upload.abort()
+
+    with refused("UPLOAD_NOT_FOUND"):
+        join(upload)
+
+
+def test_an_upload_tells_who_has_not_finished(upload: Writer) -> None:
+    before = list(upload.get().unfinished_writers)
+    upload.write(frame(0), writer=1)
+    left = upload.finish(sums(0), writer=1).unfinished_writer_count
+    after = list(upload.get().unfinished_writers)
+
+    assert [0, 1, 2] == before
+    assert 2 == left
+    assert [0, 2] == after
+
+
+def test_a_difference_is_told_by_what_differs_first() -> None:
+    (leaf,) = tree_of().leaves
+    tree = Tree((leaf,))
+
+    assert ("x", "leaf 'x': expected (3000,) uint8, got none") == difference(
+        tree, Tree(())
+    )
+    assert ("x", "leaf 'x': expected none, got (3000,) uint8") == difference(
+        Tree(()), tree
+    )
+    assert ("x", "leaf 'x': expected chunks of (1000,), got chunks of (500,)") == (
+        difference(tree, Tree((replace(leaf, chunk_shape=(500,)),)))
+    )
+    assert (
+        "structure: expected the same document"
+        in difference(tree, Tree((leaf,), b"other"))[1]
+    )

@@ -1,6 +1,7 @@
 """Options of a save, as ``Run.save`` takes them and those pass on who call it."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Literal, SupportsFloat, TypeAlias, TypedDict
 
 from storesvc.format.names import Which
@@ -8,6 +9,7 @@ from storesvc_client._progress import OnProgress
 
 SnapshotMode: TypeAlias = Literal["host", "device", "auto", "none"]
 IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
+Processes: TypeAlias = Literal["all", "this"]
 
 
 class SaveOptions(TypedDict, total=False):
@@ -18,4 +20,6 @@ class SaveOptions(TypedDict, total=False):
     base: Which | None
     snapshot: SnapshotMode
     if_busy: IfBusy
+    processes: Processes
+    lease: timedelta
     progress: OnProgress | None

@@ -1,7 +1,7 @@
 """A save in the background."""
 
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from storesvc_client._values import Checkpoint, SaveReport
 
@@ -12,9 +12,22 @@ if TYPE_CHECKING:
 class Save:
     """A handle on a save that ``Run.save`` began."""
 
-    def __init__(self, step: int, future: "Future[Saved]") -> None:
+    def __init__(
+        self,
+        step: int,
+        future: "Future[Saved]",
+        written: "Future[None] | None" = None,
+    ) -> None:
+        """Watches a save.
+
+        Args:
+            step: Of the checkpoint.
+            future: Its end.
+            written: The end of what this process does of it; None: that is all of it.
+        """
         self.step = step
         self._future = future
+        self._written: Future[Any] = written or future
         self._observed = False
 
     def __repr__(self) -> str:
@@ -56,6 +69,15 @@ class Save:
             # a wait that was interrupted, or ran out, has not seen the end
             self._observed = self._future.done()
             raise
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this process has ended its part."""
+        return self._written.done()
+
+    def wait_written(self) -> None:
+        """Waits for the end of what this process does of it, good or bad."""
+        wait([self._written])
 
     def wait(self) -> None:
         """Waits for the end, good or bad."""

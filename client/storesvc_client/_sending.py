@@ -6,26 +6,24 @@ chunks already, their sums are sent first, and only the chunks that it lacks fol
 """
 
 import os
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias, TypeVar
 
 import grpc
 import numpy as np
 
 from storesvc.format.chunks import I64, Sums, pack_sums
 from storesvc.format.layout import RunPlaces
-from storesvc.format.names import CheckpointName, RunName, UploadName
-from storesvc.format.trees import Tree, pack_leaves
+from storesvc.format.names import UploadName
 from storesvc_client._acknowledging import Acknowledging, Stream
 from storesvc_client._channel import Connection
 from storesvc_client._framing import frames
 from storesvc_client._keeping import KeptAlive
 from storesvc_client._outbox import Outbox, Wanted
+from storesvc_client._part import Part
 from storesvc_client._placing import Placing
 from storesvc_client._progress import Meter
 from storesvc_client._retrying import patiently
@@ -43,6 +41,9 @@ from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
+if TYPE_CHECKING:
+    from storesvc_client.trees.planning import Plan
+
 CLAIM_SECONDS: Final = 2.0
 """How long a snapshot waits to learn that what did not change can be claimed."""
 
@@ -56,18 +57,6 @@ _Method: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, api.WriteChunksRespo
 _WRITE_CHUNKS: Final = "/storesvc.v1.UploadService/WriteChunks"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """What goes with a tree into its checkpoint."""
-
-    run: RunName
-    step: int
-    labels: Mapping[str, str]
-    metrics: Mapping[str, float]
-    base: CheckpointName | None
-    """Whose chunks need not be sent again."""
-
-
 class Saved(NamedTuple):
     """What came of a save."""
 
@@ -78,22 +67,33 @@ class Saved(NamedTuple):
 
 
 class Upload:
-    """One save, from begin to commit."""
+    """What one process does of a save, from begin to commit."""
 
     def __init__(
         self,
         connection: Connection,
-        description: Description,
-        tree: Tree,
+        part: Part,
+        plan: "Plan",
         outbox: Outbox,
         meter: Meter,
     ) -> None:
+        """Prepares.
+
+        Args:
+            connection: To the store.
+            part: Of this process in the upload.
+            plan: The tree, and what of it this process writes.
+            outbox: Brings that.
+            meter: Takes note of what is done.
+        """
+        tree = plan.tree
         self._meter = meter
-        self._meter.total_bytes = int(tree.stored_lengths.sum())
+        self._meter.total_bytes = int(tree.stored_lengths[plan.own].sum())
         self._connection = connection
         self._stub = UploadServiceStub(connection.channel)
-        self._description = description
+        self._part = part
         self._tree = tree
+        self._own = plan.own
         self._outbox = outbox
         self._sums = SumsInProgress(tree.chunk_count)
         self._claimed = np.zeros(tree.chunk_count, np.bool_)
@@ -102,8 +102,8 @@ class Upload:
         outbox."""
         self._begun: Future[api.Upload] = Future()
 
-    def run(self, known_base: str) -> Saved:
-        """Stores what the outbox brings, and commits; goes on through a server's
+    def write(self, known_base: str) -> None:
+        """Stores what the outbox brings, and finishes; goes on through a server's
         restart.
 
         Args:
@@ -115,15 +115,31 @@ class Upload:
         """
         try:
             with self._meter.phase("begin"):
-                upload = self._begin_patiently()
+                upload = self._part.begin()
             self._begun.set_result(upload)
             with KeptAlive(self._stub, upload):
-                return self._run(upload, known_base)
+                self._write(upload, known_base)
         except BaseException as e:
             if not self._begun.done():
                 self._begun.set_exception(e)
             self._outbox.give_up()
+            if isinstance(e, ConflictError):
+                self._part.check_others()
+            self._part.fail(e)
             raise
+
+    def commit(self) -> Saved:
+        """Returns what came of the save, once all of it is stored and committed.
+
+        Raises:
+            StoreError: As the contract says of each call.
+        """
+        try:
+            checkpoint = self._part.commit(self._part.ref(self._begun.result()))
+        except PreconditionError as e:
+            self._explain(e)
+            raise
+        return Saved(checkpoint, self._report(), self._sums.result())
 
     def claimable(self, known: Sums, chunks: I64) -> I64:
         """Returns those of some chunks that the store holds with known sums; none
@@ -133,7 +149,9 @@ class Upload:
         """
         try:
             upload = self._begun.result(CLAIM_SECONDS)
-            held = self._found(_ref(upload), known.take(chunks), CLAIM_SECONDS)
+            held = self._found(
+                self._part.ref(upload), known.take(chunks), CLAIM_SECONDS
+            )
         except (StoreError, FutureTimeoutError):
             self._asked[:] = True
             return np.empty(0, np.int64)
@@ -146,8 +164,8 @@ class Upload:
         """Has the store asked about chunks, before they are put into the outbox."""
         self._asked[chunks] = True
 
-    def _run(self, upload: api.Upload, known_base: str) -> Saved:
-        ref = _ref(upload)
+    def _write(self, upload: api.Upload, known_base: str) -> None:
+        ref = self._part.ref(upload)
         if upload.resumes or upload.base != known_base:
             self._asked[:] = True
         wanted = Wanted(self._outbox, lambda slabs: self._choose(ref, slabs))
@@ -164,19 +182,23 @@ class Upload:
             raise
         finally:
             wanted.drop()
-        sums = self._sums.result()
         try:
-            checkpoint = self._finish_and_commit(ref, sums)
+            self._part.finish(ref, self._sums.result(self._own))
         except PreconditionError as e:
-            if e.reason != "CHUNKS_INCOMPLETE" or not self._claimed.any():
-                raise
-            raise PreconditionError(
-                f"save of step {self._description.step}: what its base held when it "
-                f"began is gone or damaged now; save again ({e})",
-                reason=e.reason,
-                metadata=e.metadata,
-            ) from e
-        return Saved(checkpoint, self._report(), sums)
+            self._explain(e)
+            raise
+
+    def _explain(self, e: PreconditionError) -> None:
+        """Raises what a refusal means to whoever saved, where it means more than it
+        says."""
+        if e.reason != "CHUNKS_INCOMPLETE" or not self._claimed.any():
+            return
+        raise PreconditionError(
+            f"save of step {self._part.described.step}: what its base held when it "
+            f"began is gone or damaged now; save again ({e})",
+            reason=e.reason,
+            metadata=e.metadata,
+        ) from e
 
     def _choose(self, ref: api.WriterRef, slabs: Sequence[Filled]) -> None:
         """Takes out of slabs what the store holds already."""
@@ -325,74 +347,10 @@ class Upload:
         except StoreError:  # its lease ends, too
             return
 
-    def _finish_and_commit(self, ref: api.WriterRef, sums: Sums) -> Checkpoint:
-        for attempt in patiently():
-            with attempt, self._meter.phase("finish"):
-                self._finish(ref, sums)
-        # apart: a writer cannot finish again once a commit has landed whose answer
-        # was lost, but the commit can be asked for again
-        for attempt in patiently():
-            with attempt, self._meter.phase("commit"):
-                return self._commit(ref)
-        raise AssertionError
-
-    def _begin_patiently(self) -> api.Upload:
-        for last_try in (False, False, True):
-            request_id = str(uuid.uuid4())
-            try:
-                for attempt in patiently():
-                    with attempt:
-                        return self._begin(request_id)
-            except ConflictError as e:
-                # The step was freed meanwhile, and an id begins only once.
-                if last_try or e.reason != "UPLOAD_NOT_FOUND":
-                    raise
-        raise AssertionError
-
-    def _begin(self, request_id: str) -> api.Upload:
-        described = self._description
-        first = api.BeginUploadRequest(
-            parent=described.run.resource,
-            request_id=request_id,
-            upload=api.Upload(
-                step=described.step,
-                writer_count=1,
-                labels=described.labels,
-                metrics=described.metrics,
-                base=described.base.resource if described.base else "",
-            ),
-            leaf_count=len(self._tree.leaves),
-        )
-
-        def requests() -> Iterator[api.BeginUploadRequest]:
-            yield first
-            for part in pack_leaves(self._tree):
-                leaves = tree_pb2.LeafTable.FromString(part)
-                yield api.BeginUploadRequest(leaves=leaves)
-
-        with translated(self._connection.address):
-            response = self._stub.BeginUpload(
-                requests(), timeout=self._connection.timeout
-            )
-        return response.upload
-
-    def _finish(self, ref: api.WriterRef, sums: Sums) -> None:
-        with translated(self._connection.address):
-            self._stub.FinishWriter(
-                _finish_requests(ref, sums), timeout=self._connection.timeout
-            )
-
-    def _commit(self, ref: api.WriterRef) -> Checkpoint:
-        with translated(self._connection.address):
-            committed = self._stub.CommitUpload(
-                api.CommitUploadRequest(name=ref.upload, epoch=ref.epoch),
-                timeout=self._connection.timeout,
-            )
-        return Checkpoint.from_message(committed.checkpoint)
-
     def _report(self) -> SaveReport:
         lengths = self._tree.stored_lengths
-        total, reused = int(lengths.sum()), int(lengths[self._claimed].sum())
+        total = int(lengths[self._own].sum())
+        reused = int(lengths[self._claimed].sum())
         return SaveReport(
             total_bytes=total,
             sent_bytes=total - reused,
@@ -438,19 +396,7 @@ class _Failing:
             self._meter.times["acknowledge"] += self._meter.clock() - self._answered
 
 
-def _ref(upload: api.Upload) -> api.WriterRef:
-    return api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=0)
-
-
 def _find_requests(ref: api.WriterRef, sums: Sums) -> Iterator[api.FindChunksRequest]:
     yield api.FindChunksRequest(open=ref)
     for part in pack_sums(sums):
         yield api.FindChunksRequest(chunks=part)
-
-
-def _finish_requests(
-    ref: api.WriterRef, sums: Sums
-) -> Iterator[api.FinishWriterRequest]:
-    yield api.FinishWriterRequest(open=ref, chunk_count=len(sums))
-    for part in pack_sums(sums):
-        yield api.FinishWriterRequest(chunks=part)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from storesvc.format.checksums import Summing
+from storesvc.format.chunks import I64
 from storesvc.format.trees import Tree
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._progress import Meter
@@ -48,15 +49,18 @@ class Slab:
             at += size
 
 
-def slabs_of(tree: Tree) -> list[Slab]:
-    """Returns the slabs of all chunks of a tree, in their order."""
+def slabs_of(tree: Tree, chunks: I64) -> list[Slab]:
+    """Returns the slabs of some chunks of a tree, ascending."""
     found: list[Slab] = []
     sizes: list[int] = []
     first = total = 0
-    for ordinal, size in enumerate((tree.stored_lengths - CHECKSUM_BYTES).tolist()):
-        if sizes and total + size > SLAB_BYTES:
+    lengths = (tree.stored_lengths[chunks] - CHECKSUM_BYTES).tolist()
+    for ordinal, size in zip(chunks.tolist(), lengths, strict=True):
+        if sizes and (total + size > SLAB_BYTES or ordinal != first + len(sizes)):
             found.append(Slab(first, tuple(sizes)))
-            first, total, sizes = ordinal, 0, []
+            total, sizes = 0, []
+        if not sizes:
+            first = ordinal
         sizes.append(size)
         total += size
     if sizes:

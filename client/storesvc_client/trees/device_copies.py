@@ -31,7 +31,13 @@ def copied_on_device(
 
 def _copy(value: Any) -> Any:
     if isinstance(value, jax.Array):
-        return value.copy()
+        if value.is_fully_addressable:
+            return value.copy()
+        # shard by shard: to copy the whole is a program of all processes
+        copies = [shard.data.copy() for shard in value.addressable_shards]
+        return jax.make_array_from_single_device_arrays(
+            value.shape, value.sharding, copies
+        )
     return value.copy() if isinstance(value, np.ndarray) else value
 
 

@@ -159,13 +159,18 @@ def _problem(value: Any, found: Signature | None) -> str | None:
 def _value_problem(value: Any) -> str | None:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return f"expected an int of 64 bits, got {value}"
-    if isinstance(value, jax.Array):
-        if value.is_deleted():
-            return "its array was deleted or donated; save before that"
-        if not value.is_fully_addressable:
-            return (
-                "its array spans other processes; this release saves from one process"
-            )
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return "its array was deleted or donated; save before that"
+    return None
+
+
+def _span_problem(value: Any) -> str | None:
+    """Why one process alone cannot save a leaf; None where it can."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return (
+            "its array spans other processes; let all processes of the job save it, "
+            "with processes='all'"
+        )
     return None
 
 
@@ -285,8 +290,14 @@ def _stored_dtype(dtype: Any) -> str | None:
     return found.name if DTYPES.get(found.name) == found.newbyteorder("=") else None
 
 
-def storable(leaves: Sequence[NamedLeaf]) -> Iterator[tuple[NamedLeaf, Signature]]:
+def storable(
+    leaves: Sequence[NamedLeaf], *, is_alone: bool
+) -> Iterator[tuple[NamedLeaf, Signature]]:
     """Yields the leaves with what they are, by key.
+
+    Args:
+        leaves: Of a pytree.
+        is_alone: Whether no other process saves them, too.
 
     Raises:
         UnsupportedLeafError: A checkpoint cannot hold some; names them all.
@@ -296,6 +307,7 @@ def storable(leaves: Sequence[NamedLeaf]) -> Iterator[tuple[NamedLeaf, Signature
         f"leaf {leaf.key!r}: {why}"
         for leaf, what in found
         if (why := _problem(leaf.value, what))
+        or (is_alone and (why := _span_problem(leaf.value)))
     ]
     if problems:
         raise UnsupportedLeafError(list_problems(problems))

@@ -1,7 +1,8 @@
 """Plans of saves: the leaves of a tree, their chunks, and where the bytes of each lie.
 
 A plan depends on what the leaves are, never on their values: a tree that is saved again
-and again is planned once.
+and again is planned once. Where the processes of a job save one tree, each makes the
+same plan but for what it is to write.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,10 +13,19 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, tree_flatten_with_path
 
+from storesvc.format.chunks import I64
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._jobs import Job
 from storesvc_client._pausing import collector_paused
+from storesvc_client._shares import (
+    Held,
+    Holders,
+    assigned,
+    holders_of_chunks,
+    shared_chunk_shape,
+)
 from storesvc_client._slabs import Slab, slabs_of
 from storesvc_client.trees.flattening import (
     NamedLeaf,
@@ -52,7 +62,10 @@ class Plan:
     order: tuple[int, ...]
     """For each leaf of the tree, its number among those of the pytree."""
     keys: tuple[str, ...]
+    own: I64
+    """Ordinals of the chunks that this process writes, ascending."""
     slabs: list[Slab]
+    """Of those."""
     is_remote: bool
     """Whether any leaf lies on devices whose memory the host does not share."""
     forms: tuple[tuple[Any, ...], ...]
@@ -66,7 +79,13 @@ class Plan:
 class Planner:
     """Plans saves, and keeps the last plan."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job | None = None) -> None:
+        """Has no plan.
+
+        Args:
+            job: The processes that save each tree together; None: this one does.
+        """
+        self._job = job
         self._plan: Plan | None = None
 
     @collector_paused()
@@ -88,9 +107,13 @@ class Planner:
                 return last, ordered
         named, treedef = named_leaves(tree)
         numbers = {id(leaf): number for number, leaf in enumerate(named)}
-        found = list(storable(named))
-        rows = tuple(_row(leaf, what) for leaf, what in found)
+        found = list(storable(named, is_alone=self._job is None))
+        held = [_held(leaf.value, what, self._job) for leaf, what in found]
+        rows = tuple(
+            _row(leaf, what, of) for (leaf, what), of in zip(found, held, strict=True)
+        )
         planned = Tree(rows, structure)
+        own = _own_chunks(planned, held, self._job)
         plan = Plan(
             tree=planned,
             leaves=tuple(
@@ -99,7 +122,8 @@ class Planner:
             ),
             order=tuple(numbers[id(leaf)] for leaf, _ in found),
             keys=tuple(leaf.key for leaf in rows),
-            slabs=slabs_of(planned),
+            own=own,
+            slabs=slabs_of(planned, own),
             is_remote=any(is_remote(leaf.value) for leaf in named),
             forms=_forms([leaf.value for leaf in named]),
             treedef=treedef,
@@ -140,23 +164,71 @@ def is_remote(value: Any) -> bool:
     )
 
 
-def _row(leaf: NamedLeaf, found: Signature) -> Leaf:
-    shard_shape = found.shape
-    if isinstance(leaf.value, jax.Array):
-        own = leaf.value.sharding.shard_shape(leaf.value.shape)
-        shard_shape = own + found.shape[len(own) :]
+def _row(leaf: NamedLeaf, found: Signature, held: Held | None) -> Leaf:
+    itemsize = DTYPES[found.dtype].itemsize
+    if held is None:
+        shard_shape = _shard_shape(leaf.value, found)
+        chunk_shape = choose_chunk_shape(found.shape, itemsize, shard_shape)
+    else:
+        chunk_shape = shared_chunk_shape(found.shape, itemsize, held)
     return Leaf(
         key=leaf.key,
         path_kinds=leaf.path_kinds,
         kind=found.kind,
         dtype=found.dtype,
         shape=found.shape,
-        chunk_shape=choose_chunk_shape(
-            found.shape, DTYPES[found.dtype].itemsize, shard_shape
-        ),
+        chunk_shape=chunk_shape,
         sharding=saved_sharding(leaf.value),
         prng_impl=found.prng_impl,
     )
+
+
+def _shard_shape(value: Any, found: Signature) -> tuple[int, ...]:
+    if not isinstance(value, jax.Array):
+        return found.shape
+    own = value.sharding.shard_shape(value.shape)
+    return own + found.shape[len(own) :]  # of key data one dimension more
+
+
+def _held(value: Any, found: Signature, job: Job | None) -> Held | None:
+    """Which processes hold which part of a leaf; None: it is no matter of several.
+
+    What lies on the host, or on devices of each process alone, every process has for
+    itself: that of the first one counts.
+    """
+    if job is None or not isinstance(value, jax.Array):
+        return None
+    indices: dict[Any, Any] = {**value.sharding.devices_indices_map(value.shape)}
+    if len({device.process_index for device in indices}) == 1:
+        return None
+    shard_shape = _shard_shape(value, found)
+    holders: dict[tuple[int, ...], set[int]] = {}
+    for device, index in indices.items():
+        region = region_of(index or (slice(None),) * value.ndim, value.shape)
+        starts = tuple(start for start, _ in region)
+        holders.setdefault(starts, set()).add(device.process_index)
+    counts = tuple(
+        -(-n // max(1, shard)) or 1
+        for n, shard in zip(found.shape, shard_shape, strict=True)
+    )
+    return Held(
+        shard_shape=shard_shape,
+        counts=counts,
+        holders=tuple(frozenset(holders[starts]) for starts in sorted(holders)),
+    )
+
+
+def _own_chunks(tree: Tree, held: Sequence[Held | None], job: Job | None) -> I64:
+    """The chunks that this process writes."""
+    if job is None:
+        return np.arange(tree.chunk_count)
+    holders: list[Holders] = []
+    for grid, of in zip(tree.grids, held, strict=True):
+        first = (frozenset({0}),) * grid.count
+        holders += first if of is None else holders_of_chunks(grid, of)
+    sizes = tree.stored_lengths.tolist()
+    writers = assigned(holders, sizes, count=job.count)
+    return np.flatnonzero(writers == job.index)
 
 
 def _leaf_plan(value: Any, found: Signature, grid: Grid) -> LeafPlan:

@@ -1,0 +1,112 @@
+"""Jobs: the processes that save one state together, and what they tell each other.
+
+A job has a board: short texts under keys, that every process can read as soon as one
+has written them. It carries names and bad news, never bytes, and nobody waits on it for
+more than one other process.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Protocol, Self
+
+from storesvc_client.errors import StoreError
+
+_HOST: Final = "storesvc/host/{}"
+
+
+class Job(Protocol):
+    """The processes of a job, seen from one of them; made by ``trees.processes``."""
+
+    @property
+    def index(self) -> int:
+        """Of this process."""
+
+    @property
+    def count(self) -> int:
+        """Of all processes."""
+
+    def ordinal(self, what: str) -> int:
+        """Returns how often this process has asked for the ordinal of a thing before:
+        the processes of a job do the same things in the same order."""
+
+    def tell(self, key: str, text: str) -> None:
+        """Writes a text under a key; where one is there already, that stays."""
+
+    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
+        """Returns the text under a key, once there is one; None: there was none in
+        that time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a part of a save, for the other processes."""
+
+    upload: str = ""
+    """The resource that began, or was committed."""
+    failure: str = ""
+    """Why it was given up, and by which process; "": it was not."""
+
+    def to_text(self) -> str:
+        """Returns it as it is written on the board."""
+        return json.dumps([self.upload, self.failure])
+
+    @classmethod
+    def of_text(cls, text: str) -> Self:
+        """Returns what was written."""
+        upload, failure = json.loads(text)
+        return cls(upload=upload, failure=failure)
+
+
+class JointSave:
+    """One save of a job: what its processes tell each other of it."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        """Begins.
+
+        Args:
+            job: The processes.
+            name: Of the checkpoint. Saved twice, it is two saves.
+        """
+        self.job = job
+        self._board = f"storesvc/save/{name}/{job.ordinal(name)}"
+
+    def begin(self, upload: str) -> None:
+        """Tells which upload process 0 has begun."""
+        self.job.tell(f"{self._board}/begun", Outcome(upload=upload).to_text())
+
+    def begun(self, *, seconds: float) -> Outcome | None:
+        """Returns what process 0 has begun, or why not; None: nothing in that time."""
+        return self._told("begun", seconds)
+
+    def end(self, upload: str) -> None:
+        """Tells that an upload was committed."""
+        self.job.tell(f"{self._board}/ended", Outcome(upload=upload).to_text())
+
+    def fail(self, error: BaseException) -> None:
+        """Tells why this process has given up its part."""
+        who = process_name(self.job, self.job.index)
+        told = Outcome(failure=f"{who}: {str(error) or type(error).__name__}").to_text()
+        with suppress(StoreError):  # the error that this is about is the one to raise
+            self.job.tell(f"{self._board}/ended", told)
+            if self.job.index == 0:
+                self.job.tell(f"{self._board}/begun", told)
+
+    def ended(self, *, seconds: float = 0.0) -> Outcome | None:
+        """Returns how it ended; None: it has not in that time."""
+        return self._told("ended", seconds)
+
+    def _told(self, key: str, seconds: float) -> Outcome | None:
+        text = self.job.told(f"{self._board}/{key}", seconds=seconds)
+        return None if text is None else Outcome.of_text(text)
+
+
+def introduce(job: Job, host: str) -> None:
+    """Tells the others where this process runs."""
+    job.tell(_HOST.format(job.index), host)
+
+
+def process_name(job: Job, index: int) -> str:
+    """Returns what messages call a process."""
+    host = job.told(_HOST.format(index))
+    return f"process {index} ({host})" if host else f"process {index}"

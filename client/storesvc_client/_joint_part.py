@@ -1,0 +1,205 @@
+"""A process's part in an upload that several processes of a job write.
+
+Process 0 begins the upload and tells its name, the others join it, with their own plan
+of the same tree. From then on each writes its own chunks, finishes by itself, and waits
+for nobody: only who asks for the result does. Whoever is the last to finish commits.
+
+A process that fails says so, and the others fail with its words. One that dies says
+nothing: its upload is waited for as long as its lease lasts, and then the processes
+that have not finished are named. It stays until it is collected, so that a save of the
+same step goes on where this one stopped.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from storesvc.format.chunks import Sums
+from storesvc.format.trees import Tree
+from storesvc_client._channel import Connection
+from storesvc_client._jobs import JointSave, Outcome, process_name
+from storesvc_client._part import Description, Part
+from storesvc_client._progress import Meter
+from storesvc_client._retrying import patiently
+from storesvc_client._values import Checkpoint
+from storesvc_client.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    UnavailableError,
+    translated,
+)
+from storesvc_proto.v1 import upload_service_pb2 as api
+
+LOOK_SECONDS: Final = 5.0
+"""How often the store is asked what became of an upload; news of it come sooner."""
+
+_SHOWN: Final = 4
+
+
+class JointPart(Part):
+    """The part of one process of a job."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        description: Description,
+        tree: Tree,
+        meter: Meter,
+        joint: JointSave,
+    ) -> None:
+        """Prepares.
+
+        Args:
+            connection: To the store.
+            description: What is saved; that of process 0 counts.
+            tree: As this process planned it.
+            meter: Takes note of what is done.
+            joint: The save of all processes.
+        """
+        super().__init__(connection, description, tree, meter)
+        self._joint = joint
+        self.writer = joint.job.index
+        self.writer_count = joint.job.count
+        self._unfinished = joint.job.count
+        """Processes that have not finished, as far as is known."""
+
+    def begin(self) -> api.Upload:
+        """Returns the upload: process 0 begins it, the others join it.
+
+        Raises:
+            StoreError: As the contract says of BeginUpload and JoinUpload.
+            UnavailableError: Process 0 has not begun it in time.
+            ConflictError: It has failed.
+        """
+        if self.writer == 0:
+            upload = super().begin()
+            self._joint.begin(upload.name)
+            return upload
+        name = self._begun_upload()
+        for attempt in patiently():
+            with attempt:
+                return self._join(name)
+        raise AssertionError
+
+    def finish(self, ref: api.WriterRef, sums: Sums) -> None:
+        """See ``Part.finish``."""
+        for attempt in patiently():
+            with attempt, self._meter.phase("finish"):
+                try:
+                    answer = self._finish(ref, sums)
+                except AlreadyExistsError:
+                    # where the answer to this was lost, others have committed since
+                    if self._look(ref.upload).state != api.Upload.STATE_COMMITTED:
+                        raise
+                    return
+                self._unfinished = answer.unfinished_writer_count
+
+    def commit(self, ref: api.WriterRef) -> Checkpoint:
+        """Returns the checkpoint, once all processes have finished.
+
+        Raises:
+            StoreError: As the contract says of CommitUpload.
+            ConflictError: Another process has failed; says why.
+            UnavailableError: Nothing was heard of those that have not finished for as
+                long as the lease is; names them.
+        """
+        if self._unfinished:
+            with self._meter.phase("await others"):
+                self._await_all(ref)
+        checkpoint = super().commit(ref)
+        self._joint.end(ref.upload)
+        return checkpoint
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others why this process has given up."""
+        self._joint.fail(error)
+
+    def check_others(self) -> None:
+        """See ``Part.check_others``."""
+        outcome = self._joint.ended()
+        if outcome is not None:
+            self._check(outcome)
+
+    def _begun_upload(self) -> str:
+        """The name of the upload, once process 0 has begun it."""
+        seconds = self.described.lease.total_seconds()
+        outcome = self._joint.begun(seconds=seconds)
+        if outcome is None:
+            raise UnavailableError(
+                f"save of {self.described}: {process_name(self._joint.job, 0)} of "
+                f"{self.writer_count} has not begun it in {seconds:g} s; every process "
+                "of the job must save each step, and run still"
+            )
+        self._check(outcome)
+        return outcome.upload
+
+    def _join(self, name: str) -> api.Upload:
+        opening = api.JoinOpening(
+            upload=name, writer=self.writer, writer_count=self.writer_count
+        )
+
+        def requests() -> Iterator[api.JoinUploadRequest]:
+            yield api.JoinUploadRequest(open=opening, leaf_count=len(self._tree.leaves))
+            for leaves in self._leaves():
+                yield api.JoinUploadRequest(leaves=leaves)
+
+        with translated(self._connection.address):
+            response = self._stub.JoinUpload(
+                requests(), timeout=self._connection.timeout
+            )
+        return response.upload
+
+    def _await_all(self, ref: api.WriterRef) -> None:
+        """Returns once all processes have finished."""
+        lease = self.described.lease.total_seconds()
+        last, since = None, self._meter.clock()
+        while True:
+            seconds = min(LOOK_SECONDS, lease / 4)
+            outcome = self._joint.ended(seconds=seconds)
+            if outcome is not None:
+                self._check(outcome)
+                return
+            upload = self._look(ref.upload)
+            if upload.state == api.Upload.STATE_COMMITTED or (
+                upload.finished_writer_count == self.writer_count
+            ):  # who finished last may have died since
+                return
+            if upload.state == api.Upload.STATE_ENDED:
+                raise ConflictError(
+                    f"save of {self.described}: its upload was aborted, or its step "
+                    f"taken over, before {self._missing(last)} had finished; save again"
+                )
+            if upload != last:
+                last, since = upload, self._meter.clock()
+            elif self._meter.clock() - since > lease:
+                raise UnavailableError(
+                    f"save of {self.described}: {self._missing(upload)} have not "
+                    f"finished, and nothing was heard of them for {lease:g} s; start "
+                    "them again and save the step again, which goes on where this "
+                    "stopped"
+                )
+
+    def _look(self, name: str) -> api.Upload:
+        request = api.GetUploadRequest(name=name)
+        for attempt in patiently():
+            with attempt:
+                return self._connection.call(self._stub.GetUpload, request).upload
+        raise AssertionError
+
+    def _check(self, outcome: Outcome) -> None:
+        if outcome.failure:
+            raise ConflictError(
+                f"save of {self.described} was given up by another process of the job: "
+                f"{outcome.failure}"
+            )
+
+    def _missing(self, upload: api.Upload | None) -> str:
+        """The processes that have not finished, for messages."""
+        if upload is None:
+            return "all processes"
+        named = [
+            process_name(self._joint.job, writer)
+            for writer in upload.unfinished_writers[:_SHOWN]
+        ]
+        more = self.writer_count - upload.finished_writer_count - len(named)
+        rest = f" and {more} more" if more else ""
+        return f"{', '.join(named)}{rest} of {self.writer_count} processes"

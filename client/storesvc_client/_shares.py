@@ -1,0 +1,147 @@
+"""Shares: which process writes which chunks of a tree.
+
+Every process of a job decides it for itself, and all come to the same: from the shapes
+and the shardings alone. A chunk lies within what one process holds, so nobody needs a
+byte of another; one that several hold is written by one of them, and all of them write
+about as much.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storesvc.format.grids import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Grid
+
+Holders: TypeAlias = frozenset[int]
+"""The processes that hold something."""
+
+SLACK_BYTES: Final = 4 << 20
+"""By how much a process may be ahead of the others, so that neighbours are written
+together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Which processes hold which part of a leaf."""
+
+    shard_shape: tuple[int, ...]
+    counts: tuple[int, ...]
+    """Shards along each dimension."""
+    holders: tuple[Holders, ...]
+    """Of each shard, in C order."""
+
+    def of(self, along: Sequence[range]) -> Holders:
+        """Returns the processes that hold all of a block of shards.
+
+        Args:
+            along: The shards, along each dimension.
+        """
+        found: Holders | None = None
+        for index in product(*along):
+            at = 0
+            for number, count in zip(index, self.counts, strict=True):
+                at = at * count + number
+            found = self.holders[at] if found is None else found & self.holders[at]
+        return found or frozenset()
+
+
+@lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
+def shared_chunk_shape(
+    shape: tuple[int, ...], itemsize: int, held: Held
+) -> tuple[int, ...]:
+    """Returns the chunk shape of a leaf that several processes hold.
+
+    As ``choose_chunk_shape``, but no chunk is of shards that no process holds together;
+    where those are small, so are the chunks.
+    """
+    chunk = [max(1, n) for n in held.shard_shape]
+    size = math.prod(chunk) * itemsize
+    # Too large: cut, leading dimension first; shards evenly, as a chunk must not reach
+    # from one into the next.
+    for dim, n in enumerate(chunk):
+        if size <= MAX_CHUNK_BYTES:
+            break
+        wanted = min(n, -(-size // MAX_CHUNK_BYTES))
+        if held.counts[dim] > 1:
+            wanted = next(k for k in range(wanted, n + 1) if n % k == 0)
+        chunk[dim] = -(-n // wanted)
+        size = math.prod(chunk) * itemsize
+    # Too small: take neighbouring shards in, trailing dimension first.
+    for dim in reversed(range(len(chunk))):
+        if size >= MIN_CHUNK_BYTES:
+            break
+        wanted = min(-(-MIN_CHUNK_BYTES // size), held.counts[dim])
+        whole = chunk[dim] == max(1, held.shard_shape[dim])
+        taken = _together(held, chunk, dim, wanted) if whole else 1
+        chunk[dim] = min(chunk[dim] * taken, max(1, shape[dim]))
+        size = math.prod(chunk) * itemsize
+    return tuple(chunk)
+
+
+def _together(held: Held, chunk: Sequence[int], dim: int, wanted: int) -> int:
+    """How many neighbouring shards, at most so many, can share a chunk."""
+    for taken in range(wanted, 1, -1):
+        larger = list(chunk)
+        larger[dim] *= taken
+        shape = [n * c for n, c in zip(held.shard_shape, held.counts, strict=True)]
+        blocks = product(*_blocks(held, larger, shape))
+        if all(held.of(block) for block in blocks):
+            return taken
+    return 1
+
+
+def _blocks(
+    held: Held, chunk: Sequence[int], shape: Sequence[int]
+) -> Iterator[list[range]]:
+    """For each dimension, the shards that each chunk along it is of."""
+    for size, n, shard in zip(chunk, shape, held.shard_shape, strict=True):
+        yield [
+            range(at // shard, -(-min(at + size, n) // shard))
+            for at in range(0, n, size)
+        ]
+
+
+@lru_cache(maxsize=1024)
+def holders_of_chunks(grid: Grid, held: Held) -> tuple[Holders, ...]:
+    """Returns the processes that hold each chunk of a leaf."""
+    along = product(*_blocks(held, grid.chunk_shape, grid.shape))
+    return tuple(held.of(block) for block in along)
+
+
+def assigned(
+    holders: Sequence[Holders], sizes: Sequence[int], *, count: int
+) -> NDArray[np.int64]:
+    """Returns the process that writes each chunk.
+
+    Args:
+        holders: Of each chunk; one at least.
+        sizes: Bytes of each.
+        count: Of processes.
+    """
+    load = np.zeros(count, np.int64)
+    writers = np.zeros(len(sizes), np.int64)
+    shared = []
+    for chunk, of in enumerate(holders):
+        if len(of) == 1:
+            (writers[chunk],) = of
+            load[writers[chunk]] += sizes[chunk]
+        else:
+            shared.append(chunk)
+    rows: dict[Holders, NDArray[np.int64]] = {}
+    last = 0
+    for chunk in shared:
+        of = holders[chunk]
+        if of not in rows:
+            rows[of] = np.array(sorted(of), np.int64)
+        least = int(rows[of][np.argmin(load[rows[of]])])
+        if last not in of or load[last] - load[least] > SLACK_BYTES:
+            last = least
+        writers[chunk] = last
+        load[last] += sizes[chunk]
+    return writers

@@ -1,0 +1,81 @@
+"""The processes of a ``jax.distributed`` job."""
+
+import socket
+from collections import Counter
+from functools import cache
+from threading import Lock
+from typing import Any, Final
+
+import jax
+from jax.errors import JaxRuntimeError
+
+from storesvc_client._jobs import Job, introduce
+from storesvc_client.errors import UnavailableError
+
+_POLL: Final = "NOT_FOUND"
+_TAKEN: Final = "ALREADY_EXISTS"
+_LATE: Final = "DEADLINE_EXCEEDED"
+
+
+@cache
+def job_of_process() -> Job | None:
+    """Returns the job that this process is of; None: it is alone."""
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return None
+    job = _JaxJob(_board())
+    introduce(job, socket.gethostname())
+    return job
+
+
+def _board() -> Any:
+    # There is no public door to it; barriers and broadcasts, which there are, would
+    # have every process wait for all others.
+    from jax._src.distributed import global_state
+
+    return global_state.client
+
+
+class _JaxJob:
+    """See ``Job``; its board is the coordination service of jax."""
+
+    def __init__(self, board: Any) -> None:
+        self.index = jax.process_index()
+        self.count = jax.process_count()
+        self._board = board
+        self._lock = Lock()
+        self._asked: Counter[str] = Counter()
+
+    def ordinal(self, what: str) -> int:
+        """See ``Job.ordinal``."""
+        with self._lock:
+            self._asked[what] += 1
+            return self._asked[what] - 1
+
+    def tell(self, key: str, text: str) -> None:
+        """See ``Job.tell``."""
+        try:
+            self._board.key_value_set(key, text)
+        except JaxRuntimeError as e:
+            if _TAKEN not in str(e):
+                raise _unreachable(e) from e
+
+    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
+        """See ``Job.told``."""
+        try:
+            if seconds <= 0:
+                text: str = self._board.key_value_try_get(key)
+            else:
+                text = self._board.blocking_key_value_get(key, int(seconds * 1000))
+        except JaxRuntimeError as e:
+            if _POLL in str(e) or _LATE in str(e):
+                return None
+            raise _unreachable(e) from e
+        return text
+
+
+def _unreachable(e: JaxRuntimeError) -> UnavailableError:
+    told = str(e).partition("\n")[0]
+    return UnavailableError(
+        f"the coordination service of this jax.distributed job failed: {told}; start "
+        "the job again"
+    )

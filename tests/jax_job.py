@@ -1,0 +1,149 @@
+"""Jobs of several jax processes, as a launcher starts them.
+
+    outcomes = run_job("tests.job_parts:saves", 4, devices=2, target=root)
+
+Each process calls the part with the arguments, and what it returns comes back as JSON.
+jax ends a process that lost another by SIGABRT, so none of this runs within a test.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+SECONDS = 120
+"""How long a job may take."""
+
+_PORT_TAKEN = -11
+"""How jax ends where another took the coordinator's port meanwhile: SIGSEGV."""
+
+
+@dataclass(slots=True)
+class JaxJob:
+    """The processes of a job."""
+
+    part: str
+    """``MODULE:FUNCTION``, called by each."""
+    count: int
+    devices: int
+    """Of each process."""
+    arguments: dict[str, Any]
+    directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()))
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Starts all of them."""
+        with socket() as free:
+            free.bind(("127.0.0.1", 0))
+            coordinator = "127.0.0.1:{1}".format(*free.getsockname())
+        flags = f"--xla_force_host_platform_device_count={self.devices}"
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": flags,
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.processes = []
+        for index in range(self.count):
+            command = [
+                *(sys.executable, "-m", "tests.jax_job", self.part, coordinator),
+                *(str(self.count), str(index), str(self.directory)),
+                json.dumps(self.arguments),
+            ]
+            with (self.directory / f"{index}.log").open("ab") as log:
+                self.processes.append(
+                    subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+                )
+
+    def wait(self) -> list[int]:
+        """Waits for their ends, and returns their exit codes."""
+        end = time.monotonic() + SECONDS
+        try:
+            for process in self.processes:
+                process.wait(max(0.0, end - time.monotonic()))
+        finally:
+            self.kill()
+        return [process.returncode for process in self.processes]
+
+    def await_outcomes(self, *indices: int) -> None:
+        """Waits until some processes have returned, whatever the others do, and ends
+        the job."""
+        end = time.monotonic() + SECONDS
+        try:
+            while not all((self.directory / f"{i}.json").exists() for i in indices):
+                assert time.monotonic() < end, self.log()
+                assert all(self.processes[i].poll() in (None, 0) for i in indices), (
+                    self.log()
+                )
+                time.sleep(0.05)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kills what still runs."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def outcome(self, index: int) -> Any:
+        """Returns what a process returned."""
+        return json.loads((self.directory / f"{index}.json").read_text())
+
+    def log(self) -> str:
+        """Returns what they printed."""
+        logs = sorted(self.directory.glob("*.log"))
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in logs)
+
+
+def run_job(part: str, count: int, *, devices: int, **arguments: Any) -> list[Any]:
+    """Runs a job, and returns what each of its processes returned.
+
+    Args:
+        part: ``MODULE:FUNCTION``, called by each.
+        count: Of processes.
+        devices: Of each.
+        arguments: Of the part.
+    """
+    job = JaxJob(part, count, devices, arguments)
+    codes: Sequence[int] = [_PORT_TAKEN]
+    while _PORT_TAKEN in codes and codes[0] == _PORT_TAKEN:
+        job.start()
+        codes = job.wait()
+    assert [0] * count == codes, job.log()
+    return [job.outcome(index) for index in range(count)]
+
+
+def _main(
+    part: str, coordinator: str, count: str, index: str, directory: str, text: str
+) -> None:
+    import jax
+
+    jax.distributed.initialize(
+        coordinator,
+        int(count),
+        int(index),
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=100,
+        shutdown_timeout_seconds=30,
+    )
+    module, _, function = part.partition(":")
+    outcome = getattr(importlib.import_module(module), function)(**json.loads(text))
+    written = Path(directory, f"{index}.partial")
+    written.write_text(json.dumps(outcome))
+    written.rename(written.with_suffix(".json"))
+    with suppress(RuntimeError):
+        jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,200 @@
+"""What the processes of jobs do: each function is called by every process of one."""
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import sync_global_devices
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import storesvc_client as store
+
+RUN = "tests/job"
+MIB = 1 << 20
+
+
+def mesh(rows: int, columns: int) -> Mesh:
+    """Returns all devices of the job, in so many rows."""
+    return Mesh(np.array(jax.devices()).reshape(rows, columns), ("row", "column"))
+
+
+def values(shape: tuple[int, ...], seed: int, dtype: str = "float32") -> np.ndarray:
+    """Returns the values of a leaf; every bit of them is drawn."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    drawn = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    return drawn.view(dtype).reshape(shape)
+
+
+SHAPES = {
+    "both": ((1024, 512), PartitionSpec(("row", "column"))),
+    "crossed": ((512, 1024), PartitionSpec("column", "row")),
+    "columns": ((2048, 1024), PartitionSpec(None, "column")),
+    "rows": ((4096, 1024), PartitionSpec("row")),
+    "replicated": ((12, 1024, 1024), PartitionSpec()),
+    "narrow": ((16,), PartitionSpec("column")),
+}
+"""Of the leaves of the state: sharded over all, over some, replicated."""
+
+
+def state_on(where: Mesh) -> dict[str, Any]:
+    """Returns a state of some 75 MiB on a mesh."""
+
+    def leaf(seed: int, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
+        full = values(shape, seed, "int32")
+        sharding = NamedSharding(where, spec)
+        return jax.make_array_from_callback(shape, sharding, lambda at: full[at])
+
+    leaves = [
+        (key, leaf(seed, *shape)) for seed, (key, shape) in enumerate(SHAPES.items())
+    ]
+    return {
+        "params": dict(leaves),
+        "key": jax.random.key(3),
+        "host": np.arange(1000),
+        "step": 7,
+    }
+
+
+def state_bytes() -> int:
+    """Returns the bytes of the state."""
+    shapes = (np.prod(shape) for shape, _ in SHAPES.values())
+    return int(sum(shapes)) * 4 + 8000 + 8 + 8
+
+
+def differing(expected: Any, found: Any) -> list[str]:
+    """Returns the leaves of a state that came back otherwise, of what is here."""
+    wrong = []
+    for path, leaf in jax.tree.leaves_with_path(expected):
+        got = found
+        for part in path:
+            got = got[part.key]
+        if not _is_same(leaf, got):
+            wrong.append(jax.tree_util.keystr(path))
+    return wrong
+
+
+def _is_same(expected: Any, found: Any) -> bool:
+    """Whether what this process has of a leaf is the same, bit by bit."""
+    if not isinstance(expected, jax.Array):
+        return np.array_equal(expected, found)
+    if jax.numpy.issubdtype(expected.dtype, jax.dtypes.prng_key):
+        expected, found = map(jax.random.key_data, (expected, found))
+    shards = zip(expected.addressable_shards, found.addressable_shards, strict=True)
+    return expected.sharding == found.sharding and all(
+        a.device == b.device and np.array_equal(a.data, b.data) for a, b in shards
+    )
+
+
+def saves(target: str, rows: int, columns: int, **options: Any) -> dict[str, Any]:
+    """Saves the state, and the same again; returns what each save moved."""
+    state = state_on(mesh(rows, columns))
+    with store.connect(target, **options) as client:
+        run = client.run(RUN)
+        first = run.save(1, state, metrics={"process": jax.process_index()})
+        metrics = dict(first.result().metrics)
+        again = run.save(2, state)
+        reports = [first.report(), again.report()]
+    return {
+        "metrics": metrics,
+        "sent": [report.sent_bytes for report in reports],
+        "total": [report.total_bytes for report in reports],
+    }
+
+
+def restores(target: str, rows: int, columns: int, **options: Any) -> dict[str, Any]:
+    """Restores the state onto another mesh; returns what differs, and what was read."""
+    expected = state_on(mesh(rows, columns))
+    with store.connect(target) as client:
+        opened = client.run(RUN).open(1)
+        found = opened.restore(like=expected, **options)
+        assert opened.report is not None
+        return {
+            "wrong": differing(expected, found),
+            "read_bytes": opened.report.read_bytes,
+        }
+
+
+def _told(act: Callable[[], object]) -> str:
+    """What an act raises, with how long that took."""
+    try:
+        act()
+    except store.StoreError as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def fails(target: str) -> list[str]:
+    """Saves what cannot be saved, in several ways, and then what can; returns what this
+    process was told each time."""
+    index, where = jax.process_index(), mesh(jax.process_count(), 1)
+    lease = timedelta(seconds=3)
+
+    def leaf(columns: int) -> Any:
+        sharding = NamedSharding(where, PartitionSpec("row"))
+        full = values((jax.process_count(), columns), 5, "int32")
+        return jax.make_array_from_callback(full.shape, sharding, lambda at: full[at])
+
+    def another_plan() -> None:
+        tree = {"w": leaf(8), "z": np.zeros(4 if index == 2 else 3)}
+        run.save(1, tree, lease=lease).result()
+
+    def unsupported() -> None:
+        odd = {"odd": object()} if index == 1 else {}
+        run.save(2, {"w": leaf(8), **odd}, lease=lease).result()
+
+    def never_begun() -> None:
+        if index != 0:
+            run.save(3, {"w": leaf(8)}, lease=lease).result()
+
+    def never_called() -> None:
+        if index != 2:
+            run.save(4, {"w": leaf(8)}, lease=lease).result()
+
+    def exists() -> None:
+        run.save(0, {"w": leaf(8)}, lease=lease).result()
+
+    def alone() -> None:
+        run.save(100 + index, {"w": leaf(8)}, processes="this")
+
+    def well() -> None:
+        run.save(5, {"w": leaf(8)}, lease=lease).result()
+
+    with store.connect(target) as client:
+        run = client.run(RUN)
+        run.save(0, {"w": leaf(8)}).result()
+        acts = [
+            *(another_plan, unsupported, never_begun, never_called),
+            *(exists, alone, well),
+        ]
+        told = []
+        for act in acts:
+            sync_global_devices(act.__name__)  # none is late for another's sake
+            told.append(_told(act))
+        return told
+
+
+def dies(target: str, seconds: float) -> list[str]:
+    """Saves, while process 1 is killed before its part is done; returns what the others
+    are told, of this save and of the next."""
+    state = state_on(mesh(jax.process_count(), 1))
+    lease = timedelta(seconds=seconds)
+    with store.connect(target) as client:
+        run = client.run(RUN)
+        run.save(1, state).result()
+        if jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        first = run.save(2, state, base=None, lease=lease)
+        second = run.save(3, state, base=None, lease=lease)
+        assert not first.done(), "the next save was held up"
+        return [_told(first.result), _told(second.result)]
+
+
+def goes_on(target: str) -> int:
+    """Saves what another job left unfinished; returns the bytes that were sent."""
+    state = state_on(mesh(jax.process_count(), 1))
+    with store.connect(target) as client:
+        return client.run(RUN).save(2, state, base=None).report().sent_bytes

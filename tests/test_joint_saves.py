@@ -1,0 +1,132 @@
+"""Saves by all processes of a job: every byte once, whoever holds it."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import storesvc_client as store
+from tests import job_parts
+from tests.conftest import gcs_root
+from tests.fake_gcs import FakeGcs
+from tests.jax_job import JaxJob, run_job
+
+PROCESSES = 4
+
+
+@pytest.fixture(scope="module")
+def saved(gcs: FakeGcs) -> tuple[str, list[dict[str, object]], int, int]:
+    """A state that 4 processes of 2 devices saved in a bucket, twice: its root, what
+    each was told, and the bytes that the bucket was sent and keeps."""
+    gcs.clear()
+    root = gcs_root()
+    before = gcs.sent_bytes
+    told = run_job(
+        "tests.job_parts:saves", PROCESSES, devices=2, target=root, rows=4, columns=2
+    )
+    return root, told, gcs.sent_bytes - before, gcs.stored_bytes
+
+
+def test_every_byte_is_written_once(
+    saved: tuple[str, list[dict[str, list[int]]], int, int],
+) -> None:
+    _, told, sent, kept = saved
+    size = job_parts.state_bytes()
+
+    assert size <= sum(each["sent"][0] for each in told) <= 1.01 * size
+    assert size <= kept <= 1.02 * size
+    assert sent <= 1.05 * size
+    # saved again, nothing is written again
+    assert [0] * PROCESSES == [each["sent"][1] for each in told]
+
+
+def test_what_several_hold_is_spread_over_them(
+    saved: tuple[str, list[dict[str, list[int]]], int, int],
+) -> None:
+    _, told, _, _ = saved
+
+    totals = [each["total"][0] for each in told]
+
+    assert max(totals) - min(totals) <= 17 * job_parts.MIB, totals
+
+
+def test_what_process_0_says_of_a_checkpoint_counts(
+    saved: tuple[str, list[dict[str, object]], int, int],
+) -> None:
+    _, told, _, _ = saved
+
+    assert [{"process": 0.0}] * PROCESSES == [each["metrics"] for each in told]
+
+
+def test_one_process_restores_what_several_saved(
+    saved: tuple[str, list[dict[str, object]], int, int],
+) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("row", "column"))
+    expected = job_parts.state_on(mesh)
+
+    with store.connect(saved[0]) as client:
+        run = client.run(job_parts.RUN)
+        found = run.restore(1, like=expected)
+        verified = run.verify(1).ok
+
+    assert [] == job_parts.differing(expected, found)
+    assert verified
+
+
+def test_other_processes_restore_what_several_saved(
+    saved: tuple[str, list[dict[str, object]], int, int],
+) -> None:
+    told = run_job(
+        "tests.job_parts:restores", 2, devices=4, target=saved[0], rows=2, columns=4
+    )
+
+    assert [[], []] == [each["wrong"] for each in told]
+
+
+def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
+    tmp_path: Path,
+) -> None:
+    told = run_job("tests.job_parts:fails", 3, devices=1, target=tmp_path.as_uri())
+
+    another_plan, unsupported, never_begun, never_called, exists, alone, well = zip(
+        *told, strict=True
+    )
+
+    leaf = "leaf 'z': expected (3,) float64, got (4,) float64"
+    assert all(leaf in each for each in another_plan), another_plan
+    assert all("process 2" in each for each in another_plan[:2]), another_plan
+    assert all("process 1" in each for each in (unsupported[0], unsupported[2]))
+    assert all("leaf 'odd'" in each for each in unsupported), unsupported
+    assert "" == never_begun[0]
+    assert all("process 0" in each for each in never_begun[1:]), never_begun
+    assert all("process 2" in each for each in never_called[:2]), never_called
+    assert all("not finished" in each for each in never_called[:2]), never_called
+    assert all("exists already" in each for each in exists), exists
+    assert all("its array spans other processes" in each for each in alone), alone
+    assert ("", "", "") == well
+    with store.connect(tmp_path.as_uri()) as client:
+        assert [5, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]
+
+
+def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
+    tmp_path: Path,
+) -> None:
+    target, size = tmp_path.as_uri(), job_parts.state_bytes()
+    job = JaxJob("tests.job_parts:dies", PROCESSES, 1, {"target": target, "seconds": 2})
+    job.start()
+    job.await_outcomes(0, 2, 3)
+    with store.connect(target) as client:
+        unfinished = [u.step for u in client.run(job_parts.RUN).uploads()]
+        steps = [c.step for c in client.run(job_parts.RUN).checkpoints()]
+
+    sent = run_job("tests.job_parts:goes_on", PROCESSES, devices=1, target=target)
+
+    told = [job.outcome(index) for index in (0, 2, 3)]
+    assert all("process 1" in each for both in told for each in both), told
+    assert [2, 3] == sorted(unfinished)
+    assert [1] == steps
+    assert 0.15 * size < sum(sent) < 0.35 * size  # the part of the one that died
+    with store.connect(target) as client:
+        assert client.run(job_parts.RUN).verify(2).ok

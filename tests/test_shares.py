@@ -1,0 +1,128 @@
+"""Which process writes which chunks: all have one, and all processes about as many."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storesvc.format.grids import MAX_CHUNK_BYTES, Grid, choose_chunk_shape
+from storesvc_client._shares import (
+    SLACK_BYTES,
+    Held,
+    assigned,
+    holders_of_chunks,
+    shared_chunk_shape,
+)
+
+MIB = 1 << 20
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], int, Held]:
+    """Draws a shape, an itemsize and which of some processes hold which shards."""
+    counts = draw(st.lists(st.integers(1, 4), max_size=3))
+    shards = [draw(st.integers(1, 5) | st.integers(1, 3000)) for _ in counts]
+    shape = tuple(n * c for n, c in zip(shards, counts, strict=True))
+    processes = st.frozensets(st.integers(0, 3), min_size=1)
+    size = int(np.prod(counts, dtype=int))
+    holders = draw(st.lists(processes, min_size=size, max_size=size))
+    held = Held(shard_shape=tuple(shards), counts=tuple(counts), holders=tuple(holders))
+    return shape, draw(st.sampled_from([1, 4, 8])), held
+
+
+@given(layouts())
+def test_a_process_holds_every_chunk_and_chunks_are_not_too_large(
+    layout: tuple[tuple[int, ...], int, Held],
+) -> None:
+    shape, itemsize, held = layout
+    if np.prod(shape, dtype=float) * itemsize > 1 << 30:
+        return
+
+    chunk_shape = shared_chunk_shape(shape, itemsize, held)
+    grid = Grid(shape, chunk_shape, itemsize)
+    holders = holders_of_chunks(grid, held)
+
+    assert grid.chunk_bytes <= MAX_CHUNK_BYTES
+    assert grid.count == len(holders)
+    assert all(holders)
+    for chunk, of in enumerate(holders):
+        assert of <= held_by_hand(held, grid.region(chunk))
+
+
+def held_by_hand(held: Held, region: Sequence[tuple[int, int]]) -> frozenset[int]:
+    """The processes that hold every element of the corners of a region, and so of all
+    shards between them."""
+    found = frozenset(range(4))
+    cells = [
+        sorted({start // shard, (stop - 1) // shard})
+        for (start, stop), shard in zip(region, held.shard_shape, strict=True)
+    ]
+    for at in np.ndindex(*map(len, cells)):
+        index = tuple(cells[dim][n] for dim, n in enumerate(at))
+        number = int(np.ravel_multi_index(index, held.counts)) if index else 0
+        found &= held.holders[number]
+    return found
+
+
+def test_large_shards_are_cut_and_small_ones_taken_together_within_a_process() -> None:
+    pairs = tuple(frozenset({n // 2}) for n in range(8))
+
+    large = shared_chunk_shape(
+        (8 * 4096, 4096),
+        4,
+        Held(shard_shape=(4096, 4096), counts=(8, 1), holders=pairs),
+    )
+    small = shared_chunk_shape(
+        (8 * 128, 1024), 4, Held(shard_shape=(128, 1024), counts=(8, 1), holders=pairs)
+    )
+
+    assert (1024, 4096) == large
+    assert (256, 1024) == small
+
+
+def test_where_one_process_holds_all_chunks_are_those_of_a_save_by_one() -> None:
+    alone = (frozenset({0}),) * 4
+    for shard in ((64, 1024), (4096, 1024), (1000, 777)):
+        held = Held(shard_shape=shard, counts=(4, 1), holders=alone)
+        shape = (4 * shard[0], shard[1])
+
+        assert choose_chunk_shape(shape, 4, shard) == shared_chunk_shape(shape, 4, held)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.frozensets(st.integers(0, 5), min_size=1), st.integers(1, 16 * MIB)
+        )
+    )
+)
+def test_each_chunk_has_a_writer_that_holds_it(
+    chunks: list[tuple[frozenset[int], int]],
+) -> None:
+    holders, sizes = [of for of, _ in chunks], [size for _, size in chunks]
+
+    writers = assigned(holders, sizes, count=6)
+
+    assert len(chunks) == len(writers)
+    assert all(
+        writer in of for writer, of in zip(writers.tolist(), holders, strict=True)
+    )
+
+
+@given(st.lists(st.integers(1, 16 * MIB), max_size=200), st.integers(1, 8))
+def test_what_all_hold_is_written_by_all_alike(sizes: list[int], count: int) -> None:
+    everyone = frozenset(range(count))
+
+    writers = assigned([everyone] * len(sizes), sizes, count=count)
+
+    load = np.bincount(writers, sizes, minlength=count)
+    assert load.max() - load.min() <= SLACK_BYTES + max(sizes, default=0)
+
+
+def test_who_must_write_more_is_spared_what_others_hold_too() -> None:
+    holders = [frozenset({0}), *[frozenset({0, 1})] * 4]
+
+    writers = assigned(holders, [40 * MIB, *[8 * MIB] * 4], count=2)
+
+    assert [0, 1, 1, 1, 1] == writers.tolist()

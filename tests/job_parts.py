@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -89,6 +90,15 @@ def _is_same(expected: Any, found: Any) -> bool:
     )
 
 
+def _told(act: Callable[[], object]) -> str:
+    """What an act raises, with how long that took."""
+    try:
+        act()
+    except store.StoreError as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
 def saves(target: str, rows: int, columns: int, **options: Any) -> dict[str, Any]:
     """Saves the state, and the same again; returns what each save moved."""
     state = state_on(mesh(rows, columns))
@@ -109,22 +119,65 @@ def restores(target: str, rows: int, columns: int, **options: Any) -> dict[str, 
     """Restores the state onto another mesh; returns what differs, and what was read."""
     expected = state_on(mesh(rows, columns))
     with store.connect(target) as client:
-        opened = client.run(RUN).open(1)
+        opened = client.run(RUN).open(1, processes="all")
         found = opened.restore(like=expected, **options)
         assert opened.report is not None
         return {
             "wrong": differing(expected, found),
             "read_bytes": opened.report.read_bytes,
+            "received_bytes": opened.report.received_bytes,
         }
 
 
-def _told(act: Callable[[], object]) -> str:
-    """What an act raises, with how long that took."""
-    try:
-        act()
-    except store.StoreError as e:
-        return f"{type(e).__name__}: {e}"
-    return ""
+def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
+    """Restores what one process saved, in all ways there are, and then what cannot be
+    restored; returns what came of it."""
+    index, where = jax.process_index(), mesh(rows, columns)
+    expected = state_on(where)
+    outcome: dict[str, Any] = {"wrong": [], "read_bytes": []}
+
+    def latest() -> int:
+        if index == 1:
+            time.sleep(0.5)  # meanwhile, process 0 finds it and makes another
+        opened = run.open("latest", processes="all")
+        if index == 0:
+            run.save(2, {"x": 1}, processes="this").result()
+        return opened.info.step
+
+    def otherwise() -> None:
+        select = "params/rows" if index == 1 else "params/**"
+        run.restore(1, mesh=where, rules=[("", PartitionSpec())], select=select)
+
+    def not_at_all() -> None:
+        if index != 1:
+            run.restore(1, like=expected, deadline=timedelta(seconds=2))
+
+    with store.connect(target) as client:
+        run = client.run(RUN)
+        for spread in (True, False, None):
+            opened = run.open(1, processes="all")
+            found = opened.restore(like=expected, spread=spread)
+            assert opened.report is not None
+            outcome["wrong"] += differing(expected, found)
+            outcome["read_bytes"].append(opened.report.read_bytes)
+        sync_global_devices("read")
+        outcome["latest"] = latest()
+        absent = client.run("tests/absent")
+        acts = (lambda: absent.restore("latest"), otherwise, not_at_all)
+        outcome["told"] = []
+        for number, act in enumerate(acts):
+            sync_global_devices(f"act {number}")
+            outcome["told"].append(_told(act))
+    return outcome
+
+
+def reads_damaged(target: str) -> str:
+    """Restores what is damaged; returns what this process is told."""
+    where = mesh(jax.process_count(), 1)
+    with store.connect(target) as client:
+        run = client.run(RUN)
+        rules = [("", PartitionSpec())]
+        return _told(lambda: run.restore(1, mesh=where, rules=rules, spread=True))
 
 
 def fails(target: str) -> list[str]:

@@ -1,6 +1,8 @@
 """Saves by all processes of a job: every byte once, whoever holds it."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,57 +18,61 @@ from tests.jax_job import JaxJob, run_job
 PROCESSES = 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A state that 4 processes of 2 devices saved in a bucket, twice."""
+
+    root: str
+    told: list[dict[str, Any]]
+    """To each process."""
+    stored_bytes: int
+    """In the bucket."""
+    asked_bytes: int
+    """Of the bucket, meanwhile."""
+
+
 @pytest.fixture(scope="module")
-def saved(gcs: FakeGcs) -> tuple[str, list[dict[str, object]], int, int]:
-    """A state that 4 processes of 2 devices saved in a bucket, twice: its root, what
-    each was told, and the bytes that the bucket was sent and keeps."""
+def saved(gcs: FakeGcs) -> Saved:
     gcs.clear()
     root = gcs_root()
-    before = gcs.sent_bytes
     told = run_job(
         "tests.job_parts:saves", PROCESSES, devices=2, target=root, rows=4, columns=2
     )
-    return root, told, gcs.sent_bytes - before, gcs.stored_bytes
+    return Saved(
+        root=root,
+        told=told,
+        stored_bytes=gcs.stored_bytes,
+        asked_bytes=gcs.sent_bytes,
+    )
 
 
-def test_every_byte_is_written_once(
-    saved: tuple[str, list[dict[str, list[int]]], int, int],
-) -> None:
-    _, told, sent, kept = saved
+def test_every_byte_is_written_once(saved: Saved) -> None:
     size = job_parts.state_bytes()
 
-    assert size <= sum(each["sent"][0] for each in told) <= 1.01 * size
-    assert size <= kept <= 1.02 * size
-    assert sent <= 1.05 * size
+    assert size <= sum(each["sent"][0] for each in saved.told) <= 1.01 * size
+    assert size <= saved.stored_bytes <= 1.02 * size
+    assert saved.asked_bytes <= 0.05 * size
     # saved again, nothing is written again
-    assert [0] * PROCESSES == [each["sent"][1] for each in told]
+    assert [0] * PROCESSES == [each["sent"][1] for each in saved.told]
 
 
-def test_what_several_hold_is_spread_over_them(
-    saved: tuple[str, list[dict[str, list[int]]], int, int],
-) -> None:
-    _, told, _, _ = saved
-
-    totals = [each["total"][0] for each in told]
+def test_what_several_hold_is_spread_over_them(saved: Saved) -> None:
+    totals = [each["total"][0] for each in saved.told]
 
     assert max(totals) - min(totals) <= 17 * job_parts.MIB, totals
 
 
-def test_what_process_0_says_of_a_checkpoint_counts(
-    saved: tuple[str, list[dict[str, object]], int, int],
-) -> None:
-    _, told, _, _ = saved
+def test_what_process_0_says_of_a_checkpoint_counts(saved: Saved) -> None:
+    found = [each["metrics"] for each in saved.told]
 
-    assert [{"process": 0.0}] * PROCESSES == [each["metrics"] for each in told]
+    assert [{"process": 0.0}] * PROCESSES == found
 
 
-def test_one_process_restores_what_several_saved(
-    saved: tuple[str, list[dict[str, object]], int, int],
-) -> None:
+def test_one_process_restores_what_several_saved(saved: Saved) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("row", "column"))
     expected = job_parts.state_on(mesh)
 
-    with store.connect(saved[0]) as client:
+    with store.connect(saved.root) as client:
         run = client.run(job_parts.RUN)
         found = run.restore(1, like=expected)
         verified = run.verify(1).ok
@@ -75,14 +81,28 @@ def test_one_process_restores_what_several_saved(
     assert verified
 
 
-def test_other_processes_restore_what_several_saved(
-    saved: tuple[str, list[dict[str, object]], int, int],
+def test_other_processes_restore_what_several_saved_and_read_every_byte_once(
+    saved: Saved, gcs: FakeGcs
 ) -> None:
+    size, before = job_parts.state_bytes(), gcs.sent_bytes
+
     told = run_job(
-        "tests.job_parts:restores", 2, devices=4, target=saved[0], rows=2, columns=4
+        "tests.job_parts:restores",
+        2,
+        devices=4,
+        target=saved.root,
+        rows=2,
+        columns=4,
+        spread=True,
     )
 
+    read = [each["read_bytes"] for each in told]
+    received = [each["received_bytes"] for each in told]
     assert [[], []] == [each["wrong"] for each in told]
+    assert size <= sum(read) <= 1.02 * size
+    assert gcs.sent_bytes - before <= 1.05 * size
+    assert all(bytes_ > 12 * job_parts.MIB for bytes_ in received), received
+    assert max(read) - min(read) <= 17 * job_parts.MIB, read
 
 
 def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(

@@ -37,6 +37,27 @@ def is_duration(value: object) -> bool:
     return isinstance(value, timedelta) and abs(value) <= MAX_DURATION
 
 
+def checked_length(
+    what: str, length: timedelta, *, most: timedelta = MAX_DURATION
+) -> timedelta:
+    """Returns a length of time, above 0.
+
+    Args:
+        what: What it is, for people: "lease= of prod/llama-8b".
+        length: How long.
+        most: The longest that it may be.
+
+    Raises:
+        InvalidRequestError: It is something else.
+    """
+    if not is_duration(length) or not timedelta(0) < length <= most:
+        raise InvalidRequestError(
+            f"{what} expected a timedelta above 0, of at most {most.days} days, got "
+            f"{length!r}"
+        )
+    return length
+
+
 def duration_message(length: timedelta, what: str) -> Duration:
     """Returns the message of a length of time.
 

@@ -6,11 +6,18 @@ more than one other process.
 """
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Final, Protocol, Self
 
-from storesvc_client.errors import StoreError
+from storesvc_client.errors import (
+    BY_REASON,
+    InvalidRequestError,
+    StoreError,
+    UnavailableError,
+)
 
 _HOST: Final = "storesvc/host/{}"
 
@@ -40,22 +47,23 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a part of a save, for the other processes."""
+    """What one process tells the others."""
 
-    upload: str = ""
-    """The resource that began, or was committed."""
+    name: str = ""
+    """The resource that it is about: an upload, or a checkpoint."""
     failure: str = ""
     """Why it was given up, and by which process; "": it was not."""
+    reason: str = ""
+    """Of that, where the store had one."""
 
     def to_text(self) -> str:
         """Returns it as it is written on the board."""
-        return json.dumps([self.upload, self.failure])
+        return json.dumps(asdict(self))
 
     @classmethod
     def of_text(cls, text: str) -> Self:
         """Returns what was written."""
-        upload, failure = json.loads(text)
-        return cls(upload=upload, failure=failure)
+        return cls(**json.loads(text))
 
 
 class JointSave:
@@ -73,7 +81,7 @@ class JointSave:
 
     def begin(self, upload: str) -> None:
         """Tells which upload process 0 has begun."""
-        self.job.tell(f"{self._board}/begun", Outcome(upload=upload).to_text())
+        self.job.tell(f"{self._board}/begun", Outcome(name=upload).to_text())
 
     def begun(self, *, seconds: float) -> Outcome | None:
         """Returns what process 0 has begun, or why not; None: nothing in that time."""
@@ -81,7 +89,7 @@ class JointSave:
 
     def end(self, upload: str) -> None:
         """Tells that an upload was committed."""
-        self.job.tell(f"{self._board}/ended", Outcome(upload=upload).to_text())
+        self.job.tell(f"{self._board}/ended", Outcome(name=upload).to_text())
 
     def fail(self, error: BaseException) -> None:
         """Tells why this process has given up its part."""
@@ -99,6 +107,100 @@ class JointSave:
     def _told(self, key: str, seconds: float) -> Outcome | None:
         text = self.job.told(f"{self._board}/{key}", seconds=seconds)
         return None if text is None else Outcome.of_text(text)
+
+
+class JointReading:
+    """A checkpoint that all processes of a job read."""
+
+    def __init__(self, job: Job, what: str, *, patience: timedelta) -> None:
+        """Begins.
+
+        Args:
+            job: The processes.
+            what: Is read, as all of them ask for it: ``namespace/run@latest``.
+            patience: How long to wait for a process that does not read.
+        """
+        self.job = job
+        self._what = what
+        self._seconds = patience.total_seconds()
+        self._board = f"storesvc/read/{what}/{job.ordinal(f'read {what}')}"
+
+    def agreed(self, resolve: Callable[[], str]) -> str:
+        """Returns the name of the checkpoint: what process 0 finds, for all.
+
+        Args:
+            resolve: Finds it.
+
+        Raises:
+            StoreError: What process 0 was refused with.
+            UnavailableError: It does not read the checkpoint.
+        """
+        key = f"{self._board}/which"
+        if self.job.index == 0:
+            try:
+                found = resolve()
+            except StoreError as e:
+                refusal = Outcome(failure=str(e), reason=e.reason)
+                self.job.tell(key, refusal.to_text())
+                raise
+            self.job.tell(key, Outcome(name=found).to_text())
+            return found
+        outcome = self._told(key, 0, self._seconds)
+        if outcome.failure:
+            kind = BY_REASON.get(outcome.reason, UnavailableError)
+            raise kind(outcome.failure, reason=outcome.reason)
+        return outcome.name
+
+    def check(self, digest: str) -> None:
+        """Returns once all processes are about to read the same.
+
+        Args:
+            digest: Of what this process has planned for all of them.
+
+        Raises:
+            InvalidRequestError: One has planned otherwise; names it.
+            UnavailableError: One does not read; names it.
+        """
+        board = f"{self._board}/{self.job.ordinal(f'plan {self._board}')}"
+        self.job.tell(f"{board}/{self.job.index}", Outcome(name=digest).to_text())
+        if self.job.index == 0:
+            try:
+                self._compare(board, digest)
+            except StoreError as e:
+                verdict = Outcome(failure=str(e), reason=type(e).__name__)
+                self.job.tell(f"{board}/verdict", verdict.to_text())
+                raise
+            self.job.tell(f"{board}/verdict", Outcome().to_text())
+            return
+        # process 0 may have waited for others before it tells
+        verdict = self._told(f"{board}/verdict", 0, 2 * self._seconds)
+        if verdict.failure:
+            is_other = verdict.reason == InvalidRequestError.__name__
+            raise (InvalidRequestError if is_other else UnavailableError)(
+                verdict.failure
+            )
+
+    def _compare(self, board: str, digest: str) -> None:
+        for index in range(1, self.job.count):
+            told = self._told(f"{board}/{index}", index, self._seconds)
+            if told.name != digest:
+                raise InvalidRequestError(
+                    f"restore of {self._what}: {process_name(self.job, index)} asks "
+                    f"for other leaves, shardings or another checkpoint than "
+                    f"{process_name(self.job, 0)}; restore alike in all processes, or "
+                    "with processes='this'"
+                )
+
+    def _told(self, key: str, by: int, seconds: float) -> Outcome:
+        """What a process has told."""
+        text = self.job.told(key, seconds=seconds)
+        if text is None:
+            raise UnavailableError(
+                f"restore of {self._what}: {process_name(self.job, by)} of "
+                f"{self.job.count} has not asked for it in {seconds:g} s; "
+                "restore in all processes of the job, or with processes='this'"
+            )
+        return Outcome.of_text(text)
 
 
 def introduce(job: Job, host: str) -> None:

@@ -130,7 +130,7 @@ class JointPart(Part):
                 "of the job must save each step, and run still"
             )
         self._check(outcome)
-        return outcome.upload
+        return outcome.name
 
     def _join(self, name: str) -> api.Upload:
         opening = api.JoinOpening(

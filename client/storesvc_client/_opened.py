@@ -1,6 +1,7 @@
 """A checkpoint that was opened: its manifest is here, its bytes are not yet."""
 
 import logging
+import math
 from collections.abc import (
     Callable,
     Generator,
@@ -10,6 +11,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -23,13 +25,17 @@ from storesvc.format.manifests import (
 from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._channel import Connection
 from storesvc_client._direct import DirectSource
+from storesvc_client._durations import checked_length
 from storesvc_client._entries import checked_patterns, checked_texts
 from storesvc_client._globs import Patterns, matching_keys, nearest_keys
+from storesvc_client._jobs import JointReading
 from storesvc_client._leasing import Lease
+from storesvc_client._options import DEFAULT_DEADLINE
 from storesvc_client._pausing import collector_paused
 from storesvc_client._progress import Meter, OnProgress
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource
 from storesvc_client._retrying import patiently
+from storesvc_client._spreading import Spread, SpreadSource
 from storesvc_client._streaming import StreamedSource
 from storesvc_client._values import Checkpoint, LeafInfo, RestoreReport
 from storesvc_client.errors import (
@@ -46,10 +52,15 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
     from numpy.typing import DTypeLike, NDArray
 
+    from storesvc_client.trees.restoring import Target
+
     Rules = Sequence[tuple[str, PartitionSpec]] | Literal["recorded"]
 
 READ_AT_ONCE_BYTES: Final = 64 << 20
 """Leaves that ``read`` has in memory."""
+
+SPREAD_BYTES: Final = 64 << 20
+"""That processes would read twice, from where it is worth to spread a restore."""
 
 _UNWRITABLE: Final = frozenset({"STORAGE_FULL", "STORAGE_UNAVAILABLE"})
 """Why a storage may take no hold, and still be read."""
@@ -72,10 +83,12 @@ class OpenCheckpoint:
         manifest: Manifest,
         *,
         held_by: Lease | None = None,
+        joint: JointReading | None = None,
     ) -> None:
         self.info = info
         """What the catalogue tells of it."""
         self._held_by = held_by
+        self._joint = joint
         self._connection = connection
         self._name = CheckpointName(run, info.step)
         self._manifest = manifest
@@ -111,11 +124,14 @@ class OpenCheckpoint:
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
         missing: Literal["error", "init"] = "error",
+        spread: bool | None = None,
+        deadline: timedelta = DEFAULT_DEADLINE,
         progress: OnProgress | None = None,
     ) -> Any:
         """Returns its state; see ``Run.restore``. Then ``report`` tells of it."""
         from storesvc_client.trees.restoring import Target
 
+        length = checked_length(f"restore of {self.name}: deadline=", deadline)
         with Meter("restore", self.name, progress) as meter:
             with meter.phase("plan"):
                 target = Target.choose(
@@ -128,12 +144,23 @@ class OpenCheckpoint:
                     cast=cast,
                     missing=missing,
                 )
+                source, spreading = self._source(), None
+                if self._joint is not None:
+                    spreading = self._spreading(source, target, self._joint, spread)
             with self._held():
-                returned_bytes = self._read(target.regions(), target.place, meter)
+                returned_bytes = self._read(
+                    target.regions(),
+                    target.place,
+                    meter,
+                    spreading or source,
+                    length.total_seconds(),
+                )
             with meter.phase("rebuild"):
                 result = target.result()
+        received_bytes = spreading.received_bytes if spreading else 0
         self.report = RestoreReport(
-            read_bytes=meter.done_bytes,
+            read_bytes=meter.done_bytes - received_bytes,
+            received_bytes=received_bytes,
             returned_bytes=returned_bytes,
             seconds=meter.seconds,
             timings=meter.timings,
@@ -200,15 +227,53 @@ class OpenCheckpoint:
         wanted: Iterable[tuple[int, Sequence[Region]]],
         place: Callable[[Buffer], None],
         meter: Meter | None = None,
+        source: ChunkSource | None = None,
+        seconds: float = math.inf,
     ) -> int:
         """Reads what is wanted, and returns how many bytes that is."""
         meter = meter or Meter("restore", self.name)
         with collector_paused(), meter.phase("plan"):
             assembly = Assembly(
-                self._manifest, wanted, name=self.name, place=place, meter=meter
+                self._manifest,
+                wanted,
+                name=self.name,
+                place=place,
+                meter=meter,
+                seconds=seconds,
             )
-        self._source().read(assembly.missing, assembly)
+        (source or self._source()).read(assembly.missing, assembly)
         return assembly.buffer_bytes
+
+    def _spreading(
+        self,
+        source: ChunkSource,
+        target: "Target",
+        joint: JointReading,
+        spread: bool | None,  # noqa: FBT001 - as it was asked for
+    ) -> SpreadSource | None:
+        """Where chunks come from that several processes need; None: each reads its own.
+
+        Returns once all processes are about to read the same.
+        """
+        from storesvc_client.trees.gathering import all_gather
+
+        needed = list(target.needed(joint.job.count))
+        plan = Spread(self._manifest, needed, count=joint.job.count)
+        joint.check(f"{self.info.uid} {spread} {plan.digest}")
+        if spread is None:
+            # what lies on this machine's disk is as near as the other processes are
+            is_far = self._connection.files is None
+            spread = is_far and plan.saved_bytes >= SPREAD_BYTES
+        if not spread:
+            return None
+        return SpreadSource(
+            source,
+            plan,
+            self._manifest,
+            job=joint.job,
+            gather=all_gather,
+            name=self.name,
+        )
 
     def _source(self) -> ChunkSource:
         """The one seam of restores: where stored chunks come from."""
@@ -229,6 +294,7 @@ def open_checkpoint(
     *,
     uid: str = "",
     held_by: Lease | None = None,
+    joint: JointReading | None = None,
 ) -> OpenCheckpoint:
     """Returns a checkpoint with its manifest.
 
@@ -237,6 +303,7 @@ def open_checkpoint(
         name: Which one.
         uid: The very one of this uid, also where it was deleted; "": any.
         held_by: What holds it; None: each read holds it for itself.
+        joint: The processes that read it together; None: this one does.
 
     Raises:
         NotFoundError: There is none.
@@ -259,7 +326,9 @@ def open_checkpoint(
             reason="CORRUPT_DATA",
         ) from e
     info = Checkpoint.from_message(message)
-    return OpenCheckpoint(connection, name.run, info, manifest, held_by=held_by)
+    return OpenCheckpoint(
+        connection, name.run, info, manifest, held_by=held_by, joint=joint
+    )
 
 
 def _manifest_bytes(

@@ -1,8 +1,9 @@
-"""Options of a save, as ``Run.save`` takes them and those pass on who call it."""
+"""Options of saves and restores, as ``Run`` takes them and those pass on who call
+it."""
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Literal, SupportsFloat, TypeAlias, TypedDict
+from typing import Final, Literal, SupportsFloat, TypeAlias, TypedDict
 
 from storesvc.format.names import Which
 from storesvc_client._progress import OnProgress
@@ -10,6 +11,23 @@ from storesvc_client._progress import OnProgress
 SnapshotMode: TypeAlias = Literal["host", "device", "auto", "none"]
 IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
 Processes: TypeAlias = Literal["all", "this"]
+
+DEFAULT_DEADLINE: Final = timedelta(hours=1)
+"""How long a restore may take."""
+
+
+class ReadOptions(TypedDict, total=False):
+    """See ``Run.restore``."""
+
+    spread: bool | None
+    deadline: timedelta
+    progress: OnProgress | None
+
+
+class RestoreOptions(ReadOptions, total=False):
+    """See ``Run.restore``."""
+
+    processes: Processes
 
 
 class SaveOptions(TypedDict, total=False):

@@ -7,7 +7,9 @@ of a chunk or by ``spread``. Nothing is believed: a piece that was not asked for
 refused, and every chunk is checked against the manifest.
 """
 
+import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -30,10 +32,13 @@ from storesvc_client._layouts import (
     lay_out,
 )
 from storesvc_client._progress import Meter
-from storesvc_client.errors import DataLossError
+from storesvc_client.errors import DataLossError, UnavailableError
 
 TOLD_BYTES: Final = 64 << 10
 """Of chunks that the meter is told of at once: it takes as long as a small one."""
+
+_SHOWN: Final = 4
+"""Data files that a message lists."""
 
 _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 
@@ -121,6 +126,7 @@ class Assembly:
         name: str,
         place: Callable[[Buffer], None],
         meter: Meter | None = None,
+        seconds: float = math.inf,
     ) -> None:
         """Plans a restore.
 
@@ -131,6 +137,7 @@ class Assembly:
             place: Called with each buffer once it is filled and checked, from
                 the thread that brought its last piece.
             meter: Takes note of what is done; None: nobody asks.
+            seconds: How long all of it may take, from when the meter began.
         """
         self.meter = meter or Meter("restore", name)
         self.buffer_bytes = 0
@@ -138,6 +145,7 @@ class Assembly:
         self._manifest = manifest
         self._name = name
         self._place = place
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._chunks: dict[int, _Chunk] = {}
         layouts: dict[tuple[int, tuple[Region, ...]], Layout] = {}
@@ -294,7 +302,11 @@ class Assembly:
 
     def finish(self, ordinal: int) -> int:
         """Ends with a chunk that is checked and where it goes, and returns the bytes of
-        buffers that this made whole: they are handed over."""
+        buffers that this made whole: they are handed over.
+
+        Raises:
+            UnavailableError: The restore takes longer than it may.
+        """
         chunk = self._chunks[ordinal]
         with self._lock:
             del self._chunks[ordinal]
@@ -314,7 +326,31 @@ class Assembly:
             self.meter.times["place"] += self.meter.clock() - since
         if done_bytes:
             self.meter.add(done_bytes)
+            self.check_time()
         return sum(buffer.group.size_bytes for buffer in whole)
+
+    def check_time(self) -> None:
+        """Refuses to go on where the restore takes longer than it may.
+
+        Raises:
+            UnavailableError: It does; lists what is outstanding.
+        """
+        if self.meter.seconds <= self._seconds:
+            return
+        left = self.missing
+        if not left:
+            return
+        places = self._manifest.places
+        files = Counter(places.file[left].tolist()).most_common()
+        shown = ", ".join(
+            f"{places.files[file]} ({count})" for file, count in files[:_SHOWN]
+        )
+        more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+        raise UnavailableError(
+            f"restore of {self._name}: expected to be done after {self._seconds:g} s, "
+            f"but {len(left)} chunks of {len(files)} data files are outstanding: "
+            f"{shown}{more}; look for what makes its storage slow, or allow more time"
+        )
 
     def _plan(self, row: int, layout: Layout, first: int) -> None:
         dtype = DTYPES[self._manifest.tree.leaves[row].dtype]

@@ -1,16 +1,18 @@
 """A training run: its checkpoints, and how state goes in and out."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from storesvc.format.names import (
-    Which,
-)
+from storesvc.format.names import CheckpointName, Which
 from storesvc_client._collecting import RunUsage
+from storesvc_client._durations import checked_length
+from storesvc_client._entries import checked_choice
 from storesvc_client._globs import Patterns
 from storesvc_client._inspecting import RunInspection
 from storesvc_client._life import RunLife
+from storesvc_client._options import DEFAULT_DEADLINE, Processes
 from storesvc_client._pages import OnDamage, rows
 from storesvc_client._progress import OnProgress
 from storesvc_client._retaining import RunRetention
@@ -25,7 +27,12 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
+    from storesvc_client._jobs import JointReading
     from storesvc_client._opened import OpenCheckpoint, Rules
+
+
+PATIENCE: Final = timedelta(minutes=5)
+"""How long a restore waits for a process that does not take part."""
 
 
 class Run(
@@ -40,20 +47,39 @@ class Run(
 ):
     """One training run of a store; made by ``Client.run``. Threads may share it."""
 
-    def open(self, which: Which = "latest") -> "OpenCheckpoint":
+    def open(
+        self,
+        which: Which = "latest",
+        *,
+        processes: Processes = "this",
+        deadline: timedelta = DEFAULT_DEADLINE,
+    ) -> "OpenCheckpoint":
         """Returns a checkpoint, resolved, its manifest read; for several reads of it.
 
         Args:
             which: A step, "latest", or a tag.
+            processes: Whether "all" processes of a ``jax.distributed`` job open the
+                same checkpoint, and restore it together, or "this" one reads it alone.
+            deadline: How long it may wait for a process that does not.
 
         Raises:
             NotFoundError: There is no such run or checkpoint.
             DataLossError: Its manifest is damaged.
+            UnavailableError: Process 0 does not open it.
         """
         # Late, as all that needs NumPy: lists of checkpoints must not wait for it.
         from storesvc_client._opened import open_checkpoint
 
-        return open_checkpoint(self._connection, self._checkpoint_name(which))
+        checked_choice(f"{self.name}: processes=", processes, Processes)
+        name = self._checkpoint_name(which)
+        patience = checked_length(f"{self.name}: deadline=", deadline)
+        joint = _joint_reading(str(name), patience) if processes == "all" else None
+        if joint is None:
+            return open_checkpoint(self._connection, name)
+        found = joint.agreed(lambda: self._fixed_name(which).resource)
+        return open_checkpoint(
+            self._connection, CheckpointName.from_resource(found), joint=joint
+        )
 
     def restore(
         self,
@@ -65,6 +91,9 @@ class Run(
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
         missing: Literal["error", "init"] = "error",
+        processes: Processes = "all",
+        spread: bool | None = None,
+        deadline: timedelta = DEFAULT_DEADLINE,
         progress: OnProgress | None = None,
     ) -> Any:
         """Returns the state of a checkpoint, every bit as it was saved.
@@ -73,6 +102,9 @@ class Run(
 
         Shards stream straight into one buffer each, and from there onto their
         devices; nothing that no local device needs is read.
+
+        In a ``jax.distributed`` job every process calls this, for the same leaves and
+        shardings. All restore the checkpoint that process 0 finds.
 
         Args:
             which: A step, "latest", or a tag.
@@ -97,6 +129,13 @@ class Run(
                 error, or keep the value that ``like`` has there, which must be a
                 real one: on the mesh given, or else where it lies. How many did so
                 is logged. What is there must fit either way.
+            processes: Whether "all" processes of the job restore together, or "this"
+                one does, alone. Of no matter outside of a job.
+            spread: Whether each stored byte that several processes need is read by one
+                of them, and goes to the others between their devices. None: where that
+                saves more than 64 MiB of reads from far.
+            deadline: How long all of it may take, and, five minutes at most, how long
+                to wait for a process that does not restore.
             progress: Called with a ``Progress`` at most ten times a second, from any
                 thread but by one at a time, and once at the end. What it raises ends
                 the restore.
@@ -107,14 +146,20 @@ class Run(
             InvalidRequestError: An argument is not usable.
             MismatchError: The checkpoint does not fit; lists every leaf.
             DataLossError: Stored bytes are damaged; names leaf and chunk.
+            UnavailableError: It is not done at the deadline; lists what is
+                outstanding. Or a process of the job does not restore, or failed; names
+                it.
         """
-        return self.open(which).restore(
+        opened = self.open(which, processes=processes, deadline=deadline)
+        return opened.restore(
             like=like,
             mesh=mesh,
             rules=rules,
             select=select,
             cast=cast,
             missing=missing,
+            spread=spread,
+            deadline=deadline,
             progress=progress,
         )
 
@@ -188,3 +233,16 @@ class Run(
             DataLossError: Stored bytes are damaged; names leaf and chunk.
         """
         return self.open(which).read(keys)
+
+
+def _joint_reading(what: str, patience: timedelta) -> "JointReading | None":
+    """The reading of all processes of a job; None: this process is alone."""
+    from storesvc_client._jobs import JointReading
+    from storesvc_client.trees.processes import job_of_process
+
+    job = job_of_process()
+    return (
+        None
+        if job is None
+        else JointReading(job, what, patience=min(patience, PATIENCE))
+    )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex
 
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, Which
 from storesvc_client._channel import Connection
-from storesvc_client._durations import is_duration
+from storesvc_client._durations import checked_length
 from storesvc_client._entries import (
     checked_choice,
     checked_labels,
@@ -353,17 +353,8 @@ class RunSaving(RunBase):
             labels=checked_labels(f"save to {self.name}", labels),
             metrics=checked_metrics(f"save to {self.name}", metrics),
             base=None if base is None else self._checkpoint_name(base),
-            lease=_checked_lease(f"save to {self.name}: lease=", lease),
+            lease=checked_length(f"save to {self.name}: lease=", lease, most=MAX_LEASE),
         )
-
-
-def _checked_lease(what: str, lease: timedelta) -> timedelta:
-    if not is_duration(lease) or not timedelta(0) < lease <= MAX_LEASE:
-        raise InvalidRequestError(
-            f"{what} expected a timedelta of at most {MAX_LEASE.days} days, got "
-            f"{lease!r}"
-        )
-    return lease
 
 
 def _joint_save(description: "Description") -> "JointSave | None":

@@ -1,13 +1,13 @@
-"""Shares: which process writes which chunks of a tree.
+"""Shares: which process writes, or reads, which chunks of a tree.
 
 Every process of a job decides it for itself, and all come to the same: from the shapes
-and the shardings alone. A chunk lies within what one process holds, so nobody needs a
-byte of another; one that several hold is written by one of them, and all of them write
-about as much.
+and the shardings alone. A chunk that is written lies within what one process holds, so
+nobody needs a byte of another; one that several hold is written by one of them, and all
+of them write about as much. A chunk that several need is read by one of them.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -16,10 +16,10 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.format.grids import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Grid
+from storesvc.format.grids import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Grid, Region
 
 Holders: TypeAlias = frozenset[int]
-"""The processes that hold something."""
+"""The processes that hold something, or need it."""
 
 SLACK_BYTES: Final = 4 << 20
 """By how much a process may be ahead of the others, so that neighbours are written
@@ -114,10 +114,27 @@ def holders_of_chunks(grid: Grid, held: Held) -> tuple[Holders, ...]:
     return tuple(held.of(block) for block in along)
 
 
+def needers_of_chunks(
+    grid: Grid, regions: Mapping[Region, Holders]
+) -> dict[int, Holders]:
+    """Returns the processes that need each chunk of a leaf, of those that any needs.
+
+    Args:
+        grid: Of the leaf.
+        regions: The regions that are needed, and by which processes.
+    """
+    found: dict[int, Holders] = {}
+    for region, of in regions.items():
+        for within in grid.covering(region):
+            before = found.get(within)
+            found[within] = of if before is None or before == of else before | of
+    return found
+
+
 def assigned(
     holders: Sequence[Holders], sizes: Sequence[int], *, count: int
 ) -> NDArray[np.int64]:
-    """Returns the process that writes each chunk.
+    """Returns the process that writes, or reads, each chunk.
 
     Args:
         holders: Of each chunk; one at least.

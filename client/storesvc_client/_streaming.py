@@ -90,6 +90,7 @@ class StreamedSource:
         left = list(ordinals)
         while left and not self._stopped:
             for attempt in patiently():
+                assembly.check_time()
                 with attempt:
                     left = self._read_some(method, left, assembly)
 

@@ -191,13 +191,16 @@ class RestoreReport:
     """What a restore moved."""
 
     read_bytes: int
-    """Of stored chunks."""
+    """Of stored chunks that this process read."""
+    received_bytes: int
+    """Of those that other processes of the job read for it."""
     returned_bytes: int
     """Of what came of them, before it was cast."""
     seconds: float
     timings: Mapping[str, float]
     """Seconds by phase, over all threads: plan, read (or wait for the server), verify,
-    copy (to where it goes), place (on devices), rebuild (of the tree)."""
+    copy (to where it goes), place (on devices), exchange (with other processes),
+    rebuild (of the tree)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, Unpack
 
 from storesvc.format.names import Which
-from storesvc_client._options import SaveOptions
-from storesvc_client._progress import OnProgress
+from storesvc_client._options import (
+    DEFAULT_DEADLINE,
+    Processes,
+    ReadOptions,
+    RestoreOptions,
+    SaveOptions,
+)
 from storesvc_client._run import Run
 from storesvc_client._save import Save
 from storesvc_client.errors import InvalidRequestError, NotFoundError
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client._client import Client
-    from storesvc_client._opened import Rules
+    from storesvc_client._opened import OpenCheckpoint, Rules
 
 __all__ = ["restore_model", "restore_state", "save_model", "save_state"]
 
@@ -49,7 +54,7 @@ def save_state(run: Run, state: Any, **options: Unpack[SaveOptions]) -> Save:
             with ``step``, ``graphdef``, ``graphstate``, ``graphother`` and
             ``opt_state``. It may be donated as soon as this returns.
         options: As of ``Run.save``: ``metrics``, ``labels``, ``base``, ``snapshot``,
-            ``if_busy`` and ``progress``.
+            ``if_busy``, ``processes``, ``lease`` and ``progress``.
 
     Raises:
         StoreError: As ``Run.save``.
@@ -125,7 +130,7 @@ def restore_state(
     missing: Literal["error", "init"] = "error",
     structure: Literal["check", "report"] = "check",
     state_class: Any = None,
-    progress: OnProgress | None = None,
+    **options: Unpack[RestoreOptions],
 ) -> Any:
     """Returns the state of a checkpoint, on the mesh given.
 
@@ -158,7 +163,8 @@ def restore_state(
             is an error, or is logged. Leaves must fit in any case.
         state_class: The class to build by its ``create``; None: this library's
             ``EasyDeLState``.
-        progress: As of ``Run.restore``.
+        options: As of ``Run.restore``: ``processes``, ``spread``, ``deadline`` and
+            ``progress``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -175,21 +181,22 @@ def restore_state(
             "state_class: expected a class with the create() of EasyDeLState, got "
             f"{state_class!r}"
         )
-    options = rebuild.Options(
+    processes, reading = _reading(options)
+    wanted = rebuild.Options(
         mesh=mesh,
         rules=rules,
         dtype=dtype,
         missing=missing,
         structure=structure,
         opt_state=opt_state,
-        progress=progress,
+        reading=reading,
     )
     return rebuild.restore_state(
-        run.open(which),
+        _opened(run, which, processes, reading),
         model=model,
         tx=tx,
         state_class=state_class or EasyDeLState,
-        options=options,
+        options=wanted,
     )
 
 
@@ -204,7 +211,7 @@ def restore_model(
     dtype: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
     structure: Literal["check", "report"] = "check",
-    progress: OnProgress | None = None,
+    **options: Unpack[RestoreOptions],
 ) -> Any:
     """Returns the module of a checkpoint of a module, or of a state.
 
@@ -221,7 +228,7 @@ def restore_model(
         dtype: As of ``restore_state``.
         missing: As of ``restore_state``.
         structure: As of ``restore_state``.
-        progress: As of ``Run.restore``.
+        options: As of ``restore_state``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -238,18 +245,35 @@ def restore_model(
         raise InvalidRequestError(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
-    options = rebuild.Options(
+    processes, reading = _reading(options)
+    wanted = rebuild.Options(
         mesh=mesh,
         rules=rules,
         dtype=dtype,
         missing=missing,
         structure=structure,
         opt_state="skip",
-        progress=progress,
+        reading=reading,
     )
     return rebuild.restore_module(
-        run.open(which), model=model, allow=allow, options=options
+        _opened(run, which, processes, reading),
+        model=model,
+        allow=allow,
+        options=wanted,
     )
+
+
+def _reading(options: RestoreOptions) -> tuple[Processes, ReadOptions]:
+    """Who restores, and how."""
+    reading: Any = dict(options)
+    return reading.pop("processes", "all"), reading
+
+
+def _opened(
+    run: Run, which: Which, processes: Processes, reading: ReadOptions
+) -> "OpenCheckpoint":
+    deadline = reading.get("deadline", DEFAULT_DEADLINE)
+    return run.open(which, processes=processes, deadline=deadline)
 
 
 @contextmanager

@@ -442,7 +442,8 @@ class EasyDeLState(struct.PyTreeNode):
         if self.tx is None:
             raise AssertionError("expected a state with tx to load for, got none")
         with opened_run(load_directory, client=client) as (run, which):
-            return self.replace(opt_state=restore_opt_state(run.open(which), self))
+            opened = run.open(which, processes="all")
+            return self.replace(opt_state=restore_opt_state(opened, self))
 
     def _sharded(self, state: Self, rules: Rules | None, mesh: Mesh | None) -> Self:
         """The leaves of a state like this one, spread as this one's model says."""

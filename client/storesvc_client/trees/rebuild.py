@@ -11,7 +11,7 @@
 5. *Merge* the pieces by path, and make the state of them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import jax
@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from storesvc_client._opened import OpenCheckpoint
-from storesvc_client._progress import OnProgress
+from storesvc_client._options import ReadOptions
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.blueprints import (
     Blueprint,
@@ -57,7 +57,7 @@ class Options:
     missing: Literal["error", "init"] = "error"
     structure: Literal["check", "report"] = "check"
     opt_state: Literal["restore", "skip"] = "restore"
-    progress: OnProgress | None = None
+    reading: ReadOptions = field(default_factory=ReadOptions)
 
     @property
     def initialises(self) -> bool:
@@ -272,7 +272,7 @@ def _restored(opened: OpenCheckpoint, like: Any, options: Options) -> Any:
         rules=options.rules,
         select=select,
         cast=options.dtype,
-        progress=options.progress,
+        **options.reading,
     )
 
 

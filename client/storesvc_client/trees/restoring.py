@@ -22,6 +22,7 @@ from storesvc.format.trees import Leaf, Tree
 from storesvc_client._layouts import allocate
 from storesvc_client._pausing import collector_paused
 from storesvc_client._receiving import Buffer
+from storesvc_client._shares import Holders
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.flattening import list_problems
 from storesvc_client.trees.matching import (
@@ -176,6 +177,28 @@ class Target:
             item.spread = spreads[key]
             yield row, item.spread.regions
 
+    def needed(self, count: int) -> Iterator[tuple[int, Mapping[Region, Holders]]]:
+        """Yields what the processes of a job need: rows, and for each the distinct
+        regions, with the processes that hold them.
+
+        What goes to the host, or to devices of one process, each process has for
+        itself, whole.
+
+        Args:
+            count: Of processes.
+        """
+        everyone = frozenset(range(count))
+        known: dict[tuple[Sharding, tuple[int, ...]], Mapping[Region, Holders]] = {}
+        for row, item in self._arriving.items():
+            shape = item.leaf.shape
+            if item.placement is None:
+                yield row, {whole(shape): everyone}
+                continue
+            key = (item.placement, shape)
+            if key not in known:
+                known[key] = _needed(item.placement, shape, everyone)
+            yield row, known[key]
+
     def place(self, buffer: Buffer) -> None:
         """Takes a filled buffer, and puts it onto its devices; returns once they hold
         it, so that its memory can be counted as free."""
@@ -204,6 +227,20 @@ class Target:
         """Returns the tree; everything wanted must have arrived."""
         arrived = {row: _value(x) for row, x in self._arriving.items()}
         return self._build({**arrived, **self._kept})
+
+
+def _needed(
+    placement: Sharding, shape: tuple[int, ...], everyone: Holders
+) -> Mapping[Region, Holders]:
+    """The regions of a leaf that any process needs, and which processes do."""
+    indices: dict[Any, Any] = {**placement.devices_indices_map(shape)}
+    if len({device.process_index for device in indices}) == 1:
+        return {whole(shape): everyone}
+    found: dict[Region, set[int]] = {}
+    for device, index in indices.items():
+        region = region_of(index or (), shape)
+        found.setdefault(region, set()).add(device.process_index)
+    return {region: frozenset(of) for region, of in found.items()}
 
 
 def _check_missing(missing: object, like: object) -> None:

@@ -32,6 +32,10 @@ class TreeSource:
         self._lock = threading.Lock()
         self._coming: dict[int, list[Any]] = {}
         """Leaves that devices were asked for, by row."""
+        self._own: frozenset[int] = frozenset(
+            self.tree.locate_all(plan.own)[0].tolist() if plan.is_remote else ()
+        )
+        """Rows of the leaves that this process writes chunks of."""
 
     @property
     def tree(self) -> Tree:
@@ -107,6 +111,8 @@ class TreeSource:
         """The blocks of a leaf on the host; lets devices send what follows."""
         ahead = 0
         for later in range(row, len(self._values)):
+            if later not in self._own:
+                continue
             if later not in self._coming:
                 self._coming[later] = _on_host(self._held(later))
             ahead += self.tree.grids[later].leaf_bytes

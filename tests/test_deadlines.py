@@ -1,0 +1,42 @@
+"""Restores that take too long: they end, and tell what is outstanding."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from tests.server_process import ServerProcess
+
+
+@pytest.fixture(params=["streamed", "direct"])
+def run(
+    request: pytest.FixtureRequest, start_server: Callable[..., ServerProcess]
+) -> Any:
+    server = start_server()
+    direct = server.root.as_uri() if request.param == "direct" else None
+    with store.connect(server.address, direct=direct) as client:
+        run = client.run("tests/deadline")
+        run.save(1, {"w": np.arange(1 << 22), "b": np.arange(1 << 20)}).result()
+        yield run
+
+
+def test_a_restore_that_takes_too_long_lists_what_is_outstanding(run: Any) -> None:
+    with pytest.raises(
+        store.UnavailableError, match=r"chunks of \d+ data files are outstanding: \S+/"
+    ):
+        run.restore(1, deadline=timedelta(microseconds=1))
+
+
+def test_a_restore_in_time_is_left_alone(run: Any) -> None:
+    found = run.restore(1, deadline=timedelta(minutes=5))
+
+    assert np.array_equal(np.arange(1 << 22), found["w"])
+
+
+@pytest.mark.parametrize("deadline", [0, timedelta(0), timedelta(seconds=-1)])
+def test_a_deadline_that_cannot_be_is_refused(run: Any, deadline: Any) -> None:
+    with pytest.raises(store.InvalidRequestError, match="deadline="):
+        run.restore(1, deadline=deadline)

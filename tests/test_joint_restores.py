@@ -1,0 +1,66 @@
+"""Restores by all processes of a job: they read the same, and every byte once."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import storesvc_client as store
+from tests import job_parts
+from tests.jax_job import run_job
+
+
+def save_by_one(target: str) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("row", "column"))
+    with store.connect(target) as client:
+        client.run(job_parts.RUN).save(1, job_parts.state_on(mesh)).result()
+
+
+def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not(
+    tmp_path: Path,
+) -> None:
+    target, size = tmp_path.as_uri(), job_parts.state_bytes()
+    save_by_one(target)
+
+    told = run_job(
+        "tests.job_parts:reads", 4, devices=2, target=target, rows=2, columns=4
+    )
+
+    assert [[]] * 4 == [each["wrong"] for each in told]
+    spread, each_its_own, by_default = zip(
+        *(each["read_bytes"] for each in told), strict=True
+    )
+    assert size <= sum(spread) <= 1.02 * size
+    assert sum(each_its_own) > 3 * size
+    assert each_its_own == by_default  # from a disk of this machine
+    assert [1] * 4 == [each["latest"] for each in told]
+    absent, otherwise, not_at_all = zip(*(each["told"] for each in told), strict=True)
+    assert all("NotFoundError" in each for each in absent), absent
+    assert all("process 1" in each for each in otherwise), otherwise
+    assert all("other leaves" in each for each in otherwise), otherwise
+    assert "" == not_at_all[1]
+    missing = [not_at_all[at] for at in (0, 2, 3)]
+    assert all("process 1" in each for each in missing), missing
+    assert all("has not asked for it" in each for each in missing), missing
+
+
+def test_a_process_that_cannot_read_its_share_is_named_to_all(tmp_path: Path) -> None:
+    target = tmp_path.as_uri()
+    save_by_one(target)
+    files = [path for path in tmp_path.rglob("pool/**/*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    with largest.open("r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+
+    told = run_job("tests.job_parts:reads_damaged", 3, devices=1, target=target)
+
+    readers = [each for each in told if each.startswith("DataLossError")]
+    others = [each for each in told if each.startswith("UnavailableError")]
+    assert 1 == len(readers), told
+    assert 2 == len(others), told
+    assert all("could not read its share" in each for each in others)
+    assert all("its stored bytes are damaged" in each for each in told)

@@ -2,8 +2,8 @@
 # with Python 3.11, pip, make and gcc; `make check` and `make test-easydel` are what
 # CI runs.
 
-.PHONY: demo test check lint types contract breaking wheel-test bench soak \
-        test-easydel format proto lock clean
+.PHONY: demo demo-multihost test check lint types contract breaking wheel-test bench \
+        soak test-easydel format proto lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,6 +26,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 demo: $(INSTALLED)
 	$(BIN)/storectl demo
+
+# Four processes, an emulated bucket, two servers: two minutes.
+demo-multihost: $(INSTALLED)
+	$(BIN)/python -m tests.demo_multihost
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest

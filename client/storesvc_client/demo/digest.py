@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
+from jax.experimental.multihost_utils import process_allgather
 
 from storesvc_client.trees.traversals import tree_path_to_string
 
@@ -24,5 +25,13 @@ def digest_of(tree: Any) -> str:
         digest.update(f"{name} {leaf.dtype} {leaf.shape}\n".encode())
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         array = jax.random.key_data(leaf) if is_key else leaf
-        digest.update(np.asarray(array).tobytes())
+        digest.update(_whole(array).tobytes())
     return digest.hexdigest()
+
+
+def _whole(array: Any) -> Any:
+    """All of an array, also where other processes hold parts of it; then all of them
+    ask for it at once."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return process_allgather(array, tiled=True)
+    return np.asarray(array)

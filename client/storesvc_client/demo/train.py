@@ -3,6 +3,9 @@
     python -m storesvc_client.demo.train --store 127.0.0.1:7070 --run demo/pydoc-lm \\
         --mesh dp=2,fsdp=2,tp=2 --steps 60 --save-every 10
 
+As one of the processes of a job, it is told which: ``--devices 2 --processes 4
+--process 0 --coordinator 127.0.0.1:1234``.
+
 JAX reads its devices from the environment when it is first imported, so `main` sets
 that and only then imports what needs JAX.
 """
@@ -22,22 +25,40 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Trains as the command line says, printing one line an event."""
+    arguments = _arguments()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
-        "--xla_force_host_platform_device_count=8"
+        f"--xla_force_host_platform_device_count={arguments.devices}"
         # Compiles in two thirds of the time, and runs as fast.
         " --xla_backend_optimization_level=1"
     )
     # The partitioner's advice on how to shard this model better; errors still show.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    for event in _events(_arguments()):
+    _join_job(arguments)
+    for event in _events(arguments):
         print(line(event), flush=True)
+
+
+def _join_job(arguments: argparse.Namespace) -> None:
+    if arguments.processes > 1:
+        import jax
+
+        jax.distributed.initialize(
+            arguments.coordinator,
+            arguments.processes,
+            arguments.process,
+            initialization_timeout=120,
+        )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo's model.")
     parser.add_argument("--mesh", type=_axes, required=True, metavar="AXIS=SIZE,...")
     parser.add_argument("--steps", type=int, required=True, help="last step")
+    parser.add_argument("--devices", type=int, default=8, help="of this process")
+    parser.add_argument("--processes", type=int, default=1, help="of the job")
+    parser.add_argument("--process", type=int, default=0, help="which one this is")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of the job")
     parser.add_argument("--store", metavar="HOST:PORT")
     parser.add_argument("--run", metavar="NAMESPACE/RUN")
     parser.add_argument(
@@ -47,6 +68,8 @@ def _arguments() -> argparse.Namespace:
         "--resume", type=_which, metavar="CHECKPOINT", help="a step, or latest"
     )
     arguments = parser.parse_args()
+    if arguments.processes > 1 and arguments.coordinator is None:
+        parser.error("--processes needs --coordinator")
     stored = arguments.save_every is not None or arguments.resume is not None
     if stored and (arguments.store is None or arguments.run is None):
         parser.error("--save-every and --resume need --store and --run")

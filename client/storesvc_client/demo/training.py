@@ -1,4 +1,5 @@
-"""A training run on a mesh of CPU devices, from its start or from a checkpoint.
+"""A training run on a mesh of CPU devices, from its start or from a checkpoint; by one
+process, or by the processes of a job.
 
 A step is one jitted function from state to state. The count of each dropout's RNG
 stream is part of the state and advances in it, so that a run that goes on draws the
@@ -106,7 +107,9 @@ class Training:
         advance = _advance_with(state.shardings, self._mesh)
         rows = NamedSharding(self._mesh, _P(("dp", "fsdp")))
         for step in range(int(state.step) + 1, until + 1):
-            batch = jax.device_put(self._corpus.batch(step), rows)
+            text = self._corpus.batch(step)
+            # of the processes of a job, each brings what its devices need
+            batch = jax.make_array_from_callback(text.shape, rows, text.__getitem__)
             state, loss = advance(state, batch)
             yield state, Step(step=step, loss=float(loss), mesh=self._mesh_text)
 

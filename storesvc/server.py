@@ -4,23 +4,24 @@ Limits are those that gRPC hardening guides ask for; what a message may weigh is
 gRPC's default, which is also the fastest size to ship bytes in.
 """
 
+import asyncio
 import ctypes
 import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
+from storesvc.certificates import Tls
 from storesvc.errors import InvalidFieldError
 from storesvc.kvbucket import KvBucket
 from storesvc.rpc import services
 from storesvc.rpc.handlers import handler_of
 from storesvc.rpc.handling import MAX_MESSAGE_BYTES
+from storesvc.rpc.health_calls import HealthCalls
 from storesvc.store import Store
 from storesvc_proto.v1 import (
     checkpoint_service_pb2,
@@ -34,6 +35,10 @@ from storesvc_proto.v1 import (
 DRAIN_SECONDS: Final = 10.0
 """How long calls under way may go on after SIGTERM. Streams that this cuts go on at
 another server, or at this one when it is back, where they stopped."""
+
+NOTICE_SECONDS: Final = 0.5
+"""How long a server that stops takes calls still: until clients that watch its health
+have heard."""
 
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -71,31 +76,6 @@ _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
-    """A server's certificate, in PEM."""
-
-    certificate: Path
-    key: Path
-
-    def credentials(self) -> grpc.ServerCredentials:
-        """Returns what gRPC wants.
-
-        Raises:
-            InvalidFieldError: A file cannot be read.
-        """
-        try:
-            pair = (self.key.read_bytes(), self.certificate.read_bytes())
-        except OSError as e:
-            raise InvalidFieldError(
-                f"TLS: cannot read {e.filename}: {e.strerror}"
-            ) from e
-        for file, data in zip((self.key, self.certificate), pair, strict=True):
-            if b"-----BEGIN " not in data:
-                raise InvalidFieldError(f"TLS: {file} is not in PEM")
-        return grpc.ssl_server_credentials([pair])
-
-
 async def open_store(root: str) -> Store:
     """Returns the store at a root; makes one where there is none.
 
@@ -117,6 +97,7 @@ async def running(
     *,
     tls: Tls | None = None,
     shares_port: bool = False,
+    notice_seconds: float = 0,
 ) -> AsyncIterator[int]:
     """Serves a store at an address while the context lasts; yields the port.
 
@@ -126,9 +107,12 @@ async def running(
         tls: The server's certificate; None serves plaintext.
         shares_port: Whether others may serve at the port: calls are then spread over
             them at random.
+        notice_seconds: How long it takes calls still, at the end, while its health
+            tells clients and balancers to go elsewhere.
 
     Raises:
-        InvalidFieldError: The address cannot be bound.
+        InvalidFieldError: The address cannot be bound, or the certificates cannot be
+            used.
     """
     server = grpc.aio.server(
         options=(*OPTIONS, ("grpc.so_reuseport", int(shares_port)))
@@ -153,23 +137,24 @@ async def running(
     maintenance_service_pb2_grpc.add_MaintenanceServiceServicer_to_server(
         services.MaintenanceService(store), server
     )
-    healthy = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    health = HealthCalls(SERVICES)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
     try:
         if tls:
             port = server.add_secure_port(address, tls.credentials())
         else:
             port = server.add_insecure_port(address)
     except RuntimeError as e:
-        raise unusable(address, tls) from e
+        raise unusable(address) from e
     await server.start()
-    for name in ("", *SERVICES):
-        await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
     try:
         yield port
     finally:
-        await healthy.enter_graceful_shutdown()
-        store.watcher.close()  # they would go on for as long as they may
+        health.drain()
+        await asyncio.sleep(notice_seconds)
+        # these would go on for as long as they may
+        store.watcher.close()
+        health.end()
         await server.stop(DRAIN_SECONDS)
 
 
@@ -197,10 +182,8 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_ARENA_MAX, 2)  # each arena keeps memory of its own
 
 
-def unusable(address: str, tls: Tls | None) -> InvalidFieldError:
+def unusable(address: str) -> InvalidFieldError:
     """Returns what refuses an address that cannot be bound."""
-    certificate = ", or its certificate and key do not fit" if tls else ""
     return InvalidFieldError(
-        f"address {address}: it is in use or not of this machine{certificate}; "
-        "take another"
+        f"address {address}: it is in use or not of this machine; take another"
     )

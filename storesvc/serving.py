@@ -14,10 +14,11 @@ from pathlib import Path
 
 import storesvc
 from storesvc import failpoints
+from storesvc.certificates import Tls
 from storesvc.collecting import DEFAULT_INTERVAL, collecting
 from storesvc.errors import InvalidFieldError, StoreError
 from storesvc.server import (
-    Tls,
+    NOTICE_SECONDS,
     is_loopback,
     keep_freed_memory,
     open_store,
@@ -40,7 +41,7 @@ class Serving:
     port: int
     """The port to bind; 0 takes a free one."""
     tls: Tls | None
-    """The server's certificate; None serves plaintext."""
+    """The server's certificates; None serves plaintext."""
     gc_interval: timedelta = DEFAULT_INTERVAL
     """Between passes that collect garbage; 0: none by itself."""
 
@@ -139,7 +140,11 @@ async def _serve(
         loop.add_reader(lifeline.fileno(), abandoned)
     store = await open_store(serving.root)
     async with running(
-        store, serving.address, tls=serving.tls, shares_port=lifeline is not None
+        store,
+        serving.address,
+        tls=serving.tls,
+        shares_port=lifeline is not None,
+        notice_seconds=NOTICE_SECONDS,
     ) as port:
         ready(replace(serving, port=port))
         async with collecting(store, serving.gc_interval):
@@ -168,7 +173,7 @@ def _shared_port(serving: Serving) -> Iterator[Serving]:
     try:
         kept = _bound(serving.host.strip("[]"), serving.port)
     except OSError as e:
-        raise unusable(serving.address, serving.tls) from e
+        raise unusable(serving.address) from e
     with kept:
         yield replace(serving, port=kept.getsockname()[1])
 

@@ -5,7 +5,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import grpc
 import pytest
@@ -19,12 +18,15 @@ from storesvc_client._channel import (
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
+from tests.sockets import sockets
 
 
 def connection(target: str) -> Connection:
     return open_connection(
         target,
         ca=None,
+        cert=None,
+        key=None,
         insecure=False,
         timeout=10,
         staging_bytes=DEFAULT_STAGING_BYTES,
@@ -35,14 +37,6 @@ def ask(channel: grpc.Channel) -> str:
     with translated("here"):
         request = api.GetServerInfoRequest()
         return MaintenanceServiceStub(channel).GetServerInfo(request).store_uid
-
-
-def sockets(port: str) -> set[str]:
-    """The inodes of sockets that are connected to a port of this machine."""
-    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
-    rows = [row.split() for table in tables for row in table.read_text().splitlines()]
-    end = f":{int(port):04X}"
-    return {row[9] for row in rows if row[2].endswith(end) and row[3] == "01"}
 
 
 @contextmanager

@@ -94,32 +94,6 @@ def test_two_servers_of_one_root_serve_one_store(
         assert np.array_equal(np.arange(5), other.run("tests/two").restore(1)["x"])
 
 
-def test_tls_serves_whom_the_certificate_convinces(
-    start_server: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "2"),
-            *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
-            *("-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    arguments = ("--tls-cert", str(certificate), "--tls-key", str(key))
-    server = start_server(*arguments)
-
-    with store.connect(server.address, ca=certificate) as client:
-        client.run("tests/tls").save(0, {"x": 1}).result()
-        assert {"x": 1} == client.run("tests/tls").restore()
-    with pytest.raises(store.UnavailableError):
-        store.connect(server.address, timeout=5)  # plaintext
-    with pytest.raises(store.InvalidRequestError, match="cannot read"):
-        store.connect(server.address, ca=tmp_path / "absent.pem")
-
-
 def test_health_is_told_for_the_process_and_each_service(
     start_server: Callable[..., ServerProcess],
 ) -> None:

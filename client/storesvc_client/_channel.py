@@ -5,14 +5,21 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import grpc
 from google.protobuf.message import Message
 
+from storesvc_client._certificates import Tls, refusal
 from storesvc_client._embedded import start_embedded
+from storesvc_client._renewing import RenewedChannel
+from storesvc_client._retrying import LEAST_ATTEMPTS, patiently
 from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
-from storesvc_client.errors import InvalidRequestError, translated
+from storesvc_client._targets import Target
+from storesvc_client.errors import (
+    InvalidRequestError,
+    UnavailableError,
+    translated,
+)
 
 T = TypeVar("T")
 
@@ -30,30 +37,32 @@ _RETRIED: Final = [
             "GetRun",
             "ListCheckpoints",
             "GetCheckpoint",
+            "RenewHold",
+            "DeleteHold",
         ),
-        "UploadService": ("CommitUpload",),
+        "UploadService": ("KeepUploadAlive", "CommitUpload", "AbortUpload"),
         "MaintenanceService": ("GetServerInfo",),
     }.items()
     for method in methods
 ]
-# Streams are not in it: they resume where they stopped, which gRPC cannot know.
-_SERVICE_CONFIG: Final = {
-    "methodConfig": [
-        {
-            "name": _RETRIED,
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "5s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ],
-    "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
-}
+"""What may be asked of another server at once, where one is lost. Others are repeated
+by ``patiently``; streams go on where they stopped, which gRPC cannot know.
+
+Without gRPC's throttling: what fails with a server is many calls at once, and each of
+them is to go on at another one."""
+_METHOD_CONFIG: Final = [
+    {
+        "name": _RETRIED,
+        "retryPolicy": {
+            "maxAttempts": 4,
+            "initialBackoff": "0.1s",
+            "maxBackoff": "5s",
+            "backoffMultiplier": 2,
+            "retryableStatusCodes": ["UNAVAILABLE"],
+        },
+    }
+]
 _OPTIONS: Final = (
-    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     # the second try of a call must not come before that of its connection: a worker
@@ -61,6 +70,26 @@ _OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     # gRPC's own two minutes would outlast the patience with a server's restart
     ("grpc.max_reconnect_backoff_ms", 5_000),
+    # and so would its half a minute, with servers that come back at other addresses
+    ("grpc.dns_min_time_between_resolutions_ms", 5_000),
+)
+_EMBEDDED_OPTIONS: Final = (
+    *_OPTIONS,
+    ("grpc.service_config", json.dumps({"methodConfig": _METHOD_CONFIG})),
+)
+_REMOTE_OPTIONS: Final = (
+    *_OPTIONS,
+    (
+        "grpc.service_config",
+        json.dumps(
+            {
+                "methodConfig": _METHOD_CONFIG,
+                # over all addresses of a target whose servers say that they serve
+                "loadBalancingConfig": [{"round_robin": {}}],
+                "healthCheckConfig": {"serviceName": ""},
+            }
+        ),
+    ),
 )
 
 
@@ -75,6 +104,7 @@ class Connection:
         timeout: float,
         end: Callable[[], None],
         staging_bytes: int,
+        refusal: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.channel = dial(0)
         self._dial = dial
@@ -89,6 +119,9 @@ class Connection:
         itself; None: they come and go through the server."""
         self.staging = Staging(staging_bytes)
         """The host memory of saves."""
+        self.refusal = refusal
+        """Asks why the store refuses this client, or this client the store; None: it
+        does not."""
         self._end = end
         self._is_open = True
 
@@ -121,6 +154,22 @@ class Connection:
         with translated(self.address):
             return method(request, timeout=self.timeout)
 
+    def ask(self, method: Callable[..., T], request: Message) -> T:
+        """Returns the answer to a request that may be repeated.
+
+        Raises:
+            StoreError: What the store says, or that it does not answer, for longer
+                than a restart takes.
+        """
+        try:  # who is answered needs nothing of what patience imports
+            return self.call(method, request)
+        except UnavailableError:
+            pass
+        for attempt in patiently(LEAST_ATTEMPTS - 1):
+            with attempt:
+                return self.call(method, request)
+        raise AssertionError
+
     def check_open(self) -> None:
         """Refuses to go on with a connection that was ended.
 
@@ -137,6 +186,8 @@ def open_connection(
     target: str,
     *,
     ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
     insecure: bool,
     timeout: float,
     staging_bytes: int,
@@ -145,68 +196,73 @@ def open_connection(
 
     Raises:
         InvalidRequestError: The target is neither a root nor HOST:PORT, or a
-            certificate cannot be read.
+            certificate cannot be used.
+        UnavailableError: A name in a list of servers has no address.
     """
     if staging_bytes < MIN_BUDGET_BYTES:
         raise InvalidRequestError(
             f"staging_bytes: expected at least {MIN_BUDGET_BYTES}, got {staging_bytes}"
         )
-    if "://" in target:
+    if "://" in target and not target.startswith("dns:///"):
         server = start_embedded(target)
         return Connection(
-            lambda number: grpc.insecure_channel(server.address, _options(number)),
+            lambda number: grpc.insecure_channel(
+                server.address, _numbered(_EMBEDDED_OPTIONS, number)
+            ),
             target,
             timeout=timeout,
             end=server.close,
             staging_bytes=staging_bytes,
         )
-    host, _ = _split(target)
-    if insecure or (ca is None and _is_loopback(host)):
-        credentials = None
-    else:
-        credentials = grpc.ssl_channel_credentials(_read(ca))
-
-    def dial(number: int) -> grpc.Channel:
-        options = _options(number)
-        if credentials is None:
-            return grpc.insecure_channel(target, options)
-        return grpc.secure_channel(target, credentials, options)
-
+    servers = Target.parse(target)
+    tls = _tls(servers, ca=ca, cert=cert, key=key, insecure=insecure)
     return Connection(
-        dial, target, timeout=timeout, end=lambda: None, staging_bytes=staging_bytes
+        lambda number: _dial(servers, tls, number),
+        target,
+        timeout=timeout,
+        end=lambda: None,
+        staging_bytes=staging_bytes,
+        refusal=lambda: refusal(servers, tls) if tls else None,
     )
 
 
-def _options(number: int) -> Sequence[tuple[str, Any]]:
-    """Those of a channel; two of the same options share a socket."""
-    return (*_OPTIONS, ("storesvc.channel", number))
-
-
-def _split(target: str) -> tuple[str, int]:
-    try:
-        url = urlsplit(f"//{target}")
-        if url.hostname and url.port and url.netloc == target and not url.username:
-            return url.hostname, url.port
-    except ValueError:
-        pass
-    raise InvalidRequestError(
-        f"store {target!r}: expected HOST:PORT, file:///PATH, gs://BUCKET/PREFIX or "
-        "memory://"
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _read(ca: Path | None) -> bytes | None:
-    """PEM of the authority to trust; None: those of the system."""
-    if ca is None:
+def _tls(
+    servers: Target,
+    *,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    insecure: bool,
+) -> Tls | None:
+    """What a connection is secured with; None: it is plaintext."""
+    is_given = any(file is not None for file in (ca, cert, key))
+    if insecure and is_given:
+        raise InvalidRequestError(
+            f"store {servers.text}: expected insecure or certificates, got both; "
+            "plaintext has no use for them"
+        )
+    if insecure or (servers.is_loopback and not is_given):
         return None
-    try:
-        data = ca.read_bytes()
-    except OSError as e:
-        raise InvalidRequestError(f"ca: cannot read {ca}: {e.strerror}") from e
-    if b"-----BEGIN CERTIFICATE" not in data:
-        raise InvalidRequestError(f"ca: {ca} holds no certificate in PEM")
-    return data
+    return Tls(ca=ca, cert=cert, key=key)
+
+
+def _dial(servers: Target, tls: Tls | None, number: int) -> grpc.Channel:
+    options = _numbered(_REMOTE_OPTIONS, number)
+    if tls is None:
+        return grpc.insecure_channel(servers.address(), options)
+    if servers.is_list:
+        # the name that each of them answers to is that of the first
+        options = (*options, ("grpc.ssl_target_name_override", servers.hosts[0][0]))
+    return RenewedChannel(
+        tls,
+        lambda credentials: grpc.secure_channel(
+            servers.address(), credentials, options
+        ),
+    )
+
+
+def _numbered(
+    options: Sequence[tuple[str, Any]], number: int
+) -> Sequence[tuple[str, Any]]:
+    """Those of a channel; two of the same options share a socket."""
+    return (*options, ("storesvc.channel", number))

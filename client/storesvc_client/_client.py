@@ -23,6 +23,7 @@ from storesvc_client._roots import check_root, direct_root
 from storesvc_client._run import Run
 from storesvc_client._values import Event, RunInfo, ServerInfo
 from storesvc_client._watching import watch
+from storesvc_client.errors import UnavailableError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -36,6 +37,8 @@ def connect(
     target: str,
     *,
     ca: "str | PathLike[str] | None" = None,
+    cert: "str | PathLike[str] | None" = None,
+    key: "str | PathLike[str] | None" = None,
     insecure: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
     direct: str | None = None,
@@ -46,10 +49,17 @@ def connect(
     Args:
         target: ``HOST:PORT`` of a server, or the root of a store, which a server
             inside this process then serves: ``file:///PATH``, ``memory://`` or
-            ``gs://BUCKET/PREFIX``.
-        ca: A PEM file with the authorities to trust; None trusts the system's.
+            ``gs://BUCKET/PREFIX``. Of servers that serve one store, the calls go to
+            those that say that they serve, in turn: of all addresses that the name
+            has, or of all in a list, ``HOST:PORT,HOST:PORT``.
+        ca: A PEM file with the authorities to trust; None trusts the system's. Each
+            server of a list must have a certificate for the first of them.
+        cert: A PEM file with this client's own certificate, where the server asks
+            for one. This file and the other two are read again when they change:
+            calls that begin then use what they hold.
+        key: A PEM file with its private key, without a password.
         insecure: Whether to speak plaintext to another machine. To this machine
-            it is spoken anyway, unless ``ca`` is given.
+            it is spoken anyway, unless ``ca`` or ``cert`` is given.
         timeout: Seconds that a call may take. Saves and restores may take longer,
             but not stall for longer than the server's limit.
         direct: The root of the store that the server serves, ``file:///PATH``, where
@@ -60,20 +70,23 @@ def connect(
             for the next save. At least 128 MiB.
 
     Raises:
-        InvalidRequestError: The target or the authority file is not usable, or
-            another store, or none, is at ``direct``.
-        UnavailableError: The store does not answer.
+        InvalidRequestError: The target or a certificate is not usable, or another
+            store, or none, is at ``direct``.
+        UnavailableError: The store does not answer, or its certificate or that of this
+            client is refused.
     """
     connection = open_connection(
         target,
         ca=Path(ca) if ca is not None else None,
+        cert=Path(cert) if cert is not None else None,
+        key=Path(key) if key is not None else None,
         insecure=insecure,
         timeout=timeout,
         staging_bytes=staging_bytes,
     )
     client = Client(connection)
     try:
-        info = client.info()
+        info = _answered(client, connection)
         root = direct_root(target, direct)
         if root is not None:
             check_root(root, store_uid=info.store_uid)
@@ -82,6 +95,15 @@ def connect(
         client.close()
         raise
     return client
+
+
+def _answered(client: "Client", connection: Connection) -> ServerInfo:
+    try:
+        return client.info()
+    except UnavailableError as e:
+        if cause := connection.refusal():
+            raise UnavailableError(cause) from e
+        raise
 
 
 class Client(ClientCollection):
@@ -128,14 +150,15 @@ class Client(ClientCollection):
             InvalidRequestError: The namespace breaks the rules.
             DataLossError: The record of the next run, or of its newest checkpoint, is
                 damaged.
-            UnavailableError: The server does not answer.
+            UnavailableError: The server does not answer, for longer than a restart
+                takes.
         """
         parent = "namespaces/-"
         if namespace is not None:
             parent = namespace_resource(namespace)
         request = api.ListRunsRequest(parent=parent)
         found = rows(
-            partial(self._connection.call, self._stub.ListRuns),
+            partial(self._connection.ask, self._stub.ListRuns),
             request,
             lambda page: page.runs,
             on_damage,

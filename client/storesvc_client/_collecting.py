@@ -1,6 +1,7 @@
 """Collecting garbage, and what runs take."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -8,8 +9,9 @@ from storesvc.format.names import RunName
 from storesvc_client._channel import Connection
 from storesvc_client._durations import duration_message
 from storesvc_client._names import parent_resource
+from storesvc_client._retrying import BEGINNINGS, patiently
 from storesvc_client._run_base import RunBase
-from storesvc_client.errors import translated
+from storesvc_client.errors import UnavailableError, translated
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 
@@ -96,7 +98,9 @@ class ClientCollection:
 
         Servers do the same by themselves from time to time. What a checkpoint, a hold
         or a live upload needs stays, whatever else goes on meanwhile. It begins when
-        the first run is asked for; what is not asked for is left for the next time.
+        the first run is asked for; what is not asked for is left for the next time. One
+        that is cut off, as by a restart of the server, begins again, and tells of the
+        run that it was at what it did since.
 
         Args:
             parent: A run, a namespace, or None for all.
@@ -127,15 +131,37 @@ class ClientCollection:
         return self._collected(request)
 
     def _collected(self, request: api.CollectGarbageRequest) -> Iterator[Collected]:
+        told = set[str]()
+        for left in reversed(range(BEGINNINGS)):
+            with closing(self._passes(request)) as passes:
+                try:
+                    for message in passes:
+                        if message.done and message.run not in told:
+                            told.add(message.run)
+                            yield Collected.from_message(message)
+                except UnavailableError as e:
+                    # a reason: not cut off, but answered by a server that lives
+                    if e.reason or not left:
+                        raise
+                else:
+                    return
+
+    def _passes(
+        self, request: api.CollectGarbageRequest
+    ) -> Generator[api.CollectGarbageResponse]:
+        """Yields what one call tells."""
         stub = MaintenanceServiceStub(self._connection.channel)
-        with translated(self._connection.address):
-            stream = stub.CollectGarbage(request)
-            try:
-                for message in stream:
-                    if message.done:
-                        yield Collected.from_message(message)
-            finally:
-                stream.cancel()
+        for attempt in patiently():
+            with attempt, translated(self._connection.address):
+                stream = stub.CollectGarbage(request)
+                first = next(stream, None)
+        try:
+            if first is not None:
+                yield first
+            with translated(self._connection.address):
+                yield from stream
+        finally:
+            stream.cancel()  # who wants no more must not leave the server collecting
 
 
 class RunUsage(RunBase):

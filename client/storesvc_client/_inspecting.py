@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Generator
 from contextlib import closing
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from storesvc.format.names import CheckpointName, Which
 from storesvc_client._findings import Damage, Diff, LeafDifference, Verification
-from storesvc_client._retrying import patiently
+from storesvc_client._retrying import BEGINNINGS, patiently
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import Checkpoint
 from storesvc_client.errors import (
@@ -17,9 +17,6 @@ from storesvc_client.errors import (
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
-
-BEGINNINGS: Final = 5
-"""How often a verification begins that the server's end cuts off."""
 
 Progress: TypeAlias = Callable[[Verification], object]
 

@@ -13,11 +13,17 @@ PATIENCE_SECONDS: Final = 30.0
 LEAST_ATTEMPTS: Final = 2
 """However long each takes: a server that stops may keep a call as long as it likes."""
 
+BEGINNINGS: Final = 5
+"""How often that begins which a server's end cuts off, and which goes on nowhere."""
 
-def patiently() -> "Retrying":
+
+def patiently(least_attempts: int = LEAST_ATTEMPTS) -> "Retrying":
     """Returns attempts at a call that may be repeated.
 
     Only ``UnavailableError`` is worth another; the last one is raised.
+
+    Args:
+        least_attempts: That are made, however long each takes.
 
     >>> for attempt in patiently():
     ...     with attempt:
@@ -36,7 +42,7 @@ def patiently() -> "Retrying":
     return Retrying(
         retry=retry_if_exception_type(UnavailableError),
         stop=stop_all(
-            stop_after_delay(PATIENCE_SECONDS), stop_after_attempt(LEAST_ATTEMPTS)
+            stop_after_delay(PATIENCE_SECONDS), stop_after_attempt(least_attempts)
         ),
         wait=wait_random_exponential(multiplier=0.1, max=5),
         reraise=True,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from storesvc.format.names import CheckpointName, Which
@@ -13,7 +12,7 @@ from storesvc_client._globs import Patterns
 from storesvc_client._inspecting import RunInspection
 from storesvc_client._life import RunLife
 from storesvc_client._options import DEFAULT_DEADLINE, Processes
-from storesvc_client._pages import OnDamage, rows
+from storesvc_client._pages import OnDamage
 from storesvc_client._progress import OnProgress
 from storesvc_client._retaining import RunRetention
 from storesvc_client._run_base import RunBase
@@ -174,8 +173,8 @@ class Run(
             NotFoundError: There is no such run.
             DataLossError: The record of the next one is damaged.
         """
-        found = rows(
-            partial(self._connection.call, self._stub.ListCheckpoints),
+        found = self._rows(
+            self._stub.ListCheckpoints,
             api.ListCheckpointsRequest(parent=self._name.resource),
             lambda page: page.checkpoints,
             on_damage,
@@ -201,7 +200,7 @@ class Run(
         """
         name = self._checkpoint_name(which)
         request = api.GetCheckpointRequest(name=name.resource)
-        response = self._connection.call(self._stub.GetCheckpoint, request)
+        response = self._ask(self._stub.GetCheckpoint, request)
         return Checkpoint.from_message(response.checkpoint)
 
     def leaves(self, which: Which = "latest") -> Mapping[str, LeafInfo]:

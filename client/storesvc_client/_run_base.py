@@ -10,7 +10,6 @@ from google.protobuf.message import Message
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
 from storesvc_client._channel import Connection
 from storesvc_client._pages import OnDamage, rows
-from storesvc_client._retrying import patiently
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -56,11 +55,9 @@ class RunBase:
         return CheckpointName.from_resource(found.name)
 
     def _ask(self, method: Callable[..., T], request: Message) -> T:
-        """The answer to a request that may be repeated, for its id tells it."""
-        for attempt in patiently():
-            with attempt:
-                return self._connection.call(method, request)
-        raise AssertionError
+        """The answer to a request that may be repeated, as it only asks, or its id
+        tells it."""
+        return self._connection.ask(method, request)
 
     def _rows(
         self,

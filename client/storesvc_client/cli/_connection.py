@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 
 DEFAULT_TARGET: Final = "127.0.0.1:7070"
 
-_BLAS_THREADS: Final = "OPENBLAS_NUM_THREADS"
-"""What NumPy's linear algebra reads when it is loaded."""
+_LIBRARIES: Final = {
+    # NumPy would start a thread a core for linear algebra, which no command does: with
+    # it that is a tenth of the time that ``ls`` takes.
+    "OPENBLAS_NUM_THREADS": "1",
+    # gRPC would tell of handshakes that failed, beside the sentence that does.
+    "GRPC_VERBOSITY": "ERROR",
+}
+"""What libraries read when they are loaded, unless it is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,8 @@ class Connection:
 
     target: str
     ca: Path | None
+    cert: Path | None
+    key: Path | None
     insecure: bool
     timeout: float
     """Seconds that one call may take."""
@@ -48,9 +56,14 @@ class Connection:
 
         self._check_directory()
         # Much is imported, and all of it stays.
-        with collector_paused(), _without_blas_threads():
+        with collector_paused(), _libraries_told():
             return storesvc_client.connect(
-                self.target, ca=self.ca, insecure=self.insecure, timeout=self.timeout
+                self.target,
+                ca=self.ca,
+                cert=self.cert,
+                key=self.key,
+                insecure=self.insecure,
+                timeout=self.timeout,
             )
 
     def _check_directory(self) -> None:
@@ -66,20 +79,16 @@ class Connection:
 
 
 @contextmanager
-def _without_blas_threads() -> Generator[None]:
-    """Lets what is imported inside start no thread a core for linear algebra, which
-    no command does: with NumPy that is a tenth of the time that ``ls`` takes.
-
-    Commands that storectl starts are not told.
-    """
-    if _BLAS_THREADS in os.environ:
-        yield
-        return
-    os.environ[_BLAS_THREADS] = "1"
+def _libraries_told() -> Generator[None]:
+    """Tells libraries that are loaded inside, and not the commands that storectl starts
+    later."""
+    told = {name: value for name, value in _LIBRARIES.items() if name not in os.environ}
+    os.environ.update(told)
     try:
         yield
     finally:
-        del os.environ[_BLAS_THREADS]
+        for name in told:
+            del os.environ[name]
 
 
 pass_connection = click.make_pass_decorator(Connection)

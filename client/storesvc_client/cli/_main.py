@@ -71,14 +71,32 @@ class _Group(click.Group):
     show_envvar=True,
     default=DEFAULT_TARGET,
     show_default=True,
-    help="host:port of a server, or the URI of a store to open here: "
-    "file:///path, gs://bucket/prefix.",
+    help="host:port of a server, or of several with commas between, or the URI of a "
+    "store to open here: file:///path, gs://bucket/prefix.",
 )
 @click.option(
     "--ca",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
+    envvar="STORECTL_CA",
+    show_envvar=True,
     help="Certificates (PEM) to trust, in place of the system's.",
+)
+@click.option(
+    "--cert",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    envvar="STORECTL_CERT",
+    show_envvar=True,
+    help="Certificate (PEM) to show to a server that asks for one.",
+)
+@click.option(
+    "--key",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    envvar="STORECTL_KEY",
+    show_envvar=True,
+    help="Its private key (PEM).",
 )
 @click.option(
     "--insecure", is_flag=True, help="Talk plaintext to a server on another machine."
@@ -99,6 +117,8 @@ def main(
     *,
     store: str,
     ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
     insecure: bool,
     timeout: float,
     verbose: bool,  # noqa: ARG001 - _Group.invoke asks for it
@@ -124,4 +144,6 @@ def main(
     Completion in bash: eval "$(_STORECTL_COMPLETE=bash_source storectl)"; zsh and
     fish alike.
     """
-    context.obj = Connection(target=store, ca=ca, insecure=insecure, timeout=timeout)
+    context.obj = Connection(
+        target=store, ca=ca, cert=cert, key=key, insecure=insecure, timeout=timeout
+    )

@@ -37,6 +37,12 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Private key (PEM).",
 )
 @click.option(
+    "--tls-client-ca",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Serve only clients with a certificate of these authorities (PEM).",
+)
+@click.option(
     "--insecure",
     is_flag=True,
     help="Serve other machines without TLS: anyone may read and write.",
@@ -73,6 +79,7 @@ def serve(
     port: int,
     tls_cert: Path | None,
     tls_key: Path | None,
+    tls_client_ca: Path | None,
     insecure: bool,
     ready_file: Path | None,
     gc_interval: timedelta,
@@ -82,23 +89,28 @@ def serve(
     """Serve a store until SIGTERM or Ctrl-C.
 
     Calls under way are finished first. Only this machine can connect, unless
-    --host says otherwise; that needs TLS, or --insecure.
+    --host says otherwise; that needs TLS, or --insecure. The files of TLS are read
+    again when they change.
 
     \b
     Examples:
       storectl serve --root file:///ckpts
       storectl serve --root gs://bucket/prefix --host 0.0.0.0 \\
-          --tls-cert chain.pem --tls-key key.pem
+          --tls-cert chain.pem --tls-key key.pem --tls-client-ca clients.pem
     """
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key go together")
+    if tls_client_ca is not None and tls_cert is None:
+        raise click.UsageError("--tls-client-ca needs --tls-cert and --tls-key")
     _require_server()
     from storesvc import serving
+    from storesvc.certificates import Tls
     from storesvc.errors import StoreError
-    from storesvc.server import Tls
 
     serving.log_to_stderr(log_level.upper())
-    tls = Tls(certificate=tls_cert, key=tls_key) if tls_cert and tls_key else None
+    tls = None
+    if tls_cert and tls_key:
+        tls = Tls(certificate=tls_cert, key=tls_key, client_ca=tls_client_ca)
     what = serving.Serving(
         root=root, host=host, port=port, tls=tls, gc_interval=gc_interval
     )

@@ -1,0 +1,100 @@
+"""Targets: which servers a client calls.
+
+A name may have several addresses, each of a replica, as that of a headless service in
+Kubernetes has: gRPC looks them up, and again when one is lost. A list names replicas
+one by one; names in it are looked up once, when a channel is made.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Self
+from urllib.parse import urlsplit
+
+from storesvc_client.errors import InvalidRequestError, UnavailableError
+
+_SCHEMES: Final = ("dns:///", "ipv4:", "ipv6:")
+"""How gRPC writes a name, and lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Servers of one store."""
+
+    text: str
+    """As it was given; what messages call them."""
+    hosts: tuple[tuple[str, int], ...]
+    """Where each listens."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Returns the servers that a text names.
+
+        Raises:
+            InvalidRequestError: It names none.
+        """
+        scheme = next(filter(text.startswith, _SCHEMES), "")
+        hosts = tuple(map(_split, text.removeprefix(scheme).split(",")))
+        if None in hosts:
+            raise InvalidRequestError(
+                f"store {text!r}: expected HOST:PORT, several with commas between, "
+                "file:///PATH, gs://BUCKET/PREFIX or memory://"
+            )
+        return cls(text, tuple(filter(None, hosts)))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nothing leaves this machine."""
+        return all(_is_loopback(host) for host, _ in self.hosts)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it names several."""
+        return len(self.hosts) > 1
+
+    def address(self) -> str:
+        """Returns what gRPC connects to.
+
+        Raises:
+            UnavailableError: A name of a list has no address.
+        """
+        if not self.is_list:
+            ((host, port),) = self.hosts
+            return f"dns:///[{host}]:{port}" if ":" in host else f"dns:///{host}:{port}"
+        found = [address for host in self.hosts for address in self._look_up(*host)]
+        if all(address.version == 4 for address, _ in found):
+            return "ipv4:" + ",".join(f"{address}:{port}" for address, port in found)
+        # a list is of one kind, and has a way to write the other
+        wide = (
+            (f"::ffff:{address}" if address.version == 4 else address, port)
+            for address, port in found
+        )
+        return "ipv6:" + ",".join(f"[{address}]:{port}" for address, port in wide)
+
+    def _look_up(
+        self, host: str, port: int
+    ) -> Iterator[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
+        try:
+            rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as e:
+            raise UnavailableError(
+                f"store {self.text}: {host} cannot be looked up ({e.strerror}); is the "
+                "name right?"
+            ) from e
+        for *_, where in rows:
+            yield ipaddress.ip_address(where[0]), port
+
+
+def _split(text: str) -> tuple[str, int] | None:
+    try:
+        url = urlsplit(f"//{text}")
+        if url.hostname and url.port and url.netloc == text and not url.username:
+            return url.hostname, url.port
+    except ValueError:
+        pass
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

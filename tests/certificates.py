@@ -1,0 +1,107 @@
+"""Certificates of a test's own authority, in files as operators keep them."""
+
+import ipaddress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+DAY = timedelta(days=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A certificate and its key, in PEM."""
+
+    certificate: Path
+    key: Path
+
+    def replace(self, other: Self) -> None:
+        """Puts another pair into these files, one after the other."""
+        for ours, theirs in (
+            (self.certificate, other.certificate),
+            (self.key, other.key),
+        ):
+            fresh = ours.with_suffix(".new")
+            fresh.write_bytes(theirs.read_bytes())
+            fresh.rename(ours)
+
+
+class Authority:
+    """Issues certificates into a directory."""
+
+    def __init__(self, directory: Path, name: str = "authority") -> None:
+        """Makes an authority, and the file ``certificate`` that trusts it."""
+        self._directory = directory
+        self._name = _named(name)
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        builder = _builder(self._name, self._key, until=datetime.now(UTC) + DAY)
+        own = (
+            builder.issuer_name(self._name)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+            .sign(self._key, hashes.SHA256())
+        )
+        self.certificate = directory / f"{name}.pem"
+        self.certificate.write_bytes(own.public_bytes(serialization.Encoding.PEM))
+
+    def issue(
+        self, name: str, *hosts: str, until: datetime | None = None, file: str = ""
+    ) -> Pair:
+        """Returns a new pair.
+
+        Args:
+            name: Whom it is for.
+            hosts: Names and addresses of a server.
+            until: When it expires; None: tomorrow.
+            file: What its files are called; "": as it is.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        until = until or datetime.now(UTC) + DAY
+        builder = _builder(_named(name), key, until=until).issuer_name(self._name)
+        if hosts:
+            names = x509.SubjectAlternativeName(map(_general_name, hosts))
+            builder = builder.add_extension(names, critical=False)
+        signed = builder.sign(self._key, hashes.SHA256())
+        file = file or name
+        pair = Pair(
+            certificate=self._directory / f"{file}.pem",
+            key=self._directory / f"{file}.key",
+        )
+        pair.certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+        pair.key.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        return pair
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _builder(
+    name: x509.Name, key: ec.EllipticCurvePrivateKey, *, until: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(until - 2 * DAY)
+        .not_valid_after(until)
+    )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

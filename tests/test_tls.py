@@ -1,0 +1,353 @@
+"""TLS: who is served, what is refused in a sentence, and files that change."""
+
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc_client import _retrying
+from tests.certificates import Authority, Pair
+from tests.server_process import EndedError, ServerProcess
+from tests.sockets import sockets
+
+LOOPBACK = ("localhost", "127.0.0.1")
+YESTERDAY = datetime.now(UTC) - timedelta(days=1)
+
+
+class Setting:
+    """A server that asks for certificates, in files that tests may replace."""
+
+    def __init__(self, directory: Path) -> None:
+        self.authority = Authority(directory)
+        self.other = Authority(directory, "other")
+        self.good = self.authority.issue("good", *LOOPBACK)
+        self.client = self.authority.issue("client")
+        self.served = Pair(
+            certificate=directory / "served.pem", key=directory / "served.key"
+        )
+        self.served.replace(self.good)
+        self.clients_ca = Path(
+            shutil.copy(self.authority.certificate, directory / "clients-ca.pem")
+        )
+        home = directory / "server"
+        home.mkdir()
+        self.server = ServerProcess(
+            home / "store",
+            home,
+            *("--tls-cert", str(self.served.certificate)),
+            *("--tls-key", str(self.served.key)),
+            *("--tls-client-ca", str(self.clients_ca)),
+        )
+        self.server.start()
+
+    def connect(self, target: str = "", **changes: Any) -> store.Client:
+        """Connects as a client that is served, but for changes."""
+        options: dict[str, Any] = {
+            "ca": self.authority.certificate,
+            "cert": self.client.certificate,
+            "key": self.client.key,
+        }
+        return store.connect(target or self.server.address, **{**options, **changes})
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    setting = Setting(tmp_path_factory.mktemp("tls"))
+    yield setting
+    setting.server.kill()
+
+
+@pytest.fixture
+def setting(shared: Setting) -> Iterator[Setting]:
+    """The server of the module, with its files as they were after the test."""
+    yield shared
+    shared.served.replace(shared.good)
+    shutil.copy(shared.authority.certificate, shared.clients_ca)
+
+
+@pytest.fixture
+def _endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patience is for servers that come back; what it is spent on here, hangs."""
+    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 10_000)
+
+
+def test_whom_each_others_certificates_convince_are_served(setting: Setting) -> None:
+    with setting.connect() as client:
+        run = client.run("tests/tls")
+        run.save(0, {"x": 1}).result()
+
+        assert {"x": 1} == run.restore()
+
+
+def test_a_server_need_not_ask_for_certificates(
+    setting: Setting, start_server: Callable[..., ServerProcess]
+) -> None:
+    server = start_server(
+        *("--tls-cert", str(setting.good.certificate)),
+        *("--tls-key", str(setting.good.key)),
+    )
+
+    with store.connect(server.address, ca=setting.authority.certificate) as client:
+        assert client.info().store_uid
+    with pytest.raises(store.UnavailableError):
+        store.connect(server.address)  # plaintext
+
+
+@pytest.mark.usefixtures("_endless_patience")
+def test_what_a_client_shows_or_trusts_wrongly_is_told_at_once(
+    setting: Setting,
+) -> None:
+    address = setting.server.address
+    alien = setting.other.issue("alien")
+    old = setting.authority.issue("old", until=YESTERDAY)
+    refused = rf"store {address}: {address} refuses the certificate .*"
+    for changes, match in (
+        (
+            {"ca": setting.other.certificate},
+            rf"the certificate of {address} is refused, with ca .*other.pem: unable to",
+        ),
+        ({"cert": None, "key": None}, "of the client: expected cert and key, got none"),
+        ({"cert": alien.certificate, "key": alien.key}, refused + "alien.pem"),
+        ({"cert": old.certificate, "key": old.key}, refused + "old.pem"),
+    ):
+        with pytest.raises(store.UnavailableError, match=match):
+            setting.connect(**changes)
+
+
+@pytest.mark.usefixtures("_endless_patience")
+def test_a_server_with_a_wrong_certificate_is_refused_until_it_has_the_right_one(
+    setting: Setting,
+) -> None:
+    for name, hosts, until, match in (
+        ("expired", LOOPBACK, YESTERDAY, "certificate has expired"),
+        ("elsewhere", ["ckpt.example"], None, "not valid for '127.0.0.1'"),
+    ):
+        setting.served.replace(setting.authority.issue(name, *hosts, until=until))
+        with pytest.raises(store.UnavailableError, match=match):
+            setting.connect()
+    setting.served.replace(setting.good)
+
+    with setting.connect() as client:
+        assert client.info().store_uid
+
+
+@pytest.mark.usefixtures("_endless_patience")
+def test_each_server_of_a_list_answers_to_the_name_of_the_first(
+    setting: Setting,
+) -> None:
+    setting.served.replace(setting.authority.issue("named", "localhost"))
+    numbered = setting.server.address
+    named = numbered.replace("127.0.0.1", "localhost")
+
+    with setting.connect(f"{named},{numbered}") as client:
+        assert client.info().store_uid
+    with pytest.raises(store.UnavailableError, match=r"not valid for '127\.0\.0\.1'"):
+        setting.connect(f"{numbered},{named}")
+
+
+@pytest.mark.usefixtures("_endless_patience")
+def test_a_server_that_speaks_plaintext_is_told_at_once(
+    setting: Setting, server_address: str
+) -> None:
+    with pytest.raises(store.UnavailableError, match="does not speak TLS"):
+        store.connect(server_address, ca=setting.authority.certificate)
+
+
+def test_clients_connect_all_the_time_while_a_server_changes_its_certificate(
+    setting: Setting,
+) -> None:
+    seen = set()
+    has_ended = threading.Event()
+    failed: list[Exception] = []
+
+    def keep_connecting() -> None:
+        while not has_ended.is_set():
+            try:
+                setting.connect().close()
+            except store.StoreError as e:
+                failed.append(e)
+
+    thread = threading.Thread(target=keep_connecting)
+    thread.start()
+    for number in range(5):
+        pair = setting.authority.issue(f"pair-{number}", *LOOPBACK)
+        setting.served.replace(pair)
+        seen.add(_presented(setting))
+        assert pair.certificate.read_text().strip() == _presented(setting)
+    has_ended.set()
+    thread.join()
+
+    assert [] == failed
+    assert 5 == len(seen)
+
+
+def _presented(setting: Setting) -> str:
+    """The certificate that the server shows to a new connection."""
+    host, _, port = setting.server.address.rpartition(":")
+    return ssl.get_server_certificate((host, int(port))).strip()
+
+
+def test_half_a_change_of_files_changes_nothing(setting: Setting) -> None:
+    before = _presented(setting)
+    pair = setting.authority.issue("half", *LOOPBACK)
+    shutil.copy(pair.certificate, setting.served.certificate)
+
+    assert before == _presented(setting)
+    with setting.connect() as client:
+        assert client.info().store_uid
+    assert "the certificates stay those that were read before" in setting.server.log
+    shutil.copy(pair.key, setting.served.key)
+    assert pair.certificate.read_text().strip() == _presented(setting)
+
+
+def test_a_client_goes_on_with_the_files_that_it_finds(
+    setting: Setting, tmp_path: Path
+) -> None:
+    ours = Pair(certificate=tmp_path / "our.pem", key=tmp_path / "our.key")
+    trusted = Path(shutil.copy(setting.authority.certificate, tmp_path / "ca.pem"))
+    ours.replace(setting.client)
+    tree = {str(i): np.full(1 << 20, i, np.float32) for i in range(4)}
+    options = {"ca": trusted, "cert": ours.certificate, "key": ours.key}
+    with setting.connect(**options) as client:
+        run = client.run("tests/changing")
+        run.save(0, tree).result()
+        leaves = run.read(0, tree)
+        assert (next(leaves)[1] == 0).all()
+
+        # now both sides know another authority only
+        setting.served.replace(setting.other.issue("their", *LOOPBACK))
+        shutil.copy(setting.other.certificate, setting.clients_ca)
+        shutil.copy(setting.other.certificate, trusted)
+        ours.replace(setting.other.issue("ours"))
+        setting.server.kill()  # so that nothing is left of what was connected
+        setting.server.start()
+
+        for i, (_, array) in enumerate(leaves, start=1):
+            assert (array == i).all()
+        assert 0 == run.latest().step
+        run.save(1, {"x": 1}).result()
+
+
+def test_streams_outlast_a_change_of_files_and_then_their_sockets_close(
+    setting: Setting, tmp_path: Path
+) -> None:
+    ours = Pair(certificate=tmp_path / "our.pem", key=tmp_path / "our.key")
+    ours.replace(setting.client)
+    port = setting.server.address.rpartition(":")[2]
+    with setting.connect(cert=ours.certificate, key=ours.key) as client:
+        run = client.run("tests/outlasting")
+        watch = run.watch()
+        before = sockets(port)
+
+        ours.replace(setting.authority.issue("again"))
+        run.save(0, {"x": 1}).result()
+        assert 0 == next(watch).step
+        assert sockets(port) > before
+        watch.close()
+
+        deadline = time.monotonic() + 30
+        while sockets(port) & before:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert 0 == run.latest().step
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"key": None}, r"cert: expected key= with it, .*client.pem alone"),
+        ({"cert": None}, r"key: expected cert= with it, .*client.key alone"),
+        (
+            {"key": "other.key"},
+            r"cert: .*client.pem and .*other.key are no certi.*MATCH",
+        ),
+        (
+            {"key": "authority.pem"},
+            r"client.pem and .*authority.pem are no certificate",
+        ),
+        ({"cert": "absent.pem"}, r"cert: cannot read .*absent.pem: No such file"),
+        ({"ca": "absent.pem"}, r"ca: cannot read .*absent.pem: No such file"),
+        ({"ca": "client.key"}, r"ca: .*client.key holds no certificate in PEM"),
+        ({"insecure": True}, r"expected insecure or certificates, got both"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused_before_anything_is_sent(
+    setting: Setting, changes: dict[str, Any], match: str
+) -> None:
+    setting.authority.issue("other-client", file="other")
+    directory = setting.client.key.parent
+    located = {
+        k: directory / v if isinstance(v, str) else v for k, v in changes.items()
+    }
+
+    with pytest.raises(store.InvalidRequestError, match=match):
+        setting.connect(**located)
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "client_ca", "match"),
+    [
+        ("good.pem", "client.key", "authority.pem", "good.pem and .*client.key are no"),
+        ("good.key", "good.key", "authority.pem", "are no certificate and its key"),
+        ("good.pem", "good.key", "good.key", "good.key holds no certificate in PEM"),
+    ],
+)
+def test_a_server_refuses_files_that_it_cannot_use(
+    setting: Setting,
+    tmp_path: Path,
+    certificate: str,
+    key: str,
+    client_ca: str,
+    match: str,
+) -> None:
+    directory = setting.good.key.parent
+    files = {"cert": certificate, "key": key, "client-ca": client_ca}
+    arguments = [
+        argument
+        for option, file in files.items()
+        for argument in (f"--tls-{option}", str(directory / file))
+    ]
+
+    with pytest.raises(EndedError, match=match) as caught:
+        ServerProcess(tmp_path / "store", tmp_path, *arguments).start()
+    assert "Traceback" not in str(caught.value)
+
+
+def test_storectl_takes_its_certificates_from_the_environment(setting: Setting) -> None:
+    environment = {
+        "STORECTL_STORE": setting.server.address,
+        "STORECTL_CA": str(setting.authority.certificate),
+        "STORECTL_CERT": str(setting.client.certificate),
+        "STORECTL_KEY": str(setting.client.key),
+    }
+
+    assert (0, "") == _listed(environment)
+    del environment["STORECTL_CERT"], environment["STORECTL_KEY"]
+    code, told = _listed(environment)
+    assert 1 == code
+    assert told.startswith(f"storectl: store {setting.server.address}: ")
+    assert "wants a certificate of the client: expected cert and key" in told
+    assert 1 == told.count("\n")
+
+
+def _listed(environment: dict[str, str]) -> tuple[int, str]:
+    """How ``storectl ls`` ends, and what it tells."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "storesvc_client.cli", "ls"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return ran.returncode, ran.stderr

@@ -1,7 +1,7 @@
 """All that a machine can do to a store, at every point of its work.
 
     make soak                       # all, in about half an hour
-    make soak SOAK="kills bit_flips"
+    make soak SOAK="kill_points bit_flips"
 
 Each module does one kind of harm in a function of its name, and returns how many
 points it tried and what was lost.

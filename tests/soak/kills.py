@@ -1,121 +1,209 @@
-"""R1, R17: SIGKILL before each call that changes a file, of a server during a save,
-and during a deletion, a purge and a collection."""
+"""Ten SIGKILLs at random moments of twenty saves, of jobs and of the replicas that they
+save through, over a bucket.
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from itertools import count
+Each job saves the steps of a run of its own, and is started again when it is killed, as
+whoever looks after jobs does; so are the replicas. A save that said that it succeeded
+must be there, to the byte; one that said that it failed must not; and none may say so,
+as all that is lost here comes back.
+
+``SOAK_SEED`` draws the same victims and moments again.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import storesvc_client as store
-from tests.server_process import EndedError
-from tests.soak import promises
+from tests.fake_gcs import FakeGcs
+from tests.server_process import ServerProcess
+from tests.soak import job_process
 from tests.soak.outcomes import Outcome
-from tests.soak.watched import WatchedServer, watched
 
-WAIT_SECONDS = 120
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a server is asked for, of a store that holds the steps 0 and 1."""
-
-    name: str
-    do: Callable[[store.Client], None]
-    """Succeeds however often it is done."""
-    kept: frozenset[int]
-    """Steps that it leaves alone."""
-    changes: frozenset[int]
-    """Steps that may be there or not once it has begun."""
-    after: frozenset[int]
-    """Steps that are there once it is done."""
+KILLS = 10
+JOBS = 2
+STEPS = 10
+"""Of each job."""
+REPLICAS = 2
+DELAY_SECONDS = 1.5
+"""At most, from the beginning of a save to a kill: about what one takes here."""
+BUCKET = "soak"
 
 
-def save(client: store.Client) -> None:
-    """Saves step 2, which shares chunks with step 1."""
-    with suppress(store.AlreadyExistsError):
-        promises.save(client, 2)
+class _Job:
+    """A job, through kills."""
+
+    def __init__(
+        self, run: str, target: str, begun: Callable[[str, int], None]
+    ) -> None:
+        self.run = run
+        self.saved = set[int]()
+        """Steps that were acknowledged."""
+        self.failed = dict[int, str]()
+        """Steps that were given up, and why."""
+        self._begun = begun
+        self._command = [sys.executable, "-m", "tests.soak.job_process"]
+        self._command += [target, run, str(STEPS)]
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._look_after)
+
+    def start(self) -> None:
+        """Starts it."""
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until it has been through all steps."""
+        self._thread.join()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is anything to kill."""
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """Kills it; it is started again."""
+        assert self._process is not None
+        self._process.kill()
+
+    def _look_after(self) -> None:
+        while True:
+            with subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, text=True
+            ) as self._process:
+                assert self._process.stdout is not None
+                for line in self._process.stdout:
+                    self._note(line)
+            if self._process.returncode == 0:
+                return
+
+    def _note(self, line: str) -> None:
+        what, number, *why = line.split(maxsplit=2)
+        step = int(number)
+        if what == "begun":
+            self._begun(self.run, step)
+        elif what == "saved":
+            self.saved.add(step)
+        else:
+            self.failed[step] = " ".join(why)
+
+    def losses(self, client: store.Client) -> list[str]:
+        """Returns what it was told and is not so."""
+        run = client.run(self.run)
+        found = {checkpoint.step for checkpoint in run.checkpoints()}
+        told = [
+            *(f"step {n} was saved and is not there" for n in self.saved - found),
+            *(f"step {n} failed: {why}" for n, why in self.failed.items()),
+            *(f"step {n} failed and is there" for n in self.failed.keys() & found),
+        ]
+        missing = set(range(STEPS)) - found - self.failed.keys()
+        told += [f"step {n} was never saved" for n in missing]
+        for step in found:
+            if not run.verify(step).ok:
+                told.append(f"step {step} is damaged")
+            if not job_process.is_whole(run.restore(step), self.run, step):
+                told.append(f"step {step} came back with other bytes")
+        return [f"{self.run}: {each}" for each in told]
 
 
-def collect(client: store.Client) -> None:
-    """Deletes step 0, purges it, and collects what is left of it."""
-    run = client.run(promises.RUN)
-    with suppress(store.NotFoundError):
-        run.delete(0, purge_delay=timedelta())
-    with suppress(store.NotFoundError):
-        run.purge(0)
-    for _ in client.collect(promises.RUN, grace=timedelta()):
-        pass
+class _Replica(ServerProcess):
+    """A replica, through kills."""
+
+    def kill_and_restart(self) -> None:
+        """Kills it, and lets it start."""
+        self.kill()
+        self.launch()
 
 
-WORKS = (
-    Work(
-        name="save",
-        do=save,
-        kept=frozenset({0, 1}),
-        changes=frozenset({2}),
-        after=frozenset({0, 1, 2}),
-    ),
-    Work(
-        name="collection",
-        do=collect,
-        kept=frozenset({1}),
-        changes=frozenset({0}),
-        after=frozenset({1}),
-    ),
-)
+class _Killer:
+    """Kills at random moments, drawn before anything begins."""
+
+    def __init__(self, rng: random.Random, replicas: list[_Replica]) -> None:
+        saves = [(f"soak/job-{n}", s) for n in range(JOBS) for s in range(STEPS)]
+        chosen = rng.sample(saves, KILLS)
+        self._delays = {save: rng.uniform(0, DELAY_SECONDS) for save in chosen}
+        self._rng = rng
+        self._replicas = replicas
+        self.jobs: list[_Job] = []
+        self._timers: list[threading.Timer] = []
+        self._lock = threading.Lock()
+        self.kills = list[str]()
+
+    def begun(self, run: str, step: int) -> None:
+        """Takes note that a save has begun, perhaps again."""
+        with self._lock:
+            delay = self._delays.pop((run, step), None)
+            if delay is None:
+                return
+            moment = f"{delay:.2f} s into step {step} of {run}"
+            self._timers.append(threading.Timer(delay, self._kill, [moment]))
+            self._timers[-1].start()
+
+    def wait(self) -> None:
+        """Waits for the last kill."""
+        for timer in self._timers:
+            timer.join()
+
+    def _kill(self, moment: str) -> None:
+        with self._lock:
+            victims: list[tuple[str, Callable[[], None]]] = [
+                (f"replica {number}", replica.kill_and_restart)
+                for number, replica in enumerate(self._replicas)
+            ]
+            victims += [(job.run, job.kill) for job in self.jobs if job.is_running]
+            name, kill = self._rng.choice(victims)
+            kill()
+            self.kills.append(f"{name}, {moment}")
+            print(f"  killed {name}, {moment}", flush=True)
 
 
 def kills() -> Outcome:
-    """Kills a server at every point of its start and of its work."""
-    outcome = Outcome()
-    with promises.prepared(0, 1) as root:
-        for work in WORKS:
-            for number in count(1):
-                with promises.copied(root) as copy:
-                    lost = kill_at(number, copy, work)
-                if lost is None:
-                    outcome.note += f"{work.name}: {number - 1} calls; "
-                    break
-                outcome.add(f"{work.name} killed before call {number}", lost)
-    return outcome
+    """Kills jobs and replicas while they save."""
+    seed = int(os.environ.get("SOAK_SEED") or random.SystemRandom().getrandbits(32))
+    print(f"kills: SOAK_SEED={seed}", flush=True)
+    with _replicas() as replicas:
+        killer = _Killer(random.Random(seed), replicas)
+        target = ",".join(replica.address for replica in replicas)
+        killer.jobs = [
+            _Job(f"soak/job-{number}", target, killer.begun) for number in range(JOBS)
+        ]
+        for job in killer.jobs:
+            job.start()
+        for job in killer.jobs:
+            job.wait()
+        killer.wait()
+        for replica in replicas:
+            replica.await_ready()
+        with store.connect(target) as client:
+            losses = [loss for job in killer.jobs for loss in job.losses(client)]
+    if len(killer.kills) != KILLS:
+        losses.append(f"expected {KILLS} kills, got {killer.kills}")
+    note = f"{len(killer.kills)} kills; SOAK_SEED={seed}"
+    return Outcome(points=JOBS * STEPS, losses=losses, note=note)
 
 
-def kill_at(number: int, root: Path, work: Work) -> list[str] | None:
-    """Returns what a kill before a call loses; None where there is no such call."""
-    with watched(root) as server, ThreadPoolExecutor() as pool:
-        server.kill_at(number)
-        with suppress(EndedError):
-            server.start()
-        if server.is_running:
-            with store.connect(server.address) as client:
-                done = pool.submit(work.do, client)
-                if _is_done_before_the_end(done, server):
-                    done.result()
-                    return None
-                lost = promises.losses_at(root, kept=work.kept, maybe=work.changes)
-                # the client goes on at a new server; what it does not repeat by
-                # itself fails there, and is asked for again below
-                server.mend()
-                server.start()
-                with suppress(store.UnavailableError):
-                    done.result(WAIT_SECONDS)
-        else:
-            lost = promises.losses_at(root, kept={0, 1})
-            server.mend()
-            server.start()
-        with store.connect(server.address) as client:
-            work.do(client)
-        server.stop()
-    return lost + promises.losses_at(root, kept=work.after)
-
-
-def _is_done_before_the_end(done: "Future[None]", server: WatchedServer) -> bool:
-    """Waits for the end of a server or of its work, whichever comes first."""
-    while server.is_running:
-        if done.done():
-            return True
-        wait([done], timeout=0.02)
-    return False
+@contextmanager
+def _replicas() -> Iterator[list[_Replica]]:
+    """Serves a store in a bucket."""
+    with (
+        tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch,
+        FakeGcs(buckets=[BUCKET]) as gcs,
+        ExitStack() as ended,
+    ):
+        replicas = []
+        for number in range(REPLICAS):
+            home = Path(scratch) / f"replica-{number}"
+            home.mkdir()
+            replica = _Replica(home, home, uri=f"gs://{BUCKET}/store")
+            replica.environment = {
+                "TENSORSTORE_GCS_HTTP_URL": gcs.url,
+                "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
+            }
+            replica.start()
+            ended.callback(replica.kill)
+            replicas.append(replica)
+        yield replicas

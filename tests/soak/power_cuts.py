@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import storesvc_client as store
 from tests.soak import promises
 from tests.soak.disks import Change, Disk, Survivors, read_log
-from tests.soak.kills import collect
+from tests.soak.kill_points import collect
 from tests.soak.outcomes import Outcome
 from tests.soak.watched import WatchedServer, watched
 

@@ -218,7 +218,11 @@ def test_a_client_goes_on_with_the_files_that_it_finds(
     trusted = Path(shutil.copy(setting.authority.certificate, tmp_path / "ca.pem"))
     ours.replace(setting.client)
     tree = {str(i): np.full(1 << 20, i, np.float32) for i in range(4)}
-    options = {"ca": trusted, "cert": ours.certificate, "key": ours.key}
+    options: dict[str, Any] = {
+        "ca": trusted,
+        "cert": ours.certificate,
+        "key": ours.key,
+    }
     with setting.connect(**options) as client:
         run = client.run("tests/changing")
         run.save(0, tree).result()
@@ -287,7 +291,7 @@ def test_files_that_cannot_be_used_are_refused_before_anything_is_sent(
 ) -> None:
     setting.authority.issue("other-client", file="other")
     directory = setting.client.key.parent
-    located = {
+    located: dict[str, Any] = {
         k: directory / v if isinstance(v, str) else v for k, v in changes.items()
     }
 

@@ -180,10 +180,7 @@ class JointPart(Part):
 
     def _look(self, name: str) -> api.Upload:
         request = api.GetUploadRequest(name=name)
-        for attempt in patiently():
-            with attempt:
-                return self._connection.call(self._stub.GetUpload, request).upload
-        raise AssertionError
+        return self._connection.ask(self._stub.GetUpload, request).upload
 
     def _check(self, outcome: Outcome) -> None:
         if outcome.failure:

@@ -399,8 +399,9 @@ def test_live_uploads_are_listed_and_aborted(
     header, row = table(tell("uploads", saved.name))
     (found,) = ask("uploads", saved.name)
 
-    assert ["UPLOAD", "STEP", "BEGAN", "LAST SIGN", "WRITERS"] == header
-    assert [upload, "40", "0 of 2"] == [row[0], row[1], row[4]]
+    assert ["UPLOAD", "STEP", "BEGAN", "LAST SIGN", "WRITERS", "WAITS FOR"] == (header)
+    assert [upload, "40", "0 of 2", "0, 1"] == [row[0], row[1], row[4], row[5]]
+    assert [0, 1] == found["unfinished_writers"]
     assert [upload, "live", "600s"] == [found[k] for k in ("id", "state", "lease")]
     abort = ["uploads", saved.name, "--abort", upload]
     assert f"upload {upload} of {saved.name}@40 aborted\n" == tell(*abort)

@@ -288,6 +288,8 @@ class UploadInfo:
     writer_count: int
     finished_writer_count: int
     """While it is live."""
+    unfinished_writers: tuple[int, ...]
+    """The first ones that it waits for, ascending: of a job, the processes."""
     labels: Mapping[str, str]
     metrics: Mapping[str, float]
     base_step: int | None
@@ -310,6 +312,7 @@ class UploadInfo:
             state=_UPLOAD_STATES.get(message.state, UNKNOWN),
             writer_count=message.writer_count,
             finished_writer_count=message.finished_writer_count,
+            unfinished_writers=tuple(message.unfinished_writers),
             labels=dict(message.labels),
             metrics=dict(message.metrics),
             base_step=_step_of(message.base) if message.base else None,

@@ -1,5 +1,6 @@
 """``storectl uploads``: checkpoints that are being written."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from storesvc_client import DataLossError, Run, UploadInfo
 
 
+_SHOWN: Final = 4
+"""Writers that one row names."""
+
+
 def _row(upload: "UploadInfo") -> tuple[str, ...]:
     return (
         upload.id,
@@ -22,7 +27,13 @@ def _row(upload: "UploadInfo") -> tuple[str, ...]:
         time_text(upload.create_time),
         time_text(upload.renew_time),
         f"{upload.finished_writer_count} of {upload.writer_count}",
+        _named(upload.unfinished_writers),
     )
+
+
+def _named(writers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, writers[:_SHOWN]))
+    return f"{shown}, ..." if len(writers) > _SHOWN else shown
 
 
 _UPLOADS: Final = Listing(
@@ -34,6 +45,7 @@ _UPLOADS: Final = Listing(
         Column("BEGAN"),
         Column("LAST SIGN"),
         Column("WRITERS"),
+        Column("WAITS FOR"),
     ),
 )
 
@@ -52,8 +64,9 @@ def uploads(
 ) -> None:
     """List checkpoints that are being written, or give one up.
 
-    WRITERS counts those that have finished. An upload that gives no more sign of life
-    is given up by the server.
+    WRITERS counts those that have finished, WAITS FOR numbers the first of the others:
+    the processes of a job. An upload that gives no more sign of life is given up by
+    the server.
 
     \b
     Examples:

@@ -216,12 +216,17 @@ def fails(target: str) -> list[str]:
     def well() -> None:
         run.save(5, {"w": leaf(8)}, lease=lease).result()
 
+    def elsewhere() -> None:
+        with store.connect("memory://") as other:
+            chosen = other if index == 1 else client
+            chosen.run(RUN).save(6, {"w": leaf(8)}, lease=lease).result()
+
     with store.connect(target) as client:
         run = client.run(RUN)
         run.save(0, {"w": leaf(8)}).result()
         acts = [
             *(another_plan, unsupported, never_begun, never_called),
-            *(exists, alone, well),
+            *(exists, alone, elsewhere, well),
         ]
         told = []
         for act in acts:

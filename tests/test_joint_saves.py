@@ -110,9 +110,10 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
 ) -> None:
     told = run_job("tests.job_parts:fails", 3, devices=1, target=tmp_path.as_uri())
 
-    another_plan, unsupported, never_begun, never_called, exists, alone, well = zip(
+    another_plan, unsupported, never_begun, never_called, *rest = zip(
         *told, strict=True
     )
+    exists, alone, elsewhere, well = rest
 
     leaf = "leaf 'z': expected (3,) float64, got (4,) float64"
     assert all(leaf in each for each in another_plan), another_plan
@@ -125,6 +126,8 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
     assert all("not finished" in each for each in never_called[:2]), never_called
     assert all("exists already" in each for each in exists), exists
     assert all("its array spans other processes" in each for each in alone), alone
+    assert all("process 1" in each for each in (elsewhere[0], elsewhere[2]))
+    assert all("memory://; connect all processes" in each for each in elsewhere)
     assert ("", "", "") == well
     with store.connect(tmp_path.as_uri()) as client:
         assert [5, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]

@@ -68,16 +68,27 @@ class JointPart(Part):
         Raises:
             StoreError: As the contract says of BeginUpload and JoinUpload.
             UnavailableError: Process 0 has not begun it in time.
-            ConflictError: It has failed.
+            ConflictError: It has failed, or began it in another store.
         """
         if self.writer == 0:
             upload = super().begin()
             self._joint.begin(upload.name)
             return upload
         name = self._begun_upload()
-        for attempt in patiently():
-            with attempt:
-                return self._join(name)
+        try:
+            for attempt in patiently():
+                with attempt:
+                    return self._join(name)
+        except ConflictError as e:
+            self.check_others()
+            if e.reason != "UPLOAD_NOT_FOUND":
+                raise
+            raise ConflictError(
+                f"save of {self.described}: the upload that "
+                f"{process_name(self._joint.job, 0)} began is not, or not any more, in "
+                f"the store at {self._connection.address}; connect all processes to "
+                "one store, and save again"
+            ) from e
         raise AssertionError
 
     def finish(self, ref: api.WriterRef, sums: Sums) -> None:

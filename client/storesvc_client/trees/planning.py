@@ -7,6 +7,7 @@ same plan but for what it is to write.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -198,24 +199,31 @@ def _held(value: Any, found: Signature, job: Job | None) -> Held | None:
     """
     if job is None or not isinstance(value, jax.Array):
         return None
-    indices: dict[Any, Any] = {**value.sharding.devices_indices_map(value.shape)}
-    if len({device.process_index for device in indices}) == 1:
+    holders = _holders(value.sharding, value.shape)
+    if holders is None:
         return None
     shard_shape = _shard_shape(value, found)
-    holders: dict[tuple[int, ...], set[int]] = {}
-    for device, index in indices.items():
-        region = region_of(index or (slice(None),) * value.ndim, value.shape)
-        starts = tuple(start for start, _ in region)
-        holders.setdefault(starts, set()).add(device.process_index)
     counts = tuple(
         -(-n // max(1, shard)) or 1
         for n, shard in zip(found.shape, shard_shape, strict=True)
     )
-    return Held(
-        shard_shape=shard_shape,
-        counts=counts,
-        holders=tuple(frozenset(holders[starts]) for starts in sorted(holders)),
-    )
+    return Held(shard_shape=shard_shape, counts=counts, holders=holders)
+
+
+@lru_cache(maxsize=1024)  # a tree has many leaves, and few shardings
+def _holders(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> tuple[Holders, ...] | None:
+    """The processes that hold each shard, in C order; None: one process holds all."""
+    indices: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
+    if len({device.process_index for device in indices}) == 1:
+        return None
+    found: dict[tuple[int, ...], set[int]] = {}
+    for device, index in indices.items():
+        region = region_of(index or (slice(None),) * len(shape), shape)
+        starts = tuple(start for start, _ in region)
+        found.setdefault(starts, set()).add(device.process_index)
+    return tuple(frozenset(found[starts]) for starts in sorted(found))
 
 
 def _own_chunks(tree: Tree, held: Sequence[Held | None], job: Job | None) -> I64:

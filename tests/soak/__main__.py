@@ -13,6 +13,7 @@ from tests.soak.outcomes import CannotRunError, Outcome
 
 NAMES: Final = (
     "kills",
+    "job_kills",
     "kill_points",
     "power_cuts",
     "truncations",

@@ -110,7 +110,7 @@ class _Job:
         return [f"{self.run}: {each}" for each in told]
 
 
-class _Replica(ServerProcess):
+class Replica(ServerProcess):
     """A replica, through kills."""
 
     def kill_and_restart(self) -> None:
@@ -122,7 +122,7 @@ class _Replica(ServerProcess):
 class _Killer:
     """Kills at random moments, drawn before anything begins."""
 
-    def __init__(self, rng: random.Random, replicas: list[_Replica]) -> None:
+    def __init__(self, rng: random.Random, replicas: list[Replica]) -> None:
         saves = [(f"soak/job-{n}", s) for n in range(JOBS) for s in range(STEPS)]
         chosen = rng.sample(saves, KILLS)
         self._delays = {save: rng.uniform(0, DELAY_SECONDS) for save in chosen}
@@ -165,7 +165,7 @@ def kills() -> Outcome:
     """Kills jobs and replicas while they save."""
     seed = int(os.environ.get("SOAK_SEED") or random.SystemRandom().getrandbits(32))
     print(f"kills: SOAK_SEED={seed}", flush=True)
-    with _replicas() as replicas:
+    with served_replicas() as replicas:
         killer = _Killer(random.Random(seed), replicas)
         target = ",".join(replica.address for replica in replicas)
         killer.jobs = [
@@ -187,7 +187,7 @@ def kills() -> Outcome:
 
 
 @contextmanager
-def _replicas() -> Iterator[list[_Replica]]:
+def served_replicas() -> Iterator[list[Replica]]:
     """Serves a store in a bucket."""
     with (
         tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch,
@@ -198,7 +198,7 @@ def _replicas() -> Iterator[list[_Replica]]:
         for number in range(REPLICAS):
             home = Path(scratch) / f"replica-{number}"
             home.mkdir()
-            replica = _Replica(home, home, uri=f"gs://{BUCKET}/store")
+            replica = Replica(home, home, uri=f"gs://{BUCKET}/store")
             replica.environment = {
                 "TENSORSTORE_GCS_HTTP_URL": gcs.url,
                 "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",

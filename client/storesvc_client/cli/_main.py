@@ -13,7 +13,7 @@ from storesvc_client.cli._refusal import Refusal
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "diff", "verify", "watch"),
     *("tag", "update", "hold", "rm", "undelete", "retain"),
-    *("uploads", "du", "gc", "serve", "demo"),
+    *("uploads", "du", "gc", "ping", "serve", "demo"),
 )
 """In the order in which one meets them; each has a module of its own."""
 

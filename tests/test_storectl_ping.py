@@ -1,0 +1,20 @@
+"""storectl ping: what probes ask."""
+
+import storesvc
+from tests.command_line import document, printed, refusal
+from tests.server_process import ServerProcess
+
+
+def test_a_server_that_takes_calls_tells_what_it_serves(server: ServerProcess) -> None:
+    told = document(server.address, "ping")
+
+    assert {"store_uid", "version"} == told.keys()
+    assert storesvc.__version__ == told["version"]
+    assert (
+        f"{server.address}: store {told['store_uid']}, storesvc {told['version']}\n"
+        == printed(server.address, "ping")
+    )
+
+
+def test_a_server_that_is_gone_is_refused_in_a_sentence() -> None:
+    assert "store 127.0.0.1:1 cannot be reached" in refusal("127.0.0.1:1", "ping")

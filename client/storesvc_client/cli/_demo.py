@@ -1,12 +1,18 @@
 """``storectl demo``: the main job, end to end."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
+from storesvc_client.cli._arguments import store_target
+from storesvc_client.cli._connection import Connection, pass_connection
 from storesvc_client.cli._refusal import Refusal
+
+if TYPE_CHECKING:
+    from storesvc_client.demo.job import Served
 
 _NEEDED: Final = ("flax", "jax", "optax", "tensorstore")
 
@@ -18,7 +24,14 @@ _NEEDED: Final = ("flax", "jax", "optax", "tensorstore")
     metavar="DIR",
     help="Keep the store in DIR, which must be empty or absent.",
 )
-def demo(*, keep: Path | None) -> None:
+@click.option(
+    "--store",
+    type=store_target,
+    metavar="HOST:PORT",
+    help="Train on the store of this server, as a new run, and not on one of its own.",
+)
+@pass_connection
+def demo(connection: Connection, *, keep: Path | None, store: str | None) -> None:
     """Train a small language model, kill it, resume it.
 
     It is resumed from the store as a new process, on a mesh of another shape. Takes
@@ -28,7 +41,10 @@ def demo(*, keep: Path | None) -> None:
     Examples:
       storectl demo
       storectl demo --keep /tmp/demo
+      storectl --ca ca.pem demo --store ckpt.example:7070
     """
+    if keep and store:
+        raise click.UsageError("--keep keeps a store of its own, and --store has none")
     # Looked for, not imported: only the processes that train need them.
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -40,6 +56,18 @@ def demo(*, keep: Path | None) -> None:
 
     from storesvc_client.demo.job import run_demo
 
+    served = _served(replace(connection, target=store)) if store else None
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as place:
-        code = run_demo(Path(place))
+        code = run_demo(Path(place), served)
     click.get_current_context().exit(code)
+
+
+def _served(connection: Connection) -> "Served":
+    """What the demo needs to know of a server, which answers."""
+    from storesvc_client.demo.job import Served
+
+    connection.open().close()
+    reaching = ["--insecure"] if connection.insecure else []
+    if connection.ca:
+        reaching += ["--ca", str(connection.ca)]
+    return Served(address=connection.target, reaching=tuple(reaching))

@@ -5,8 +5,9 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -18,9 +19,11 @@ from storesvc_client.demo.curves import loss_table, sparkline
 from storesvc_client.demo.events import Committed, Event, Restored, SaveBegun, Step
 from storesvc_client.demo.processes import DemoError, Server, Trainer, storectl
 
-__all__ = ["run_demo"]
+__all__ = ["Served", "run_demo"]
 
 _RUN = "demo/pydoc-lm"
+"""In a store of its own; in another it has the time behind it, and so is new."""
+
 _HERE = "dp=2,fsdp=2,tp=2"
 _ELSEWHERE = "dp=1,fsdp=4,tp=2"
 _STEPS = 60
@@ -33,6 +36,19 @@ _SHOWN_LINES = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The server of a store."""
+
+    address: str
+    reaching: tuple[str, ...] = ()
+    """Options that a client needs to reach it."""
+    run: str = field(
+        default_factory=lambda: f"{_RUN}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    )
+    """What the demo calls its run there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Runs:
     reference: History
     killed: History
@@ -40,19 +56,20 @@ class _Runs:
     stayed: History
 
 
-def run_demo(directory: Path) -> int:
+def run_demo(directory: Path, served: Served | None) -> int:
     """Runs the demo and returns its exit code: 0 if everything that it claims held.
 
     Args:
         directory: Where everything goes: the store, what the processes said on
             stderr, compiled programs. Absent or empty so far.
+        served: The store; None: one of its own.
     """
     console = Console()
     began = time.monotonic()
     try:
         _make_empty(directory)
         with _stopped_by_sigterm():
-            held = _demo(directory, console)
+            held = _demo(directory, served, console)
     except DemoError as e:
         console.print("[bold red]The demo failed.[/]", escape(str(e)), soft_wrap=True)
         held = False
@@ -82,18 +99,26 @@ def _make_empty(directory: Path) -> None:
         raise DemoError(f"{directory}: expected an empty directory, got files in it")
 
 
-def _demo(directory: Path, console: Console) -> bool:
+def _demo(directory: Path, served: Served | None, console: Console) -> bool:
+    with nullcontext(served) if served else _serving(directory, console) as store:
+        _say(console, f"The run is {store.run} at {store.address}.")
+        runs = _trained(store, directory, console)
+        _show_curves(runs, console)
+        claims = claims_of(runs.reference, runs.killed, runs.moved, runs.stayed)
+        _show_claims(claims, console)
+        storectl_worked = _show_storectl(store, console)
+    return storectl_worked and all(claim.held for claim in claims)
+
+
+@contextmanager
+def _serving(directory: Path, console: Console) -> Iterator[Served]:
+    """Serves a store in the directory."""
     root = directory / "store"
     root.mkdir()
     with Server(root, directory) as server:
         address = server.address()
         _say(console, f"A store server serves {escape(str(root))} at {address}.")
-        runs = _trained(address, directory, console)
-        _show_curves(runs, console)
-        claims = claims_of(runs.reference, runs.killed, runs.moved, runs.stayed)
-        _show_claims(claims, console)
-        storectl_worked = _show_storectl(address, console)
-    return storectl_worked and all(claim.held for claim in claims)
+        yield Served(address=address, run=_RUN)
 
 
 def _say(console: Console, text: str) -> None:
@@ -103,10 +128,10 @@ def _say(console: Console, text: str) -> None:
 # --- The four runs ------------------------------------------------------------
 
 
-def _trained(address: str, directory: Path, console: Console) -> _Runs:
+def _trained(store: Served, directory: Path, console: Console) -> _Runs:
     steps = ("--steps", str(_STEPS))
     here, elsewhere = ("--mesh", _HERE, *steps), ("--mesh", _ELSEWHERE, *steps)
-    stored = ("--store", address, "--run", _RUN)
+    stored = ("--store", store.address, "--run", store.run, *store.reaching)
     saves = (*stored, "--save-every", str(_SAVE_EVERY))
     with _progress(console) as bars:
 
@@ -234,19 +259,20 @@ def _show_claims(claims: list[Claim], console: Console) -> None:
         _say(console, f"         [dim]{escape(claim.seen)}[/]")
 
 
-def _show_storectl(address: str, console: Console) -> bool:
+def _show_storectl(store: Served, console: Console) -> bool:
     """Shows what storectl says about the run; returns whether it always worked."""
-    newest = f"{_RUN}@latest"
+    newest = f"{store.run}@latest"
+    options = ("--store", store.address, *store.reaching)
     worked = True
     for arguments in (
         ("ls",),
-        ("ls", _RUN),
+        ("ls", store.run),
         ("tree", newest),
         ("stat", newest),
         ("get", f"{newest}:graphstate/**/embedding/value"),
     ):
         console.print(f"\n[bold]$ storectl {escape(' '.join(arguments))}[/]")
-        done = storectl(address, *arguments, width=console.width)
+        done = storectl(*options, *arguments, width=console.width)
         lines = (done.stdout + done.stderr).splitlines()
         for text in lines[:_SHOWN_LINES]:
             console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -154,9 +154,7 @@ class Trainer(_Process):
             raise self.failure(f"ended with exit code {code}")
 
 
-def storectl(
-    address: str, *arguments: str, width: int
-) -> subprocess.CompletedProcess[str]:
+def storectl(*arguments: str, width: int) -> subprocess.CompletedProcess[str]:
     """Returns what ``storectl`` printed for these arguments, and its exit code.
 
     Raises:
@@ -164,14 +162,7 @@ def storectl(
     """
     try:
         return subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "storesvc_client.cli",
-                "--store",
-                address,
-                *arguments,
-            ],
+            [sys.executable, "-m", "storesvc_client.cli", *arguments],
             env=os.environ | {"COLUMNS": str(width)},
             capture_output=True,
             text=True,

@@ -60,6 +60,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--process", type=int, default=0, help="which one this is")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of the job")
     parser.add_argument("--store", metavar="HOST:PORT")
+    parser.add_argument("--insecure", action="store_true", help="as connect takes it")
+    parser.add_argument("--ca", metavar="FILE", help="as connect takes it")
     parser.add_argument("--run", metavar="NAMESPACE/RUN")
     parser.add_argument(
         "--save-every", type=int, metavar="STEPS", help="default: never save"
@@ -101,7 +103,9 @@ def _stored_events(
 ) -> Iterator[Event]:
     from storesvc_client.demo.saving import saved
 
-    with connect(arguments.store) as client:
+    with connect(
+        arguments.store, insecure=arguments.insecure, ca=arguments.ca
+    ) as client:
         run = client.run(arguments.run)
         if arguments.resume is None:
             state = training.start()

@@ -1,10 +1,11 @@
 """The server's memory while a tree is saved and restored.
 
-    python -m tests.bench.memory [--gib 1] [--clients 4]
+    python -m tests.bench.memory [--gib 1] [--clients 4] [--bucket]
 
-Prints resident memory at rest and at the peak, beside the bound that the code states
-for a root of files: what is kept on its way out, and of each stream the message that
-is written or sent and the next one, each twice (ours, and gRPC's).
+Prints resident memory at rest and at the peak, beside the bound that the code states:
+what is kept on its way out; on its way into a bucket (the emulator's), the batches;
+and of each stream the message that is written or sent and the next one, each twice
+(ours, and gRPC's).
 """
 
 import argparse
@@ -12,13 +13,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from storesvc import batches, framing
+from storesvc.receiving import MAX_BATCHES
 from storesvc.sending import SHELF_BYTES
 from storesvc_client import _sending, _streaming
+from tests.fake_gcs import FakeGcs
+from tests.gcs_calls import BUCKET
 from tests.server_process import ServerProcess
 
 MIB = 1 << 20
@@ -60,17 +66,34 @@ def work(address: str, what: str, gib: float, number: int) -> float:
     return float(client.stdout)
 
 
+@contextmanager
+def started(directory: Path, *, in_bucket: bool) -> Iterator[ServerProcess]:
+    """Yields a server of a store on files, or in a bucket."""
+    with FakeGcs(buckets=[BUCKET]) as gcs:
+        uri = f"gs://{BUCKET}/store" if in_bucket else ""
+        server = ServerProcess(directory / "store", directory, uri=uri)
+        server.environment = {
+            "TENSORSTORE_GCS_HTTP_URL": gcs.url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
+        }
+        server.start()
+        time.sleep(0.5)
+        yield server
+        server.stop()
+
+
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--clients", type=int, default=1)
+    parser.add_argument("--bucket", action="store_true")
     arguments = parser.parse_args()
     gib, clients = arguments.gib, arguments.clients
-    with tempfile.TemporaryDirectory(prefix="storesvc-bench-") as directory:
-        server = ServerProcess(Path(directory) / "store", Path(directory))
-        server.start()
-        time.sleep(0.5)
+    with (
+        tempfile.TemporaryDirectory(prefix="storesvc-bench-") as directory,
+        started(Path(directory), in_bucket=arguments.bucket) as server,
+    ):
         print(f"{'':10} {'seconds':>8} {'GiB/s':>7} {'RSS MiB':>8} {'peak MiB':>9}")
         rest = resident(server.pid, "VmRSS")
         print(
@@ -84,11 +107,11 @@ def main() -> None:
             now, peak = (resident(server.pid, f) for f in ("VmRSS", "VmHWM"))
             rate = clients * gib / seconds
             print(f"{what:10} {seconds:8.2f} {rate:7.2f} {now:8} {peak:9}")
-        server.stop()
     save = 4 * _sending.STREAMS * batches.FRAME_BYTES // MIB
     restore = 4 * _streaming.STREAMS * framing.FRAME_BYTES // MIB
+    bound = SHELF_BYTES + arguments.bucket * MAX_BATCHES * batches.BATCH_BYTES
     print(
-        f"bound over the server at rest: {SHELF_BYTES // MIB} MiB, and a client "
+        f"bound over the server at rest: {bound // MIB} MiB, and a client "
         f"{save} MiB in a save, {restore} MiB in a restore"
     )
 

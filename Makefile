@@ -2,17 +2,16 @@
 # with Python 3.11, pip, make and gcc; `make check` and `make test-easydel` are what
 # CI runs.
 
-.PHONY: demo demo-multihost test check lint types contract breaking wheel-test bench \
-        soak test-easydel format proto lock clean
+.PHONY: demo demo-multihost test check lint types contract breaking wheel-test \
+        deploy-test bench soak test-easydel format proto lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EASYDEL_VENV := build/easydel/venv
-LOCKS := requirements/dev.lock requirements/easydel.lock
 CONTRACT := proto/storesvc_proto
 # What a test may read besides the installed package.
-TESTED := tests README.md pyproject.toml requirements
+TESTED := tests README.md pyproject.toml requirements deploy
 
 # The first that answers: a version manager's shim may stand there with nothing
 # behind it.
@@ -34,7 +33,7 @@ demo-multihost: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
-check: lint types contract breaking wheel-test
+check: lint types contract breaking wheel-test deploy-test
 
 # --- Setting up ---------------------------------------------------------------
 
@@ -102,6 +101,16 @@ wheel-test: $(INSTALLED)
 	  sys.exit(not where.startswith(sys.prefix))'
 	cd build/wheel/run && $(WHEEL_VENV)/bin/python -m pytest
 
+# deploy/, as far as it can be checked without a cluster and a registry of images: its
+# files, what kubectl renders of them, and the image's install lines, for which pip
+# needs its package index.
+deploy-test: $(INSTALLED)
+	@command -v kubectl >/dev/null || { echo "make deploy-test needs kubectl, for its" \
+	  "kustomize: install Debian's kubernetes-client, or any newer one." >&2; exit 1; }
+	$(BIN)/yamllint --strict --config-file deploy/.yamllint.yaml deploy
+	$(BIN)/hadolint deploy/Dockerfile
+	$(BIN)/python -m pytest --override-ini addopts=--import-mode=importlib tests/deploy
+
 # Side by side with Orbax and others: every work on tmpfs, lm on disk too, in two
 # hours. `python -m tests.bench NAME` runs one. EasyDeL takes part where
 # `make test-easydel` has made its environment, torch where somebody installed it.
@@ -132,14 +141,21 @@ proto: $(INSTALLED)
 	proto/generate.sh proto $(CURDIR)/$(BIN)/python
 
 # Keeps every pin that still fits; remove a lock first for the newest of all.
-# requirements/<group>.lock: all extras, and the dependency group of that name.
+LOCKS := dev easydel wheel server training
+LOCK_dev := pyproject.toml --all-extras --group dev
+LOCK_easydel := pyproject.toml --all-extras --group easydel
+# Of the images in deploy/: at the versions that the tests run with.
+TESTED_PINS := --constraint requirements/dev.lock
+LOCK_wheel := --group wheel $(TESTED_PINS)
+LOCK_server := pyproject.toml --extra server --extra gcs $(TESTED_PINS)
+LOCK_training := $(LOCK_server) --extra jax
 lock:
 	@test -x $(BIN)/uv || { echo "Run 'make test' first: it installs uv." >&2; exit 1; }
-	@$(foreach lock,$(LOCKS),$(BIN)/uv pip compile pyproject.toml \
-	  --all-extras --group $(basename $(notdir $(lock))) \
+	@$(foreach lock,$(LOCKS),$(BIN)/uv pip compile $(LOCK_$(lock)) \
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	  --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
-	  --custom-compile-command "make lock" --quiet --output-file $(lock) &&) true
+	  --custom-compile-command "make lock" --quiet \
+	  --output-file requirements/$(lock).lock &&) true
 
 clean:
 	rm -rf build $(VENV) .*_cache .hypothesis

@@ -13,19 +13,39 @@ import storesvc_proto.v1
 from storesvc_proto.v1 import errors_pb2_grpc
 
 ROOT = Path(__file__).parents[1]
-LOCKS = [ROOT / "requirements" / f"{group}.lock" for group in ("dev", "easydel")]
+LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+IMAGES = {"server": {"server", "gcs"}, "training": {"server", "gcs", "jax"}}
+"""What is locked for the images of deploy/, and the extras in each."""
 
 each_lock = pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
 
 
+def lock_of(name: str) -> Path:
+    return ROOT / "requirements" / f"{name}.lock"
+
+
+def pins(lock: Path) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(), flags=re.MULTILINE))
+
+
 def pinned(lock: Path) -> set[str]:
-    return set(re.findall(r"^([\w.-]+)==", lock.read_text(), flags=re.MULTILINE))
+    return set(pins(lock))
 
 
 def normalized(requirement: str) -> str:
     """The bare name of a requirement, spelt as in a lock."""
     (name,) = re.findall(r"^[\w.-]+", requirement)
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def required(extras: set[str]) -> set[str]:
+    """The names of what the package needs with some extras."""
+    found = set()
+    for requirement in requires("storesvc") or ():
+        extra = re.search(r"extra == [\"'](\w+)[\"']", requirement)
+        if extra is None or extra[1] in extras:
+            found.add(normalized(requirement))
+    return found
 
 
 def test_the_floor_of_grpcio_is_the_generators_version() -> None:
@@ -55,15 +75,32 @@ def test_a_lock_names_no_registry_and_no_folder(lock: Path) -> None:
 
 
 @each_lock
-def test_a_lock_pins_every_dependency_by_hash(lock: Path) -> None:
+def test_a_lock_pins_by_hash(lock: Path) -> None:
     entries = re.split(r"\n(?=[\w.-]+==)", lock.read_text())[1:]
 
-    assert {normalized(r) for r in requires("storesvc") or ()} <= pinned(lock)
+    assert entries
     assert [] == [e for e in entries if "--hash=sha256:" not in e]
 
 
+@pytest.mark.parametrize("name", ["dev", "easydel"])
+def test_the_lock_of_an_environment_pins_every_dependency(name: str) -> None:
+    everything = {normalized(r) for r in requires("storesvc") or ()}
+
+    assert everything <= pinned(lock_of(name))
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_has_what_its_extras_need_as_the_tests_ran_with_it(image: str) -> None:
+    found, tested = pins(lock_of(image)), pins(lock_of("dev"))
+    needed = required(IMAGES[image])
+
+    assert needed <= found.keys()
+    assert set() == (required({"jax"}) - needed) & found.keys()
+    assert found.items() <= tested.items()
+
+
 def test_the_lock_with_easydel_leaves_torch_out() -> None:
-    _, easydel = map(pinned, LOCKS)
+    easydel = pinned(lock_of("easydel"))
 
     assert "easydel" in easydel
     assert set() == {name for name in easydel if re.match("torch|nvidia", name)}

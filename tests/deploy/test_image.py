@@ -1,0 +1,124 @@
+"""The image of the server: what is installed in it, and that it serves."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from tests.conftest import gcs_root
+from tests.deploy.dockerfiles import Dockerfile, Rehearsal
+from tests.fake_gcs import FakeGcs
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = Dockerfile(ROOT / "deploy" / "Dockerfile")
+STAGE = "server"
+PATIENCE_SECONDS = 60.0
+
+UNWRITABLE = [
+    *("unshare", "--mount", "--propagation", "private", "--", "sh", "-euc"),
+    *('mount -o remount,bind,ro / && exec "$@"', "sh"),
+]
+"""Runs what follows where no file can be written."""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the image has in /opt/storesvc, as its own lines install it."""
+    place = tmp_path_factory.mktemp("image")
+    for folder in (place, place.parent, place.parent.parent):
+        folder.chmod(0o755)  # for the image's user
+    rehearsal = Rehearsal(DOCKERFILE, context=ROOT, place=place)
+    rehearsal.run(STAGE)
+    (copy,) = DOCKERFILE.stages[STAGE].all_of("COPY")
+    source, path, target = copy.words
+    assert path == target  # a virtual environment cannot be moved
+    return rehearsal.root_of(source.removeprefix("--from=")) / path.removeprefix("/")
+
+
+@pytest.fixture
+def entrypoint(installed: Path) -> list[str]:
+    """What the image runs."""
+    program, *arguments = DOCKERFILE.last("ENTRYPOINT", stage=STAGE).words
+    return [str(installed / "bin" / program), *arguments]
+
+
+@pytest.fixture
+def address(entrypoint: list[str], gcs: FakeGcs) -> Iterator[str]:
+    """A server as the image runs it; it is stopped as the image is."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    process = subprocess.Popen(
+        [*contained(), *entrypoint, "--root", gcs_root(), "--port", str(port)],
+        cwd="/",
+        env={
+            "PATH": os.environ["PATH"],
+            "TENSORSTORE_GCS_HTTP_URL": gcs.url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
+        },
+    )
+    try:
+        yield f"127.0.0.1:{port}"
+        stop = DOCKERFILE.last("STOPSIGNAL", stage=STAGE).arguments
+        process.send_signal(signal.Signals[stop])
+        assert 0 == process.wait(PATIENCE_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def contained() -> list[str]:
+    """What runs a command as the image's user, where nothing can be written."""
+    if os.geteuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("to drop privileges needs root, and setpriv of util-linux")
+    user, group = DOCKERFILE.last("USER", stage=STAGE).arguments.split(":")
+    return [
+        *UNWRITABLE,
+        *("setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups"),
+        *("--no-new-privs", "--inh-caps=-all", "--bounding-set=-all", "--"),
+    ]
+
+
+def test_its_command_tells_the_options_of_a_server(entrypoint: list[str]) -> None:
+    shown = subprocess.run(
+        [*entrypoint, "--help"], env={}, capture_output=True, text=True, check=True
+    )
+
+    assert "storectl serve [OPTIONS]" in shown.stdout
+
+
+def test_it_holds_neither_jax_nor_what_installs(installed: Path) -> None:
+    (packages,) = installed.glob("lib/python3.*/site-packages")
+    found = {path.name for path in packages.iterdir()}
+
+    assert {"storesvc", "storesvc_client", "storesvc_proto", "tensorstore"} <= found
+    assert set() == found & {"flax", "hatchling", "jax", "pip", "pytest", "setuptools"}
+
+
+def test_it_serves_a_bucket_as_a_user_who_can_write_nothing(
+    address: str, installed: Path
+) -> None:
+    with grpc.insecure_channel(address) as channel:
+        asked = HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(),
+            timeout=PATIENCE_SECONDS,
+            wait_for_ready=True,
+        )
+    pinged = subprocess.run(
+        [installed / "bin" / "storectl", "--store", address, "ping"],
+        env={},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert health_pb2.HealthCheckResponse.SERVING == asked.status
+    assert pinged.stdout.startswith(f"{address}: store ")

@@ -1,0 +1,166 @@
+"""The manifests: what Kubernetes takes, and what operators rely on in them."""
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from storesvc.batches import BATCH_BYTES
+from storesvc.receiving import MAX_BATCHES
+from storesvc.sending import SHELF_BYTES
+from storesvc.server import DRAIN_SECONDS
+from tests.deploy.manifests import (
+    DEPLOY,
+    KUBERNETES_VERSION,
+    Object,
+    arguments_of,
+    jobs_of,
+    name_of,
+    options_of,
+    pods_of,
+    read,
+    rendered,
+    server_of,
+)
+from tests.storectl_lines import check_line
+
+OVERLAYS = sorted(path.name for path in (DEPLOY / "kubernetes" / "overlays").iterdir())
+EXAMPLES = sorted((DEPLOY / "examples").glob("*.yaml"))
+GIB = 1 << 30
+
+each_overlay = pytest.mark.parametrize("overlay", OVERLAYS, indirect=True)
+
+
+@pytest.fixture(scope="module")
+def overlay(request: pytest.FixtureRequest) -> list[Object]:
+    """The objects of an overlay."""
+    return rendered(request.param)
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[Object]:
+    """The objects of the examples."""
+    return [found for path in EXAMPLES for found in read(path)]
+
+
+def refusals(found: Object) -> list[str]:
+    """What Kubernetes would say against an object."""
+    if found["kind"] == "JobSet":
+        return [text for job in jobs_of(found) for text in refusals(job)]
+    try:
+        kubernetes_validate.validate(found, KUBERNETES_VERSION, strict=True)
+    except kubernetes_validate.ValidationError as e:
+        return [f"{name_of(found)}: {e.message}"]
+    return []
+
+
+def container_of(overlay: list[Object]) -> Any:
+    """The container of a server."""
+    (container,) = server_of(overlay)["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+@each_overlay
+def test_kubernetes_takes_every_object_of_an_overlay(overlay: list[Object]) -> None:
+    assert len(overlay) > 5
+    assert [] == [text for found in overlay for text in refusals(found)]
+
+
+def test_kubernetes_takes_every_object_of_the_examples(examples: list[Object]) -> None:
+    assert {"Job", "JobSet", "Service"} <= {found["kind"] for found in examples}
+    assert [] == [text for found in examples for text in refusals(found)]
+
+
+def test_a_mistake_in_a_manifest_is_found(examples: list[Object]) -> None:
+    (jobset,) = (found for found in examples if found["kind"] == "JobSet")
+    template = jobset["spec"]["replicatedJobs"][0]["template"]
+    wrong = {**template, "spec": {**template["spec"], "paralelism": 4}}
+
+    found = {**jobset["spec"], "replicatedJobs": [{"name": "x", "template": wrong}]}
+
+    (text,) = refusals({**jobset, "spec": found})
+    assert "paralelism" in text
+
+
+@each_overlay
+def test_pods_can_neither_write_nor_become_more_than_they_are(
+    overlay: list[Object], examples: list[Object]
+) -> None:
+    pods = [pod for found in (*overlay, *examples) for pod in pods_of(found)]
+
+    assert len(pods) >= 3
+    for pod in pods:
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 10_000
+        assert {"type": "RuntimeDefault"} == pod["securityContext"]["seccompProfile"]
+        for container in pod["containers"]:
+            expected = {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert expected == container["securityContext"]
+            assert "memory" in container["resources"]["limits"]
+
+
+@each_overlay
+def test_storectl_takes_what_pods_run_it_with(overlay: list[Object]) -> None:
+    check_line(["serve", *arguments_of(overlay)])
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        program, *words = container_of(overlay)[name]["exec"]["command"]
+        assert "storectl" == program
+        check_line(words)
+
+
+@each_overlay
+def test_a_server_that_others_reach_shows_and_asks_for_certificates(
+    overlay: list[Object],
+) -> None:
+    arguments = dict(a.split("=", 1) for a in arguments_of(overlay))
+
+    assert "0.0.0.0" == arguments["--host"]
+    assert {"--tls-cert", "--tls-key", "--tls-client-ca"} <= arguments.keys()
+
+
+@each_overlay
+def test_what_a_server_refers_to_is_there(overlay: list[Object]) -> None:
+    spec = server_of(overlay)["spec"]["template"]["spec"]
+    names = {name_of(found) for found in overlay}
+    container = container_of(overlay)
+
+    assert f"serviceaccount/{spec['serviceAccountName']}" in names
+    (source,) = container["envFrom"]
+    assert f"configmap/{source['configMapRef']['name']}" in names
+    assert {m["name"] for m in container["volumeMounts"]} == {
+        volume["name"] for volume in spec["volumes"]
+    }
+    assert options_of(overlay)["ROOT"].startswith("gs://")
+    assert "$(" not in "".join(arguments_of(overlay))
+
+
+@each_overlay
+def test_all_objects_of_an_overlay_are_in_its_namespace(overlay: list[Object]) -> None:
+    (namespace,) = (o["metadata"]["name"] for o in overlay if o["kind"] == "Namespace")
+    others = [found for found in overlay if found["kind"] != "Namespace"]
+
+    assert {namespace} == {found["metadata"]["namespace"] for found in others}
+
+
+@each_overlay
+def test_a_pod_is_killed_only_after_it_could_drain(overlay: list[Object]) -> None:
+    sleep = container_of(overlay)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    spec = server_of(overlay)["spec"]["template"]["spec"]
+
+    assert spec["terminationGracePeriodSeconds"] >= sleep + DRAIN_SECONDS + 5
+
+
+@each_overlay
+def test_the_limit_of_memory_is_above_what_a_server_may_take(
+    overlay: list[Object],
+) -> None:
+    limit = container_of(overlay)["resources"]["limits"]["memory"]
+    # as python -m tests.bench.memory --bucket counts; a quarter is for all else
+    bound = SHELF_BYTES + 3 * MAX_BATCHES * BATCH_BYTES
+
+    assert int(limit.removesuffix("Gi")) * GIB * 0.75 >= bound

@@ -1,0 +1,45 @@
+"""Command lines of storectl that others wrote, as in documents and manifests: whether
+it would take them. Nothing is run, and no file need exist."""
+
+from collections.abc import Sequence
+
+import click
+
+from storesvc_client.cli import main
+
+
+def check_line(words: Sequence[str]) -> None:
+    """Refuses a command line that storectl would refuse.
+
+    Args:
+        words: What follows ``storectl``.
+
+    Raises:
+        UsageError: It would, and why.
+    """
+    group = click.Context(main, info_name="storectl")
+    rest = _check(main, group, words)
+    if not rest:
+        return
+    command = main.get_command(group, rest[0])
+    if command is None:
+        raise click.UsageError(f"no command {rest[0]}")
+    _check(command, click.Context(command, parent=group), rest[1:])
+
+
+def _check(
+    command: click.Command, context: click.Context, words: Sequence[str]
+) -> list[str]:
+    """Checks the options of a command, and returns what follows them."""
+    given, rest, _ = command.make_parser(context).parse_args(list(words))
+    for parameter in command.params:
+        value = given.get(str(parameter.name))
+        if value is None:
+            missing = parameter.required and parameter.name not in given
+        else:
+            missing = False
+            if not isinstance(parameter.type, click.Path):
+                parameter.type_cast_value(context, value)
+        if missing:
+            raise click.MissingParameter(param=parameter, ctx=context)
+    return rest

@@ -34,12 +34,9 @@ def _check(
     given, rest, _ = command.make_parser(context).parse_args(list(words))
     for parameter in command.params:
         value = given.get(str(parameter.name))
-        if value is None:
-            missing = parameter.required and parameter.name not in given
-        else:
-            missing = False
-            if not isinstance(parameter.type, click.Path):
-                parameter.type_cast_value(context, value)
-        if missing:
+        is_given = isinstance(value, str | bool | list | tuple)  # else click's "unset"
+        if parameter.required and not is_given:
             raise click.MissingParameter(param=parameter, ctx=context)
+        if is_given and not isinstance(parameter.type, click.Path):
+            parameter.type_cast_value(context, value)
     return rest

@@ -1,0 +1,88 @@
+"""The guide's certificates: servers and clients get on with them, as manifests say."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.manifests import DEPLOY, arguments_of, rendered, server_of
+from tests.server_process import ServerProcess
+from tests.test_deploy_guide import lines
+
+STORECTL = [sys.executable, "-m", "storesvc_client.cli"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the guide's commands have made certificates."""
+    place = tmp_path_factory.mktemp("tls")
+    for line in lines():
+        if line.startswith("openssl "):
+            subprocess.run(line, shell=True, cwd=place, check=True, capture_output=True)
+    return place
+
+
+@pytest.fixture(params=["dev", "gke"])
+def overlay(request: pytest.FixtureRequest) -> str:
+    """One of them."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def server(overlay: str, folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server with the arguments of an overlay, but for its root and address."""
+    arguments = [
+        argument.replace("=/tls/", f"={folder}/")
+        for argument in arguments_of(rendered(overlay))
+        if not argument.startswith(("--root=", "--host="))
+    ]
+    process = ServerProcess(tmp_path / "store", tmp_path, *arguments)
+    process.start()
+    yield process
+    process.kill()
+
+
+def test_a_server_answers_its_probes_and_nobody_without_a_certificate(
+    overlay: str, folder: Path, server: ServerProcess
+) -> None:
+    (container,) = server_of(rendered(overlay))["spec"]["template"]["spec"][
+        "containers"
+    ]
+    port = server.address.rpartition(":")[2]
+    variables = {
+        entry["name"]: entry["value"].replace("/tls", str(folder)).replace("7070", port)
+        for entry in container["env"]
+    }
+    _, *probe = container["livenessProbe"]["exec"]["command"]
+
+    def pinged(*without: str) -> int:
+        shown = {n: v for n, v in variables.items() if n not in without}
+        return subprocess.run(
+            [*STORECTL, *probe],
+            env=os.environ | shown,
+            capture_output=True,
+            check=False,
+        ).returncode
+
+    assert 0 == pinged()
+    assert 1 == pinged("STORECTL_CERT", "STORECTL_KEY")
+    assert 1 == pinged("STORECTL_CA")
+
+
+def test_the_names_of_the_certificate_are_those_that_clients_ask_for(
+    folder: Path,
+) -> None:
+    shown = subprocess.run(
+        ["openssl", "x509", "-in", folder / "tls.crt", "-noout", "-text"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    text = (DEPLOY / "README.md").read_text()
+
+    assert "DNS:storesvc.storesvc.svc, DNS:localhost" in shown.stdout
+    assert "dns:///storesvc.storesvc.svc:7070" in text

@@ -42,11 +42,11 @@ def main() -> None:
         if (step := _newest_step(run)) is not None:
             state = run.restore(step, like=state)
             _tell(f"goes on at step {step}")
-        for state, loss in _steps(state, mesh, until=options.steps):
-            step = int(state["step"])
+        for after, loss in _steps(state, mesh, until=options.steps):
+            step = int(after["step"])
             if step % options.save_every == 0 or step == options.steps:
                 # Every process saves; each returns once its own part is copied.
-                run.save(step, state, metrics={"loss": loss})
+                run.save(step, after, metrics={"loss": loss})
                 _tell(f"step {step}: loss {loss:.4f}")
     # The client has waited for its saves: what was told is durable.
     _tell("done")

@@ -107,7 +107,7 @@ def test_it_serves_a_bucket_as_a_user_who_can_write_nothing(
     address: str, installed: Path
 ) -> None:
     with grpc.insecure_channel(address) as channel:
-        asked = HealthStub(channel).Check(
+        asked = HealthStub(channel).Check(  # type: ignore[attr-defined]  # its stubs lack it
             health_pb2.HealthCheckRequest(),
             timeout=PATIENCE_SECONDS,
             wait_for_ready=True,

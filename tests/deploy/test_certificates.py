@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.manifests import DEPLOY, arguments_of, rendered, server_of
+from tests.deploy.manifests import (
+    DEPLOY,
+    Object,
+    arguments_of,
+    rendered,
+    server_of,
+)
 from tests.server_process import ServerProcess
 from tests.test_deploy_guide import lines
 
@@ -25,19 +31,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(params=["dev", "gke"])
-def overlay(request: pytest.FixtureRequest) -> str:
-    """One of them."""
-    name: str = request.param
-    return name
+@pytest.fixture(scope="module")
+def overlay() -> list[Object]:
+    """The objects of one that operators start from."""
+    return rendered("gke")
 
 
 @pytest.fixture
-def server(overlay: str, folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server with the arguments of an overlay, but for its root and address."""
+def server(
+    overlay: list[Object], folder: Path, tmp_path: Path
+) -> Iterator[ServerProcess]:
+    """A server with the arguments of its container, but for root and address."""
     arguments = [
         argument.replace("=/tls/", f"={folder}/")
-        for argument in arguments_of(rendered(overlay))
+        for argument in arguments_of(overlay)
         if not argument.startswith(("--root=", "--host="))
     ]
     process = ServerProcess(tmp_path / "store", tmp_path, *arguments)
@@ -47,14 +54,14 @@ def server(overlay: str, folder: Path, tmp_path: Path) -> Iterator[ServerProcess
 
 
 def test_a_server_answers_its_probes_and_nobody_without_a_certificate(
-    overlay: str, folder: Path, server: ServerProcess
+    overlay: list[Object], folder: Path, server: ServerProcess
 ) -> None:
-    (container,) = server_of(rendered(overlay))["spec"]["template"]["spec"][
-        "containers"
-    ]
+    (container,) = server_of(overlay)["spec"]["template"]["spec"]["containers"]
     port = server.address.rpartition(":")[2]
     variables = {
-        entry["name"]: entry["value"].replace("/tls", str(folder)).replace("7070", port)
+        entry["name"]: entry["value"]
+        .replace("/tls/", f"{folder}/")
+        .replace("7070", port)
         for entry in container["env"]
     }
     _, *probe = container["livenessProbe"]["exec"]["command"]
@@ -64,7 +71,7 @@ def test_a_server_answers_its_probes_and_nobody_without_a_certificate(
         return subprocess.run(
             [*STORECTL, *probe],
             env=os.environ | shown,
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
             check=False,
         ).returncode
 
@@ -78,7 +85,7 @@ def test_the_names_of_the_certificate_are_those_that_clients_ask_for(
 ) -> None:
     shown = subprocess.run(
         ["openssl", "x509", "-in", folder / "tls.crt", "-noout", "-text"],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
     )

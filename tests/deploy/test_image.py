@@ -5,6 +5,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,17 +31,19 @@ UNWRITABLE = [
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed() -> Iterator[Path]:
     """What the image has in /opt/storesvc, as its own lines install it."""
-    place = tmp_path_factory.mktemp("image")
-    for folder in (place, place.parent, place.parent.parent):
-        folder.chmod(0o755)  # for the image's user
-    rehearsal = Rehearsal(DOCKERFILE, context=ROOT, place=place)
-    rehearsal.run(STAGE)
     (copy,) = DOCKERFILE.stages[STAGE].all_of("COPY")
     source, path, target = copy.words
     assert path == target  # a virtual environment cannot be moved
-    return rehearsal.root_of(source.removeprefix("--from=")) / path.removeprefix("/")
+    # pytest's own folders are closed to the image's user
+    with tempfile.TemporaryDirectory(prefix="storesvc-image-") as folder:
+        place = Path(folder)
+        place.chmod(0o755)
+        rehearsal = Rehearsal(DOCKERFILE, context=ROOT, place=place)
+        rehearsal.run(STAGE)
+        stage = source.removeprefix("--from=")
+        yield rehearsal.root_of(stage) / path.removeprefix("/")
 
 
 @pytest.fixture

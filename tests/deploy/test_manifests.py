@@ -8,7 +8,7 @@ import pytest
 from storesvc.batches import BATCH_BYTES
 from storesvc.receiving import MAX_BATCHES
 from storesvc.sending import SHELF_BYTES
-from storesvc.server import DRAIN_SECONDS
+from storesvc.server import DRAIN_SECONDS, NOTICE_SECONDS
 from tests.deploy.manifests import (
     DEPLOY,
     KUBERNETES_VERSION,
@@ -152,7 +152,9 @@ def test_a_pod_is_killed_only_after_it_could_drain(overlay: list[Object]) -> Non
     sleep = container_of(overlay)["lifecycle"]["preStop"]["sleep"]["seconds"]
     spec = server_of(overlay)["spec"]["template"]["spec"]
 
-    assert spec["terminationGracePeriodSeconds"] >= sleep + DRAIN_SECONDS + 5
+    needed = sleep + NOTICE_SECONDS + DRAIN_SECONDS
+
+    assert spec["terminationGracePeriodSeconds"] >= needed + 5
 
 
 @each_overlay

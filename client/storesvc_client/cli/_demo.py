@@ -68,6 +68,7 @@ def _served(connection: Connection) -> "Served":
 
     connection.open().close()
     reaching = ["--insecure"] if connection.insecure else []
-    if connection.ca:
-        reaching += ["--ca", str(connection.ca)]
+    for option in ("ca", "cert", "key"):
+        if file := getattr(connection, option):
+            reaching += [f"--{option}", str(file)]
     return Served(address=connection.target, reaching=tuple(reaching))

@@ -61,7 +61,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of the job")
     parser.add_argument("--store", metavar="HOST:PORT")
     parser.add_argument("--insecure", action="store_true", help="as connect takes it")
-    parser.add_argument("--ca", metavar="FILE", help="as connect takes it")
+    for option in ("--ca", "--cert", "--key"):
+        parser.add_argument(option, metavar="FILE", help="as connect takes it")
     parser.add_argument("--run", metavar="NAMESPACE/RUN")
     parser.add_argument(
         "--save-every", type=int, metavar="STEPS", help="default: never save"
@@ -104,7 +105,11 @@ def _stored_events(
     from storesvc_client.demo.saving import saved
 
     with connect(
-        arguments.store, insecure=arguments.insecure, ca=arguments.ca
+        arguments.store,
+        ca=arguments.ca,
+        cert=arguments.cert,
+        key=arguments.key,
+        insecure=arguments.insecure,
     ) as client:
         run = client.run(arguments.run)
         if arguments.resume is None:

@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
@@ -35,13 +34,16 @@ def main() -> None:
     """Trains as the command line says."""
     options = _arguments()
     _join_processes()
-    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(AxisType.Auto,))
     with store.connect(options.store) as client:
         run = client.run(options.run)
         state = _first_state(mesh)
-        if (step := _newest_step(run)) is not None:
-            state = run.restore(step, like=state)
-            _tell(f"goes on at step {step}")
+        try:
+            # All processes restore the checkpoint that the first one finds.
+            state = run.restore("latest", like=state)
+            _tell(f"goes on at step {int(state['step'])}")
+        except store.NotFoundError:
+            _tell("begins")
         for after, loss in _steps(state, mesh, until=options.steps):
             step = int(after["step"])
             if step % options.save_every == 0 or step == options.steps:
@@ -69,16 +71,6 @@ def _join_processes() -> None:
             num_processes=int(os.environ["PROCESSES"]),
             process_id=int(os.environ["JOB_COMPLETION_INDEX"]),
         )
-
-
-def _newest_step(run: store.Run) -> int | None:
-    """Where to go on, the same for all processes, whenever each of them asks."""
-    try:
-        newest = run.latest().step
-    except store.NotFoundError:
-        newest = -1
-    agreed = int(multihost_utils.broadcast_one_to_all(jnp.int32(newest)))
-    return None if agreed < 0 else agreed
 
 
 def _first_state(mesh: Mesh) -> State:

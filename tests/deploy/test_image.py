@@ -90,6 +90,22 @@ def contained() -> list[str]:
     ]
 
 
+def test_what_is_copied_into_images_is_let_into_the_build() -> None:
+    ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+    let_in = tuple(line[1:] for line in ignored if line.startswith("!"))
+    copies = [c for stage in DOCKERFILE.stages.values() for c in stage.all_of("COPY")]
+    sources = [
+        source
+        for copy in copies
+        if not copy.arguments.startswith("--from=")
+        for source in copy.words[:-1]
+    ]
+
+    assert "*" in ignored
+    assert sources
+    assert [] == [source for source in sources if not source.startswith(let_in)]
+
+
 def test_its_command_tells_the_options_of_a_server(entrypoint: list[str]) -> None:
     shown = subprocess.run(
         [*entrypoint, "--help"], env={}, capture_output=True, text=True, check=True

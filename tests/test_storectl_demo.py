@@ -1,0 +1,19 @@
+"""storectl demo: what it refuses before it trains; tests/deploy/ runs all of it."""
+
+from click.testing import CliRunner
+
+from storesvc_client.cli import main
+from tests.command_line import refusal
+
+
+def test_a_server_that_is_not_there_is_refused_before_anything_is_trained() -> None:
+    sentence = refusal("127.0.0.1:1", "demo", "--store", "127.0.0.1:2")
+
+    assert "127.0.0.1:2 cannot be reached" in sentence
+
+
+def test_a_store_that_others_serve_is_not_kept_here() -> None:
+    told = CliRunner().invoke(main, ["demo", "--store", "x:1", "--keep", "/nowhere"])
+
+    assert 2 == told.exit_code
+    assert "--keep keeps a store of its own" in told.stderr

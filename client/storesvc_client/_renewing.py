@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from storesvc_client._certificates import Tls
-from storesvc_client.errors import StoreError
+from storesvc_client.errors import InvalidRequestError
 
 _log = logging.getLogger(__name__)
 
@@ -85,10 +85,12 @@ class RenewedChannel(grpc.Channel):
         with self._renewing:
             state = self._tls.state()
             if state != self._state and self._is_open:
-                self._state = state
                 try:
-                    # Who is not referred to any more, its calls included, is closed.
-                    self._channel = self._dial(self._tls.credentials())
-                except StoreError as e:
+                    credentials = self._tls.credentials()
+                except InvalidRequestError as e:
                     _log.warning("certificates stay as they were read before: %s", e)
+                else:
+                    # Who is not referred to any more, by no call either, is closed.
+                    self._channel = self._dial(credentials)
+                self._state = state
             return self._channel

@@ -165,7 +165,8 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
         kind = BY_REASON.get(info.reason) or _BY_CODE.get(e.code(), StoreError)
         return kind(e.details(), reason=info.reason, metadata=dict(info.metadata))
     if e.code() is grpc.StatusCode.UNAVAILABLE:
-        cause = (e.details() or "no cause given").rpartition(": ")[2].strip("[]")
+        details = (e.details() or "no cause given").removesuffix(": OK")
+        cause = details.rpartition(": ")[2].strip("[]")
         return UnavailableError(
             f"store {address} cannot be reached ({cause}); is its server running?"
         )

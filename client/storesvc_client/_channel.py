@@ -69,7 +69,7 @@ _OPTIONS: Final = (
     # that dies takes those with it that nobody has accepted
     ("grpc.initial_reconnect_backoff_ms", 100),
     # gRPC's own two minutes would outlast the patience with a server's restart
-    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
     # and so would its half a minute, with servers that come back at other addresses
     ("grpc.dns_min_time_between_resolutions_ms", 5_000),
 )

@@ -3,12 +3,12 @@
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from storesvc.format.names import RunName
 from storesvc_client._channel import (
@@ -86,7 +86,7 @@ def connect(
     )
     client = Client(connection)
     try:
-        info = _answered(client, connection)
+        info = _greeted(connection)
         root = direct_root(target, direct)
         if root is not None:
             check_root(root, store_uid=info.store_uid)
@@ -97,13 +97,20 @@ def connect(
     return client
 
 
-def _answered(client: "Client", connection: Connection) -> ServerInfo:
+def _greeted(connection: Connection) -> ServerInfo:
+    """What the server is, told at once or not at all: who connects may have mistyped."""
     try:
-        return client.info()
+        return _info(connection, connection.call)
     except UnavailableError as e:
         if cause := connection.refusal():
             raise UnavailableError(cause) from e
         raise
+
+
+def _info(connection: Connection, ask: Callable[..., Any]) -> ServerInfo:
+    stub = MaintenanceServiceStub(connection.channel)
+    answer = ask(stub.GetServerInfo, maintenance_api.GetServerInfoRequest())
+    return ServerInfo(version=answer.version, store_uid=answer.store_uid)
 
 
 class Client(ClientCollection):
@@ -119,12 +126,9 @@ class Client(ClientCollection):
         """Returns what the server is.
 
         Raises:
-            UnavailableError: It does not answer.
+            UnavailableError: It does not answer, for longer than a restart takes.
         """
-        stub = MaintenanceServiceStub(self._connection.channel)
-        request = maintenance_api.GetServerInfoRequest()
-        answer = self._connection.call(stub.GetServerInfo, request)
-        return ServerInfo(version=answer.version, store_uid=answer.store_uid)
+        return _info(self._connection, self._connection.ask)
 
     def run(self, name: str) -> Run:
         """Returns the run called ``namespace/run``; asks the server nothing.

@@ -139,6 +139,7 @@ class RunRetention(RunBase):
         Raises:
             NotFoundError: There is no such run.
         """
+        self._get()  # of a server that comes back now, patiently: the next call is not
         request = api.ApplyRetentionRequest(name=self._name.resource)
         return list(self._decisions(request))
 
@@ -151,8 +152,7 @@ class RunRetention(RunBase):
 
     def _get(self) -> api.Run:
         request = api.GetRunRequest(name=self._name.resource)
-        with translated(self._connection.address):
-            return self._stub.GetRun(request, timeout=self._connection.timeout).run
+        return self._ask(self._stub.GetRun, request).run
 
     def _update(self, run: api.Run, paths: list[str], etag: str | None) -> RunInfo:
         run.name = self._name.resource

@@ -98,7 +98,7 @@ def connect(
 
 
 def _greeted(connection: Connection) -> ServerInfo:
-    """What the server is, told at once or not at all: who connects may have mistyped."""
+    """What the server is, told at once or not at all: who connects may mistype."""
     try:
         return _info(connection, connection.call)
     except UnavailableError as e:

@@ -71,7 +71,7 @@ def one_name(replicas: list[ServerProcess]) -> str:
 
 
 def tree_of_step(step: int) -> dict[str, Any]:
-    return {str(i): np.full(2 * MIB, step * 100 + i, np.int32) for i in range(4)}
+    return {str(i): np.full(MIB, step * 100 + i, np.int32) for i in range(4)}
 
 
 def assert_saved(run: store.Run, steps: int) -> None:

@@ -10,12 +10,16 @@ import tempfile
 import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from storesvc import server
 from storesvc.collecting import DEFAULT_INTERVAL, collecting
 from storesvc.errors import StoreError
+from storesvc.format import layout
+from storesvc.kvbucket import KvBucket
 from storesvc.statuses import WIRE, reason_name
+
+T = TypeVar("T")
 
 
 class StartError(Exception):
@@ -58,6 +62,24 @@ class EmbeddedServer:
         await self._stack.enter_async_context(collecting(store, DEFAULT_INTERVAL))
 
 
+def holds_store(root: str) -> bool:
+    """Returns whether a store is at a root; makes none.
+
+    Raises:
+        StartError: The root is not a URI of a storage we know, or the storage does
+            not answer.
+    """
+
+    async def look() -> bool:
+        bucket = await KvBucket.open(root)
+        return await bucket.read(layout.STORE) is not None
+
+    try:
+        return _run(look())
+    except StoreError as e:
+        raise StartError(e) from e
+
+
 _starting = threading.Lock()
 _loops: list[asyncio.AbstractEventLoop] = []
 
@@ -73,5 +95,5 @@ def _loop() -> asyncio.AbstractEventLoop:
         return _loops[0]
 
 
-def _run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
 from storesvc import storages
+from tests.command_line import document, refusal
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Status, Truncate
 from tests.gcs_calls import BUCKET, GcsCalls
@@ -192,6 +193,27 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
 
         gcs.clear()
         assert 1 == run.latest().step
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("ls",), ("ls", "a/b"), ("tree", "a/b@1"), ("get", "a/b@1:x"), ("du",), ("gc",)],
+)
+def test_looking_at_a_bucket_without_a_store_makes_none(
+    gcs: FakeGcs, root: str, arguments: tuple[str, ...]
+) -> None:
+    said = refusal(f"{root}?concurrency=9", *arguments)
+
+    assert said.startswith(f"{root} holds no store; expected the root of one, which a")
+    assert {"GET"} == {asked.method for asked in gcs.log}
+
+
+def test_a_store_in_a_bucket_needs_no_server(gcs: FakeGcs, root: str) -> None:
+    del gcs
+    with store.connect(root) as client:
+        client.run("prod/tiny").save(3, {"w": 1}).result()
+
+    assert ["prod/tiny"] == [run["name"] for run in document(root, "ls")]
 
 
 def test_without_the_packages_of_a_bucket_it_is_told_which_to_install(

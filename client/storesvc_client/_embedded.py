@@ -1,5 +1,7 @@
 """The one door to the service: a server inside this process, when asked for."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from storesvc_client.errors import BY_REASON, InvalidRequestError
@@ -9,21 +11,43 @@ if TYPE_CHECKING:
 
 
 def start_embedded(root: str) -> "EmbeddedServer":
-    """Returns a started server over the store at a root.
+    """Returns a started server over the store at a root; one is made where none is.
 
     Raises:
         InvalidRequestError: The root is not a URI of a storage we know, or the
             server's packages are not installed.
         StoreError: The store cannot be opened.
     """
+    with _refused(root):
+        from storesvc.embedded import EmbeddedServer
+
+        return EmbeddedServer(root)
+
+
+def holds_store(root: str) -> bool:
+    """Returns whether a store is at a root; none is made.
+
+    Raises:
+        InvalidRequestError: As of ``start_embedded``.
+        StoreError: The storage does not answer.
+    """
+    with _refused(root):
+        from storesvc import embedded
+
+        return embedded.holds_store(root)
+
+
+@contextmanager
+def _refused(root: str) -> Generator[None]:
+    """Raises our error for what the service inside refuses, or lacks."""
     try:
-        from storesvc.embedded import EmbeddedServer, StartError
+        from storesvc.embedded import StartError
     except ModuleNotFoundError as e:
         raise InvalidRequestError(
             f"store {root!r}: an embedded store needs {e.name}; "
             "pip install 'storesvc[server]'"
         ) from e
     try:
-        return EmbeddedServer(root)
+        yield
     except StartError as e:
         raise BY_REASON[e.reason](str(e), reason=e.reason, metadata=e.metadata) from e

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 DEFAULT_TARGET: Final = "127.0.0.1:7070"
 
+_BUCKETS: Final = ("gs",)
+"""Schemes of roots in buckets."""
+
 _LIBRARIES: Final = {
     # NumPy would start a thread a core for linear algebra, which no command does: with
     # it that is a tenth of the time that ``ls`` takes.
@@ -49,14 +52,14 @@ class Connection:
         """Returns a client of the store, to be used as a context manager.
 
         Raises:
-            Refusal: There is no store in that directory; none is made.
+            Refusal: There is no store at that root; none is made.
             StoreError: The store cannot be reached.
         """
         import storesvc_client
 
-        self._check_directory()
         # Much is imported, and all of it stays.
         with collector_paused(), _libraries_told():
+            self._check_root()
             return storesvc_client.connect(
                 self.target,
                 ca=self.ca,
@@ -66,16 +69,24 @@ class Connection:
                 timeout=self.timeout,
             )
 
-    def _check_directory(self) -> None:
-        """Refuses a directory without a store: opening it would make one there."""
+    def _check_root(self) -> None:
+        """Refuses a root without a store: opening it would make one there."""
         url = urlsplit(self.target)
         if url.scheme == "file" and not url.netloc:
-            root = Path(unquote(url.path))
-            if not (root / STORE).exists():
-                raise Refusal(
-                    f"{root} holds no store; expected the root of one, which a first "
-                    "save or storectl serve makes"
-                )
+            root = str(Path(unquote(url.path)))
+            is_store = (Path(root) / STORE).exists()
+        elif url.scheme in _BUCKETS:
+            from storesvc_client._embedded import holds_store
+
+            root = self.target.partition("?")[0]
+            is_store = holds_store(self.target)
+        else:
+            return
+        if not is_store:
+            raise Refusal(
+                f"{root} holds no store; expected the root of one, which a first "
+                "save or storectl serve makes"
+            )
 
 
 @contextmanager

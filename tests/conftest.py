@@ -1,9 +1,11 @@
 """Fixtures: real server processes over fresh file stores, and clients of them."""
 
+import asyncio
 import itertools
 import os
 import random
 import signal
+import uuid
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +19,7 @@ from hypothesis import settings
 
 import storesvc_client as store
 from storesvc.format.names import RunName
+from storesvc.kvbucket import KvBucket
 from tests.contract import Writer
 from tests.fake_gcs import FakeGcs
 from tests.gcs_calls import BUCKET
@@ -101,24 +104,57 @@ def start_server(
         server.kill()
 
 
+GIVEN_BUCKET = os.environ.get("STORESVC_TEST_BUCKET", "").rstrip("/")
+"""The root below which ``make test-gcs`` has us work in a real bucket; empty: we
+emulate one."""
+
+_BELOW = (
+    f"{GIVEN_BUCKET}/{uuid.uuid4().hex}" if GIVEN_BUCKET else f"gs://{BUCKET}/roots"
+)
 _roots = itertools.count()
 
 
 def gcs_root() -> str:
-    """Returns the root of a store that no other test uses, in the emulated bucket."""
-    return f"gs://{BUCKET}/roots/{next(_roots)}"
+    """Returns the root of a store that no other test uses, in a bucket."""
+    return f"{_BELOW}/{next(_roots)}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips, on a real bucket, what only an emulator can do."""
+    if GIVEN_BUCKET:
+        skip = pytest.mark.skip(reason="only the emulator fails, and tells, as asked")
+        for item in items:
+            if item.get_closest_marker("emulated"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
 def gcs() -> Iterator[FakeGcs]:
     """A storage that the whole suite shares; where TensorStore finds it, and so do the
-    processes that a test starts."""
+    processes that a test starts. For tests that are marked ``emulated``."""
+    assert not GIVEN_BUCKET, "mark the test as emulated"
     patch = pytest.MonkeyPatch()
     with FakeGcs(buckets=[BUCKET]) as emulator:
         patch.setenv("TENSORSTORE_GCS_HTTP_URL", emulator.url)
         patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "any")
         yield emulator
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def bucket_storage(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Has ``gcs_root`` lead to a storage: the emulator, or the bucket that is given, in
+    which nothing is left."""
+    if not GIVEN_BUCKET:
+        request.getfixturevalue("gcs")
+        yield
+        return
+
+    async def empty() -> None:
+        await (await KvBucket.open(_BELOW)).delete_below("")
+
+    yield
+    asyncio.run(empty())
 
 
 @pytest.fixture(scope="module")

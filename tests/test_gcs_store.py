@@ -1,6 +1,9 @@
 """A store in a bucket: it does what a store on disk does, and outlasts a network."""
 
+import asyncio
+import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,21 +16,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
 from storesvc import storages
+from storesvc.kvbucket import KvBucket
 from tests.command_line import document, refusal
-from tests.conftest import gcs_root
+from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Status, Truncate
-from tests.gcs_calls import BUCKET, GcsCalls
 from tests.server_process import EndedError, ServerProcess
 
 MIB = 1 << 20
 
 
 @pytest.fixture
-def root(gcs: FakeGcs) -> Iterator[str]:
+def root(bucket_storage: None, request: pytest.FixtureRequest) -> Iterator[str]:
     """The root of a fresh store."""
-    gcs.clear()
+    if GIVEN_BUCKET:
+        yield gcs_root()
+        return
+    emulator: FakeGcs = request.getfixturevalue("gcs")
+    emulator.clear()
     yield gcs_root()
-    gcs.clear()
+    emulator.clear()
 
 
 @pytest.fixture(params=["embedded", "served"])
@@ -64,6 +71,7 @@ def assert_equal(tree: dict[str, Any], found: dict[str, Any]) -> None:
         assert np.array_equal(leaf, found[key])
 
 
+@pytest.mark.emulated
 def test_a_tree_comes_back_and_is_written_once(
     client: store.Client, gcs: FakeGcs
 ) -> None:
@@ -80,6 +88,7 @@ def test_a_tree_comes_back_and_is_written_once(
     assert run.verify(1).ok
 
 
+@pytest.mark.emulated
 def test_what_did_not_change_is_not_written_again(
     client: store.Client, gcs: FakeGcs
 ) -> None:
@@ -94,9 +103,8 @@ def test_what_did_not_change_is_not_written_again(
 
 
 def test_a_client_in_the_process_and_a_server_share_a_store(
-    root: str, tmp_path: Path, gcs: FakeGcs
+    root: str, tmp_path: Path
 ) -> None:
-    del gcs
     server = ServerProcess(tmp_path, tmp_path, uri=root)
     server.start()
     tree = sharded(64)
@@ -108,13 +116,11 @@ def test_a_client_in_the_process_and_a_server_share_a_store(
     server.kill()
 
 
-def test_what_is_purged_leaves_the_bucket(
-    client: store.Client, root: str, gcs: FakeGcs
-) -> None:
+def test_what_is_purged_leaves_the_bucket(client: store.Client, root: str) -> None:
     run = client.run("tests/gcs")
     for step in (1, 2):
         run.save(step, sharded(64), base=None).result()
-    objects = names(gcs, root)
+    objects = places(root)
 
     run.delete(1, purge_delay=timedelta(0))
     run.purge(1)
@@ -122,35 +128,44 @@ def test_what_is_purged_leaves_the_bucket(
         pass
 
     assert run.verify(2).ok
-    left = names(gcs, root)
+    left = places(root)
     assert len(left) < len(objects)
-    pools = [name for name in objects if "/pool/" in name]
-    assert 2 * len([name for name in left if "/pool/" in name]) == len(pools)
+    pools = [place for place in objects if "/pool/" in place]
+    assert 2 * len([place for place in left if "/pool/" in place]) == len(pools)
 
 
-def names(gcs: FakeGcs, root: str) -> list[str]:
-    """The names of the objects below a root."""
-    prefix = root.removeprefix(f"gs://{BUCKET}/") + "/"
-    with GcsCalls(gcs.url) as calls:
-        return [item["name"] for item in calls.list(prefix=prefix).document["items"]]
+def places(root: str) -> list[str]:
+    """What is stored below a root."""
+
+    async def listed() -> list[str]:
+        return await (await KvBucket.open(root)).list("")
+
+    return asyncio.run(listed())
 
 
-def test_a_flipped_bit_in_an_object_is_told(
-    client: store.Client, root: str, gcs: FakeGcs
-) -> None:
+def test_a_flipped_bit_in_an_object_is_told(client: store.Client, root: str) -> None:
     run = client.run("tests/gcs")
     run.save(1, sharded(64)).result()
-    with GcsCalls(gcs.url) as calls:
-        pool = [name for name in names(gcs, root) if "/pool/" in name]
-        largest = max(pool, key=lambda name: len(calls.read(name).body))
-        data = bytearray(calls.read(largest).body)
+
+    async def flip() -> None:
+        bucket = await KvBucket.open(root)
+        pool = [place for place in await bucket.list("") if "/pool/" in place]
+        files = {place: await bucket.read(place) for place in pool}
+        sizes = {place: len(file.data) for place, file in files.items() if file}
+        largest = max(sizes, key=lambda place: sizes[place])
+        file = files[largest]
+        assert file is not None
+        data = bytearray(file.data)
         data[len(data) // 2] ^= 1
-        calls.upload(largest, bytes(data))
+        await bucket.write(largest, bytes(data))
+
+    asyncio.run(flip())
 
     with pytest.raises(store.DataLossError):
         run.restore(1)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("action", [Status(429), Status(503), Reset(), Lost()])
 def test_a_save_outlasts_what_fails_in_passing(
     client: store.Client, gcs: FakeGcs, action: Any
@@ -167,6 +182,7 @@ def test_a_save_outlasts_what_fails_in_passing(
     assert run.verify(1).ok
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("action", [Status(503), Reset(), Truncate(100)])
 def test_a_restore_outlasts_what_fails_in_passing(
     client: store.Client, gcs: FakeGcs, action: Any
@@ -179,6 +195,7 @@ def test_a_restore_outlasts_what_fails_in_passing(
     assert_equal(tree, run.restore(1, like=tree))
 
 
+@pytest.mark.emulated
 def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
     gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +212,7 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
         assert 1 == run.latest().step
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     "arguments",
     [("ls",), ("ls", "a/b"), ("tree", "a/b@1"), ("get", "a/b@1:x"), ("du",), ("gc",)],
@@ -208,8 +226,7 @@ def test_looking_at_a_bucket_without_a_store_makes_none(
     assert {"GET"} == {asked.method for asked in gcs.log}
 
 
-def test_a_store_in_a_bucket_needs_no_server(gcs: FakeGcs, root: str) -> None:
-    del gcs
+def test_a_store_in_a_bucket_needs_no_server(root: str) -> None:
     with store.connect(root) as client:
         client.run("prod/tiny").save(3, {"w": 1}).result()
 
@@ -217,23 +234,39 @@ def test_a_store_in_a_bucket_needs_no_server(gcs: FakeGcs, root: str) -> None:
 
 
 def test_without_the_packages_of_a_bucket_it_is_told_which_to_install(
-    gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
+    root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del gcs
     monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
     with pytest.raises(store.InvalidRequestError, match=r"storesvc\[server,gcs\]"):
         store.connect(root)
 
 
 def test_what_cannot_be_a_store_is_refused_in_a_sentence(
-    gcs: FakeGcs, tmp_path: Path
+    root: str, tmp_path: Path
 ) -> None:
-    del gcs
-    with pytest.raises(store.InvalidRequestError, match="gs://nowhere/x: expected a b"):
-        store.connect("gs://nowhere/x")
+    nowhere = f"gs://storesvc-{uuid.uuid4().hex}/x"
+    with pytest.raises(store.InvalidRequestError, match=f"{nowhere}: expected a buck"):
+        store.connect(nowhere)
     with pytest.raises(store.InvalidRequestError, match="concurrency=1 to"):
-        store.connect(f"gs://{BUCKET}/x?concurrency=0")
-    server = ServerProcess(tmp_path, tmp_path, uri="gs://nowhere/x")
+        store.connect(f"{root}?concurrency=0")
+    server = ServerProcess(tmp_path, tmp_path, uri=nowhere)
     with pytest.raises(EndedError, match="expected a bucket that exists"):
         server.start()
     assert "Traceback" not in server.log
+
+
+@pytest.mark.skipif(not GIVEN_BUCKET, reason="takes a minute: make test-gcs")
+def test_the_demo_holds_in_a_bucket(root: str, tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, tmp_path, uri=root)
+    server.start()
+    command = [sys.executable, "-m", "storesvc_client.cli", "demo"]
+
+    demo = subprocess.run(
+        [*command, "--store", server.address],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert 0 == demo.returncode, demo.stdout + demo.stderr
+    server.kill()

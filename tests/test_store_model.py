@@ -50,7 +50,7 @@ from storesvc.uploads import NewUpload
 from storesvc.watching import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
-from tests.conftest import gcs_root
+from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.contract import elements, frame, mixed_sums, received, tree_of
 from tests.faulty_bucket import DiedError, Fault, FaultyBucket, at_change, no_faults
 from tests.store_model import CHUNKS, Checkpoint, Hold, Model, Upload
@@ -770,13 +770,17 @@ TestStore.settings = settings(
 
 
 class GcsStoreMachine(StoreMachine):
-    """Does so in an emulated bucket."""
+    """Does so in a bucket."""
 
     def root(self) -> str:
         return gcs_root()
 
 
-TestGcsStore = pytest.mark.usefixtures("gcs")(GcsStoreMachine.TestCase)
+TestGcsStore = pytest.mark.usefixtures("bucket_storage")(GcsStoreMachine.TestCase)
 TestGcsStore.settings = settings(
-    max_examples=8, stateful_step_count=40, deadline=None, print_blob=True
+    # a real bucket takes half a minute for one
+    max_examples=2 if GIVEN_BUCKET else 8,
+    stateful_step_count=40,
+    deadline=None,
+    print_blob=True,
 )

@@ -15,15 +15,20 @@ __all__ = ["saved"]
 def saved(
     steps: Iterable[tuple[EasyDeLState, Step]], run: Run, *, every: int
 ) -> Iterator[Event]:
-    """Yields the steps, and what becomes of the saves made every so many of them."""
+    """Yields the steps, and what becomes of the saves made every so many of them.
+
+    One that is due while another is under way is left out: where the storage is slow,
+    the job would be killed within a save, which is not what is shown.
+    """
     pending: Save | None = None
     for state, step in steps:
         yield step
-        due = step.step % every == 0
-        if pending is not None and (due or pending.done()):
+        is_due = step.step % every == 0
+        is_busy = pending is not None and not pending.done()
+        if pending is not None and (is_due or not is_busy):
             yield _committed(pending)
             pending = None
-        if due:
+        if is_due and not is_busy:
             pending, begun = _begin(run, state, step)
             yield begun
     if pending is not None:

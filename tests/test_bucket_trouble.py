@@ -1,0 +1,140 @@
+"""A bucket on Google Cloud Storage in trouble: what passes is outlasted, what does not
+is told soon, and names the bucket."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeAlias
+
+import pytest
+
+from storesvc.errors import StorageUnavailableError, StoreError
+from storesvc.kvbucket import KvBucket
+from tests.conftest import gcs_root
+from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Lost, Reset, Stall, Status
+from tests.gcs_calls import BUCKET
+
+Test: TypeAlias = Callable[[KvBucket], Coroutine[Any, Any, None]]
+Within: TypeAlias = Callable[[Test], None]
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.fixture
+def root(gcs: FakeGcs) -> Iterator[str]:
+    """Of a fresh store."""
+    gcs.clear()
+    yield gcs_root()
+    gcs.clear()
+
+
+@pytest.fixture
+def within(root: str) -> Within:
+    """Runs a test within an event loop, on a fresh bucket."""
+
+    def run(test: Test) -> None:
+        async def main() -> None:
+            await test(await KvBucket.open(root))
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_a_conflict_that_a_lost_answer_made_up_deletes_what_it_should(
+    within: Within, gcs: FakeGcs
+) -> None:
+    async def test(bucket: KvBucket) -> None:
+        generation = await bucket.write("a", b"1")
+        gcs.fault("DELETE .*/a", Lost())
+        await bucket.delete("a", generation=generation)
+        assert await bucket.read("a") is None
+
+    within(test)
+
+
+def test_what_fails_in_passing_is_tried_again(within: Within, gcs: FakeGcs) -> None:
+    async def test(bucket: KvBucket) -> None:
+        for action in (Status(429), Status(503), Reset()):
+            gcs.fault("POST /upload", action, times=2)
+            await bucket.write("a", b"1")
+            gcs.fault("GET .*/a", action, times=2)
+            stored = await bucket.read("a")
+            assert stored is not None
+
+    within(test)
+
+
+def test_what_fails_for_good_is_told_soon_and_names_the_bucket(
+    within: Within, gcs: FakeGcs, root: str
+) -> None:
+    async def test(bucket: KvBucket) -> None:
+        began = time.monotonic()
+        gcs.fault("POST /upload", Status(503), times=ALWAYS)
+        with pytest.raises(StorageUnavailableError, match=f"{root}/a: "):
+            await bucket.write("a", b"1")
+        assert time.monotonic() - began < 30
+
+    within(test)
+
+
+def test_a_storage_that_does_not_answer_is_given_up(
+    within: Within,
+    gcs: FakeGcs,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(bucket: KvBucket) -> None:
+        monkeypatch.setattr("storesvc.kvbucket.ANSWER_SECONDS", 0.2)
+        gcs.fault("GET .*/a", Stall(), times=ALWAYS)
+        with pytest.raises(StorageUnavailableError, match="did not answer in time"):
+            await bucket.read("a")
+
+    within(test)
+
+
+def test_who_may_not_is_told_so(within: Within, gcs: FakeGcs, root: str) -> None:
+    async def test(bucket: KvBucket) -> None:
+        gcs.deny(BUCKET)
+        try:
+            with pytest.raises(StorageUnavailableError, match="credentials"):
+                await bucket.read("a")
+            with pytest.raises(StorageUnavailableError, match="credentials"):
+                await KvBucket.open(root)
+        finally:
+            gcs.allow(BUCKET)
+
+    within(test)
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_list_whose_page_is_refused_is_no_list(
+    within: Within, gcs: FakeGcs, code: int, after: int
+) -> None:
+    """TensorStore's own is then what came before."""
+
+    async def test(bucket: KvBucket) -> None:
+        names = [f"a/{n:04}" for n in range(1100)]
+        await asyncio.gather(*(bucket.write(name, b"") for name in names))
+        gcs.fault(r"GET /storage/v1/b/[^/]*/o\?", Status(code), after=after)
+        with pytest.raises(StoreError):
+            await bucket.list("a/")
+        assert names == await bucket.list("a/")
+        gcs.fault(r"GET /storage/v1/b/[^/]*/o\?", Status(code), after=after)
+        with pytest.raises(StoreError):
+            await bucket.delete_below("a/")
+        assert names == await bucket.list("a/")
+
+    within(test)
+
+
+def test_as_many_requests_as_asked_are_under_way(root: str, gcs: FakeGcs) -> None:
+    async def test(root: str, reads: int) -> float:
+        bucket = await KvBucket.open(root)
+        gcs.fault("GET .*/slow", Delay(0.3), times=ALWAYS)
+        began = time.monotonic()
+        await asyncio.gather(*(bucket.read(f"slow/{n}") for n in range(reads)))
+        return time.monotonic() - began
+
+    assert asyncio.run(test(root, 64)) < 4 * 0.3
+    assert asyncio.run(test(f"{root}?concurrency=2", 8)) >= 4 * 0.3

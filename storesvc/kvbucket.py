@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import tensorstore as ts
 
+from storesvc import deadlines
 from storesvc.bucket import (
     ALWAYS,
     IF_ABSENT,
@@ -22,19 +23,14 @@ from storesvc.directories import Directories
 from storesvc.errors import CorruptDataError
 from storesvc.format.checksums import Buffer
 from storesvc.framing import Part, cut
+from storesvc.gathering import each
 from storesvc.gcs_lists import GcsLists
 from storesvc.local_reads import LocalReads
 from storesvc.storage_errors import translated
-from storesvc.storages import Storage, storage_at
+from storesvc.storages import CONCURRENCY, GCS_DRIVERS, Storage, storage_at
 from storesvc.ticks import Ticks
 
 T = TypeVar("T")
-
-ANSWER_SECONDS: Final = 60.0
-"""How long a storage on the network may take to answer, retries included ..."""
-
-LEAST_BYTES_PER_SECOND: Final = 1 << 20
-"""... and how slowly bytes may come and go meanwhile."""
 
 _DELETE_TRIES: Final = 3
 
@@ -86,19 +82,17 @@ class KvBucket:
             {"cache_pool": {"total_bytes_limit": 0}, **storage.context}
         )
         with translated(storage, ""):
-            store = await ts.KvStore.open(dict(storage.spec), context=context)
-        lists = await GcsLists.of(storage)
-        if lists is not None:
+            opening = ts.KvStore.open(dict(storage.spec), context=context)
+            store = await deadlines.answer(storage, opening)
+        lists = None
+        if storage.spec["driver"] in GCS_DRIVERS:
+            lists = await GcsLists.of(storage)
             await lists.check_bucket()
         return cls(Opened(storage, store, context, lists))
 
     async def _answer(self, asked: Awaitable[T], *, size_bytes: int = 0) -> T:
         """Waits for the storage as long as it may take."""
-        if not self._storage.is_remote:
-            return await asked
-        seconds = ANSWER_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
-        async with asyncio.timeout(seconds):
-            return await asked
+        return await deadlines.answer(self._storage, asked, size_bytes=size_bytes)
 
     async def read(self, place: str) -> Stored | None:
         with translated(self._storage, place):
@@ -214,7 +208,7 @@ class KvBucket:
         if self._lists is not None:
             # TensorStore's own begins with one of its lists
             names = await self._lists.names(prefix)
-            await asyncio.gather(*(self.delete(name) for name in names))
+            await each(self.delete, names, at_once=CONCURRENCY)
             return
         with translated(self._storage, prefix):
             await self._root.delete_range(_below(prefix))
@@ -298,18 +292,19 @@ class KeySpace:
     async def exists(self) -> bool:
         """Returns whether it is there."""
         with translated(self._storage, self._place):
-            result = await self._manifest.read("manifest.ocdbt")
+            asked = self._manifest.read("manifest.ocdbt")
+            result = await deadlines.answer(self._storage, asked)
         return result.state == "value"
 
     def _places(self) -> dict[str, Place]:
         with translated(self._storage, self._place):
-            manifest = ts.ocdbt.dump(self._manifest, context=self._context).result()
+            manifest = self._dumped(self._manifest, None)
             location = manifest["versions"][-1]["root"].get("location")
             return {} if location is None else dict(self._values(location, b""))
 
     def _values(self, location: str, prefix: bytes) -> Iterator[tuple[str, Place]]:
         """Walks the B-tree below a node."""
-        node = ts.ocdbt.dump(self._pool, location, context=self._context).result()
+        node = self._dumped(self._pool, location)
         for entry in node["entries"]:
             if "location" in entry:
                 below = prefix + entry.get("subtree_common_prefix", b"")
@@ -317,6 +312,11 @@ class KeySpace:
             else:
                 key = (prefix + entry["key"]).decode()
                 yield key, _parse_place(entry["indirect_value"])
+
+    def _dumped(self, base: "ts.KvStore", location: str | None) -> Any:
+        """The root below a base, or one of its nodes."""
+        dump = ts.ocdbt.dump(base, location, context=self._context)
+        return dump.result(timeout=deadlines.seconds_of(self._storage))
 
     def opened(self) -> "ts.KvStore":
         """Returns TensorStore's view of it."""

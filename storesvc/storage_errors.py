@@ -24,6 +24,8 @@ _DAMAGE: Final = (
 """What messages begin with that tell of damaged or missing bytes."""
 
 _DENIED: Final = ("PERMISSION_DENIED", "UNAUTHENTICATED")
+_UNKNOWN: Final = "http_response_code='401'"
+"""Says which of both it is, where the status code does not."""
 
 
 @contextmanager
@@ -54,12 +56,28 @@ def _error(storage: Storage, place: str, text: str) -> StoreError:
     if is_full or "No space left" in text:
         return StorageFullError(f"{place}: the storage is full; free space and retry")
     if text.startswith(_DENIED):
-        return StorageUnavailableError(
-            f"{place}: the storage lets these credentials do nothing there "
-            f"({told}); give them the role of an object user on {storage.name}"
-        )
+        why = told.partition(": ")[2]
+        if _UNKNOWN in text:
+            return unaccepted(place, why)
+        return denied(storage, place, why)
     if text.startswith(_DAMAGE):
         return CorruptDataError(
             f"{place} is damaged or cut off ({told}); use another checkpoint"
         )
     return StorageUnavailableError(f"{place}: the storage failed: {told}")
+
+
+def denied(storage: Storage, place: str, told: str) -> StorageUnavailableError:
+    """Returns what is said where the storage knows who asks, and lets them not."""
+    return StorageUnavailableError(
+        f"{place}: the storage denies this to our credentials ({told}); give them the "
+        f"role of an object user on {storage.name}"
+    )
+
+
+def unaccepted(place: str, told: str) -> StorageUnavailableError:
+    """Returns what is said where the storage does not know who asks."""
+    return StorageUnavailableError(
+        f"{place}: the storage does not accept our credentials ({told}); renew them, "
+        "and see that their account exists and the clock is right"
+    )

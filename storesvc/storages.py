@@ -26,7 +26,9 @@ RETRIES: Final[dict[str, Any]] = {
 """Of a request that fails in passing, each later than the one before, with jitter.
 TensorStore's own 32 retries outlast every deadline."""
 
-_DRIVERS: Final = ("gcs", "gcs_grpc")
+GCS_DRIVERS: Final = ("gcs", "gcs_grpc")
+"""TensorStore's of Google Cloud Storage: over HTTP, and over gRPC."""
+
 _LEAST_NAME: Final = 3
 
 
@@ -75,10 +77,10 @@ def _local(root: str, spec: Mapping[str, Any]) -> Storage:
 
 def _gcs(root: str, url: SplitResult) -> Storage:
     options = dict(parse_qsl(url.query, keep_blank_values=True))
-    driver = options.pop("driver", _DRIVERS[0])
-    if driver not in _DRIVERS:
+    driver = options.pop("driver", GCS_DRIVERS[0])
+    if driver not in GCS_DRIVERS:
         raise InvalidFieldError(
-            f"root {root!r}: expected driver={' or driver='.join(_DRIVERS)}, got "
+            f"root {root!r}: expected driver={' or driver='.join(GCS_DRIVERS)}, got "
             f"{driver!r}"
         )
     concurrency = options.pop("concurrency", str(CONCURRENCY))

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from storesvc import deadlines
 from storesvc.errors import StorageUnavailableError, StoreError
 from storesvc.kvbucket import KvBucket
 from tests.conftest import gcs_root
@@ -84,7 +85,7 @@ def test_a_storage_that_does_not_answer_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test(bucket: KvBucket) -> None:
-        monkeypatch.setattr("storesvc.kvbucket.ANSWER_SECONDS", 0.2)
+        monkeypatch.setattr(deadlines, "ANSWER_SECONDS", 0.2)
         gcs.fault("GET .*/a", Stall(), times=ALWAYS)
         with pytest.raises(StorageUnavailableError, match="did not answer in time"):
             await bucket.read("a")
@@ -92,18 +93,49 @@ def test_a_storage_that_does_not_answer_is_given_up(
     within(test)
 
 
-def test_who_may_not_is_told_so(within: Within, gcs: FakeGcs, root: str) -> None:
+REFUSALS = [
+    (Status(403, message="no storage.objects.get access"), "denies this to our cred"),
+    (Status(401, message="Invalid Credentials"), "does not accept our credentials"),
+    (Status(401, message="RequestTimeTooSkewed"), "the clock is right"),
+    (Status(400, message="Bucket is a requester pays bucket"), "the storage failed: "),
+]
+
+
+@pytest.mark.parametrize(("refusal", "said"), REFUSALS)
+def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
+    within: Within, gcs: FakeGcs, root: str, refusal: Status, said: str
+) -> None:
     async def test(bucket: KvBucket) -> None:
-        gcs.deny(BUCKET)
-        try:
-            with pytest.raises(StorageUnavailableError, match="credentials"):
-                await bucket.read("a")
-            with pytest.raises(StorageUnavailableError, match="credentials"):
-                await KvBucket.open(root)
-        finally:
-            gcs.allow(BUCKET)
+        for ask in (
+            lambda: bucket.read("a/b"),
+            lambda: bucket.read_range("a/b", 0, 1),
+            lambda: bucket.write("a/b", b""),
+            lambda: bucket.delete("a/b"),
+            lambda: bucket.list("a/b"),
+            lambda: KvBucket.open(root),
+        ):
+            gcs.clear()
+            gcs.fault(".", refusal, times=ALWAYS)
+            with pytest.raises(StorageUnavailableError) as told:
+                await ask()
+            sentence = str(told.value)
+            assert sentence.startswith(f"{root}/")
+            assert said in sentence
+            # a token that is given cannot be renewed, which is what lists then say
+            assert refusal.message in sentence or "refresh the access tok" in sentence
+            # Google's client asks, aside, about the bucket
+            assert len([asked for asked in gcs.log if "/o" in asked.target]) <= 2
 
     within(test)
+
+
+def test_a_bucket_of_others_is_refused(gcs: FakeGcs, root: str) -> None:
+    gcs.deny(BUCKET)
+    try:
+        with pytest.raises(StorageUnavailableError, match=f"object user on {root}"):
+            asyncio.run(KvBucket.open(root))
+    finally:
+        gcs.allow(BUCKET)
 
 
 @pytest.mark.parametrize("code", [400, 401, 403, 404])
@@ -138,3 +170,59 @@ def test_as_many_requests_as_asked_are_under_way(root: str, gcs: FakeGcs) -> Non
 
     assert asyncio.run(test(root, 64)) < 4 * 0.3
     assert asyncio.run(test(f"{root}?concurrency=2", 8)) >= 4 * 0.3
+
+
+def test_a_storage_that_wants_fewer_requests_gets_fewer_and_then_does_them_all(
+    within: Within, gcs: FakeGcs
+) -> None:
+    """Retries come later each time, so that a bucket can grow into its load."""
+    reads, busy_seconds = 32, 1.0
+
+    async def test(bucket: KvBucket) -> None:
+        await bucket.write("a/b", b"1")
+        gcs.fault("GET .*/a/b", Status(429), times=ALWAYS)
+        began = time.monotonic()
+        asked = [asyncio.ensure_future(bucket.read("a/b")) for _ in range(reads)]
+        await asyncio.sleep(busy_seconds)
+        refused = [entry for entry in gcs.log if entry.status == 429]
+        gcs.clear()
+
+        found = await asyncio.gather(*asked)
+
+        assert [b"1"] * reads == [stored and stored.data for stored in found]
+        # at 0, 0.1, 0.3 and 0.7 s, each a little later
+        assert reads <= len(refused) <= 5 * reads
+        assert time.monotonic() - began < 30
+
+    within(test)
+
+
+@pytest.mark.parametrize("target", ["manifest.ocdbt", "pool/"])
+def test_a_key_space_that_does_not_answer_is_given_up(
+    within: Within,
+    gcs: FakeGcs,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+) -> None:
+    async def test(bucket: KvBucket) -> None:
+        space = bucket.key_space(place="trees/a/", pool="pool/")
+        await asyncio.to_thread(lambda: space.opened().write("k", b"v" * 2000).result())
+        assert ["k"] == list(await space.places())
+        monkeypatch.setattr(deadlines, "ANSWER_SECONDS", 0.2)
+        gcs.fault(f"GET .*/{target}", Stall(), times=ALWAYS)
+        with pytest.raises(StorageUnavailableError, match="did not answer in time"):
+            await space.places()
+
+    within(test)
+
+
+def test_a_list_that_does_not_answer_is_given_up(
+    within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(bucket: KvBucket) -> None:
+        monkeypatch.setattr(deadlines, "ANSWER_SECONDS", 0.2)
+        gcs.fault("GET .*/o[?]", Delay(1), times=ALWAYS)
+        with pytest.raises(StorageUnavailableError, match="did not answer in time"):
+            await bucket.list("a/")
+
+    within(test)

@@ -8,7 +8,7 @@ from http.client import IncompleteRead
 
 import pytest
 
-from tests.fake_gcs import Delay, FakeGcs, Lost, Reset, Stall, Status, Truncate
+from tests.fake_gcs import Delay, FakeGcs, Lost, Reset, Stall, Status, Tokens, Truncate
 from tests.gcs_calls import BUCKET, OBJECTS, GcsCalls
 
 MiB = 1 << 20
@@ -128,7 +128,7 @@ def test_access_is_denied_until_it_is_allowed(gcs: FakeGcs, calls: GcsCalls) -> 
 
 def test_a_token_is_wanted_of_every_request() -> None:
     with (
-        FakeGcs(buckets=[BUCKET], token="secret") as gcs,
+        FakeGcs(buckets=[BUCKET], tokens=Tokens("secret")) as gcs,
         GcsCalls(gcs.url) as calls,
     ):
         assert 401 == calls.list().status

@@ -12,7 +12,7 @@ not know.
 |---|---|
 | contents, objects, listing | what is stored, and when it may change: no I/O |
 | messages, multipart | requests and answers as values |
-| parameters, resources, uploads, batches, json_api | what requests mean |
+| parameters, resources, uploads, batches, tokens, json_api | what requests mean |
 | faults, outcomes, log, control | what tests do to it |
 | http, server, emulator | the wire |
 """
@@ -28,6 +28,7 @@ from tests.fake_gcs.faults import (
     Truncate,
 )
 from tests.fake_gcs.log import Logged
+from tests.fake_gcs.tokens import Tokens
 
 __all__ = [
     "ALWAYS",
@@ -38,5 +39,6 @@ __all__ = [
     "Reset",
     "Stall",
     "Status",
+    "Tokens",
     "Truncate",
 ]

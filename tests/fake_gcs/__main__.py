@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from tests.fake_gcs.emulator import FakeGcs
 from tests.fake_gcs.server import listening, url_of
+from tests.fake_gcs.tokens import Tokens
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,7 +40,7 @@ def main() -> None:
     options = _parser().parse_args()
     gcs = FakeGcs(
         buckets=options.buckets,
-        token=options.token,
+        tokens=Tokens(options.token) if options.token else None,
         latency_seconds=options.latency,
         bytes_per_second=options.mbps * 1e6 / 8,
         seconds_between_writes=options.seconds_between_writes,

@@ -20,6 +20,7 @@ from tests.fake_gcs.json_api import JsonApi
 from tests.fake_gcs.log import Log, Logged
 from tests.fake_gcs.objects import Buckets
 from tests.fake_gcs.server import Server, listening, url_of
+from tests.fake_gcs.tokens import Tokens
 
 
 class FakeGcs:
@@ -35,7 +36,7 @@ class FakeGcs:
         self,
         *,
         buckets: Sequence[str] = (),
-        token: str | None = None,
+        tokens: Tokens | None = None,
         latency_seconds: float = 0.0,
         bytes_per_second: float = math.inf,
         seconds_between_writes: float = 0.0,
@@ -44,7 +45,7 @@ class FakeGcs:
 
         Args:
             buckets: The names of buckets to begin with.
-            token: The bearer token that every request has to show, if any.
+            tokens: The bearer tokens of which every request has to show one, if any.
             latency_seconds: How long every request waits before it is done.
             bytes_per_second: The rate of the network, in each direction, for all
                 connections together.
@@ -59,7 +60,7 @@ class FakeGcs:
         self._faults = Faults()
         self._log = Log()
         self._server = Server(
-            JsonApi(self._buckets, token=token),
+            JsonApi(self._buckets, tokens=tokens),
             Control(self._buckets, self._faults, self._log),
             faults=self._faults,
             log=self._log,

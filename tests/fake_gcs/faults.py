@@ -24,6 +24,7 @@ class Status:
 
     code: int
     retry_after_seconds: int | None = None
+    message: str = "A fault of the emulator."
 
     def __post_init__(self) -> None:
         HTTPStatus(self.code)  # refuses what is none

@@ -21,6 +21,7 @@ from tests.fake_gcs.objects import Bucket, Buckets, Conditions, StoredObject
 from tests.fake_gcs.parameters import PROPERTIES, conditions_of, properties_of
 from tests.fake_gcs.refusals import RefusedError
 from tests.fake_gcs.resources import bucket_document, media_answer, object_document
+from tests.fake_gcs.tokens import Tokens
 from tests.fake_gcs.uploads import Uploads
 
 MOST_LISTED: Final = 1000
@@ -35,15 +36,15 @@ _TARGET: Final = "b/([^/]+)/o/([^/]+)"
 class JsonApi:
     """Answers requests."""
 
-    def __init__(self, buckets: Buckets, *, token: str | None = None) -> None:
+    def __init__(self, buckets: Buckets, *, tokens: Tokens | None = None) -> None:
         """Answers from buckets.
 
         Args:
             buckets: What it is about.
-            token: The bearer token that every request has to show, if any.
+            tokens: The bearer tokens of which every request has to show one, if any.
         """
         self._buckets = buckets
-        self._token = token
+        self._tokens = tokens
         uploads = Uploads(buckets)
         routes: list[tuple[str, str, Callable[..., Answer]]] = [
             ("POST", _UPLOAD, uploads.begin),
@@ -64,8 +65,8 @@ class JsonApi:
 
     def answer(self, request: Request) -> Answer:
         """Does what a request asks for, or tells why not."""
-        given = request.headers.get("authorization")
-        if self._token is not None and given != f"Bearer {self._token}":
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._tokens is not None and not self._tokens.counts(given):
             return refusal(RefusedError(HTTPStatus.UNAUTHORIZED, "Invalid Credentials"))
         return self._answer_known(request)
 

@@ -49,7 +49,7 @@ def _sent(answer: Answer) -> Outcome:
 
 
 def _injected(action: Status) -> Answer:
-    document = error_document(action.code, "A fault of the emulator.")
+    document = error_document(action.code, action.message)
     answer = json_answer(document, status=action.code)
     if action.retry_after_seconds is None:
         return answer

@@ -1,0 +1,88 @@
+"""Google's own client of a bucket, and whose credentials it shows.
+
+Both clients, this one and TensorStore, look for credentials by themselves, in the same
+places: the file that GOOGLE_APPLICATION_CREDENTIALS names, gcloud's own, the metadata
+server of the machine or pod (workload identity). Where there are none TensorStore goes
+on as nobody, silently, so this one is asked first.
+"""
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from storesvc.errors import InvalidFieldError
+from storesvc.storages import Storage
+
+if TYPE_CHECKING:
+    from google.auth.transport import Request
+    from google.cloud.storage import Bucket
+
+ENDPOINT: Final = "TENSORSTORE_GCS_HTTP_URL"
+TOKEN: Final = "GOOGLE_AUTH_TOKEN_FOR_TESTING"  # noqa: S105 - a name
+"""What TensorStore reads from the environment: both must speak to the same storage."""
+
+SEARCH_SECONDS: Final = 5.0
+"""How long a metadata server may take to show that it is there. One that is not may
+look like one that is slow."""
+
+_SCOPES: Final = ("https://www.googleapis.com/auth/devstorage.read_write",)
+
+
+def bucket_of(storage: Storage) -> "Bucket":
+    """Returns the bucket of a storage; asks it nothing.
+
+    Raises:
+        InvalidFieldError: The packages that speak to it are not installed, or there
+            are no credentials.
+    """
+    try:
+        from google.auth.credentials import AnonymousCredentials
+        from google.cloud.storage import Client
+        from google.oauth2.credentials import Credentials
+    except ModuleNotFoundError as e:
+        raise InvalidFieldError(
+            f"root {storage.name}: a bucket needs {e.name}; pip install "
+            "'storesvc[server,gcs]'"
+        ) from e
+    endpoint, token = os.environ.get(ENDPOINT), os.environ.get(TOKEN)
+    options = {"api_endpoint": endpoint} if endpoint else None
+    if token is not None:
+        credentials = Credentials(token) if token else AnonymousCredentials()
+        client = Client("", credentials, client_options=options)
+    else:
+        found, project = _credentials(storage)
+        client = Client(project or "", found, client_options=options)
+    return client.bucket(storage.spec["bucket"])
+
+
+def _credentials(storage: Storage) -> tuple[Any, str | None]:
+    """Application Default Credentials, and the project that they are of."""
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+
+    try:
+        return google.auth.default(_SCOPES, request=_searching())
+    except DefaultCredentialsError as e:
+        raise InvalidFieldError(
+            f"root {storage.name}: expected Application Default Credentials, got none; "
+            "run `gcloud auth application-default login`, or let the workload have an "
+            "identity"
+        ) from e
+
+
+def _searching() -> "Request":
+    """Asks the metadata server, until the time for that is over."""
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.auth.transport.requests import Request
+
+    until = time.monotonic() + SEARCH_SECONDS
+
+    class Searching(Request):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DefaultCredentialsError("no metadata server answers")
+            kwargs["timeout"] = min(left, kwargs.get("timeout") or left)
+            return super().__call__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return Searching()

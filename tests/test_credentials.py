@@ -1,0 +1,116 @@
+"""Whose credentials a store in a bucket shows, and what it says where there are none.
+
+TensorStore looks for credentials once in a process, so servers of their own show them.
+Of service accounts' files it asks www.googleapis.com for a token, whatever address the
+file names: only ``make test-gcs`` sees those.
+"""
+
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import storesvc_client as store
+from storesvc import gcs_client
+from storesvc.errors import InvalidFieldError
+from storesvc.storages import storage_at
+from tests.conftest import gcs_root
+from tests.fake_gcs import FakeGcs, Tokens
+from tests.gcs_calls import BUCKET
+from tests.metadata_server import MetadataServer
+from tests.server_process import ServerProcess
+
+MARGIN_SECONDS = 60
+"""So long before its end a token is renewed by TensorStore; by google-auth, longer."""
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.fixture
+def tokens(
+    gcs: FakeGcs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Tokens]:
+    """Those that the storage wants to see; no process has any by itself."""
+    del gcs
+    tokens = Tokens()
+    with FakeGcs(buckets=[BUCKET], tokens=tokens) as strict:
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", strict.url)
+        monkeypatch.delenv("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+        monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+        monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+        yield tokens
+
+
+@pytest.fixture
+def metadata(tokens: Tokens) -> Iterator[MetadataServer]:
+    """Hands them out."""
+    with MetadataServer(tokens) as server:
+        yield server
+
+
+@pytest.fixture
+def client(tmp_path: Path, metadata: MetadataServer) -> Iterator[store.Client]:
+    """Of a server whose workload has an identity."""
+    metadata.lifetime_seconds = MARGIN_SECONDS + 1
+    server = ServerProcess(tmp_path, tmp_path, uri=gcs_root())
+    server.environment = metadata.environment
+    server.start()
+    with store.connect(server.address) as connected:
+        yield connected
+    server.kill()
+
+
+def test_a_workload_with_an_identity_needs_nothing_else_and_renews_its_tokens(
+    client: store.Client, metadata: MetadataServer
+) -> None:
+    run = client.run("tests/identity")
+    run.save(1, {"x": 1}).result()
+    first = metadata.handed_out
+
+    time.sleep(1.1)  # now they have to be renewed
+    metadata.tokens.revoke()
+    run.save(2, {"x": 2}).result()
+
+    assert metadata.handed_out >= first + 2  # one for each of the two clients
+    assert [2, 1] == [found.step for found in run.checkpoints()]
+    assert {"x": 2} == run.restore("latest")
+
+
+def test_credentials_that_are_revoked_are_told_in_a_sentence(
+    client: store.Client, metadata: MetadataServer
+) -> None:
+    run = client.run("tests/identity")
+    run.save(1, {"x": 1}).result()
+
+    metadata.has_account = False
+    metadata.tokens.revoke()
+
+    began = time.monotonic()
+    for ask in (lambda: run.checkpoint(1), lambda: list(run.checkpoints())):
+        with pytest.raises(store.UnavailableError, match="not accept our cred") as told:
+            ask()
+        assert re.match(f"gs://{BUCKET}/[^ ]*: ", str(told.value))
+        assert "\n" not in str(told.value)
+    assert time.monotonic() - began < 20
+
+    metadata.has_account = True
+    time.sleep(1.1)  # a token that still lasts is not renewed
+    assert 1 == run.latest().step
+
+
+def test_without_credentials_it_is_told_which_are_expected(
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where something swallows what is sent to a metadata server."""
+    del tokens
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        monkeypatch.setenv("GCE_METADATA_IP", f"{host}:{port}")
+        monkeypatch.setattr(gcs_client, "SEARCH_SECONDS", 0.3)
+        began = time.monotonic()
+        with pytest.raises(InvalidFieldError, match="expected Application Default Cr"):
+            gcs_client.bucket_of(storage_at(gcs_root()))
+    assert time.monotonic() - began < 5

@@ -28,10 +28,9 @@ from storesvc.errors import (
 )
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, HoldName, RunName
-from storesvc.format.seal import seal
 from storesvc.gathering import rows
 from storesvc.leases import MARGIN
-from storesvc.records import duration, read_record, timestamp
+from storesvc.records import duration, read_record, sealed, timestamp
 from storesvc.slots import CHECKPOINTS, COMMITTED, DELETED, PURGING
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -201,7 +200,7 @@ class Holds:
         """Writes a hold; None: it was written since it was read, be it by ourselves."""
         place = RunPlaces(name.run).hold(name.hold)
         try:
-            return await self._bucket.write(place, seal(record), condition=condition)
+            return await self._bucket.write(place, sealed(record), condition=condition)
         except PreconditionError:
             return None
 

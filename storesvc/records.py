@@ -1,8 +1,9 @@
 """Sealed records in the bucket: read, and changed without losing an answer."""
 
+import os
 from collections.abc import Awaitable
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -14,6 +15,8 @@ from storesvc.format.checksums import digest
 from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, seal, unseal
 
 T = TypeVar("T")
+
+_NONCE_BYTES: Final = 8
 
 
 async def read_record(
@@ -73,20 +76,24 @@ def sound(found: T | CorruptDataError) -> T:
     return found
 
 
+def sealed(record: Message) -> bytes:
+    """Returns the object that holds a record, unlike that of any other write."""
+    return seal(record, os.urandom(_NONCE_BYTES))
+
+
 async def write_record(
     bucket: Bucket, place: str, record: Message, *, condition: WriteCondition
 ) -> Generation:
     """Writes a record on a condition, and returns its generation.
 
-    The record MUST hold something that no other writer's has, such as a random id:
-    a storage that retries below us may report as a conflict what it has written
-    itself, and these bytes tell.
+    A storage that retries below us may report as a conflict what it has written
+    itself; the nonce of the seal tells.
 
     Raises:
         PreconditionError: The condition did not hold, and the place does not hold
             this very record.
     """
-    data = seal(record)
+    data = sealed(record)
     try:
         return await bucket.write(place, data, condition=condition)
     except PreconditionError:

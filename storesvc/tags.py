@@ -20,10 +20,9 @@ from storesvc.errors import ConflictError, CorruptDataError, TagProtectedError
 from storesvc.events import NOTHING
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
-from storesvc.format.seal import seal
 from storesvc.gathering import rows
 from storesvc.journal import Journal
-from storesvc.records import etag_of, timestamp, write_record
+from storesvc.records import etag_of, sealed, timestamp, write_record
 from storesvc.slots import CHECKPOINTS, COMMITTED, DELETED
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -187,7 +186,7 @@ class Tags:
         no longer take it back; None: it changed meanwhile."""
         place = RunPlaces(name.run).tag(name.tag)
         try:
-            return await self._bucket.write(place, seal(record), condition=generation)
+            return await self._bucket.write(place, sealed(record), condition=generation)
         except PreconditionError:
             return None
 

@@ -113,6 +113,8 @@ class Calls:
         """May be exchanged at any time."""
         self.changes = 0
         """How many changes were begun."""
+        self.conditional: set[tuple[str, bytes]] = set()
+        """What was to be written on a condition, and where."""
         self._is_dead = False
 
     def follow(self, plan: Plan) -> None:
@@ -175,6 +177,7 @@ class FaultyBucket(KvBucket):
         """Returns the same storage as another process sees it."""
         bucket = FaultyBucket(self.opened)
         bucket.calls = Calls(plan)
+        bucket.calls.conditional = self.calls.conditional
         return bucket
 
     async def read(self, place: str) -> Stored | None:
@@ -193,6 +196,10 @@ class FaultyBucket(KvBucket):
     async def write(
         self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
+        if condition is not ALWAYS:
+            # where generations are sums, it would be taken for the write before
+            assert (place, data) not in self.calls.conditional, f"{place} once more"
+            self.calls.conditional.add((place, data))
         write = super().write(place, data, condition=condition)
         return await self.calls.make(
             "write", place, write, changes=True, conditional=condition is not ALWAYS

@@ -4,10 +4,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
+from storesvc_proto.v1 import bucket_pb2 as pb
+
 
 def files(root: Path) -> dict[str, bytes]:
-    """Returns every file below a root."""
-    return {str(p): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+    """Returns every file below a root; of a record, all but its nonce, so that one that
+    is written again is as it was."""
+    return {str(p): _said(p) for p in root.rglob("*") if p.is_file()}
+
+
+def _said(file: Path) -> bytes:
+    data = file.read_bytes()
+    if file.suffix != ".binpb":
+        return data
+    try:
+        sealed = pb.Sealed.FromString(data)
+    except DecodeError:  # a table, say
+        return data
+    sealed.ClearField("nonce")
+    return sealed.SerializeToString(deterministic=True)
 
 
 @contextmanager

@@ -21,13 +21,19 @@ class FormatVersionError(ValueError):
     """An object of another version of the format."""
 
 
-def seal(record: Message) -> bytes:
-    """Returns the object that holds a record."""
+def seal(record: Message, nonce: bytes = b"") -> bytes:
+    """Returns the object that holds a record.
+
+    Args:
+        record: The record.
+        nonce: What no other write of the place has; needed of those on a condition.
+    """
     payload = record.SerializeToString(deterministic=True)
     return pb.Sealed(
         format_version=FORMAT_VERSION,
         crc32c=crc32c(payload, FORMAT_VERSION),
         payload=payload,
+        nonce=nonce,
     ).SerializeToString(deterministic=True)
 
 

@@ -111,6 +111,7 @@ class Sealed(google.protobuf.message.Message):
     FORMAT_VERSION_FIELD_NUMBER: builtins.int
     CRC32C_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
     format_version: builtins.int
     """The version of the bucket's format: 1. Readers MUST refuse others."""
     crc32c: builtins.int
@@ -119,14 +120,20 @@ class Sealed(google.protobuf.message.Message):
     """
     payload: builtins.bytes
     """The serialised record."""
+    nonce: builtins.bytes
+    """Random, of this one write. What is written on a condition MUST have one: on storages
+    whose generations are sums of contents (S3), the same bytes written again would be
+    the same generation, and who read the first write could not tell.
+    """
     def __init__(
         self,
         *,
         format_version: builtins.int = ...,
         crc32c: builtins.int = ...,
         payload: builtins.bytes = ...,
+        nonce: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["crc32c", b"crc32c", "format_version", b"format_version", "payload", b"payload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crc32c", b"crc32c", "format_version", b"format_version", "nonce", b"nonce", "payload", b"payload"]) -> None: ...
 
 Global___Sealed: typing_extensions.TypeAlias = Sealed
 

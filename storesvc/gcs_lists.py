@@ -8,9 +8,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from storesvc import deadlines
-from storesvc.errors import InvalidFieldError, StorageUnavailableError
+from storesvc.errors import StorageUnavailableError
 from storesvc.gcs_client import bucket_of
-from storesvc.storage_errors import denied, translated, unaccepted
+from storesvc.storage_errors import denied, no_bucket, translated, unaccepted
 from storesvc.storages import Storage
 
 if TYPE_CHECKING:
@@ -76,10 +76,7 @@ class GcsLists:
         except StorageUnavailableError as e:
             if not isinstance(e.__cause__, NotFound):
                 raise
-            raise InvalidFieldError(
-                f"root {self._storage.name}: expected a bucket that exists, got none "
-                "of this name; create it, or correct the name"
-            ) from e
+            raise no_bucket(self._storage) from e
 
     async def _page(self, pages: Any, prefix: str) -> list[str]:
         """The names of the next page; none: that was the last."""

@@ -1,8 +1,8 @@
 """A bucket, and the OCDBT key spaces in it, over TensorStore."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -26,13 +26,22 @@ from storesvc.framing import Part, cut
 from storesvc.gathering import each
 from storesvc.gcs_lists import GcsLists
 from storesvc.local_reads import LocalReads
-from storesvc.storage_errors import translated
-from storesvc.storages import CONCURRENCY, GCS_DRIVERS, Storage, storage_at
+from storesvc.s3_deletes import S3Deletes
+from storesvc.storage_errors import no_bucket, translated
+from storesvc.storages import (
+    CONCURRENCY,
+    GCS_DRIVERS,
+    S3_DRIVER,
+    Storage,
+    storage_at,
+)
 from storesvc.ticks import Ticks
 
 T = TypeVar("T")
 
 _DELETE_TRIES: Final = 3
+_NOWHERE: Final = "nowhere/"
+"""What no place begins with: a list of one page."""
 
 _FAILED: Final = b""  # the generation that a write with a failed condition returns
 _ABSENT: Final = b"\x02"  # TensorStore's StorageGeneration::NoValue()
@@ -55,6 +64,8 @@ class Opened(NamedTuple):
     context: ts.Context
     lists: GcsLists | None
     """None: TensorStore's own."""
+    deletes: S3Deletes | None
+    """None: TensorStore's own."""
 
 
 class KvBucket:
@@ -62,11 +73,16 @@ class KvBucket:
 
     def __init__(self, opened: Opened) -> None:
         self.opened = opened
-        self._storage, root, self._context, self._lists = opened
+        self._storage, root, self._context, self._lists, self._deletes = opened
         self._root = root
         self._directories = Directories.of(root)
         self._ticks = Ticks.of(root)
         self._local = LocalReads.of(root)
+
+    @property
+    def has_many_makers(self) -> bool:
+        """Whether its API is spoken by others than who made it, for better or worse."""
+        return bool(self._storage.spec["driver"] == S3_DRIVER)
 
     @classmethod
     async def open(cls, root: str) -> "KvBucket":
@@ -78,24 +94,36 @@ class KvBucket:
             StorageUnavailableError: The storage does not answer, or lets nobody in.
         """
         storage = storage_at(root)
+        lists, deletes = None, None
+        if storage.spec["driver"] in GCS_DRIVERS:
+            # before TensorStore, which ends the process where gcs_grpc finds no
+            # credentials (seen in 0.1.86)
+            lists = await GcsLists.of(storage)
+            await lists.check_bucket()
         context = ts.Context(
             {"cache_pool": {"total_bytes_limit": 0}, **storage.context}
         )
         with translated(storage, ""):
             opening = ts.KvStore.open(dict(storage.spec), context=context)
             store = await deadlines.answer(storage, opening)
-        lists = None
-        if storage.spec["driver"] in GCS_DRIVERS:
-            lists = await GcsLists.of(storage)
-            await lists.check_bucket()
-        return cls(Opened(storage, store, context, lists))
+        if storage.spec["driver"] == S3_DRIVER:
+            deletes = await S3Deletes.of(storage)
+            await _check_bucket(storage, store)
+        return cls(Opened(storage, store, context, lists, deletes))
 
     async def _answer(self, asked: Awaitable[T], *, size_bytes: int = 0) -> T:
         """Waits for the storage as long as it may take."""
         return await deadlines.answer(self._storage, asked, size_bytes=size_bytes)
 
-    async def read(self, place: str) -> Stored | None:
+    @contextmanager
+    def _at(self, place: str) -> Generator[None]:
+        """Raises our errors, and refuses a place that is none."""
+        self._storage.check(place)
         with translated(self._storage, place):
+            yield
+
+    async def read(self, place: str) -> Stored | None:
+        with self._at(place):
             result = await self._answer(self._root.read(place))
         if result.state != "value":
             return None
@@ -128,7 +156,7 @@ class KvBucket:
     async def write(
         self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
-        with translated(self._storage, place):
+        with self._at(place):
             await self._directories.make(place)
             self._directories.clear(place)
             if condition not in (ALWAYS, IF_ABSENT):
@@ -142,7 +170,7 @@ class KvBucket:
     async def write_new(self, place: str, parts: Sequence[Buffer]) -> None:
         """Writes a place that nobody else names, from parts that lie one after
         another; durable when it returns. What fails may leave a part of it."""
-        with translated(self._storage, place):
+        with self._at(place):
             path = self._directories.path(place)
             if path is None:
                 await self._put(place, parts)
@@ -190,24 +218,28 @@ class KvBucket:
             await self._directories.sync(place)
 
     async def delete(self, place: str, *, generation: Generation | None = None) -> None:
-        with translated(self._storage, place):
-            stamp = await self._deleted(place, generation)
+        with self._at(place):
+            is_done = await self._delete(place, generation)
         # where an answer was lost, the retry of our own deletion finds nothing there
-        if stamp.generation == _FAILED and await self.read(place) is not None:
+        if not is_done and await self.read(place) is not None:
             raise PreconditionError(place)
 
-    async def _deleted(self, place: str, generation: Generation | None) -> Any:
-        """The stamp of a deletion, tried again where it ran into another: the file
-        driver fails where two take the lock of one place away."""
+    async def _delete(self, place: str, generation: Generation | None) -> bool:
+        """Whether the condition of a deletion held; tried again where it ran into
+        another: the file driver fails where two take the lock of one place away."""
+        if self._deletes is not None and generation is not None:
+            return await self._deletes.delete(place, generation)
         for _ in range(0 if self._storage.is_remote else _DELETE_TRIES):
             with suppress(OSError, ValueError):
-                return await self._root.write(place, None, if_equal=generation)
-        return await self._answer(self._root.write(place, None, if_equal=generation))
+                stamp = await self._root.write(place, None, if_equal=generation)
+                return bool(stamp.generation != _FAILED)
+        asked = self._root.write(place, None, if_equal=generation)
+        return bool((await self._answer(asked)).generation != _FAILED)
 
     async def delete_below(self, prefix: str) -> None:
-        if self._lists is not None:
-            # TensorStore's own begins with one of its lists
-            names = await self._lists.names(prefix)
+        if self._storage.is_remote:
+            # TensorStore's own begins with one of its lists, and has no deadline
+            names = await self.list(prefix)
             await each(self.delete, names, at_once=CONCURRENCY)
             return
         with translated(self._storage, prefix):
@@ -218,7 +250,7 @@ class KvBucket:
         if self._lists is not None:
             return await self._lists.names(prefix, after=after)
         with translated(self._storage, prefix):
-            keys = await self._root.list(_below(prefix, after))
+            keys = await self._answer(self._root.list(_below(prefix, after)))
         return sorted(key.decode() for key in keys)
 
     def key_space(self, *, place: str, pool: str) -> "KeySpace":
@@ -328,6 +360,22 @@ class KeySpace:
         return ts.KvStore.open(spec, context=self._context).result()
 
 
+async def _check_bucket(storage: Storage, root: "ts.KvStore") -> None:
+    """Refuses a bucket that is not there: to read from it finds nothing.
+
+    Raises:
+        InvalidFieldError: It is not.
+        StorageUnavailableError: It does not answer, or lets nobody in.
+    """
+    with translated(storage, ""):
+        try:
+            await deadlines.answer(storage, root.list(_below(_NOWHERE)))
+        except ValueError as e:
+            if not str(e).startswith("NOT_FOUND"):
+                raise
+            raise no_bucket(storage) from e
+
+
 def _discard(making: "asyncio.Future[NewFile]") -> None:
     if not making.cancelled() and making.exception() is None:
         making.result().discard()
@@ -350,7 +398,8 @@ def _if_equal(condition: WriteCondition) -> bytes | None:
 
 def _below(prefix: str, after: str = "") -> "ts.KvStore.KeyRange":
     first = f"{after}\0" if after else prefix
-    return ts.KvStore.KeyRange(first, prefix[:-1] + chr(ord(prefix[-1]) + 1))
+    stop = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+    return ts.KvStore.KeyRange(first, stop)
 
 
 def _parse_place(value: str) -> Place:

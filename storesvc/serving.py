@@ -35,7 +35,8 @@ class Serving:
     """What a server serves, and where."""
 
     root: str
-    """``file:///PATH``, ``memory://`` or ``gs://BUCKET/PREFIX``."""
+    """``file:///PATH``, ``memory://``, ``gs://BUCKET/PREFIX`` or
+    ``s3://BUCKET/PREFIX``."""
     host: str
     """The address to bind."""
     port: int

@@ -9,6 +9,7 @@ from typing import Final
 
 from storesvc.errors import (
     CorruptDataError,
+    InvalidFieldError,
     StorageFullError,
     StorageUnavailableError,
     StoreError,
@@ -24,8 +25,13 @@ _DAMAGE: Final = (
 """What messages begin with that tell of damaged or missing bytes."""
 
 _DENIED: Final = ("PERMISSION_DENIED", "UNAUTHENTICATED")
-_UNKNOWN: Final = "http_response_code='401'"
-"""Says which of both it is, where the status code does not."""
+_UNACCEPTED: Final = (
+    "http_response_code='401'",
+    "InvalidAccessKeyId",
+    "RequestTimeTooSkewed",
+    "SignatureDoesNotMatch",
+)
+"""Tells who is not known from who may not, where the status code does not."""
 
 
 @contextmanager
@@ -57,7 +63,7 @@ def _error(storage: Storage, place: str, text: str) -> StoreError:
         return StorageFullError(f"{place}: the storage is full; free space and retry")
     if text.startswith(_DENIED):
         why = told.partition(": ")[2]
-        if _UNKNOWN in text:
+        if is_about_who_asks(text):
             return unaccepted(place, why)
         return denied(storage, place, why)
     if text.startswith(_DAMAGE):
@@ -67,11 +73,16 @@ def _error(storage: Storage, place: str, text: str) -> StoreError:
     return StorageUnavailableError(f"{place}: the storage failed: {told}")
 
 
+def is_about_who_asks(text: str) -> bool:
+    """Returns whether a denial tells that the storage does not know who asks."""
+    return any(sign in text for sign in _UNACCEPTED)
+
+
 def denied(storage: Storage, place: str, told: str) -> StorageUnavailableError:
     """Returns what is said where the storage knows who asks, and lets them not."""
     return StorageUnavailableError(
-        f"{place}: the storage denies this to our credentials ({told}); give them the "
-        f"role of an object user on {storage.name}"
+        f"{place}: the storage denies this to our credentials ({told}); let them read, "
+        f"write, list and delete objects below {storage.name}"
     )
 
 
@@ -80,4 +91,12 @@ def unaccepted(place: str, told: str) -> StorageUnavailableError:
     return StorageUnavailableError(
         f"{place}: the storage does not accept our credentials ({told}); renew them, "
         "and see that their account exists and the clock is right"
+    )
+
+
+def no_bucket(storage: Storage) -> InvalidFieldError:
+    """Returns the refusal of a root in a bucket that does not exist."""
+    return InvalidFieldError(
+        f"root {storage.name}: expected a bucket that exists, got none of this name; "
+        "create it, or correct the name"
     )

@@ -1,10 +1,11 @@
 """Storages: what the root of a store means to TensorStore.
 
 Options of a bucket follow its root, as a query:
-``gs://BUCKET/PREFIX?concurrency=256&driver=gcs_grpc``. Decides only.
+``gs://BUCKET/PREFIX?concurrency=256&driver=gcs_grpc``,
+``s3://BUCKET/PREFIX?endpoint=https://minio:9000&region=us-east-1``. Decides only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,8 +27,11 @@ RETRIES: Final[dict[str, Any]] = {
 """Of a request that fails in passing, each later than the one before, with jitter.
 TensorStore's own 32 retries outlast every deadline."""
 
-GCS_DRIVERS: Final = ("gcs", "gcs_grpc")
+GRPC_DRIVER: Final = "gcs_grpc"
+GCS_DRIVERS: Final = ("gcs", GRPC_DRIVER)
 """TensorStore's of Google Cloud Storage: over HTTP, and over gRPC."""
+
+S3_DRIVER: Final = "s3"
 
 _LEAST_NAME: Final = 3
 
@@ -49,6 +53,24 @@ class Storage:
         """Returns what messages call a place in it."""
         return f"{self.name}/{place}" if self.is_remote else place
 
+    def check(self, place: str) -> None:
+        """Refuses a place that would become another on the way to S3, whose names are
+        paths of addresses, or that no list in XML can tell.
+
+        Raises:
+            InvalidFieldError: It would.
+        """
+        if self.spec["driver"] != S3_DRIVER:
+            return
+        if (
+            not {".", ".."}.isdisjoint(place.split("/"))
+            or min(place, default=" ") < " "
+        ):
+            raise InvalidFieldError(
+                f"{self.name}: expected a place without '.' and '..' and control "
+                f"characters, got {place!r}"
+            )
+
 
 def storage_at(root: str) -> Storage:
     """Returns the storage at a root.
@@ -66,8 +88,11 @@ def storage_at(root: str) -> Storage:
             return _local(root, {"driver": "memory"})
         case "gs" if len(url.netloc) >= _LEAST_NAME:
             return _gcs(root, url)
+        case "s3" if len(url.netloc) >= _LEAST_NAME:
+            return _s3(root, url)
     raise InvalidFieldError(
-        f"root {root!r}: expected file:///PATH, memory:// or gs://BUCKET/PREFIX"
+        f"root {root!r}: expected file:///PATH, memory://, gs://BUCKET/PREFIX or "
+        "s3://BUCKET/PREFIX"
     )
 
 
@@ -76,35 +101,74 @@ def _local(root: str, spec: Mapping[str, Any]) -> Storage:
 
 
 def _gcs(root: str, url: SplitResult) -> Storage:
-    options = dict(parse_qsl(url.query, keep_blank_values=True))
-    driver = options.pop("driver", GCS_DRIVERS[0])
+    options = _options(root, url, ("concurrency", "driver"))
+    driver = options.get("driver", GCS_DRIVERS[0])
     if driver not in GCS_DRIVERS:
         raise InvalidFieldError(
             f"root {root!r}: expected driver={' or driver='.join(GCS_DRIVERS)}, got "
             f"{driver!r}"
         )
-    concurrency = options.pop("concurrency", str(CONCURRENCY))
-    if not concurrency.isdecimal() or not 1 <= int(concurrency) <= MAX_CONCURRENCY:
-        raise InvalidFieldError(
-            f"root {root!r}: expected concurrency=1 to {MAX_CONCURRENCY}, got "
-            f"{concurrency!r}"
-        )
-    if options:
-        raise InvalidFieldError(
-            f"root {root!r}: expected the options concurrency and driver, got "
-            f"{', '.join(options)}"
-        )
-    path = unquote(url.path).strip("/")
-    return Storage(
-        name=f"gs://{url.netloc}/{path}".rstrip("/"),
-        spec={
-            "driver": driver,
-            "bucket": url.netloc,
-            "path": f"{path}/" if path else "",
-        },
+    return _remote(
+        url,
+        spec={"driver": driver},
         context={
-            "gcs_request_concurrency": {"limit": int(concurrency)},
+            "gcs_request_concurrency": {"limit": _concurrency(root, options)},
             "gcs_request_retries": dict(RETRIES),
         },
+    )
+
+
+def _s3(root: str, url: SplitResult) -> Storage:
+    options = _options(root, url, ("concurrency", "endpoint", "region"))
+    # else TensorStore asks first, and takes who does not say for one that does not
+    # know conditions
+    spec: dict[str, Any] = {"driver": S3_DRIVER, "use_conditional_write": True}
+    if "endpoint" in options:
+        spec["endpoint"] = options["endpoint"].rstrip("/")
+        if not spec["endpoint"].startswith(("http://", "https://")):
+            raise InvalidFieldError(
+                f"root {root!r}: expected endpoint=http[s]://HOST, got "
+                f"{options['endpoint']!r}"
+            )
+    if "region" in options:
+        spec["aws_region"] = options["region"]
+    return _remote(
+        url,
+        spec=spec,
+        context={
+            "s3_request_concurrency": {"limit": _concurrency(root, options)},
+            "s3_request_retries": dict(RETRIES),
+        },
+    )
+
+
+def _remote(
+    url: SplitResult, *, spec: Mapping[str, Any], context: Mapping[str, Any]
+) -> Storage:
+    path = unquote(url.path).strip("/")
+    return Storage(
+        name=f"{url.scheme}://{url.netloc}/{path}".rstrip("/"),
+        spec={**spec, "bucket": url.netloc, "path": f"{path}/" if path else ""},
+        context=context,
         is_remote=True,
     )
+
+
+def _options(root: str, url: SplitResult, known: Sequence[str]) -> dict[str, str]:
+    options = dict(parse_qsl(url.query, keep_blank_values=True))
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InvalidFieldError(
+            f"root {root!r}: expected the options {', '.join(known[:-1])} and "
+            f"{known[-1]}, got {', '.join(unknown)}"
+        )
+    return options
+
+
+def _concurrency(root: str, options: Mapping[str, str]) -> int:
+    text = options.get("concurrency", str(CONCURRENCY))
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_CONCURRENCY:
+        raise InvalidFieldError(
+            f"root {root!r}: expected concurrency=1 to {MAX_CONCURRENCY}, got {text!r}"
+        )
+    return int(text)

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
-from storesvc.bucket import IF_ABSENT, PreconditionError
+from storesvc.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock, SystemClock
 from storesvc.collection import Collector
@@ -17,6 +17,7 @@ from storesvc.holds import Holds
 from storesvc.journal import Journal
 from storesvc.kvbucket import KvBucket
 from storesvc.lives import Lives
+from storesvc.probes import check_conditions
 from storesvc.receiving import Receiver
 from storesvc.recent import Recent
 from storesvc.records import read_record, timestamp, write_record
@@ -68,17 +69,13 @@ class Store:
 
         Raises:
             FormatUnsupportedError: It is in a format that this code does not know.
+            InvalidFieldError: None can be made there.
             StorageUnavailableError: The storage does not answer.
         """
         clock = clock or SystemClock()
-        created = pb.StoreRecord(
-            uid=str(uuid.uuid4()), create_time=timestamp(clock.now())
-        )
-        with suppress(PreconditionError):  # it exists
-            await write_record(bucket, layout.STORE, created, condition=IF_ABSENT)
         found = await read_record(bucket, layout.STORE, pb.StoreRecord)
         if found is None:
-            raise StorageUnavailableError(f"{layout.STORE} vanished; retry")
+            found = await _made(bucket, clock)
         catalogue = Catalogue(bucket)
         journal = Journal(bucket, clock=clock)
         uses = Uses(bucket, catalogue, clock=clock)
@@ -122,3 +119,16 @@ class Store:
             comparisons=Comparisons(catalogue),
             watcher=Watcher(catalogue, journal, store_uid=found[0].uid, clock=clock),
         )
+
+
+async def _made(bucket: KvBucket, clock: Clock) -> tuple[pb.StoreRecord, Generation]:
+    """The record of a store that is made now, by us or by another."""
+    if bucket.has_many_makers:
+        await check_conditions(bucket)
+    created = pb.StoreRecord(uid=str(uuid.uuid4()), create_time=timestamp(clock.now()))
+    with suppress(PreconditionError):  # another was faster
+        await write_record(bucket, layout.STORE, created, condition=IF_ABSENT)
+    found = await read_record(bucket, layout.STORE, pb.StoreRecord)
+    if found is None:
+        raise StorageUnavailableError(f"{layout.STORE} vanished; retry")
+    return found

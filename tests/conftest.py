@@ -22,6 +22,7 @@ from storesvc.format.names import RunName
 from storesvc.kvbucket import KvBucket
 from tests.contract import Writer
 from tests.fake_gcs import FakeGcs
+from tests.fake_s3 import FakeS3
 from tests.gcs_calls import BUCKET
 from tests.saved_checkpoint import CHUNKS, Saved
 from tests.server_process import ServerProcess
@@ -155,6 +156,25 @@ def bucket_storage(request: pytest.FixtureRequest) -> Iterator[None]:
 
     yield
     asyncio.run(empty())
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[FakeS3]:
+    """An S3 that the whole suite shares, and credentials of it, also for the processes
+    that a test starts."""
+    patch = pytest.MonkeyPatch()
+    with FakeS3(buckets=[BUCKET]) as emulator:
+        patch.setenv("AWS_ACCESS_KEY_ID", "any")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield emulator
+    patch.undo()
+
+
+def s3_root(s3: FakeS3) -> str:
+    """Returns the root of a store that no other test uses, in that storage."""
+    options = f"endpoint={s3.url}&region=us-east-1"
+    return f"s3://{BUCKET}/roots/{next(_roots)}?{options}"
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,8 @@ from storesvc.framing import Part
 from storesvc.kvbucket import KvBucket
 from storesvc.storages import storage_at
 from storesvc.ticks import TICK_SECONDS
-from tests.conftest import GIVEN_BUCKET, gcs_root
+from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
+from tests.fake_s3 import FakeS3
 from tests.small_disk import small_disk
 
 ODD_PLACES = (
@@ -134,17 +135,6 @@ class BucketTests:
             stored = await bucket.read("a")
             assert stored is not None
             assert b"2" == stored.data
-
-        within(test)
-
-    def test_the_same_bytes_written_again_are_another_generation(
-        self, within: Callable[..., None]
-    ) -> None:
-        async def test(bucket: KvBucket) -> None:
-            first = await bucket.write("a", b"1")
-            await bucket.write("a", b"1")
-            with pytest.raises(PreconditionError):
-                await bucket.write("a", b"2", condition=first)
 
         within(test)
 
@@ -260,21 +250,6 @@ class BucketTests:
                     assert f"w/{name}" not in await bucket.list("w/")
 
             await asyncio.gather(*map(live, "abcdefgh"))
-
-        within(test)
-
-    def test_a_place_created_anew_is_another_generation(
-        self, within: Callable[..., None]
-    ) -> None:
-        async def test(bucket: KvBucket) -> None:
-            seen, rounds = set(), self.rounds(50)
-            for _ in range(rounds):
-                generation = await bucket.write("a", b"1", condition=IF_ABSENT)
-                seen.add(generation)
-                await bucket.delete("a", generation=generation)
-                with pytest.raises(PreconditionError):
-                    await bucket.write("a", b"1", condition=generation)
-            assert rounds == len(seen)
 
         within(test)
 
@@ -454,7 +429,38 @@ class SharedBucketTests(BucketTests):
         assert str(2 * rounds).encode() == asyncio.run(content("count"))
 
 
-class TestFileBucket(SharedBucketTests):
+class CountedBucketTests(BucketTests):
+    """Of a storage whose generations tell writes from each other; those of S3 are sums
+    of what was written."""
+
+    def test_the_same_bytes_written_again_are_another_generation(
+        self, within: Callable[..., None]
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            first = await bucket.write("a", b"1")
+            await bucket.write("a", b"1")
+            with pytest.raises(PreconditionError):
+                await bucket.write("a", b"2", condition=first)
+
+        within(test)
+
+    def test_a_place_created_anew_is_another_generation(
+        self, within: Callable[..., None]
+    ) -> None:
+        async def test(bucket: KvBucket) -> None:
+            seen, rounds = set(), self.rounds(50)
+            for _ in range(rounds):
+                generation = await bucket.write("a", b"1", condition=IF_ABSENT)
+                seen.add(generation)
+                await bucket.delete("a", generation=generation)
+                with pytest.raises(PreconditionError):
+                    await bucket.write("a", b"1", condition=generation)
+            assert rounds == len(seen)
+
+        within(test)
+
+
+class TestFileBucket(SharedBucketTests, CountedBucketTests):
     """On local disk."""
 
     def root(self, directory: Path) -> str:
@@ -502,7 +508,7 @@ class TestFileBucket(SharedBucketTests):
 
 
 @pytest.mark.usefixtures("bucket_storage")
-class TestGcsBucket(SharedBucketTests):
+class TestGcsBucket(SharedBucketTests, CountedBucketTests):
     """On Google Cloud Storage, emulated where no bucket is given."""
 
     def root(self, directory: Path) -> str:
@@ -522,7 +528,26 @@ class TestGcsBucket(SharedBucketTests):
             asyncio.run(KvBucket.open(root))
 
 
-class TestMemoryBucket(BucketTests):
+class TestS3Bucket(SharedBucketTests):
+    """On S3, emulated."""
+
+    @pytest.fixture(autouse=True)
+    def opened(self, s3: FakeS3) -> None:
+        """Its root."""
+        s3.clear()
+        self._root = s3_root(s3)
+
+    def root(self, directory: Path) -> str:
+        del directory
+        return self._root
+
+    def refuses(self, place: str) -> bool:
+        # paths of addresses, which clients and servers make others of
+        dots = not {".", ".."}.isdisjoint(place.split("/"))
+        return dots or not {"\0", "\n"}.isdisjoint(place)
+
+
+class TestMemoryBucket(CountedBucketTests):
     """In memory."""
 
     def root(self, directory: Path) -> str:
@@ -546,9 +571,20 @@ class TestMemoryBucket(BucketTests):
             "gs://bkt/x?driver=gcs_grpc",
             {"driver": "gcs_grpc", "bucket": "bkt", "path": "x/"},
         ),
+        (
+            "s3://bkt/x?endpoint=http://a:1/&region=eu-1",
+            {
+                "driver": "s3",
+                "bucket": "bkt",
+                "path": "x/",
+                "endpoint": "http://a:1",
+                "aws_region": "eu-1",
+                "use_conditional_write": True,
+            },
+        ),
     ],
 )
-def test_roots_are_uris_of_storages(root: str, spec: dict[str, str]) -> None:
+def test_roots_are_uris_of_storages(root: str, spec: dict[str, Any]) -> None:
     assert spec == storage_at(root).spec
 
 
@@ -556,7 +592,7 @@ def test_roots_are_uris_of_storages(root: str, spec: dict[str, str]) -> None:
     "root",
     [
         *("", "/a", "a/b", "file://a/b", "file://", "file:///a?b=c"),
-        *("memory://x", "gs://", "gs://ab/x", "http://x"),
+        *("memory://x", "gs://", "gs://ab/x", "s3://", "http://x"),
     ],
 )
 def test_other_roots_are_refused(root: str) -> None:

@@ -132,7 +132,9 @@ def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
 def test_a_bucket_of_others_is_refused(gcs: FakeGcs, root: str) -> None:
     gcs.deny(BUCKET)
     try:
-        with pytest.raises(StorageUnavailableError, match=f"object user on {root}"):
+        with pytest.raises(
+            StorageUnavailableError, match=f"delete objects below {root}"
+        ):
             asyncio.run(KvBucket.open(root))
     finally:
         gcs.allow(BUCKET)

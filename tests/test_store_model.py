@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import pytest
 from hypothesis import settings
@@ -50,8 +50,9 @@ from storesvc.uploads import NewUpload
 from storesvc.watching import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
-from tests.conftest import GIVEN_BUCKET, gcs_root
+from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
 from tests.contract import elements, frame, mixed_sums, received, tree_of
+from tests.fake_s3 import FakeS3
 from tests.faulty_bucket import DiedError, Fault, FaultyBucket, at_change, no_faults
 from tests.store_model import CHUNKS, Checkpoint, Hold, Model, Upload
 
@@ -783,4 +784,25 @@ TestGcsStore.settings = settings(
     stateful_step_count=40,
     deadline=None,
     print_blob=True,
+)
+
+
+class S3StoreMachine(StoreMachine):
+    """Does so in an emulated bucket on S3, whose generations are sums."""
+
+    emulator: ClassVar[FakeS3]
+
+    def root(self) -> str:
+        return s3_root(self.emulator)
+
+
+@pytest.fixture(scope="module")
+def s3_machine(s3: FakeS3) -> None:
+    """Tells it where that is."""
+    S3StoreMachine.emulator = s3
+
+
+TestS3Store = pytest.mark.usefixtures("s3_machine")(S3StoreMachine.TestCase)
+TestS3Store.settings = settings(
+    max_examples=4, stateful_step_count=40, deadline=None, print_blob=True
 )

@@ -48,10 +48,10 @@ def connect(
 
     Args:
         target: ``HOST:PORT`` of a server, or the root of a store, which a server
-            inside this process then serves: ``file:///PATH``, ``memory://`` or
-            ``gs://BUCKET/PREFIX``. Of servers that serve one store, the calls go to
-            those that say that they serve, in turn: of all addresses that the name
-            has, or of all in a list, ``HOST:PORT,HOST:PORT``.
+            inside this process then serves: ``file:///PATH``, ``memory://``,
+            ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``. Of servers that serve
+            one store, the calls go to those that say that they serve, in turn: of all
+            addresses that the name has, or of all in a list, ``HOST:PORT,HOST:PORT``.
         ca: A PEM file with the authorities to trust; None trusts the system's. Each
             server of a list must have a certificate for the first of them.
         cert: A PEM file with this client's own certificate, where the server asks

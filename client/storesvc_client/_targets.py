@@ -39,7 +39,7 @@ class Target:
         if None in hosts:
             raise InvalidRequestError(
                 f"store {text!r}: expected HOST:PORT, several with commas between, "
-                "file:///PATH, gs://BUCKET/PREFIX or memory://"
+                "file:///PATH, gs://BUCKET/PREFIX, s3://BUCKET/PREFIX or memory://"
             )
         return cls(text, tuple(filter(None, hosts)))
 

@@ -19,6 +19,9 @@ COLLECTOR: Final = "collector.binpb"
 RESERVE: Final = "reserve.bin"
 """Space to be given up on a full disk."""
 
+PROBES: Final = "probes/"
+"""Below it: what is written, once, to see whether the storage heeds conditions."""
+
 RUNS: Final = "runs/"
 """Below it: ``<namespace>/<run>.binpb``, and nothing else."""
 

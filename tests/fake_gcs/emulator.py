@@ -1,4 +1,4 @@
-"""The emulator as tests hold it: a server on a thread, its faults and its log.
+"""An emulator as tests hold it: a server on a thread, its faults and its log.
 
 What tests call only appends to lists and sets, or copies them, so that the thread
 needs no lock.
@@ -8,7 +8,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from socket import socket
 from typing import Self
@@ -19,24 +19,18 @@ from tests.fake_gcs.http import Network
 from tests.fake_gcs.json_api import JsonApi
 from tests.fake_gcs.log import Log, Logged
 from tests.fake_gcs.objects import Buckets
-from tests.fake_gcs.server import Server, listening, url_of
+from tests.fake_gcs.server import Api, Server, listening, url_of
 from tests.fake_gcs.tokens import Tokens
 
 
-class FakeGcs:
-    """A Google Cloud Storage in memory, which listens while it is entered.
-
-    with FakeGcs(buckets=["b1"]) as gcs:
-        gcs.fault(r"POST /upload.*manifest", Status(503), times=2)
-        ...  # clients of gcs.url
-        assert {200, 503} == {entry.status for entry in gcs.log}
-    """
+class Emulator:
+    """A storage in memory, which listens while it is entered."""
 
     def __init__(
         self,
+        api: Callable[[Buckets], Api],
         *,
         buckets: Sequence[str] = (),
-        tokens: Tokens | None = None,
         latency_seconds: float = 0.0,
         bytes_per_second: float = math.inf,
         seconds_between_writes: float = 0.0,
@@ -44,8 +38,8 @@ class FakeGcs:
         """Makes one that does not listen yet.
 
         Args:
+            api: Makes what answers requests, of the buckets.
             buckets: The names of buckets to begin with.
-            tokens: The bearer tokens of which every request has to show one, if any.
             latency_seconds: How long every request waits before it is done.
             bytes_per_second: The rate of the network, in each direction, for all
                 connections together.
@@ -60,7 +54,7 @@ class FakeGcs:
         self._faults = Faults()
         self._log = Log()
         self._server = Server(
-            JsonApi(self._buckets, tokens=tokens),
+            api(self._buckets),
             Control(self._buckets, self._faults, self._log),
             faults=self._faults,
             log=self._log,
@@ -132,14 +126,50 @@ class FakeGcs:
         self._log.clear()
 
 
+class FakeGcs(Emulator):
+    """A Google Cloud Storage.
+
+    with FakeGcs(buckets=["b1"]) as gcs:
+        gcs.fault(r"POST /upload.*manifest", Status(503), times=2)
+        ...  # clients of gcs.url
+        assert {200, 503} == {entry.status for entry in gcs.log}
+    """
+
+    def __init__(
+        self,
+        *,
+        buckets: Sequence[str] = (),
+        tokens: Tokens | None = None,
+        latency_seconds: float = 0.0,
+        bytes_per_second: float = math.inf,
+        seconds_between_writes: float = 0.0,
+    ) -> None:
+        """Makes one that does not listen yet.
+
+        Args:
+            buckets: The names of buckets to begin with.
+            tokens: The bearer tokens of which every request has to show one, if any.
+            latency_seconds: As of ``Emulator``.
+            bytes_per_second: As of ``Emulator``.
+            seconds_between_writes: As of ``Emulator``.
+        """
+        super().__init__(
+            lambda made: JsonApi(made, tokens=tokens),
+            buckets=buckets,
+            latency_seconds=latency_seconds,
+            bytes_per_second=bytes_per_second,
+            seconds_between_writes=seconds_between_writes,
+        )
+
+
 class _Thread:
     """Serves on a port that the system chooses."""
 
-    def __init__(self, gcs: FakeGcs) -> None:
+    def __init__(self, emulator: Emulator) -> None:
         self._listener = listening("127.0.0.1", 0)
         self.url = url_of(self._listener)
         self._loop = asyncio.new_event_loop()
-        self._served = self._loop.create_task(gcs.serve(self._listener))
+        self._served = self._loop.create_task(emulator.serve(self._listener))
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 

@@ -19,7 +19,7 @@ from tests.fake_gcs.listing import Range, list_names
 from tests.fake_gcs.messages import Answer, Request, json_answer, refusal
 from tests.fake_gcs.objects import Bucket, Buckets, Conditions, StoredObject
 from tests.fake_gcs.parameters import PROPERTIES, conditions_of, properties_of
-from tests.fake_gcs.refusals import RefusedError
+from tests.fake_gcs.refusals import RefusedError, error_document
 from tests.fake_gcs.resources import bucket_document, media_answer, object_document
 from tests.fake_gcs.tokens import Tokens
 from tests.fake_gcs.uploads import Uploads
@@ -69,6 +69,10 @@ class JsonApi:
         if self._tokens is not None and not self._tokens.counts(given):
             return refusal(RefusedError(HTTPStatus.UNAUTHORIZED, "Invalid Credentials"))
         return self._answer_known(request)
+
+    def refused(self, status: int, message: str) -> Answer:
+        """Returns what is answered to a request that is not done."""
+        return json_answer(error_document(status, message), status=status)
 
     def _answer_known(self, request: Request) -> Answer:
         try:

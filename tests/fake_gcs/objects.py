@@ -98,6 +98,10 @@ class Bucket:
         """The names of all objects, in order."""
         return self._names
 
+    def get(self, name: str) -> StoredObject | None:
+        """Returns an object, if there is one."""
+        return self._objects.get(name)
+
     def __getitem__(self, name: str) -> StoredObject:
         return self._objects[name]
 

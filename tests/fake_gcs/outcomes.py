@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tests.fake_gcs.faults import Action, Lost, Reset, Stall, Status, Truncate
-from tests.fake_gcs.messages import Answer, json_answer
-from tests.fake_gcs.refusals import error_document
+from tests.fake_gcs.messages import Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +20,17 @@ class Outcome:
     """Whether the connection breaks then."""
 
 
-def outcome_of(action: Action | None, do: Callable[[], Answer]) -> Outcome:
+def outcome_of(
+    action: Action | None,
+    do: Callable[[], Answer],
+    refuse: Callable[[int, str], Answer],
+) -> Outcome:
     """Returns what becomes of a request.
 
     Args:
         action: What a fault wants of it.
         do: Does the request. It is called where the fault lets it.
+        refuse: Returns the answer of a status and a message.
     """
     match action:
         case Reset() | Stall():
@@ -38,7 +42,7 @@ def outcome_of(action: Action | None, do: Callable[[], Answer]) -> Outcome:
             sent_bytes = min(body_bytes, whole.sent_bytes)
             return replace(whole, sent_bytes=sent_bytes, breaks=True)
         case Status():
-            return _sent(_injected(action))
+            return _sent(_injected(action, refuse))
     return _sent(do())
 
 
@@ -48,9 +52,8 @@ def _sent(answer: Answer) -> Outcome:
     )
 
 
-def _injected(action: Status) -> Answer:
-    document = error_document(action.code, action.message)
-    answer = json_answer(document, status=action.code)
+def _injected(action: Status, refuse: Callable[[int, str], Answer]) -> Answer:
+    answer = refuse(action.code, action.message)
     if action.retry_after_seconds is None:
         return answer
     headers = {**answer.headers, "retry-after": str(action.retry_after_seconds)}

@@ -72,7 +72,7 @@ def media_answer(found: StoredObject, asked_range: str) -> Answer:
         asked_range: The header of this name; empty: all is asked for.
     """
     size = len(found.content.data)
-    part = _parse_range(asked_range, size)
+    part = part_of(asked_range, size)
     if part is None:
         return Answer(headers=_media_headers(found), body=found.content.data)
     if not part:
@@ -104,12 +104,13 @@ def _media_headers(found: StoredObject) -> dict[str, str]:
     }
 
 
-def _parse_range(text: str, size: int) -> range | None:
-    """Returns the bytes that are asked for: None for all, empty for none that exist.
+def part_of(asked_range: str, size: int) -> range | None:
+    """Returns the bytes that a request asks for by the header of this name: None for
+    all, empty for none that exist.
 
     What is no range, or several, counts for nothing, as RFC 9110 wants it.
     """
-    match = re.fullmatch(r"bytes=(\d*)-(\d*)", text)
+    match = re.fullmatch(r"bytes=(\d*)-(\d*)", asked_range)
     if match is None or match[0] == "bytes=-":
         return None
     first, last = match.groups()

@@ -8,15 +8,14 @@ import asyncio
 import logging
 import socket
 import time
+from typing import Protocol
 
 from tests.fake_gcs.control import PREFIX, Control
 from tests.fake_gcs.faults import Action, Delay, Faults, Stall
 from tests.fake_gcs.http import Connection, EndedError, Network, pieces_of
-from tests.fake_gcs.json_api import JsonApi
 from tests.fake_gcs.log import Log, Logged
-from tests.fake_gcs.messages import Answer, Request, json_answer
+from tests.fake_gcs.messages import Answer, Request
 from tests.fake_gcs.outcomes import Outcome, outcome_of
-from tests.fake_gcs.refusals import error_document
 
 _logger = logging.getLogger(__name__)
 
@@ -35,12 +34,22 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
+class Api(Protocol):
+    """Means something by requests."""
+
+    def answer(self, request: Request) -> Answer:
+        """Does what a request asks for, or tells why not."""
+
+    def refused(self, status: int, message: str) -> Answer:
+        """Returns what is answered to a request that is not done."""
+
+
 class Server:
     """Takes requests, and lets faults meet them."""
 
     def __init__(
         self,
-        api: JsonApi,
+        api: Api,
         control: Control,
         *,
         faults: Faults,
@@ -80,7 +89,7 @@ class Server:
         began = time.monotonic()
         action = self._faults.next_for(request.line)
         await self._wait(connection, action)
-        outcome = outcome_of(action, lambda: self._do(request))
+        outcome = outcome_of(action, lambda: self._do(request), self._api.refused)
         *first, last = _to_send(outcome, request)
         for piece in first:
             await connection.send(piece)
@@ -109,7 +118,7 @@ class Server:
         except Exception as e:
             # without an answer a bug of ours would look like a fault
             _logger.exception(request.line)
-            return json_answer(error_document(500, repr(e)), status=500)
+            return self._api.refused(500, repr(e))
 
 
 def _to_send(outcome: Outcome, request: Request) -> list[bytes | memoryview]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TARGET: Final = "127.0.0.1:7070"
 
-_BUCKETS: Final = ("gs",)
+_BUCKETS: Final = ("gs", "s3")
 """Schemes of roots in buckets."""
 
 _LIBRARIES: Final = {

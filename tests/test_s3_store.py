@@ -1,0 +1,244 @@
+"""A store in a bucket on S3: it does what others do, and makes up for what S3 is not.
+
+Only the differences are looked at closely: what stores in buckets share is tested on
+Google Cloud Storage.
+"""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import storesvc_client as store
+from storesvc import s3_deletes
+from storesvc.bucket import IF_ABSENT, PreconditionError
+from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
+from storesvc.kvbucket import KvBucket
+from storesvc.store import Store
+from tests.command_line import document, refusal
+from tests.conftest import s3_root
+from tests.fake_gcs import ALWAYS, Lost, Reset, Status
+from tests.fake_s3 import FakeS3
+from tests.gcs_calls import BUCKET
+from tests.server_process import ServerProcess
+
+PAGE = 1000
+
+
+@pytest.fixture
+def root(s3: FakeS3) -> Iterator[str]:
+    """The root of a fresh store."""
+    s3.clear()
+    yield s3_root(s3)
+    s3.clear()
+
+
+@pytest.fixture
+def within(root: str) -> Callable[..., None]:
+    """Runs a test within an event loop, on a fresh bucket."""
+
+    def run(test: Callable[[KvBucket], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            await test(await KvBucket.open(root))
+
+        asyncio.run(main())
+
+    return run
+
+
+def sharded(*, by: str, shape: tuple[int, int] = (4, 2)) -> dict[str, Any]:
+    """A tree over all devices, on a mesh of a shape."""
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), ("a", "b"))
+    values = np.arange(1 << 18, dtype=np.float32).reshape(512, 512)
+    spec = NamedSharding(mesh, PartitionSpec(*by))
+    return {"x": jax.device_put(values, spec), "step": 7}
+
+
+def test_a_job_goes_on_from_its_checkpoint_in_another_process_on_another_mesh(
+    root: str, tmp_path: Path, s3: FakeS3
+) -> None:
+    saved, like = sharded(by="ab"), sharded(by="b", shape=(2, 4))
+    with store.connect(root) as client:
+        run = client.run("prod/tiny")
+        report = run.save(1, saved).report()
+        assert report.total_bytes <= s3.stored_bytes <= 1.05 * report.total_bytes
+        run.save(2, {**saved, "step": 8}).result()
+        assert s3.stored_bytes <= 1.1 * report.total_bytes
+
+    server = ServerProcess(tmp_path, tmp_path, uri=root)
+    server.start()
+    with store.connect(server.address) as client:
+        run = client.run("prod/tiny")
+        found = run.restore("latest", like=like)
+        assert np.array_equal(saved["x"], found["x"])
+        assert like["x"].sharding == found["x"].sharding
+        assert 8 == found["step"]
+        assert run.verify(2).ok
+    server.kill()
+    assert ["prod/tiny"] == [found["name"] for found in document(root, "ls")]
+
+
+def test_what_is_purged_leaves_the_bucket_and_nothing_else_does(root: str) -> None:
+    async def pool() -> int:
+        listed = await (await KvBucket.open(root)).list("")
+        return len([place for place in listed if "/pool/" in place])
+
+    with store.connect(root) as client:
+        run = client.run("prod/tiny")
+        for step in (1, 2):
+            run.save(step, sharded(by="ab"), base=None).result()
+        files = asyncio.run(pool())
+        run.delete(1, purge_delay=timedelta(0))
+        run.purge(1)
+        for _ in client.collect(grace=timedelta(0)):
+            pass
+        assert run.verify(2).ok
+    assert files == 2 * asyncio.run(pool())
+
+
+@pytest.mark.parametrize("action", [Status(503), Status(409), Reset(), Lost()])
+def test_a_save_and_a_restore_outlast_what_fails_in_passing(
+    root: str, s3: FakeS3, action: Any
+) -> None:
+    tree = sharded(by="ab")
+    with store.connect(root) as client:
+        run = client.run("prod/tiny")
+        for after in range(0, 12, 3):
+            s3.fault("PUT ", action, after=after)
+        run.save(1, tree).result()
+        if action != Status(409):  # which reads are never answered
+            s3.fault("GET ", action, times=2)
+        assert np.array_equal(tree["x"], run.restore(1)["x"])
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_list_whose_page_is_refused_is_no_list(
+    within: Callable[..., None], s3: FakeS3, code: int, after: int
+) -> None:
+    async def test(bucket: KvBucket) -> None:
+        names = [f"a/{n:04}" for n in range(PAGE + 100)]
+        await asyncio.gather(*(bucket.write(name, b"") for name in names))
+        for call in (bucket.list, bucket.delete_below):
+            s3.fault("list-type", Status(code), after=after)
+            with pytest.raises(StoreError):
+                await call("a/")
+        assert names == await bucket.list("a/")
+
+    within(test)
+
+
+def test_of_a_deletion_and_a_write_between_its_look_and_it_the_write_wins(
+    within: Callable[..., None], s3: FakeS3
+) -> None:
+    """TensorStore's own deletion looks first, and then deletes whatever is there."""
+
+    async def test(bucket: KvBucket) -> None:
+        first = await bucket.write("a", b"1", condition=IF_ABSENT)
+        second = await bucket.write("a", b"2", condition=first)
+        s3.clear()
+        with pytest.raises(PreconditionError):
+            await bucket.delete("a", generation=first)
+        assert ["DELETE", "GET"] == [asked.method for asked in s3.log]
+        await bucket.delete("a", generation=second)
+        assert await bucket.read("a") is None
+
+    within(test)
+
+
+@pytest.mark.parametrize("action", [Status(503), Status(409), Reset(), Lost()])
+def test_a_deletion_outlasts_what_fails_in_passing(
+    within: Callable[..., None], s3: FakeS3, action: Any
+) -> None:
+    async def test(bucket: KvBucket) -> None:
+        generation = await bucket.write("a", b"1")
+        s3.fault("DELETE ", action)
+        await bucket.delete("a", generation=generation)
+        assert await bucket.read("a") is None
+
+    within(test)
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+def test_no_store_is_made_where_conditions_do_not_count(method: str) -> None:
+    others = {"GET", "HEAD", "PUT", "DELETE"} - {method}
+
+    async def main(root: str) -> None:
+        bucket = await KvBucket.open(root)
+        with pytest.raises(InvalidFieldError, match="passes over the condition of a"):
+            await Store.open(bucket)
+        assert await bucket.read("store.binpb") is None
+
+    with FakeS3(buckets=[BUCKET], heeds=others) as imitation:
+        asyncio.run(main(s3_root(imitation)))
+
+
+REFUSALS = [
+    (Status(403, message="no s3:GetObject"), "denies this to our credentials"),
+    (Status(403, message="RequestTimeTooSkewed"), "the clock is right"),
+    (Status(400, message="requester pays"), "the storage failed: "),
+]
+
+
+@pytest.mark.parametrize(("refused", "said"), REFUSALS)
+def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
+    within: Callable[..., None], s3: FakeS3, root: str, refused: Status, said: str
+) -> None:
+    name = root.partition("?")[0]
+
+    async def test(bucket: KvBucket) -> None:
+        generation = await bucket.write("a/b", b"")
+        for ask in (
+            lambda: bucket.read("a/b"),
+            lambda: bucket.write("a/b", b""),
+            lambda: bucket.delete("a/b"),
+            lambda: bucket.delete("a/b", generation=generation),
+            lambda: bucket.list("a/b"),
+            lambda: KvBucket.open(root),
+        ):
+            s3.clear()
+            s3.fault(".", refused, times=ALWAYS)
+            with pytest.raises(StorageUnavailableError) as told:
+                await ask()
+            sentence = str(told.value)
+            assert sentence.startswith(f"{name}/")
+            assert said in sentence
+            assert refused.message in sentence
+            assert 1 == len(s3.log)
+
+    within(test)
+
+
+def test_what_cannot_be_a_store_is_refused_in_a_sentence(
+    s3: FakeS3, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = f"s3://nowhere/x?endpoint={s3.url}&region=us-east-1"
+    with pytest.raises(store.InvalidRequestError, match="s3://nowhere/x: expected a b"):
+        store.connect(nowhere)
+    assert refusal(root, "ls").startswith(f"{root.partition('?')[0]} holds no store")
+    with pytest.raises(store.InvalidRequestError, match=r"expected endpoint=http\[s\]"):
+        store.connect("s3://bucket/x?endpoint=localhost")
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(store.InvalidRequestError, match=r"storesvc\[server,s3\]"):
+        store.connect(root)
+
+
+def test_without_credentials_it_is_told_which_are_expected(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "http://{}:{}".format(*silent.getsockname())
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", address)
+        monkeypatch.setattr(s3_deletes, "_CLIENT", {"timeout": "200ms"})
+        with pytest.raises(InvalidFieldError, match="expected credentials of S3, got"):
+            asyncio.run(KvBucket.open(root))

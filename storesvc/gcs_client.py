@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from storesvc.errors import InvalidFieldError
-from storesvc.storages import Storage
+from storesvc.storages import GRPC_DRIVER, Storage
 
 if TYPE_CHECKING:
     from google.auth.transport import Request
@@ -45,6 +45,13 @@ def bucket_of(storage: Storage) -> "Bucket":
             "'storesvc[server,gcs]'"
         ) from e
     endpoint, token = os.environ.get(ENDPOINT), os.environ.get(TOKEN)
+    if storage.spec["driver"] == GRPC_DRIVER:
+        token = None  # it does not read that
+        if endpoint is not None:
+            raise InvalidFieldError(
+                f"root {storage.name}: expected Google's own storage with driver="
+                f"{GRPC_DRIVER}, got {ENDPOINT}={endpoint}; leave one of them out"
+            )
     options = {"api_endpoint": endpoint} if endpoint else None
     if token is not None:
         credentials = Credentials(token) if token else AnonymousCredentials()

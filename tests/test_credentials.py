@@ -5,6 +5,7 @@ Of service accounts' files it asks www.googleapis.com for a token, whatever addr
 file names: only ``make test-gcs`` sees those.
 """
 
+import asyncio
 import re
 import socket
 import time
@@ -16,7 +17,7 @@ import pytest
 import storesvc_client as store
 from storesvc import gcs_client
 from storesvc.errors import InvalidFieldError
-from storesvc.storages import storage_at
+from storesvc.kvbucket import KvBucket
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Tokens
 from tests.gcs_calls import BUCKET
@@ -101,16 +102,28 @@ def test_credentials_that_are_revoked_are_told_in_a_sentence(
     assert 1 == run.latest().step
 
 
+@pytest.mark.parametrize("driver", ["gcs", "gcs_grpc"])
 def test_without_credentials_it_is_told_which_are_expected(
-    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch, driver: str
 ) -> None:
-    """Also where something swallows what is sent to a metadata server."""
+    """Also where something swallows what is sent to a metadata server; TensorStore ends
+    the process where gRPC finds none."""
     del tokens
+    if driver == "gcs_grpc":
+        monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL")
+        monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "any")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         monkeypatch.setenv("GCE_METADATA_IP", f"{host}:{port}")
         monkeypatch.setattr(gcs_client, "SEARCH_SECONDS", 0.3)
         began = time.monotonic()
         with pytest.raises(InvalidFieldError, match="expected Application Default Cr"):
-            gcs_client.bucket_of(storage_at(gcs_root()))
+            asyncio.run(KvBucket.open(f"{gcs_root()}?driver={driver}"))
     assert time.monotonic() - began < 5
+
+
+def test_grpc_is_for_googles_own_storage(gcs: FakeGcs) -> None:
+    """Else its lists would be those of another."""
+    del gcs
+    with pytest.raises(InvalidFieldError, match="got TENSORSTORE_GCS_HTTP_URL=http:"):
+        asyncio.run(KvBucket.open(f"{gcs_root()}?driver=gcs_grpc"))

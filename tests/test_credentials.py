@@ -18,6 +18,7 @@ import storesvc_client as store
 from storesvc import gcs_client
 from storesvc.errors import InvalidFieldError
 from storesvc.kvbucket import KvBucket
+from storesvc_client import _retrying
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Tokens
 from tests.gcs_calls import BUCKET
@@ -81,8 +82,10 @@ def test_a_workload_with_an_identity_needs_nothing_else_and_renews_its_tokens(
 
 
 def test_credentials_that_are_revoked_are_told_in_a_sentence(
-    client: store.Client, metadata: MetadataServer
+    client: store.Client, metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Once patience is over: a metadata server may fail in passing."""
+    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.5)
     run = client.run("tests/identity")
     run.save(1, {"x": 1}).result()
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import storesvc_client as store
 from storesvc import storages
 from storesvc.kvbucket import KvBucket
+from storesvc_client import _retrying
 from tests.command_line import document, refusal
 from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Status, Truncate
@@ -200,6 +201,7 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
     gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(storages.RETRIES, "max_retries", 1)
+    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 1.0)
     with store.connect(root) as client:
         run = client.run("tests/gcs")
         run.save(1, {"x": 1}).result()

@@ -31,7 +31,7 @@ def seal(record: Message, nonce: bytes = b"") -> bytes:
     payload = record.SerializeToString(deterministic=True)
     return pb.Sealed(
         format_version=FORMAT_VERSION,
-        crc32c=crc32c(payload, FORMAT_VERSION),
+        crc32c=_checksum(payload, nonce, FORMAT_VERSION),
         payload=payload,
         nonce=nonce,
     ).SerializeToString(deterministic=True)
@@ -50,7 +50,8 @@ def unseal(data: bytes, kind: type[M]) -> M:
         raise CorruptRecordError("expected a sealed record") from e
     if (
         not sealed.format_version  # an empty object is the sum of nothing
-        or crc32c(sealed.payload, sealed.format_version) != sealed.crc32c
+        or _checksum(sealed.payload, sealed.nonce, sealed.format_version)
+        != sealed.crc32c
     ):
         raise CorruptRecordError("its checksum does not match its bytes")
     if sealed.format_version != FORMAT_VERSION:
@@ -61,3 +62,8 @@ def unseal(data: bytes, kind: type[M]) -> M:
         return kind.FromString(sealed.payload)
     except DecodeError as e:
         raise CorruptRecordError("expected another kind of record") from e
+
+
+def _checksum(payload: bytes, nonce: bytes, format_version: int) -> int:
+    """The CRC-32C of one behind the other, which that of the version goes before."""
+    return crc32c(nonce, crc32c(payload, format_version))

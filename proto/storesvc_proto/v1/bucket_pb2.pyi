@@ -115,8 +115,8 @@ class Sealed(google.protobuf.message.Message):
     format_version: builtins.int
     """The version of the bucket's format: 1. Readers MUST refuse others."""
     crc32c: builtins.int
-    """CRC-32C of `payload`, continued from `format_version` as if that were the
-    CRC-32C of what came before: it covers both.
+    """CRC-32C of `payload` and then `nonce`, continued from `format_version` as if that
+    were the CRC-32C of what came before: it covers all three.
     """
     payload: builtins.bytes
     """The serialised record."""

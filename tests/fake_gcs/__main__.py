@@ -27,6 +27,9 @@ def _parser() -> argparse.ArgumentParser:
         "--mbps", type=float, default=math.inf, help="megabits a second, each direction"
     )
     parser.add_argument(
+        "--stream-mbps", type=float, default=math.inf, help="of each connection"
+    )
+    parser.add_argument(
         "--seconds-between-writes",
         type=float,
         default=0.0,
@@ -43,6 +46,7 @@ def main() -> None:
         tokens=Tokens(options.token) if options.token else None,
         latency_seconds=options.latency,
         bytes_per_second=options.mbps * 1e6 / 8,
+        stream_bytes_per_second=options.stream_mbps * 1e6 / 8,
         seconds_between_writes=options.seconds_between_writes,
     )
     with listening(options.host, options.port) as listener:

@@ -33,6 +33,7 @@ class Emulator:
         buckets: Sequence[str] = (),
         latency_seconds: float = 0.0,
         bytes_per_second: float = math.inf,
+        stream_bytes_per_second: float = math.inf,
         seconds_between_writes: float = 0.0,
     ) -> None:
         """Makes one that does not listen yet.
@@ -43,6 +44,7 @@ class Emulator:
             latency_seconds: How long every request waits before it is done.
             bytes_per_second: The rate of the network, in each direction, for all
                 connections together.
+            stream_bytes_per_second: The rate of each connection, in each direction.
             seconds_between_writes: How long to refuse (429) the next change of the
                 same object's name; the real ones take about one a second.
         """
@@ -58,7 +60,7 @@ class Emulator:
             Control(self._buckets, self._faults, self._log),
             faults=self._faults,
             log=self._log,
-            network=Network(latency_seconds, bytes_per_second),
+            network=Network(latency_seconds, bytes_per_second, stream_bytes_per_second),
         )
         self._thread: _Thread | None = None
 
@@ -111,6 +113,16 @@ class Emulator:
         return self._log.entries
 
     @property
+    def pending(self) -> int:
+        """Requests that came since the log was cleared and are not answered."""
+        return self._log.pending
+
+    @property
+    def most_pending(self) -> int:
+        """The most of them that there were at once."""
+        return self._log.most_pending
+
+    @property
     def stored_bytes(self) -> int:
         """What uploads stored since the log was cleared."""
         return self._log.stored_bytes
@@ -142,6 +154,7 @@ class FakeGcs(Emulator):
         tokens: Tokens | None = None,
         latency_seconds: float = 0.0,
         bytes_per_second: float = math.inf,
+        stream_bytes_per_second: float = math.inf,
         seconds_between_writes: float = 0.0,
     ) -> None:
         """Makes one that does not listen yet.
@@ -151,6 +164,7 @@ class FakeGcs(Emulator):
             tokens: The bearer tokens of which every request has to show one, if any.
             latency_seconds: As of ``Emulator``.
             bytes_per_second: As of ``Emulator``.
+            stream_bytes_per_second: As of ``Emulator``.
             seconds_between_writes: As of ``Emulator``.
         """
         super().__init__(
@@ -158,6 +172,7 @@ class FakeGcs(Emulator):
             buckets=buckets,
             latency_seconds=latency_seconds,
             bytes_per_second=bytes_per_second,
+            stream_bytes_per_second=stream_bytes_per_second,
             seconds_between_writes=seconds_between_writes,
         )
 

@@ -30,7 +30,7 @@ class EndedError(ConnectionError):
 
 
 class Link:
-    """One direction of a network path, whose rate all connections share."""
+    """One direction of a network path, whose rate is shared by whoever uses it."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
@@ -48,11 +48,21 @@ class Link:
 class Network:
     """The path between the clients and the server."""
 
-    def __init__(self, latency_seconds: float, bytes_per_second: float) -> None:
+    def __init__(
+        self,
+        latency_seconds: float,
+        bytes_per_second: float,
+        stream_bytes_per_second: float,
+    ) -> None:
         self.latency_seconds = latency_seconds
         """What every request takes in any case."""
         self.inbound = Link(bytes_per_second)
         self.outbound = Link(bytes_per_second)
+        self._stream_bytes_per_second = stream_bytes_per_second
+
+    def stream(self) -> Link:
+        """Returns one direction of a connection, which has a rate of its own."""
+        return Link(self._stream_bytes_per_second)
 
 
 class Connection:
@@ -63,6 +73,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._network = network
+        self._inbound, self._outbound = network.stream(), network.stream()
         self._loop = asyncio.get_running_loop()
         self._received = bytearray()
         """What came and belongs to nothing yet."""
@@ -80,6 +91,7 @@ class Connection:
 
     async def send(self, piece: Data) -> None:
         """Sends a piece of an answer."""
+        await self._outbound.carry(len(piece))
         await self._network.outbound.carry(len(piece))
         await self._loop.sock_sendall(self._socket, piece)
 
@@ -126,7 +138,7 @@ class Connection:
         at = min(size, len(self._received))
         body[:at] = self._received[:at]
         del self._received[:at]
-        await self._network.inbound.carry(at)
+        await self._carry_in(at)
         rest = memoryview(body)
         while at < size:
             piece = rest[at : at + PIECE_BYTES]
@@ -134,8 +146,12 @@ class Connection:
             if not count:
                 raise EndedError(f"a body of {size} bytes ended after {at}")
             at += count
-            await self._network.inbound.carry(count)
+            await self._carry_in(count)
         return body
+
+    async def _carry_in(self, size_bytes: int) -> None:
+        await self._inbound.carry(size_bytes)
+        await self._network.inbound.carry(size_bytes)
 
     async def _chunks(self) -> bytes:
         chunks = []

@@ -27,6 +27,14 @@ class Log:
 
     def __init__(self) -> None:
         self._entries: list[Logged] = []
+        self._pending: set[object] = set()
+        self.most_pending = 0
+        """The most that were there at once, since it was cleared."""
+
+    @property
+    def pending(self) -> int:
+        """Requests that came since it was cleared and are not answered."""
+        return len(self._pending)
 
     @property
     def entries(self) -> list[Logged]:
@@ -43,10 +51,18 @@ class Log:
         """What answers held."""
         return sum(entry.sent_bytes for entry in self.entries)
 
-    def add(self, entry: Logged) -> None:
-        """Adds the latest."""
+    def begin(self, request: object) -> None:
+        """Takes note of a request that came."""
+        self._pending.add(request)
+        self.most_pending = max(self.most_pending, self.pending)
+
+    def add(self, request: object, entry: Logged) -> None:
+        """Adds the latest that is answered."""
+        self._pending.discard(request)
         self._entries.append(entry)
 
     def clear(self) -> None:
         """Forgets all."""
         self._entries.clear()
+        self._pending.clear()
+        self.most_pending = 0

@@ -86,7 +86,8 @@ class Server:
             for piece in pieces_of(answer, request.method, len(answer.body)):
                 await connection.send(piece)
             return
-        began = time.monotonic()
+        began, told = time.monotonic(), object()
+        self._log.begin(told)
         action = self._faults.next_for(request.line)
         await self._wait(connection, action)
         outcome = outcome_of(action, lambda: self._do(request), self._api.refused)
@@ -94,7 +95,7 @@ class Server:
         for piece in first:
             await connection.send(piece)
         # before the last piece: who has all of the answer finds it in the log
-        self._log.add(_entry(request, outcome, time.monotonic() - began))
+        self._log.add(told, _entry(request, outcome, time.monotonic() - began))
         await connection.send(last)
         if outcome.breaks:
             if outcome.answer is None:

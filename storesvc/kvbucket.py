@@ -1,7 +1,14 @@
 """A bucket, and the OCDBT key spaces in it, over TensorStore."""
 
 import asyncio
-from collections.abc import Awaitable, Generator, Iterable, Iterator, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -25,6 +32,7 @@ from storesvc.format.checksums import Buffer
 from storesvc.framing import Part, cut
 from storesvc.gathering import each
 from storesvc.gcs_lists import GcsLists
+from storesvc.hedged_reads import HedgedReads
 from storesvc.local_reads import LocalReads
 from storesvc.s3_deletes import S3Deletes
 from storesvc.storage_errors import no_bucket, translated
@@ -78,6 +86,7 @@ class KvBucket:
         self._directories = Directories.of(root)
         self._ticks = Ticks.of(root)
         self._local = LocalReads.of(root)
+        self._hedged = HedgedReads()
 
     @property
     def has_many_makers(self) -> bool:
@@ -122,17 +131,33 @@ class KvBucket:
         with translated(self._storage, place):
             yield
 
-    async def read(self, place: str) -> Stored | None:
+    async def _read(
+        self,
+        place: str,
+        ask: "Callable[[], ts.Future[ts.KvStore.ReadResult]]",
+        *,
+        size_bytes: int = 0,
+    ) -> "ts.KvStore.ReadResult":
+        """Reads a place; again, where a storage on the network does not answer."""
         with self._at(place):
-            result = await self._answer(self._root.read(place))
+            if not self._storage.is_remote:
+                return await ask()
+            name = self._storage.describe(place)
+            return await self._hedged.read(ask, size_bytes=size_bytes, name=name)
+
+    async def read(self, place: str) -> Stored | None:
+        result = await self._read(place, lambda: self._root.read(place))
         if result.state != "value":
             return None
         return Stored(result.value, Generation(result.stamp.generation))
 
     async def read_range(self, place: str, start: int, stop: int) -> bytes:
-        with translated(self._storage, place):
-            asked = self._root.read(place, byte_range=slice(start, stop))
-            result = await self._answer(asked, size_bytes=stop - start)
+        span = slice(start, stop)
+        result = await self._read(
+            place,
+            lambda: self._root.read(place, byte_range=span),
+            size_bytes=stop - start,
+        )
         if result.state != "value":
             raise CorruptDataError(
                 f"data file {place} is missing; use another checkpoint"

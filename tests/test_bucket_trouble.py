@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from storesvc import deadlines
+from storesvc import deadlines, hedged_reads
 from storesvc.errors import StorageUnavailableError, StoreError
+from storesvc.hedging import Limits
 from storesvc.kvbucket import KvBucket
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Lost, Reset, Stall, Status
@@ -85,11 +86,13 @@ def test_a_storage_that_does_not_answer_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test(bucket: KvBucket) -> None:
-        monkeypatch.setattr(deadlines, "ANSWER_SECONDS", 0.2)
         gcs.fault("GET .*/a", Stall(), times=ALWAYS)
         with pytest.raises(StorageUnavailableError, match="did not answer in time"):
             await bucket.read("a")
+        assert 2 == gcs.pending
 
+    limits = Limits(answer_seconds=0.1, tries=2)
+    monkeypatch.setattr(hedged_reads, "LIMITS", limits)
     within(test)
 
 

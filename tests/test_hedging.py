@@ -1,0 +1,111 @@
+"""Reads that are slow are asked twice, those that are late anew, and not too many."""
+
+from storesvc.hedging import (
+    LEAST_RECENT,
+    SHARE,
+    SPARE,
+    UNKNOWN_SECONDS,
+    Hedging,
+    Limits,
+    Step,
+)
+
+MIB = 1 << 20
+
+PATIENT = Limits(answer_seconds=1000)
+
+
+def known(seconds: float, *, limits: Limits = PATIENT, size_bytes: int = 0) -> Hedging:
+    """Reads that took so long, all of them."""
+    reads = Hedging(limits)
+    for _ in range(LEAST_RECENT):
+        reads.begin(size_bytes, now=0).answered(now=seconds)
+    return reads
+
+
+def test_a_read_is_slow_that_takes_twice_as_long_as_nearly_all_did() -> None:
+    read = known(3).begin(0, now=100)
+
+    assert Step.WAIT is read.step(now=105.9)
+    assert Step.BESIDE is read.step(now=106)
+    assert Step.WAIT is read.step(now=200)
+
+
+def test_one_in_a_hundred_that_took_long_makes_no_other_read_late() -> None:
+    reads = Hedging(PATIENT)
+    for at in range(100):
+        reads.begin(0, now=0).answered(now=1 if at % 50 else 60)
+
+    assert 2 == reads.slow_seconds(0)
+
+
+def test_small_jitter_is_not_slow() -> None:
+    read = known(0.01, limits=Limits(floor_seconds=0.5)).begin(0, now=0)
+
+    assert 0.5 == read.due
+
+
+def test_before_others_are_known_a_read_has_some_time() -> None:
+    assert UNKNOWN_SECONDS == Hedging(PATIENT).begin(0, now=0).due
+
+
+def test_reads_are_compared_with_those_of_their_size() -> None:
+    reads = known(3, size_bytes=8 * MIB)
+
+    assert 6 == reads.slow_seconds(9 * MIB)
+    assert UNKNOWN_SECONDS == reads.slow_seconds(0)
+    assert UNKNOWN_SECONDS == reads.slow_seconds(32 * MIB)
+
+
+def test_of_reads_that_are_all_slow_only_a_share_is_asked_twice() -> None:
+    reads, count = known(1), 1000
+
+    under_way = [reads.begin(0, now=0) for _ in range(count)]
+    twice = [read for read in under_way if read.step(now=2) is Step.BESIDE]
+    assert SPARE == len(twice)
+
+    for _ in range(count):
+        twice += [
+            read for read in [reads.begin(0, now=0)] if read.step(now=2) is Step.BESIDE
+        ]
+    assert SPARE < len(twice) <= SPARE + SHARE * count
+
+
+def test_who_finds_no_share_asks_again_for_one_later() -> None:
+    reads = known(1)
+    read, *_ = under_way = [reads.begin(0, now=0) for _ in range(int(SPARE) + 1)]
+    for other in under_way[1:]:
+        assert Step.BESIDE is other.step(now=2)
+
+    assert Step.WAIT is read.step(now=2)
+    for _ in range(int(1 / SHARE)):
+        reads.begin(0, now=2).answered(now=3)
+
+    assert 4 == read.due
+    assert Step.BESIDE is read.step(now=4)
+
+
+def test_a_late_read_is_asked_anew_some_times_and_then_fails() -> None:
+    read = known(1, limits=Limits(answer_seconds=10, tries=3)).begin(0, now=0)
+
+    assert Step.BESIDE is read.step(now=2)
+    assert Step.ANEW is read.step(now=10)
+    assert Step.BESIDE is read.step(now=12)
+    assert Step.ANEW is read.step(now=20)
+    assert Step.FAIL is read.step(now=30)
+
+
+def test_the_deadline_allows_for_what_is_under_way_beside_it() -> None:
+    limits = Limits(floor_seconds=1000, answer_seconds=10, least_bytes_per_second=MIB)
+    reads = Hedging(limits)
+    others = [reads.begin(8 * MIB, now=0) for _ in range(4)]
+
+    read = reads.begin(8 * MIB, now=0)
+    assert Step.WAIT is read.step(now=49.9)
+    assert Step.ANEW is read.step(now=50)
+
+    for other in [*others, read]:
+        other.given_up()
+    alone = reads.begin(8 * MIB, now=100)
+    assert Step.WAIT is alone.step(now=117.9)
+    assert Step.ANEW is alone.step(now=118)

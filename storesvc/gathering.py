@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 from storesvc.errors import CorruptDataError
 from storesvc.records import or_damage
 
-AT_ONCE: Final = 32
+AT_ONCE: Final = 128
 """Small objects that one call reads or writes at a time."""
 
 S = TypeVar("S")

@@ -12,6 +12,10 @@ OnDamage: TypeAlias = Callable[[DataLossError], object] | None
 """Called for each row that cannot be told, because its record is damaged; None: the
 list ends there, and raises it."""
 
+FOLLOWING: Final = 1000
+"""Rows of each page after the first: who wants a few gets them soon, and who wants all
+waits for few answers, each of which may begin with a list of the storage's."""
+
 _REASON: Final = "CORRUPT_DATA"
 
 
@@ -38,6 +42,7 @@ def rows(
         if not page.next_page_token:
             return
         request.page_token = page.next_page_token
+        request.page_size = FOLLOWING
 
 
 def _in_order(

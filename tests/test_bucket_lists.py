@@ -1,0 +1,68 @@
+"""Lists of a bucket ask for many records at a time: each takes as long as the network
+is away, however small it is."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+
+import storesvc_client as store
+from tests.bench.catalogue import LARGE, records
+from tests.conftest import gcs_root
+from tests.fake_gcs import ALWAYS, Delay, FakeGcs
+from tests.gcs_calls import BUCKET, GcsCalls
+
+CHECKPOINTS = 300
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.fixture(scope="module")
+def run(gcs: FakeGcs) -> Iterator[store.Run]:
+    """A run of many checkpoints in a bucket."""
+    root = gcs_root()
+    with store.connect(root) as client, GcsCalls(gcs.url) as calls:
+        for place, data in records(CHECKPOINTS, 0):
+            calls.upload(f"{root.removeprefix(f'gs://{BUCKET}/')}/{place}", data)
+        yield client.run(str(LARGE))
+
+
+@pytest.fixture
+def far(gcs: FakeGcs) -> Iterator[FakeGcs]:
+    """The storage, where each record takes its time."""
+    gcs.clear()
+    gcs.fault("GET .*/checkpoints/.*alt=media", Delay(0.2), times=ALWAYS)
+    yield gcs
+    gcs.clear()
+
+
+def reads(gcs: FakeGcs) -> int:
+    """How many records of checkpoints were read."""
+    targets = [one.target for one in gcs.log if "alt=media" in one.target]
+    return sum("%2Fcheckpoints%2F" in target for target in targets)
+
+
+def lists(gcs: FakeGcs) -> int:
+    """How many pages of names were asked for."""
+    return sum(one.target.split("?")[0].endswith("/o") for one in gcs.log)
+
+
+def test_many_records_are_read_at_a_time_and_hardly_one_twice(
+    run: store.Run, far: FakeGcs
+) -> None:
+    steps = [checkpoint.step for checkpoint in run.checkpoints()]
+
+    assert list(reversed(range(CHECKPOINTS))) == steps
+    # one of each page tells whether there is more; some are asked twice where time is
+    # short
+    assert CHECKPOINTS <= reads(far) < 1.1 * CHECKPOINTS
+    assert lists(far) <= 2
+    assert far.most_pending > 64
+
+
+def test_who_wants_a_few_waits_for_a_page_of_them(run: store.Run, far: FakeGcs) -> None:
+    newest = [checkpoint.step for checkpoint in islice(run.checkpoints(), 3)]
+
+    assert [CHECKPOINTS - 1, CHECKPOINTS - 2, CHECKPOINTS - 3] == newest
+    assert reads(far) < 110
+    assert 1 == lists(far)

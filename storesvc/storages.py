@@ -49,6 +49,13 @@ class Storage:
     is_remote: bool
     """Whether it answers over a network."""
 
+    @property
+    def concurrency(self) -> int:
+        """Requests to it at a time; each driver has a resource of its own for that."""
+        suffix = "_request_concurrency"
+        limits = [self.context[name] for name in self.context if name.endswith(suffix)]
+        return int(limits[0]["limit"]) if limits else 1
+
     def describe(self, place: str) -> str:
         """Returns what messages call a place in it."""
         return f"{self.name}/{place}" if self.is_remote else place

@@ -27,7 +27,7 @@ from storesvc.errors import (
 )
 from storesvc.framing import Part
 from storesvc.kvbucket import KvBucket
-from storesvc.storages import storage_at
+from storesvc.storages import CONCURRENCY, storage_at
 from storesvc.ticks import TICK_SECONDS
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
 from tests.fake_s3 import FakeS3
@@ -612,6 +612,11 @@ def test_other_roots_are_refused(root: str) -> None:
 def test_options_that_a_bucket_has_not_are_refused(options: str, expected: str) -> None:
     with pytest.raises(InvalidFieldError, match=expected):
         storage_at(f"gs://bucket/prefix?{options}")
+
+
+def test_a_bucket_is_asked_as_much_at_a_time_as_its_root_says() -> None:
+    assert CONCURRENCY == storage_at("gs://bucket/prefix").concurrency
+    assert 9 == storage_at("gs://bucket/prefix?concurrency=9").concurrency
 
 
 def test_a_storage_that_fails_is_unavailable() -> None:

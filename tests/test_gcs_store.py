@@ -15,9 +15,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc import storages
+from storesvc import hedged_reads, storages
+from storesvc.hedging import Limits
 from storesvc.kvbucket import KvBucket
-from storesvc_client import _retrying
+from storesvc_client import _buckets, _retrying
 from tests.command_line import document, refusal
 from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Status, Truncate
@@ -27,8 +28,14 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def root(bucket_storage: None, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The root of a fresh store."""
+def root(
+    bucket_storage: None,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[str]:
+    """The root of a fresh store; nothing is asked twice, as bytes are counted."""
+    monkeypatch.setattr(_buckets, "LIMITS", Limits(floor_seconds=600))
+    monkeypatch.setattr(hedged_reads, "LIMITS", Limits(floor_seconds=600))
     if GIVEN_BUCKET:
         yield gcs_root()
         return
@@ -38,7 +45,7 @@ def root(bucket_storage: None, request: pytest.FixtureRequest) -> Iterator[str]:
     emulator.clear()
 
 
-@pytest.fixture(params=["embedded", "served"])
+@pytest.fixture(params=["embedded", "served", "direct"])
 def client(
     request: pytest.FixtureRequest, root: str, tmp_path: Path
 ) -> Iterator[store.Client]:
@@ -49,7 +56,8 @@ def client(
         return
     server = ServerProcess(tmp_path, tmp_path, uri=root)
     server.start()
-    with store.connect(server.address) as connected:
+    direct = root if request.param == "direct" else None
+    with store.connect(server.address, direct=direct) as connected:
         yield connected
     server.kill()
 

@@ -4,10 +4,14 @@ Threads take their work here. Who takes work that begins new buffers waits until
 fit beside all that were begun and are not handed over; but never where nobody else is
 at work, for then nobody would make room: a leaf that is larger than the budget is on
 its way alone.
+
+Where reads bring bytes that are copied from there, these have a room of their own, for
+as long as the read is under way.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from storesvc.format.reads import Read
 from storesvc_client._receiving import Assembly
@@ -17,9 +21,18 @@ class Budget:
     """The bytes of buffers that are begun and not handed over, and who may begin
     more."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, read_bytes: int | None = None) -> None:
+        """Is all there to be taken.
+
+        Args:
+            limit: Bytes of buffers.
+            read_bytes: What reads that are under way may bring together; None: they
+                read to where it goes.
+        """
         self._limit = limit
+        self._read_limit = read_bytes
         self._bytes = 0
+        self._read_bytes = 0
         self._running = 0
         self._changed = threading.Condition()
         self._taking = threading.Lock()
@@ -28,7 +41,49 @@ class Budget:
         self.peak_bytes = 0
         """The most that was held at once."""
 
-    def take(self, work: Iterator[Read], assembly: Assembly) -> Read | None:
+    def work_off(
+        self,
+        reads: Sequence[Read],
+        take: Callable[[Read], int],
+        assembly: Assembly,
+        *,
+        threads: int,
+    ) -> None:
+        """Does reads in their order, several at a time.
+
+        Args:
+            reads: What to read.
+            take: Does one, and returns the bytes that it handed over.
+            assembly: What the buffers are of.
+            threads: How many at a time.
+        """
+        if not reads:
+            return
+        threads, work = min(threads, len(reads)), iter(reads)
+        with ThreadPoolExecutor(threads, "storesvc-direct") as pool:
+            try:
+                futures = [
+                    pool.submit(self._work, work, take, assembly)
+                    for _ in range(threads)
+                ]
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:  # one failed, or Ctrl-C: the others must not go on
+                self._stop()
+                raise
+
+    def _work(
+        self, work: Iterator[Read], take: Callable[[Read], int], assembly: Assembly
+    ) -> None:
+        """Takes reads until none is left, or another thread failed."""
+        while (read := self._take(work, assembly)) is not None:
+            freed = 0
+            try:
+                freed = take(read)
+            finally:
+                self._give_back(read, freed)
+
+    def _take(self, work: Iterator[Read], assembly: Assembly) -> Read | None:
         """Returns the next read, its buffers begun, once they fit."""
         with self._taking:
             read = None if self.is_stopped else next(work, None)
@@ -39,26 +94,33 @@ class Budget:
                 # alone, it would wait for nobody
                 self._changed.wait_for(
                     lambda: (
-                        not self._running
-                        or self._bytes + needed <= self._limit
-                        or self.is_stopped
+                        not self._running or self._fits(read, needed) or self.is_stopped
                     )
                 )
                 if self.is_stopped:
                     return None
                 self._bytes += needed
+                self._read_bytes += read.stop - read.start
                 self.peak_bytes = max(self.peak_bytes, self._bytes)
                 self._running += 1
         return read
 
-    def give_back(self, freed: int) -> None:
+    def _fits(self, read: Read, needed: int) -> bool:
+        # what begins nothing makes room
+        if needed and self._bytes + needed > self._limit:
+            return False
+        brought = self._read_bytes + read.stop - read.start
+        return self._read_limit is None or brought <= self._read_limit
+
+    def _give_back(self, read: Read, freed: int) -> None:
         """Tells that a read is done, and handed over so many bytes."""
         with self._changed:
             self._bytes -= freed
+            self._read_bytes -= read.stop - read.start
             self._running -= 1
             self._changed.notify_all()
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Lets all threads end, and returns once none is at work: a thread that
         Ctrl-C met at its start is joined by nobody."""
         with self._changed:

@@ -4,7 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -20,6 +20,9 @@ from storesvc_client.errors import (
     UnavailableError,
     translated,
 )
+
+if TYPE_CHECKING:
+    from storesvc_client._buckets import BucketRoot
 
 T = TypeVar("T")
 
@@ -114,7 +117,7 @@ class Connection:
         """What messages call the store."""
         self.timeout = timeout
         """Seconds that a call may take, streams excepted."""
-        self.files: Path | None = None
+        self.files: Path | BucketRoot | None = None
         """The root of the store, where this process may reach its data files by
         itself; None: they come and go through the server."""
         self.staging = Staging(staging_bytes)

@@ -62,10 +62,11 @@ def connect(
             it is spoken anyway, unless ``ca`` or ``cert`` is given.
         timeout: Seconds that a call may take. Saves and restores may take longer,
             but not stall for longer than the server's limit.
-        direct: The root of the store that the server serves, ``file:///PATH``, where
-            this machine has it too: then saves and restores write and read its data
-            files by themselves, several times as fast, and the server is told, and
-            tells, only what they hold. A target ``file:///PATH`` implies it.
+        direct: The root of the store that the server serves, ``file:///PATH`` where
+            this machine has it too, ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``:
+            then saves and restores write and read its data files by themselves,
+            several times as fast, and the server is told, and tells, only what they
+            hold. A target that is such a root implies it.
         staging_bytes: Host memory that saves may take to copy trees into; it is kept
             for the next save. At least 128 MiB.
 
@@ -73,7 +74,7 @@ def connect(
         InvalidRequestError: The target or a certificate is not usable, or another
             store, or none, is at ``direct``.
         UnavailableError: The store does not answer, or its certificate or that of this
-            client is refused.
+            client is refused, or the bucket at ``direct`` lets nobody in.
     """
     connection = open_connection(
         target,

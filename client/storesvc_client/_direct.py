@@ -6,28 +6,28 @@ piece at a time, while they are in the processor's cache; a page of memory is to
 once more only by whoever uses it.
 
 Work is taken off one list by a few threads, which all do the same: read, check, copy
-what is no run, hand over. Whoever takes work that begins new buffers waits until all
-that were begun, and are not handed over, fit the budget.
+what is no run, hand over.
 """
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 import numpy as np
 
 from storesvc.format.checksums import crc32c
-from storesvc.format.chunks import I64, Places
 from storesvc.format.manifests import Manifest
-from storesvc.format.reads import Read, plan_reads
+from storesvc.format.reads import Read
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._budget import Budget
 from storesvc_client._layouts import Bytes, allocate
-from storesvc_client._pausing import collector_paused
+from storesvc_client._ranges import describe, planned
 from storesvc_client._receiving import Assembly
+from storesvc_client._unpacking import PIECE_BYTES, SMALL_BYTES, unpack
 from storesvc_client.errors import DataLossError, StoreError, UnavailableError
 
 BUDGET_BYTES: Final = 1 << 30
@@ -35,19 +35,11 @@ BUDGET_BYTES: Final = 1 << 30
 
 THREADS: Final = min(os.cpu_count() or 1, 8)
 
-PIECE_BYTES: Final = 1 << 20
-"""Read, then checksummed, before the next: half of a core's own cache."""
-
-SMALL_BYTES: Final = 64 << 10
-"""Chunks below it are read with their neighbours, then copied."""
-
 BLOCK_BYTES: Final = 2 << 20
 """Of neighbours that are read together."""
 
 GAP_BYTES: Final = 4 << 10
 """What may lie between neighbours: storage reads no less than a page."""
-
-_SHOWN: Final = 3
 
 
 class DirectSource:
@@ -70,52 +62,26 @@ class DirectSource:
         """See ``ChunkSource.read``."""
         with assembly.meter.phase("plan"):
             reads = self._planned(ordinals, assembly)
-        threads = min(THREADS, len(reads))
-        if not threads:
-            return
-        work = iter(reads)
-        with ThreadPoolExecutor(threads, "storesvc-direct") as pool:
-            try:
-                futures = [
-                    pool.submit(self._work, work, assembly) for _ in range(threads)
-                ]
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:  # one failed, or Ctrl-C: the others must not go on
-                self.budget.stop()
-                raise
+        take = partial(self._take, _Staging(), assembly)
+        self.budget.work_off(reads, take, assembly, threads=THREADS)
 
     def _planned(self, ordinals: Sequence[int], assembly: Assembly) -> list[Read]:
-        """The reads, leaf after leaf, each in the order in which it lies: so few
-        leaves are in memory in part, however many files hold a piece of each."""
-        tree, places = self._manifest.tree, self._manifest.places
         chunks = np.array(ordinals, np.int64)
         alone = np.array([assembly.is_run(ordinal) for ordinal in ordinals], np.bool_)
-        alone &= places.length[chunks] >= SMALL_BYTES
-        reads = list(_apart(places, chunks[alone]))
-        reads += plan_reads(
-            places, chunks[~alone], at_most=BLOCK_BYTES, gap_bytes=GAP_BYTES
+        alone &= self._manifest.places.length[chunks] >= SMALL_BYTES
+        return planned(
+            self._manifest,
+            alone=chunks[alone],
+            together=chunks[~alone],
+            at_most=BLOCK_BYTES,
+            gap_bytes=GAP_BYTES,
         )
-        first = np.array([read.chunks[0] for read in reads], np.int64)
-        file, offset = places.file[first], places.offset[first]
-        rows, _ = tree.locate_all(first)
-        # a leaf counts where its first chunk lies
-        by_place = np.lexsort((offset, file))
-        ranks = np.full(len(tree.leaves), len(reads))
-        np.minimum.at(ranks, rows[by_place], np.arange(len(reads)))
-        return [reads[at] for at in np.lexsort((offset, file, ranks[rows])).tolist()]
 
-    def _work(self, work: Iterator[Read], assembly: Assembly) -> None:
-        """Takes reads until none is left, or another thread failed."""
-        staging = _Staging()
-        while (read := self.budget.take(work, assembly)) is not None:
-            take = self._take_alone if len(read.chunks) == 1 else self._take_together
-            freed = 0
-            try:
-                with self._file(read) as file, assembly.meter.part(read.file):
-                    freed = take(file, read, staging, assembly)
-            finally:
-                self.budget.give_back(freed)
+    def _take(self, staging: "_Staging", assembly: Assembly, read: Read) -> int:
+        """Does a read; returns the bytes that were handed over."""
+        take = self._take_alone if len(read.chunks) == 1 else self._take_together
+        with self._file(read) as file, assembly.meter.part(read.file):
+            return take(file, read, staging, assembly)
 
     def _take_alone(
         self, file: int, read: Read, staging: "_Staging", assembly: Assembly
@@ -148,24 +114,10 @@ class DirectSource:
         self, file: int, read: Read, staging: "_Staging", assembly: Assembly
     ) -> int:
         """Reads neighbours, and copies each from there; returns as above."""
-        memory, meter = staging.memory(read.stop - read.start), assembly.meter
-        data = memory.data
-        with meter.phase("read"):
-            self._fill(file, [data], read, read.start)
-        begins = [offset - read.start for offset in read.offsets]
-        lengths = [length - CHECKSUM_BYTES for length in read.lengths]
-        rows = list(zip(read.chunks, begins, lengths, strict=True))
-        # one step after the other, as the clock takes as long as a small chunk
-        with collector_paused():
-            with meter.phase("verify"):
-                for chunk, begin, length in rows:
-                    end = begin + length
-                    tail = bytes(data[end : end + CHECKSUM_BYTES])
-                    assembly.check(chunk, crc32c(data[begin:end]), tail)
-            with meter.phase("copy"):
-                for chunk, begin, length in rows:
-                    assembly.spread(chunk, memory[begin : begin + length])
-            return sum(map(assembly.finish, read.chunks))
+        memory = staging.memory(read.stop - read.start)
+        with assembly.meter.phase("read"):
+            self._fill(file, [memory.data], read, read.start)
+        return unpack(read, memory, assembly)
 
     @contextmanager
     def _file(self, read: Read) -> Iterator[int]:
@@ -210,8 +162,7 @@ class DirectSource:
             got += more
 
     def _lost(self, read: Read, what: str) -> DataLossError:
-        tree = self._manifest.tree
-        named = ", ".join(map(tree.describe_chunk, read.chunks[:_SHOWN]))
+        named = describe(self._manifest, read)
         return DataLossError(
             f"{self._name} {named}: data file {self._pool / read.file} {what}, "
             f"expected bytes {read.start} to {read.stop}; use another checkpoint",
@@ -219,8 +170,8 @@ class DirectSource:
         )
 
 
-class _Staging:
-    """The memory that one thread reads into what it copies from there."""
+class _Staging(threading.local):
+    """The memory that each thread reads into what it copies from there."""
 
     def __init__(self) -> None:
         self._memory = allocate(0)
@@ -230,19 +181,6 @@ class _Staging:
         if len(self._memory) < size_bytes:
             self._memory = allocate(size_bytes)
         return self._memory[:size_bytes]
-
-
-def _apart(places: Places, chunks: I64) -> Iterator[Read]:
-    """The reads that fetch chunks each for itself."""
-    columns = (
-        chunks,
-        places.file[chunks],
-        places.offset[chunks],
-        places.length[chunks],
-    )
-    for chunk, file, offset, length in zip(*(c.tolist() for c in columns), strict=True):
-        stop = offset + length
-        yield Read(places.files[file], offset, stop, (chunk,), (length,), (offset,))
 
 
 def _is_plain(file: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import (
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from storesvc.format.grids import Region, whole
@@ -23,6 +24,7 @@ from storesvc.format.manifests import (
     unpack_manifest,
 )
 from storesvc.format.names import CheckpointName, RunName
+from storesvc_client._bucket_reads import BucketSource
 from storesvc_client._channel import Connection
 from storesvc_client._direct import DirectSource
 from storesvc_client._durations import checked_length
@@ -164,6 +166,8 @@ class OpenCheckpoint:
             returned_bytes=returned_bytes,
             seconds=meter.seconds,
             timings=meter.timings,
+            slowest=meter.slowest.name,
+            slowest_seconds=meter.slowest.seconds,
         )
         return result
 
@@ -262,7 +266,7 @@ class OpenCheckpoint:
         joint.check(f"{self.info.uid} {spread} {plan.digest}")
         if spread is None:
             # what lies on this machine's disk is as near as the other processes are
-            is_far = self._connection.files is None
+            is_far = not isinstance(self._connection.files, Path)
             spread = is_far and plan.saved_bytes >= SPREAD_BYTES
         if not spread:
             return None
@@ -277,15 +281,16 @@ class OpenCheckpoint:
 
     def _source(self) -> ChunkSource:
         """The one seam of restores: where stored chunks come from."""
-        if self._connection.files is None:
-            return StreamedSource(
-                self._connection, name=self._name.resource, uid=self.info.uid
-            )
-        return DirectSource(
-            self._connection.files / RunPlaces(self._name.run).pool,
-            self._manifest,
-            name=self.name,
-        )
+        pool = RunPlaces(self._name.run).pool
+        match self._connection.files:
+            case None:
+                return StreamedSource(
+                    self._connection, name=self._name.resource, uid=self.info.uid
+                )
+            case Path() as root:
+                return DirectSource(root / pool, self._manifest, name=self.name)
+            case bucket:
+                return BucketSource(bucket, pool, self._manifest, name=self.name)
 
 
 def open_checkpoint(

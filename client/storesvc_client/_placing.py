@@ -1,12 +1,10 @@
 """Chunks that a client puts into the pool of a run by itself.
 
 Threads take slabs, make their sums, and append them to data files of their own; what
-lies in a file that is synced is told to the server. No byte of it goes through the
+lies in a file that is durable is told to the server. No byte of it goes through the
 server, which only looks whether the files are there.
 """
 
-import errno
-import os
 import queue
 import threading
 import uuid
@@ -15,34 +13,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 import numpy as np
 
-from storesvc.datafiles import NewFile
 from storesvc.format.chunks import Places, pack_placed
+from storesvc_client._bucket_writes import BucketPool
+from storesvc_client._buckets import BucketRoot, StoppedError
 from storesvc_client._outbox import Outbox, Wanted
+from storesvc_client._pools import FilePool, NewFile, Pool
 from storesvc_client._progress import Meter
 from storesvc_client._slabs import PIECE_BYTES, Filled
 from storesvc_client._sums import SumsInProgress
-from storesvc_client.errors import (
-    InvalidRequestError,
-    LimitError,
-    StoreError,
-    UnavailableError,
-)
 from storesvc_proto.v1 import tree_pb2
-
-THREADS: Final = min(os.cpu_count() or 1, 8)
-
-DATA_FILE_BYTES: Final = 128 << 20
-"""Where a thread begins its next data file; what a save that is cut off loses."""
-
-_DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-
-
-class _StoppedError(Exception):
-    """The save has failed elsewhere."""
 
 
 class Placing:
@@ -50,7 +33,8 @@ class Placing:
 
     def __init__(
         self,
-        pool: Path,
+        root: Path | BucketRoot,
+        pool: str,
         prefix: str,
         outbox: Outbox,
         wanted: Wanted,
@@ -60,7 +44,8 @@ class Placing:
         """Prepares to write.
 
         Args:
-            pool: The directory of the data files.
+            root: Of the store.
+            pool: What the data files lie below.
             prefix: What the names of those of this upload begin with, below it.
             outbox: Where the memory of slabs goes back to.
             wanted: The slabs.
@@ -68,7 +53,6 @@ class Placing:
             meter: Takes note of what is written.
         """
         self._meter = meter
-        self._pool = pool
         self._prefix = prefix
         self._outbox = outbox
         self._wanted = wanted
@@ -77,10 +61,16 @@ class Placing:
             queue.SimpleQueue()
         )
         self._stopped = threading.Event()
-        self._threads = ThreadPoolExecutor(THREADS + 1, "storesvc-place")
+        self._pool: Pool = (
+            FilePool(root / pool)
+            if isinstance(root, Path)
+            else BucketPool(root, pool, self._stopped)
+        )
+        self._threads = ThreadPoolExecutor(self._pool.threads + 1, "storesvc-place")
 
     def __enter__(self) -> Self:
-        workers = [self._threads.submit(self._work) for _ in range(THREADS)]
+        count = self._pool.threads
+        workers = [self._threads.submit(self._work) for _ in range(count)]
         self._threads.submit(self._end, workers)
         return self
 
@@ -119,13 +109,11 @@ class Placing:
         try:
             while not self._stopped.is_set() and self._write_file():
                 pass
-        except _StoppedError:
+        except StoppedError:
             return
-        except BaseException as e:
+        except BaseException:
             self._stopped.set()
             self._outbox.give_up()
-            if isinstance(e, OSError) and not isinstance(e, StoreError):
-                raise _translated(e, self._pool) from e
             raise
 
     def _write_file(self) -> bool:
@@ -135,28 +123,26 @@ class Placing:
             return False
         try:
             name = f"{self._prefix}{uuid.uuid4().hex}"
-            path = self._pool / name
-            path.parent.mkdir(parents=True, exist_ok=True)
             rows: list[tuple[int, int, int]] = []
-            with self._meter.part(name), self._new_file(path) as file:
-                while filled is not None and file.size_bytes < DATA_FILE_BYTES:
+            with self._meter.part(name), self._new_file(name) as file:
+                while filled is not None and file.size_bytes < self._pool.file_bytes:
                     if self._stopped.is_set():
-                        raise _StoppedError  # the file shall not stay
+                        raise StoppedError  # the file shall not stay
                     self._append(file, filled, rows)
                     self._outbox.give_back(filled)
                     filled = None
-                    if file.size_bytes < DATA_FILE_BYTES:
+                    if file.size_bytes < self._pool.file_bytes:
                         filled = self._wanted.take()
         finally:
             if filled is not None:
                 self._outbox.give_back(filled)
         self._tell(name, sorted(rows))
-        return file.size_bytes >= DATA_FILE_BYTES
+        return file.size_bytes >= self._pool.file_bytes
 
     @contextmanager
-    def _new_file(self, path: Path) -> Generator[NewFile]:
+    def _new_file(self, name: str) -> Generator[NewFile]:
         """A file that is durable once the context has ended well."""
-        with ExitStack() as synced, NewFile(path) as file:
+        with ExitStack() as synced, self._pool.create(name) as file:
             yield file
             # left after the file, whose own end this times
             synced.enter_context(self._meter.phase("sync"))
@@ -194,20 +180,3 @@ class Placing:
         for table in pack_placed(sums, places, with_ordinals=True):
             table.files[:] = [name]  # each stands for itself
             self._placed.put(table)
-
-
-def _translated(e: OSError, pool: Path) -> StoreError:
-    if e.errno == errno.ENOSPC:
-        return LimitError(
-            f"{pool}: the storage is full; free space and save again",
-            reason="STORAGE_FULL",
-        )
-    if e.errno in _DENIED:
-        return InvalidRequestError(
-            f"direct: expected to write below {pool}, got {e.strerror}; let this "
-            "process write there, or connect without direct="
-        )
-    return UnavailableError(
-        f"{pool}: the storage failed: {e.strerror}; save again",
-        reason="STORAGE_UNAVAILABLE",
-    )

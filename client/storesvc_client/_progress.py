@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Literal, Self, TypeAlias
+from typing import Final, Literal, NamedTuple, Self, TypeAlias
 
 INTERVAL_SECONDS: Final = 0.1
 """How long a callback is left alone at least."""
@@ -60,6 +60,13 @@ class Progress:
 OnProgress: TypeAlias = Callable[[Progress], object]
 
 
+class Ended(NamedTuple):
+    """A part that has ended."""
+
+    name: str
+    seconds: float
+
+
 class Meter:
     """What the threads of one save or restore have done. As a context: all of it, from
     the first byte to the last."""
@@ -90,6 +97,8 @@ class Meter:
         self._telling = threading.Lock()
         self.under_way: dict[int, _Span] = {}
         """What began and has not ended, by id, in the order of beginning."""
+        self.slowest = Ended("", 0.0)
+        """The part that was under way the longest, of those that have ended."""
         self._threads: list[Mapping[str, float]] = []
         self._own = _Own(self._threads)
         self._error: BaseException | None = None
@@ -133,9 +142,15 @@ class Meter:
         """Returns a context whose time counts for a phase; it may hold no other."""
         return _Phase(self, name)
 
-    def part(self, name: str) -> "_Span":
+    def part(self, name: str) -> "_Part":
         """Returns a context in which a part, such as a data file, is under way."""
-        return _Span(self, name)
+        return _Part(self, name)
+
+    def end_part(self, name: str, seconds: float) -> None:
+        """Takes note of a part that has ended."""
+        with self._lock:
+            if seconds > self.slowest.seconds:
+                self.slowest = Ended(name, seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -223,8 +238,15 @@ class _Span:
         self.since = self._meter.clock()
         self._meter.under_way[id(self)] = self
 
+
+class _Part(_Span):
+    """A part, by whichever thread."""
+
+    __slots__ = ()
+
     def __exit__(self, *_: object) -> None:
         del self._meter.under_way[id(self)]
+        self._meter.end_part(self.name, self._meter.clock() - self.since)
 
 
 class _Phase(_Span):

@@ -337,19 +337,31 @@ class Assembly:
         """
         if self.meter.seconds <= self._seconds:
             return
+        outstanding = self.outstanding
+        if not outstanding:
+            return
+        raise UnavailableError(
+            f"restore of {self._name}: expected to be done after {self._seconds:g} s, "
+            f"but {outstanding}; look for what makes its storage slow, or allow more "
+            "time"
+        )
+
+    @property
+    def outstanding(self) -> str:
+        """What is missing, for people: how many chunks of which data files; "": nothing
+        is."""
         left = self.missing
         if not left:
-            return
+            return ""
         places = self._manifest.places
         files = Counter(places.file[left].tolist()).most_common()
         shown = ", ".join(
             f"{places.files[file]} ({count})" for file, count in files[:_SHOWN]
         )
         more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
-        raise UnavailableError(
-            f"restore of {self._name}: expected to be done after {self._seconds:g} s, "
-            f"but {len(left)} chunks of {len(files)} data files are outstanding: "
-            f"{shown}{more}; look for what makes its storage slow, or allow more time"
+        return (
+            f"{len(left)} chunks of {len(files)} data files are outstanding: "
+            f"{shown}{more}"
         )
 
     def _plan(self, row: int, layout: Layout, first: int) -> None:

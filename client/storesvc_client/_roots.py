@@ -1,56 +1,67 @@
 """Roots: where a client finds the files of a store by itself."""
 
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, TypeAlias
 
+from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import STORE
-from storesvc_client.errors import InvalidRequestError
+from storesvc.storages import Storage, storage_at
+from storesvc_client.errors import InvalidRequestError, UnavailableError
 from storesvc_proto.v1 import bucket_pb2 as pb
 
+if TYPE_CHECKING:
+    from storesvc_client._buckets import BucketRoot
 
-def direct_root(target: str, direct: object) -> Path | None:
-    """Returns the directory whose files a client reads by itself; None: it reads none.
+Root: TypeAlias = "Path | BucketRoot"
+"""A directory, or a place in a bucket."""
+
+
+def direct_root(target: str, direct: object) -> "Root | None":
+    """Returns the root whose files a client reads by itself; None: it reads none.
 
     Args:
-        target: What it connects to: a directory implies itself.
+        target: What it connects to: a root implies itself.
         direct: What it was given beside it.
 
     Raises:
-        InvalidRequestError: It is no directory.
+        InvalidRequestError: It is no root that can be reached from here, or the
+            packages that speak to it are not installed.
     """
     if direct is None:
-        return _directory(target)
-    root = _directory(direct) if isinstance(direct, str) else None
+        return _reached(storage_at(target)) if "://" in target else None
+    if not isinstance(direct, str):
+        raise InvalidRequestError(
+            f"direct: expected the root of the store, such as file:///PATH, got "
+            f"{direct!r}"
+        )
+    try:
+        root = _reached(storage_at(direct))
+    except InvalidFieldError as e:
+        raise InvalidRequestError(f"direct: {e}") from e
     if root is None:
         raise InvalidRequestError(
-            f"direct: expected file:///PATH, the root of the store, got {direct!r}; "
-            "stores in buckets are read through their server as yet, without direct="
+            f"direct: expected a root on this machine or in a bucket, got {direct!r}; "
+            "leave direct= out"
         )
     return root
 
 
-def check_root(root: Path, *, store_uid: str) -> None:
-    """Refuses a directory that is not the root of the store of a server.
+def check_root(root: Root, *, store_uid: str) -> None:
+    """Refuses a root that is not that of the store of a server.
 
     Raises:
         InvalidRequestError: It is not.
+        UnavailableError: The bucket does not answer, or lets nobody in.
     """
     # Late, as all that only some need: lists of checkpoints read no file.
     from storesvc.format.seal import CorruptRecordError, FormatVersionError, unseal
 
-    place = root / STORE
     try:
-        found = unseal(place.read_bytes(), pb.StoreRecord).uid
-    except OSError as e:
-        raise InvalidRequestError(
-            f"direct: expected the root of store {store_uid}, which the server serves, "
-            f"cannot read {place}: {e.strerror}; give its root on this machine, or "
-            "leave direct= out"
-        ) from e
+        found = unseal(_record(root, store_uid), pb.StoreRecord).uid
     except (CorruptRecordError, FormatVersionError) as e:
         raise InvalidRequestError(
-            f"direct: expected the record of store {store_uid} at {place}: {e}; leave "
-            "direct= out"
+            f"direct: expected the record of store {store_uid} at {root}/{STORE}: {e}; "
+            "leave direct= out"
         ) from e
     if found != store_uid:
         raise InvalidRequestError(
@@ -60,8 +71,36 @@ def check_root(root: Path, *, store_uid: str) -> None:
         )
 
 
-def _directory(uri: str) -> Path | None:
-    """The directory that a URI means; None where it means none."""
-    url = urlsplit(uri)
-    is_directory = url.scheme == "file" and not url.netloc and url.path.startswith("/")
-    return Path(unquote(url.path)) if is_directory else None
+def _record(root: Root, store_uid: str) -> bytes:
+    """The record of the store at a root."""
+    expected = (
+        f"direct: expected the root of store {store_uid}, which the server serves"
+    )
+    try:
+        found = (
+            (root / STORE).read_bytes() if isinstance(root, Path) else root.read(STORE)
+        )
+    except UnavailableError as e:  # an OSError too
+        raise UnavailableError(
+            f"{expected}: {e}, or leave direct= out", reason=e.reason
+        ) from e
+    except OSError as e:
+        raise InvalidRequestError(
+            f"{expected}, cannot read {root}/{STORE}: {e.strerror}; give its root on "
+            "this machine, or leave direct= out"
+        ) from e
+    if found is None:
+        raise InvalidRequestError(
+            f"{expected}, found no {root}/{STORE}; give its root, or leave direct= out"
+        )
+    return found
+
+
+def _reached(storage: Storage) -> "Root | None":
+    """The root of a storage; None where no other process can reach it."""
+    if storage.is_remote:
+        from storesvc_client._buckets import BucketRoot
+
+        return BucketRoot.open(storage)
+    path = storage.spec.get("path")
+    return None if path is None else Path(path)

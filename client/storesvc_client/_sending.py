@@ -19,6 +19,7 @@ from storesvc.format.chunks import I64, Sums, pack_sums
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import UploadName
 from storesvc_client._acknowledging import Acknowledging, Stream
+from storesvc_client._buckets import BucketRoot
 from storesvc_client._channel import Connection
 from storesvc_client._framing import frames
 from storesvc_client._keeping import KeptAlive
@@ -231,13 +232,15 @@ class Upload:
                 found.update(response.found)
         return found
 
-    def _place(self, ref: api.WriterRef, files: Path, wanted: Wanted) -> None:
+    def _place(
+        self, ref: api.WriterRef, files: Path | BucketRoot, wanted: Wanted
+    ) -> None:
         """Puts chunks into the pool, and tells the server of them."""
         name = UploadName.from_resource(ref.upload)
-        pool = files / RunPlaces(name.run).pool
-        prefix = RunPlaces(name.run).data_prefix(name.upload)
+        places = RunPlaces(name.run)
+        prefix = places.data_prefix(name.upload)
         with Placing(
-            pool, prefix, self._outbox, wanted, self._sums, self._meter
+            files, places.pool, prefix, self._outbox, wanted, self._sums, self._meter
         ) as placing:
             tables: Acknowledging[tree_pb2.ChunkTable] = Acknowledging(
                 placing.take,

@@ -198,9 +198,14 @@ class RestoreReport:
     """Of what came of them, before it was cast."""
     seconds: float
     timings: Mapping[str, float]
-    """Seconds by phase, over all threads: plan, read (or wait for the server), verify,
-    copy (to where it goes), place (on devices), exchange (with other processes),
-    rebuild (of the tree)."""
+    """Seconds by phase, over all threads: plan, read (or wait for the storage or the
+    server), verify, copy (to where it goes), place (on devices), exchange (with other
+    processes), rebuild (of the tree)."""
+    slowest: str
+    """The data file, or the stream from the server, of the read that took the longest;
+    "": nothing was read."""
+    slowest_seconds: float
+    """How long that took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,282 @@
+"""A client beside a bucket reads and writes data files by itself, and few bytes more
+than it must."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import storesvc_client as store
+from storesvc.format.grids import whole
+from storesvc.hedging import Limits
+from storesvc_client import _bucket_reads, _bucket_writes, _buckets
+from storesvc_client._receiving import Assembly, Buffer
+from tests.conftest import gcs_root
+from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
+from tests.gcs_calls import BUCKET
+from tests.server_process import ServerProcess
+
+MIB = 1 << 20
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.fixture
+def root(gcs: FakeGcs) -> Iterator[str]:
+    """The root of a fresh store."""
+    gcs.clear()
+    yield gcs_root()
+    gcs.clear()
+
+
+@pytest.fixture(scope="module")
+def served(
+    gcs: FakeGcs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ServerProcess, str]]:
+    """A server over a bucket, and its root."""
+    directory, root = tmp_path_factory.mktemp("server"), gcs_root()
+    server = ServerProcess(directory, directory, uri=root)
+    server.start()
+    gcs.clear()
+    yield server, root
+    server.kill()
+
+
+@pytest.fixture
+def direct(
+    served: tuple[ServerProcess, str], gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[store.Client]:
+    """A client of the server that reaches the bucket by itself, and asks for nothing
+    twice, however slow the machine is: what it asks for is counted."""
+    monkeypatch.setattr(_buckets, "LIMITS", Limits(floor_seconds=600))
+    gcs.clear()
+    server, root = served
+    with store.connect(server.address, direct=f"{root}?concurrency=64") as client:
+        yield client
+    gcs.clear()
+
+
+def drawn(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).random(shape, np.float32)
+
+
+def mesh(*sizes: int) -> Mesh:
+    devices = np.array(jax.devices()[: int(np.prod(sizes))])
+    return Mesh(devices.reshape(sizes), tuple("ab"[: len(sizes)]))
+
+
+def of_data(gcs: FakeGcs, method: str) -> list[Logged]:
+    """The requests about data files."""
+    asked = [one for one in gcs.log if one.method == method]
+    return [one for one in asked if re.search("pool(%2F|/)", one.target)]
+
+
+def read_bytes(gcs: FakeGcs) -> int:
+    """What was read of data files."""
+    return sum(one.sent_bytes for one in of_data(gcs, "GET"))
+
+
+def test_bytes_come_and_go_beside_the_server(
+    direct: store.Client, served: tuple[ServerProcess, str], gcs: FakeGcs
+) -> None:
+    tree, run = {"x": drawn(2000, 1000), "small": drawn(3)}, direct.run("tests/beside")
+
+    report = run.save(1, tree).report()
+    sent = gcs.sent_bytes
+    found = run.restore(1)
+
+    assert tree["x"].tobytes() == found["x"].tobytes()
+    assert tree["small"].tobytes() == found["small"].tobytes()
+    assert report.total_bytes <= gcs.stored_bytes <= 1.02 * report.total_bytes
+    assert report.total_bytes <= gcs.sent_bytes - sent < 1.05 * report.total_bytes
+    assert run.verify(1).ok
+    log = served[0].log
+    assert "ReadChunks tests/beside" not in log
+
+
+LAYOUTS: dict[str, Callable[[], NamedSharding]] = {
+    "as saved": lambda: NamedSharding(mesh(8), PartitionSpec("a")),
+    "tp-4 x dp-2": lambda: NamedSharding(mesh(2, 4), PartitionSpec(None, "b")),
+    "one device": lambda: NamedSharding(mesh(1), PartitionSpec()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_a_restore_reads_hardly_more_than_it_returns(
+    direct: store.Client, gcs: FakeGcs, layout: Callable[[], NamedSharding]
+) -> None:
+    tree = {"x": drawn(2048, 2048), "y": drawn(8 * 2100, 640), "z": drawn(512, 64)}
+    spread = NamedSharding(mesh(8), PartitionSpec("a"))
+    run = direct.run("tests/layouts")
+    step = list(LAYOUTS.values()).index(layout)
+    run.save(step, {k: jax.device_put(v, spread) for k, v in tree.items()}).result()
+    target = {
+        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout())
+        for key, leaf in tree.items()
+    }
+    gcs.clear()
+
+    back = run.restore(step, like=target)
+
+    assert all(tree[k].tobytes() == np.asarray(back[k]).tobytes() for k in tree)
+    needed = sum(leaf.nbytes for leaf in tree.values())
+    assert needed < read_bytes(gcs) < 1.05 * needed
+
+
+def test_a_selective_restore_reads_only_what_it_returns(
+    direct: store.Client, gcs: FakeGcs
+) -> None:
+    tree = {f"{n:03}": drawn(512, 512, seed=n) for n in range(20)}
+    run = direct.run("tests/selected")
+    run.save(0, tree).result()
+    gcs.clear()
+
+    back = run.restore(0, select=["003", "004", "017"])
+
+    assert ["003", "004", "017"] == sorted(back)
+    assert all(tree[key].tobytes() == back[key].tobytes() for key in back)
+    assert 3 * MIB < read_bytes(gcs) < 1.05 * 3 * MIB
+
+
+def test_many_small_leaves_take_few_requests(
+    direct: store.Client, gcs: FakeGcs
+) -> None:
+    tree = {f"{n:04}": np.full(n % 50, n) for n in range(3000)}
+    run = direct.run("tests/small")
+    run.save(0, tree).result()
+    gcs.clear()
+
+    back = run.restore(0)
+
+    assert all(np.array_equal(tree[key], back[key]) for key in tree)
+    assert len(of_data(gcs, "GET")) < 20
+
+
+def test_a_save_writes_several_objects_of_about_one_size(
+    direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_bucket_writes, "OBJECT_BYTES", 6 * MIB)
+    tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}  # a slab each
+    run = direct.run("tests/objects")
+
+    run.save(0, tree).result()
+
+    sizes = [one.stored_bytes for one in of_data(gcs, "POST")]
+    assert 8 <= len(sizes) <= 16
+    assert max(sizes) < 9 * MIB
+    back = run.restore(0)
+    assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
+
+
+def test_what_a_broken_save_had_written_is_not_written_again(
+    direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_bucket_writes, "OBJECT_BYTES", MIB)
+    monkeypatch.setattr(_bucket_writes.BucketPool, "threads", 2)
+    tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}
+    run = direct.run("tests/broken")
+    gcs.fault("POST /upload.*pool", Status(403), times=ALWAYS, after=8)
+
+    with pytest.raises(store.UnavailableError, match="denies this to our credentials"):
+        run.save(0, tree).result()
+    gcs.clear()
+    report = run.save(0, tree).report()
+
+    # of the eight, two may not have been told of when it broke
+    assert report.sent_bytes <= report.total_bytes * 10 // 16
+    back = run.restore(0)
+    assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
+
+
+def test_what_is_under_way_is_bounded(
+    direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_bucket_reads, "READ_BYTES", 12 * MIB)
+    tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}
+    run = direct.run("tests/bounded")
+    run.save(0, tree).result()
+    opened, arrays = run.open(0), dict[int, Any]()
+    source: Any = opened._source()
+
+    def keep(buffer: Buffer) -> None:
+        (arrays[buffer.row],) = buffer.arrays
+
+    rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.values())]
+    assembly = Assembly(opened._manifest, rows, name="x", place=keep)
+    gcs.clear()
+    gcs.fault("GET .*pool", Delay(0.05), times=ALWAYS)
+    source.read(assembly.missing, assembly)
+
+    assert 16 == len(arrays)
+    assert 1 < gcs.most_pending <= 3
+
+
+def test_the_data_file_that_took_the_longest_is_told(direct: store.Client) -> None:
+    run = direct.run("tests/slowest")
+    run.save(0, {"x": drawn(100)}).result()
+    opened = run.open(0)
+
+    opened.restore()
+
+    assert opened.report is not None
+    (file,) = opened._manifest.places.files
+    assert file == opened.report.slowest
+    assert 0 < opened.report.slowest_seconds <= opened.report.seconds
+
+
+def test_the_root_of_another_store_is_refused(
+    served: tuple[ServerProcess, str], root: str
+) -> None:
+    with store.connect(root) as other:
+        found = other.info().store_uid
+
+    with pytest.raises(
+        store.InvalidRequestError,
+        match=f"direct: expected the root of store .*got .*{found} at {root}; give",
+    ):
+        store.connect(served[0].address, direct=root)
+
+
+@pytest.mark.parametrize("bucket", [BUCKET, "nowhere"])
+def test_a_root_without_a_store_is_refused(
+    served: tuple[ServerProcess, str], bucket: str
+) -> None:
+    with pytest.raises(
+        store.InvalidRequestError,
+        match=f"expected the root .*, found no gs://{bucket}/empty/store.binpb; give",
+    ):
+        store.connect(served[0].address, direct=f"gs://{bucket}/empty")
+
+
+def test_a_bucket_that_lets_nobody_in_is_told(
+    served: tuple[ServerProcess, str], gcs: FakeGcs
+) -> None:
+    gcs.deny(BUCKET)
+    try:
+        with pytest.raises(
+            store.UnavailableError,
+            match=rf"direct: expected .*{served[1]}/store.binpb: .*credentials",
+        ):
+            store.connect(served[0].address, direct=served[1])
+    finally:
+        gcs.allow(BUCKET)
+
+
+def test_without_the_packages_of_a_bucket_it_is_told_which_to_install(
+    served: tuple[ServerProcess, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    with pytest.raises(store.InvalidRequestError, match=r"direct: .*storesvc\[server"):
+        store.connect(served[0].address, direct=served[1])
+
+
+def test_options_that_a_bucket_has_not_are_refused(
+    served: tuple[ServerProcess, str],
+) -> None:
+    with pytest.raises(store.InvalidRequestError, match=r"direct: .*concurrency=1 to"):
+        store.connect(served[0].address, direct=f"{served[1]}?concurrency=0")

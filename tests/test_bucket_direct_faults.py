@@ -1,0 +1,272 @@
+"""What a bucket may do to a client that reads and writes it by itself: nothing stalls
+for ever, and nothing comes back that was not saved."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc import hedged_reads, hedging
+from storesvc.hedging import Limits
+from storesvc_client import _bucket_writes, _buckets
+from tests.conftest import gcs_root
+from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Stall, Status
+from tests.gcs_calls import BUCKET, GcsCalls
+
+MIB = 1 << 20
+
+pytestmark = pytest.mark.emulated
+
+LEAVES = 12
+
+FAST = 1 << 40
+
+HEDGED = Limits(floor_seconds=0.3, answer_seconds=600)
+"""Who waits for an answer that never comes is helped by a second request only."""
+
+
+@pytest.fixture
+def root(gcs: FakeGcs) -> Iterator[str]:
+    """The root of a fresh store."""
+    gcs.clear()
+    yield gcs_root()
+    gcs.clear()
+
+
+@pytest.fixture
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """How long a storage may take: those of the test's parameter."""
+    limits: Limits = request.param
+    monkeypatch.setattr(hedging, "UNKNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(hedging, "SPARE", 1000.0)
+    monkeypatch.setattr(_buckets, "LIMITS", limits)
+    monkeypatch.setattr(hedged_reads, "LIMITS", limits)
+    return limits
+
+
+@pytest.fixture
+def run(root: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[store.Run]:
+    """A run of a client that reaches the bucket by itself, with a checkpoint of a data
+    file for each leaf."""
+    monkeypatch.setattr(_bucket_writes, "OBJECT_BYTES", MIB)
+    with store.connect(root) as client:
+        run = client.run("tests/faults")
+        run.save(0, TREE).result()
+        yield run
+
+
+TREE: dict[str, Any] = {
+    f"{n:02}": np.random.default_rng(n).random((1024, 1024), np.float32)
+    for n in range(LEAVES)
+}
+
+
+def assert_equal(found: Any) -> None:
+    assert TREE.keys() == found.keys()
+    assert all(TREE[key].tobytes() == found[key].tobytes() for key in TREE)
+
+
+def data_file(run: store.Run, leaf: str) -> str:
+    """Returns the data file that holds a leaf of one chunk."""
+    places = run.open(0)._manifest.places
+    return places.files[int(places.file[sorted(TREE).index(leaf)])]
+
+
+def object_of(root: str, file: str) -> str:
+    """Returns the name of the object of a data file."""
+    return f"{root.removeprefix(f'gs://{BUCKET}/')}/data/tests/faults/pool/{file}"
+
+
+@pytest.mark.parametrize("limits", [HEDGED], indirect=True, ids=["hedged"])
+def test_a_read_that_stalls_is_asked_twice_and_the_first_answer_counts(
+    limits: Limits, run: store.Run, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
+) -> None:
+    gcs.fault(f"GET .*{data_file(run, '05')}", Stall())
+
+    with caplog.at_level(logging.WARNING):
+        assert_equal(run.restore(0))
+
+    assert [] == caplog.messages
+
+
+@pytest.mark.parametrize("limits", [HEDGED], indirect=True, ids=["hedged"])
+def test_a_server_asks_twice_too(limits: Limits, run: store.Run, gcs: FakeGcs) -> None:
+    run._connection.files = None  # as over a socket
+    gcs.fault("GET .*pool", Stall())
+
+    assert_equal(run.restore(0))
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(
+            floor_seconds=600, answer_seconds=0.5, least_bytes_per_second=FAST, tries=20
+        )
+    ],
+    indirect=True,
+    ids=["late"],
+)
+def test_reads_that_stall_are_asked_anew_and_told_of(
+    limits: Limits, run: store.Run, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = data_file(run, "05")
+    gcs.fault("GET .*pool", Stall(), times=len(TREE))
+
+    with caplog.at_level(logging.WARNING):
+        assert_equal(run.restore(0))
+
+    assert any(
+        f"restore of tests/faults@0: data file {file} has not answered for" in message
+        for message in caplog.messages
+    )
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(answer_seconds=0.7, least_bytes_per_second=FAST, tries=2)],
+    indirect=True,
+    ids=["late"],
+)
+def test_a_data_file_that_never_answers_is_told_of_within_bounds(
+    limits: Limits, run: store.Run, gcs: FakeGcs
+) -> None:
+    file = data_file(run, "05")
+    gcs.fault(f"GET .*{file}", Stall(), times=ALWAYS)
+    began = time.monotonic()
+
+    with pytest.raises(store.UnavailableError) as caught:
+        run.restore(0)
+
+    assert time.monotonic() - began < 30
+    message = str(caught.value)
+    assert message.startswith("restore of tests/faults@0: ")
+    assert "did not answer in time" in message
+    assert "data files are outstanding: " in message
+    assert f"{file} (1)" in message
+    assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
+    gcs.clear()
+    assert_equal(run.restore(0))
+
+
+def test_a_restore_waits_no_longer_than_it_may_itself(
+    run: store.Run, gcs: FakeGcs
+) -> None:
+    file = data_file(run, "05")
+    gcs.fault(f"GET .*{file}", Stall(), times=ALWAYS)
+
+    with pytest.raises(
+        store.UnavailableError, match=rf"to be done after 2 s, .*outstanding: .*{file}"
+    ):
+        run.restore(0, deadline=timedelta(seconds=2))
+
+
+def test_the_data_file_that_answered_last_is_told(run: store.Run, gcs: FakeGcs) -> None:
+    file = data_file(run, "03")
+    gcs.fault(f"GET .*{file}", Delay(0.3))
+    opened = run.open(0)
+
+    opened.restore()
+
+    assert opened.report is not None
+    assert file == opened.report.slowest
+    assert opened.report.slowest_seconds >= 0.3
+
+
+def test_a_restore_that_fails_ends_what_it_still_waits_for(
+    run: store.Run, gcs: FakeGcs, root: str
+) -> None:
+    lost = data_file(run, "00")
+    with GcsCalls(gcs.url) as calls:
+        calls.delete(object_of(root, lost))
+    for file in set(run.open(0)._manifest.places.files) - {lost}:
+        gcs.fault(f"GET .*{file}", Stall(), times=ALWAYS)
+    began = time.monotonic()
+
+    with pytest.raises(store.DataLossError):
+        run.restore(0)
+
+    # not after the deadline of those that stall
+    assert time.monotonic() - began < _buckets.LIMITS.answer_seconds
+    assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
+
+
+def test_an_object_that_is_missing_is_data_loss_of_its_leaf(
+    run: store.Run, gcs: FakeGcs, root: str
+) -> None:
+    with GcsCalls(gcs.url) as calls:
+        calls.delete(object_of(root, data_file(run, "07")))
+
+    with pytest.raises(
+        store.DataLossError, match=r"tests/faults@0 leaf '0\d' chunk 0.* is missing"
+    ):
+        run.restore(0)
+    with pytest.raises(store.DataLossError, match=r"leaf '07' chunk 0.* is missing"):
+        run.restore(0, select="07")
+
+
+def test_an_object_that_was_cut_off_is_data_loss_of_its_leaf(
+    run: store.Run, gcs: FakeGcs, root: str
+) -> None:
+    place = object_of(root, data_file(run, "07"))
+    with GcsCalls(gcs.url) as calls:
+        calls.upload(place, calls.read(place).body[:-1])
+
+    with pytest.raises(store.DataLossError, match=r"leaf '0\d' chunk 0.*cut off"):
+        run.restore(0)
+
+
+def test_a_flipped_bit_is_data_loss_of_its_leaf(
+    run: store.Run, gcs: FakeGcs, root: str
+) -> None:
+    place = object_of(root, data_file(run, "07"))
+    with GcsCalls(gcs.url) as calls:
+        data = bytearray(calls.read(place).body)
+        data[len(data) // 2] ^= 1
+        calls.upload(place, bytes(data))
+
+    with pytest.raises(store.DataLossError, match=r"leaf '0\d' chunk 0: expected the"):
+        run.restore(0)
+
+
+def test_who_may_not_read_is_told_so(run: store.Run, gcs: FakeGcs) -> None:
+    gcs.fault("GET .*pool", Status(403), times=ALWAYS)
+
+    with pytest.raises(store.UnavailableError, match=r"denies this to our credentials"):
+        run.restore(0)
+
+
+def test_who_may_not_write_is_told_so(run: store.Run, gcs: FakeGcs) -> None:
+    gcs.fault("POST /upload.*pool", Status(403), times=ALWAYS)
+
+    with pytest.raises(store.UnavailableError, match=r"denies this to our credentials"):
+        run.save(1, TREE, base=None).result()
+
+    assert [0] == [checkpoint.step for checkpoint in run.checkpoints()]
+
+
+def test_an_object_whose_writing_stalls_is_written_again(
+    run: store.Run,
+    gcs: FakeGcs,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(_buckets, "WRITE_SECONDS", 1.0)
+    monkeypatch.setattr(_buckets, "LEAST_BYTES_PER_SECOND", 1 << 40)
+    gcs.fault("POST /upload.*pool", Stall())
+    tree = {key: leaf + 1 for key, leaf in TREE.items()}
+
+    with caplog.at_level(logging.WARNING):
+        run.save(1, tree).result()
+
+    (message,) = [m for m in caplog.messages if "asked again" in m]
+    assert message.startswith("save: data file ")
+    assert all(
+        tree[k].tobytes() == leaf.tobytes() for k, leaf in run.restore(1).items()
+    )

@@ -10,6 +10,6 @@ rounds, and ratios of one run: the machine is shared, and seconds alone say litt
 Without a work all are run, and the bars of this store judged by them.
 
 ``works.py`` names what there is; ``states.py`` makes what is saved; ``floors.py``,
-``ours.py`` and ``peers.py`` hold who saves it; ``worker.py`` is one of them in one
-round. JSON, tables and plots go to ``build/bench/``.
+``ours.py``, ``peers.py`` and ``buckets.py`` hold who saves it; ``worker.py`` is one of
+them in one round. JSON, tables and plots go to ``build/bench/``.
 """

@@ -160,6 +160,9 @@ def _bars() -> Iterator[Bar]:
         yield _read_per_needed(ours)
     for phase in ("save", "restore"):
         yield _speed("many", phase, "direct", "orbax", 3)
+    for other in ("orbax-bucket", "orbax-raw-bucket"):
+        yield _speed("gcs", "restore", "bucket", other, 2)
+    yield _figure("seconds", "lists", "bucket", "seconds", 1)
     for ours in _SIDES:
         yield _figure(
             f"{ours}, bytes read / returned", "params", ours, "read_per_returned", 1.05

@@ -127,6 +127,10 @@ def _tiny() -> State:
     return _training_state(_model(1, 128, 512, 1000))
 
 
+def _half() -> State:
+    return _training_state(_model(3, WIDTH, HIDDEN, 6000))
+
+
 def _middle() -> State:
     return _training_state(_model(2, 512, 2048, 4000))
 
@@ -172,6 +176,7 @@ def _fewer(shape: tuple[int, ...]) -> NamedSharding:
 
 STATES: Final[Mapping[str, States]] = {
     "lm": States(whole=_lm, small=_tiny),
+    "half": States(whole=_half, small=_tiny),
     "middle": States(whole=_middle, small=_tiny),
     "tiny": States(whole=_tiny, small=_tiny),
     "many": States(whole=lambda: _many(50_000), small=lambda: _many(50)),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.bench.speed.blocking import blocked
+from tests.bench.speed.buckets import FAR, lists
 from tests.bench.speed.contenders import Contender, Maker, NotInstalledError
 from tests.bench.speed.fanning import fanout
 from tests.bench.speed.floors import FLOORS
@@ -23,7 +24,7 @@ from tests.bench.speed.selecting import params
 from tests.bench.speed.side_by_side import save_and_restore
 from tests.bench.speed.states import STATES, States, one_device, tensor_parallel
 
-MAKERS: Final[Mapping[str, Maker]] = {**FLOORS, **OURS, **PEERS}
+MAKERS: Final[Mapping[str, Maker]] = {**FLOORS, **OURS, **PEERS, **FAR}
 
 Trial = Callable[[Any, States, Path], dict[str, Any]]
 
@@ -33,6 +34,7 @@ TRIALS: Final[Mapping[str, Trial]] = {
     "blocked": blocked,
     "growth": growth,
     "fanout": fanout,
+    "lists": lists,
 }
 """The works that are more than one save and one restore."""
 

@@ -11,12 +11,15 @@ FLOORS: Final = ("memcpy", "files", "grpc")
 """One copy of the state, its bytes in plain files (fsync included), its bytes through
 gRPC with nothing packed."""
 
-OURS: Final = ("streamed", "direct", "embedded", "streamed-async", "direct-async")
+_WAYS: Final = ("streamed", "direct", "embedded")
+
+_HERE: Final = (*_WAYS, "streamed-async", "direct-async")
 """This store: over a socket, beside a server on the same files, without a server. Their
 saves keep the caller until they are durable, and copy nothing on the host; those of the
 last two return once the state is copied, as in a train loop, and are waited for."""
 
-_WAYS: Final = OURS[:3]
+OURS: Final = (*_HERE, "bucket")
+"""And beside a server on the same bucket."""
 
 PEERS: Final = (
     "orbax",
@@ -29,9 +32,12 @@ PEERS: Final = (
 """Orbax as it comes, and as zarr3 without compression; jax's own serialization;
 safetensors; torch's distributed checkpoints; EasyDeL's own."""
 
-CONTENDERS: Final = (*FLOORS, *OURS, *PEERS)
+FAR: Final = ("bucket", "orbax-bucket", "orbax-raw-bucket")
+"""On a bucket that is far away: this store, and Orbax both ways."""
 
-STATES: Final = ("lm", "middle", "tiny", "many", "moe", "uneven")
+CONTENDERS: Final = (*FLOORS, *OURS, *PEERS, *FAR[1:])
+
+STATES: Final = ("lm", "half", "middle", "tiny", "many", "moe", "uneven")
 """What ``states.py`` makes."""
 
 _SOME: Final = ("files", "grpc", *_WAYS, "orbax", "orbax-raw")
@@ -45,7 +51,7 @@ class Work:
     """What it is, in a line."""
     state: str = "lm"
     """Which of the states it works on."""
-    contenders: tuple[str, ...] = CONTENDERS
+    contenders: tuple[str, ...] = (*FLOORS, *_HERE, *PEERS)
     """Who does it unless somebody names others."""
     rounds: int | None = None
     """At most so many, where a round repeats itself often enough; None: as asked."""
@@ -98,6 +104,16 @@ WORKS: Final[Mapping[str, Work]] = {
         says="32 clients that restore at once from one server",
         contenders=("streamed",),
         rounds=1,
+    ),
+    "gcs": Work(
+        says="half a GB on an emulated bucket 30 ms away, 50 MB/s a connection",
+        state="half",
+        contenders=FAR,
+    ),
+    "lists": Work(
+        says="1,000 checkpoints listed, on that bucket",
+        state="tiny",
+        contenders=("bucket",),
     ),
     "tiny": Work(says="4 MB: whether the benchmark itself works", state="tiny"),
 }

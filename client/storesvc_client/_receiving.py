@@ -218,6 +218,10 @@ class Assembly:
         """Returns the bytes of a chunk as it is stored."""
         return self._lengths[ordinal]
 
+    def needs(self, ordinal: int) -> bool:
+        """Returns whether a chunk is not whole yet."""
+        return ordinal in self._chunks
+
     def is_run(self, ordinal: int) -> bool:
         """Returns whether the elements of a chunk go into a buffer as they lie."""
         return isinstance(self._chunks[ordinal].goal.goes, Run)
@@ -329,13 +333,18 @@ class Assembly:
             self.check_time()
         return sum(buffer.group.size_bytes for buffer in whole)
 
+    @property
+    def seconds_left(self) -> float:
+        """How long the rest may take."""
+        return self._seconds - self.meter.seconds
+
     def check_time(self) -> None:
         """Refuses to go on where the restore takes longer than it may.
 
         Raises:
             UnavailableError: It does; lists what is outstanding.
         """
-        if self.meter.seconds <= self._seconds:
+        if self.seconds_left >= 0:
             return
         outstanding = self.outstanding
         if not outstanding:

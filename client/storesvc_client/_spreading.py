@@ -4,12 +4,14 @@ goes to the others over the interconnect.
 All processes make the same plan: who needs a chunk, who reads it, and in which round it
 is exchanged. A round is one all-gather among the processes that need the same chunks.
 Rounds follow one order everywhere, so no two of them wait for each other; while one is
-exchanged, the next is read. A process that cannot read its share goes on to take part,
-and tells what happened instead: otherwise the others would wait for it for ever.
+exchanged, the next is read. A process that fails, be it to read its share or to use
+what came, goes on to take part, and tells what happened instead: otherwise the others
+would wait for it for ever.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
@@ -24,7 +26,7 @@ from storesvc_client._layouts import Bytes, allocate
 from storesvc_client._progress import Meter
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource
 from storesvc_client._shares import Holders, assigned, needers_of_chunks
-from storesvc_client.errors import StoreError, UnavailableError
+from storesvc_client.errors import UnavailableError
 
 ROUND_BYTES: Final = 256 << 20
 """That a round brings to each process, or one chunk of each process."""
@@ -165,61 +167,70 @@ class SpreadSource:
         self._gather = gather
         self._name = name
         self._own = Meter("restore", name)
-        self._exchanged_bytes = 0
-        self._error: StoreError | None = None
-
-    @property
-    def received_bytes(self) -> int:
+        self.received_bytes = 0
         """Of stored chunks that other processes read."""
-        return self._exchanged_bytes - self._own.done_bytes
+        self._error: BaseException | None = None
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         rounds = list(self._spread.rounds(self._job.index))
+        # While all are here: who meets for the first time is waited for no longer than
+        # half a minute where CPUs are joined, and a read may take longer.
+        for processes in dict.fromkeys(each.processes for each in rounds):
+            self._gather(allocate(HEADER_BYTES), processes)
         shared = {chunk for each in rounds for of in each.chunks for chunk in of}
-        self._try_to_read([o for o in ordinals if o not in shared], assembly)
+        with self._going_on():
+            self._read([o for o in ordinals if o not in shared], assembly)
         with ThreadPoolExecutor(1, "storesvc-spread") as ahead:
             coming: Future[Bytes] | None = None
             for at, each in enumerate(rounds):
-                coming = coming or ahead.submit(self._share, each)
+                coming = coming or ahead.submit(self._share, each, assembly)
                 own, coming = coming.result(), None
                 if at + 1 < len(rounds):
-                    coming = ahead.submit(self._share, rounds[at + 1])
+                    coming = ahead.submit(self._share, rounds[at + 1], assembly)
                 with assembly.meter.phase("exchange"):
                     brought = self._gather(own, each.processes)
                 for process, part, chunks in zip(
                     each.processes, brought, each.chunks, strict=True
                 ):
-                    self._take(process, part, chunks, assembly)
+                    with self._going_on():
+                        self._take(process, part, chunks, assembly)
         if self._error is not None:
             raise self._error
 
-    def _try_to_read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        """Reads, and keeps the error for later: the others wait for this process."""
-        try:
-            if ordinals and self._error is None:
-                self._inner.read(ordinals, assembly)
-        except StoreError as e:
-            self._error = e
+    def _read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
+        if ordinals:
+            self._inner.read(ordinals, assembly)
 
-    def _share(self, each: Round) -> Bytes:
+    @contextmanager
+    def _going_on(self) -> Generator[None]:
+        """Keeps an error for later: the others wait for this process."""
+        try:
+            yield
+        except BaseException as e:  # noqa: BLE001 - it is raised again in the end
+            self._error = self._error or e
+
+    def _share(self, each: Round, assembly: Assembly) -> Bytes:
         """What this process brings to a round."""
         chunks = each.chunks[each.processes.index(self._job.index)]
         memory = allocate(HEADER_BYTES + each.size_bytes)
         memory[:HEADER_BYTES] = 0
-        elements = self._elements(chunks)
+        if self._error is None:
+            with self._going_on():
+                elements, at = self._elements(chunks, assembly), HEADER_BYTES
+                for chunk in chunks:
+                    found = elements[chunk]
+                    memory[at : at + len(found)] = found
+                    at += len(found)
         if self._error is not None:
-            told = str(self._error).encode()[:HEADER_BYTES] or b"it failed"
-            memory[: len(told)] = np.frombuffer(told, np.uint8)
-            return memory
-        at = HEADER_BYTES
-        for chunk in chunks:
-            found = elements[chunk]
-            memory[at : at + len(found)] = found
-            at += len(found)
+            told = str(self._error) or type(self._error).__name__
+            header = told.encode()[:HEADER_BYTES]
+            memory[: len(header)] = np.frombuffer(header, np.uint8)
         return memory
 
-    def _elements(self, chunks: Sequence[int]) -> Mapping[int, Bytes]:
+    def _elements(
+        self, chunks: Sequence[int], assembly: Assembly
+    ) -> Mapping[int, Bytes]:
         """Reads the elements of chunks, as far as they lie within their leaves."""
         tree, wanted = self._manifest.tree, dict[int, dict[Region, int]]()
         for chunk in chunks:
@@ -238,8 +249,9 @@ class SpreadSource:
             name=self._name,
             place=keep,
             meter=self._own,
+            seconds=self._own.seconds + assembly.seconds_left,
         )
-        self._try_to_read(own.missing, own)
+        self._read(own.missing, own)
         return found
 
     def _take(
@@ -250,7 +262,7 @@ class SpreadSource:
             told = bytes(part[:HEADER_BYTES]).rstrip(b"\0").decode(errors="replace")
             self._error = self._error or UnavailableError(
                 f"restore of {self._name}: {process_name(self._job, process)} could "
-                f"not read its share: {told}"
+                f"not read its share, or use what came: {told}"
             )
         if self._error is not None:
             return
@@ -263,6 +275,8 @@ class SpreadSource:
             size = int(np.prod(shape, dtype=int)) * grid.itemsize
             elements = part[at : at + size]
             at += size
+            if not assembly.needs(chunk):  # of a leaf on devices of others alone
+                continue
             if size < grid.chunk_bytes:
                 elements = _padded(elements, shape, grid.chunk_shape)
             checksum = crc32c(elements.data)
@@ -270,7 +284,8 @@ class SpreadSource:
             assembly.begin([chunk])
             assembly.spread(chunk, elements)
             assembly.finish(chunk)
-            self._exchanged_bytes += assembly.length(chunk)
+            if process != self._job.index:
+                self.received_bytes += assembly.length(chunk)
 
 
 def _padded(elements: Bytes, shape: Sequence[int], chunk_shape: Sequence[int]) -> Bytes:

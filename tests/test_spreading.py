@@ -1,0 +1,140 @@
+"""Restores that processes spread over each other: who fails keeps none waiting."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.format.grids import whole
+from storesvc_client import _shares, _spreading
+from storesvc_client._opened import OpenCheckpoint
+from storesvc_client._progress import CallbackFailedError, Meter
+from storesvc_client._receiving import Assembly, Buffer
+from storesvc_client._spreading import Spread, SpreadSource
+from tests.thread_job import ThreadJob, ThreadProcess
+
+COUNT = 3
+LEAVES = {f"{n}": np.full(20_000 + n, n, np.int64) for n in range(12)}
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenCheckpoint]:
+    """A checkpoint of which each round brings a leaf of each process."""
+    monkeypatch.setattr(_spreading, "ROUND_BYTES", 1)
+    monkeypatch.setattr(_shares, "SLACK_BYTES", 0)
+    with store.connect(tmp_path.as_uri()) as client:
+        run = client.run("tests/spread")
+        run.save(1, LEAVES).result()
+        yield run.open(1)
+
+
+class Reading:
+    """What one process has read."""
+
+    def __init__(self, opened: OpenCheckpoint, job: ThreadProcess) -> None:
+        manifest = opened._manifest
+        self.found: dict[str, Any] = {}
+        self.rows = [
+            (row, [whole(leaf.shape)]) for row, leaf in enumerate(manifest.tree.leaves)
+        ]
+        everyone = frozenset(range(job.count))
+        needed = [(row, dict.fromkeys(regions, everyone)) for row, regions in self.rows]
+        self._opened = opened
+        self.source = SpreadSource(
+            opened._source(),
+            Spread(manifest, needed, count=job.count),
+            manifest,
+            job=job,
+            gather=job.gather,
+            name="it",
+        )
+
+    def keep(self, buffer: Buffer) -> None:
+        leaf = self._opened._manifest.tree.leaves[buffer.row]
+        (self.found[leaf.key],) = buffer.arrays
+
+    def read(self, **options: Any) -> None:
+        options = {"place": self.keep, **options}
+        manifest = self._opened._manifest
+        assembly = Assembly(manifest, self.rows, name="it", **options)
+        self.source.read(assembly.missing, assembly)
+
+
+def test_processes_meet_before_any_of_them_reads(opened: OpenCheckpoint) -> None:
+    def part(job: ThreadProcess) -> list[int]:
+        reading, had_read = Reading(opened, job), []
+
+        def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
+            had_read.append(reading.source._own.done_bytes)
+            return job.gather(own, processes)
+
+        reading.source._gather = gather
+        reading.read()
+        return had_read
+
+    for had_read in ThreadJob(COUNT).run(part):
+        assert isinstance(had_read, list), had_read
+        assert 0 == had_read[0]
+        assert 0 < had_read[1]
+
+
+def out_of_memory(buffer: Buffer) -> None:
+    raise RuntimeError(f"RESOURCE_EXHAUSTED: {buffer.row}")
+
+
+def failing_meter() -> Meter:
+    def fail(_: object) -> None:
+        raise LookupError("no terminal")
+
+    meter = Meter("restore", "it", fail)
+    meter._told -= 1  # it is time to
+    return meter
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "told"),
+    [
+        (lambda: {"place": out_of_memory}, RuntimeError, "RESOURCE_EXHAUSTED"),
+        (lambda: {"seconds": 0}, store.UnavailableError, "to be done after 0 s"),
+        (lambda: {"meter": failing_meter()}, CallbackFailedError, "CallbackFailed"),
+    ],
+    ids=["device", "deadline", "callback"],
+)
+def test_who_cannot_use_what_comes_is_named_to_the_others_who_wait_for_it(
+    opened: OpenCheckpoint,
+    options: Callable[[], dict[str, Any]],
+    kind: type[BaseException],
+    told: str,
+) -> None:
+    def part(job: ThreadProcess) -> None:
+        Reading(opened, job).read(**options() if job.index == 1 else {})
+
+    first, failed, third = ThreadJob(COUNT).run(part)
+
+    assert isinstance(failed, kind), failed
+    for other in (first, third):
+        assert isinstance(other, store.UnavailableError), other
+        assert "process 1" in str(other)
+        assert told in str(other)
+
+
+def test_who_needs_less_than_the_others_reads_for_them_all_the_same(
+    opened: OpenCheckpoint,
+) -> None:
+    def part(job: ThreadProcess) -> dict[str, Any]:
+        reading = Reading(opened, job)
+        if job.index == 1:
+            del reading.rows[::2]
+        reading.read()
+        return reading.found
+
+    told = ThreadJob(COUNT).run(part)
+
+    for index, found in enumerate(told):
+        assert isinstance(found, dict), found
+        wanted = sorted(LEAVES)[1::2] if index == 1 else sorted(LEAVES)
+        assert wanted == sorted(found)
+        assert all(np.array_equal(LEAVES[key], found[key]) for key in wanted)

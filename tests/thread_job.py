@@ -1,0 +1,75 @@
+"""A job whose processes are threads: its board is a dict, and what joins their devices
+is memory. One that waits in vain for the others is told so soon."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Condition
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+GATHER_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+class ThreadJob:
+    """The processes together."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.board: dict[str, str] = {}
+        self.changed = Condition()
+        self.barrier = Barrier(count)
+        self.brought: dict[int, NDArray[np.uint8]] = {}
+
+    def process(self, index: int) -> "ThreadProcess":
+        """Returns one of them."""
+        return ThreadProcess(self, index)
+
+    def run(self, part: Callable[["ThreadProcess"], T]) -> list[T | BaseException]:
+        """Has each process do something; returns what came of it, or what was
+        raised."""
+        with ThreadPoolExecutor(self.count) as pool:
+            futures = [pool.submit(part, self.process(i)) for i in range(self.count)]
+            return [future.exception() or future.result() for future in futures]
+
+
+class ThreadProcess:
+    """See ``Job`` and ``Gather``."""
+
+    def __init__(self, job: ThreadJob, index: int) -> None:
+        self.index = index
+        self.count = job.count
+        self._job = job
+        self._asked: Counter[str] = Counter()
+
+    def ordinal(self, what: str) -> int:
+        """See ``Job.ordinal``."""
+        self._asked[what] += 1
+        return self._asked[what] - 1
+
+    def tell(self, key: str, text: str) -> None:
+        """See ``Job.tell``."""
+        with self._job.changed:
+            self._job.board.setdefault(key, text)
+            self._job.changed.notify_all()
+
+    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
+        """See ``Job.told``."""
+        with self._job.changed:
+            self._job.changed.wait_for(lambda: key in self._job.board, seconds)
+            return self._job.board.get(key)
+
+    def gather(
+        self, own: NDArray[np.uint8], processes: Sequence[int]
+    ) -> Sequence[NDArray[np.uint8]]:
+        """See ``Gather``; among all processes."""
+        assert tuple(processes) == tuple(range(self.count))
+        self._job.brought[self.index] = own
+        self._job.barrier.wait(GATHER_SECONDS)
+        brought = [self._job.brought[index] for index in processes]
+        self._job.barrier.wait(GATHER_SECONDS)
+        return brought

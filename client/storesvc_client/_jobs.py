@@ -6,6 +6,7 @@ more than one other process.
 """
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -110,7 +111,7 @@ class JointSave:
 
 
 class JointReading:
-    """A checkpoint that all processes of a job read."""
+    """A checkpoint that all processes of a job open."""
 
     def __init__(self, job: Job, what: str, *, patience: timedelta) -> None:
         """Begins.
@@ -121,8 +122,8 @@ class JointReading:
             patience: How long to wait for a process that does not read.
         """
         self.job = job
-        self._what = what
-        self._seconds = patience.total_seconds()
+        self.what = what
+        self.seconds = patience.total_seconds()
         self._board = f"storesvc/read/{what}/{job.ordinal(f'read {what}')}"
 
     def agreed(self, resolve: Callable[[], str]) -> str:
@@ -145,61 +146,122 @@ class JointReading:
                 raise
             self.job.tell(key, Outcome(name=found).to_text())
             return found
-        outcome = self._told(key, 0, self._seconds)
+        text = self.job.told(key, seconds=self.seconds)
+        if text is None:
+            raise UnavailableError(self.absence(0))
+        outcome = Outcome.of_text(text)
         if outcome.failure:
             kind = BY_REASON.get(outcome.reason, UnavailableError)
             raise kind(outcome.failure, reason=outcome.reason)
         return outcome.name
 
-    def check(self, digest: str) -> None:
-        """Returns once all processes are about to read the same.
+    def restore(self) -> "JointRestore":
+        """Returns a restore of it by all processes."""
+        board = f"{self._board}/{self.job.ordinal(f'restore {self._board}')}"
+        return JointRestore(self, board)
+
+    def absence(self, index: int) -> str:
+        """Returns what messages say of a process that does not read it in time."""
+        return (
+            f"restore of {self.what}: {process_name(self.job, index)} of "
+            f"{self.job.count} has not asked for it in {self.seconds:g} s; "
+            "restore in all processes of the job, or with processes='this'"
+        )
+
+
+class JointRestore:
+    """One restore of a job: whether all processes are about to begin it.
+
+    From then on each waits for the others, so either all begin or none does. What
+    stands on the board first is the verdict: that of process 0, which hears all, unless
+    another could not wait for it so long.
+    """
+
+    def __init__(self, reading: JointReading, board: str) -> None:
+        """Begins.
+
+        Args:
+            reading: Of the checkpoint.
+            board: Of this restore.
+        """
+        self.job = reading.job
+        self._reading = reading
+        self._board = board
+
+    def check(self, digest: str, choice: str) -> str:
+        """Returns once all processes are about to read the same: what process 0 has
+        chosen.
 
         Args:
             digest: Of what this process has planned for all of them.
+            choice: Of this process.
 
         Raises:
             InvalidRequestError: One has planned otherwise; names it.
-            UnavailableError: One does not read; names it.
+            UnavailableError: One does not read, or failed; names it.
         """
-        board = f"{self._board}/{self.job.ordinal(f'plan {self._board}')}"
-        self.job.tell(f"{board}/{self.job.index}", Outcome(name=digest).to_text())
         if self.job.index == 0:
-            try:
-                self._compare(board, digest)
-            except StoreError as e:
-                verdict = Outcome(failure=str(e), reason=type(e).__name__)
-                self.job.tell(f"{board}/verdict", verdict.to_text())
-                raise
-            self.job.tell(f"{board}/verdict", Outcome().to_text())
-            return
-        # process 0 may have waited for others before it tells
-        verdict = self._told(f"{board}/verdict", 0, 2 * self._seconds)
+            verdict = self._stands(self._compared(digest, choice))
+        else:
+            self.job.tell(self._key(self.job.index), Outcome(name=digest).to_text())
+            verdict = self._verdict()
         if verdict.failure:
             is_other = verdict.reason == InvalidRequestError.__name__
             raise (InvalidRequestError if is_other else UnavailableError)(
                 verdict.failure
             )
+        return verdict.name
 
-    def _compare(self, board: str, digest: str) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Tells why this process does not begin; where it was to, it changes
+        nothing."""
+        index = self.job.index
+        told = f"{process_name(self.job, index)}: {str(error) or type(error).__name__}"
+        outcome = Outcome(
+            failure=f"restore of {self._reading.what} was given up by another process "
+            f"of the job: {told}"
+        )
+        with suppress(StoreError):  # the error that this is about is the one to raise
+            self.job.tell(self._key(index), outcome.to_text())
+
+    def _key(self, index: int) -> str:
+        """Of what a process tells: process 0, the verdict."""
+        return f"{self._board}/{index}"
+
+    def _compared(self, digest: str, choice: str) -> Outcome:
+        """The verdict of process 0."""
+        end = time.monotonic() + self._reading.seconds
         for index in range(1, self.job.count):
-            told = self._told(f"{board}/{index}", index, self._seconds)
+            left = max(0.0, end - time.monotonic())
+            text = self.job.told(self._key(index), seconds=left)
+            if text is None:
+                return Outcome(failure=self._reading.absence(index))
+            told = Outcome.of_text(text)
+            if told.failure:
+                return told
             if told.name != digest:
-                raise InvalidRequestError(
-                    f"restore of {self._what}: {process_name(self.job, index)} asks "
-                    f"for other leaves, shardings or another checkpoint than "
-                    f"{process_name(self.job, 0)}; restore alike in all processes, or "
-                    "with processes='this'"
+                return Outcome(
+                    failure=f"restore of {self._reading.what}: "
+                    f"{process_name(self.job, index)} asks for other leaves, shardings "
+                    f"or another checkpoint than {process_name(self.job, 0)}; restore "
+                    "alike in all processes, or with processes='this'",
+                    reason=InvalidRequestError.__name__,
                 )
+        return Outcome(name=choice)
 
-    def _told(self, key: str, by: int, seconds: float) -> Outcome:
-        """What a process has told."""
-        text = self.job.told(key, seconds=seconds)
+    def _verdict(self) -> Outcome:
+        """The verdict, for the others: process 0 may have waited for some of them
+        before it tells."""
+        text = self.job.told(self._key(0), seconds=2 * self._reading.seconds)
         if text is None:
-            raise UnavailableError(
-                f"restore of {self._what}: {process_name(self.job, by)} of "
-                f"{self.job.count} has not asked for it in {seconds:g} s; "
-                "restore in all processes of the job, or with processes='this'"
-            )
+            return self._stands(Outcome(failure=self._reading.absence(0)))
+        return Outcome.of_text(text)
+
+    def _stands(self, verdict: Outcome) -> Outcome:
+        """The verdict that stands, be it this or one that was there before."""
+        self.job.tell(self._key(0), verdict.to_text())
+        text = self.job.told(self._key(0))
+        assert text is not None
         return Outcome.of_text(text)
 
 

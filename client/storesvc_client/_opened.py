@@ -30,7 +30,7 @@ from storesvc_client._direct import DirectSource
 from storesvc_client._durations import checked_length
 from storesvc_client._entries import checked_patterns, checked_texts
 from storesvc_client._globs import Patterns, matching_keys, nearest_keys
-from storesvc_client._jobs import JointReading
+from storesvc_client._jobs import JointReading, JointRestore
 from storesvc_client._leasing import Lease
 from storesvc_client._options import DEFAULT_DEADLINE
 from storesvc_client._pausing import collector_paused
@@ -63,6 +63,10 @@ READ_AT_ONCE_BYTES: Final = 64 << 20
 
 SPREAD_BYTES: Final = 64 << 20
 """That processes would read twice, from where it is worth to spread a restore."""
+
+_SPREAD: Final = "spread"
+_APART: Final = "apart"
+"""What processes choose, who read together."""
 
 _UNWRITABLE: Final = frozenset({"STORAGE_FULL", "STORAGE_UNAVAILABLE"})
 """Why a storage may take no hold, and still be read."""
@@ -133,8 +137,11 @@ class OpenCheckpoint:
         """Returns its state; see ``Run.restore``. Then ``report`` tells of it."""
         from storesvc_client.trees.restoring import Target
 
-        length = checked_length(f"restore of {self.name}: deadline=", deadline)
-        with Meter("restore", self.name, progress) as meter:
+        with (
+            self._restored_jointly() as joint,
+            Meter("restore", self.name, progress) as meter,
+        ):
+            length = checked_length(f"restore of {self.name}: deadline=", deadline)
             with meter.phase("plan"):
                 target = Target.choose(
                     self._manifest.tree,
@@ -146,24 +153,24 @@ class OpenCheckpoint:
                     cast=cast,
                     missing=missing,
                 )
-                source, spreading = self._source(), None
-                if self._joint is not None:
-                    spreading = self._spreading(source, target, self._joint, spread)
             with self._held():
-                returned_bytes = self._read(
-                    target.regions(),
-                    target.place,
-                    meter,
-                    spreading or source,
-                    length.total_seconds(),
+                assembly = self._assembly(
+                    target.regions(), target.place, meter, length.total_seconds()
                 )
+                source = self._source()
+                if joint is not None:  # last: from here on others wait for this process
+                    with meter.phase("await others"):
+                        source = self._shared_source(source, target, joint, spread)
+                source.read(assembly.missing, assembly)
             with meter.phase("rebuild"):
                 result = target.result()
-        received_bytes = spreading.received_bytes if spreading else 0
+        received_bytes = (
+            source.received_bytes if isinstance(source, SpreadSource) else 0
+        )
         self.report = RestoreReport(
             read_bytes=meter.done_bytes - received_bytes,
             received_bytes=received_bytes,
-            returned_bytes=returned_bytes,
+            returned_bytes=assembly.buffer_bytes,
             seconds=meter.seconds,
             timings=meter.timings,
             slowest=meter.slowest.name,
@@ -230,14 +237,22 @@ class OpenCheckpoint:
         self,
         wanted: Iterable[tuple[int, Sequence[Region]]],
         place: Callable[[Buffer], None],
-        meter: Meter | None = None,
-        source: ChunkSource | None = None,
-        seconds: float = math.inf,
-    ) -> int:
-        """Reads what is wanted, and returns how many bytes that is."""
-        meter = meter or Meter("restore", self.name)
+    ) -> None:
+        """Reads what is wanted."""
+        meter = Meter("restore", self.name)
+        assembly = self._assembly(wanted, place, meter, math.inf)
+        self._source().read(assembly.missing, assembly)
+
+    def _assembly(
+        self,
+        wanted: Iterable[tuple[int, Sequence[Region]]],
+        place: Callable[[Buffer], None],
+        meter: Meter,
+        seconds: float,
+    ) -> Assembly:
+        """The plan of what is wanted."""
         with collector_paused(), meter.phase("plan"):
-            assembly = Assembly(
+            return Assembly(
                 self._manifest,
                 wanted,
                 name=self.name,
@@ -245,31 +260,43 @@ class OpenCheckpoint:
                 meter=meter,
                 seconds=seconds,
             )
-        (source or self._source()).read(assembly.missing, assembly)
-        return assembly.buffer_bytes
 
-    def _spreading(
+    @contextmanager
+    def _restored_jointly(self) -> "Generator[JointRestore | None]":
+        """The restore of all processes, who are told where this one fails before it
+        begins to read; None: this process is alone."""
+        if self._joint is None:
+            yield None
+            return
+        joint = self._joint.restore()
+        try:
+            yield joint
+        except BaseException as e:
+            joint.fail(e)
+            raise
+
+    def _shared_source(
         self,
         source: ChunkSource,
         target: "Target",
-        joint: JointReading,
+        joint: JointRestore,
         spread: bool | None,  # noqa: FBT001 - as it was asked for
-    ) -> SpreadSource | None:
-        """Where chunks come from that several processes need; None: each reads its own.
-
-        Returns once all processes are about to read the same.
-        """
+    ) -> ChunkSource:
+        """Where chunks come from, once all processes are about to read the same."""
         from storesvc_client.trees.gathering import all_gather
 
         needed = list(target.needed(joint.job.count))
         plan = Spread(self._manifest, needed, count=joint.job.count)
-        joint.check(f"{self.info.uid} {spread} {plan.digest}")
-        if spread is None:
-            # what lies on this machine's disk is as near as the other processes are
-            is_far = not isinstance(self._connection.files, Path)
-            spread = is_far and plan.saved_bytes >= SPREAD_BYTES
-        if not spread:
-            return None
+        # what lies on this machine's disk is as near as the other processes are
+        is_far = not isinstance(self._connection.files, Path)
+        is_worth_it = is_far and plan.saved_bytes >= SPREAD_BYTES
+        # one may reach the disk and another not, so what process 0 finds counts for all
+        choice = joint.check(
+            f"{self.info.uid} {spread} {plan.digest}",
+            _SPREAD if spread or (spread is None and is_worth_it) else _APART,
+        )
+        if choice == _APART:
+            return source
         return SpreadSource(
             source,
             plan,

@@ -62,10 +62,11 @@ class _JaxJob:
     def told(self, key: str, *, seconds: float = 0.0) -> str | None:
         """See ``Job.told``."""
         try:
-            if seconds <= 0:
+            milliseconds = int(seconds * 1000)
+            if milliseconds <= 0:
                 text: str = self._board.key_value_try_get(key)
             else:
-                text = self._board.blocking_key_value_get(key, int(seconds * 1000))
+                text = self._board.blocking_key_value_get(key, milliseconds)
         except JaxRuntimeError as e:
             if _POLL in str(e) or _LATE in str(e):
                 return None

@@ -6,13 +6,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from storesvc_client._layouts import Bytes
+from storesvc_client.errors import UnavailableError
 
 
 def all_gather(own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
-    """See ``_spreading.Gather``: by the first device of each process."""
+    """See ``_spreading.Gather``: by the first device of each process.
+
+    Raises:
+        UnavailableError: One of them died meanwhile, or cannot be reached.
+    """
     mesh, together = _program(tuple(processes))
     here = mesh.devices[processes.index(jax.process_index())]
     brought = jax.make_array_from_single_device_arrays(
@@ -20,7 +26,14 @@ def all_gather(own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
         NamedSharding(mesh, PartitionSpec("process")),
         [jax.device_put(own[None], here)],
     )
-    rows: Bytes = np.asarray(together(brought).addressable_data(0))
+    try:
+        rows: Bytes = np.asarray(together(brought).addressable_data(0))
+    except (JaxRuntimeError, ValueError) as e:  # which of them, depends on the cause
+        told = str(e).partition("\n")[0]
+        raise UnavailableError(
+            f"the exchange of bytes between {len(processes)} processes of this "
+            f"jax.distributed job failed: {told}; start the job again"
+        ) from e
     return list(rows)
 
 

@@ -16,7 +16,7 @@ from typing import Final
 from storesvc.format.chunks import Sums
 from storesvc.format.trees import Tree
 from storesvc_client._channel import Connection
-from storesvc_client._jobs import JointSave, Outcome, process_name
+from storesvc_client._jobs import GivenUpError, JointSave, Outcome, process_name
 from storesvc_client._part import Description, Part
 from storesvc_client._progress import Meter
 from storesvc_client._retrying import patiently
@@ -195,7 +195,7 @@ class JointPart(Part):
 
     def _check(self, outcome: Outcome) -> None:
         if outcome.failure:
-            raise ConflictError(
+            raise GivenUpError(
                 f"save of {self.described} was given up by another process of the job: "
                 f"{outcome.failure}"
             )

@@ -4,6 +4,7 @@ Where several processes of a job save together, the next save of a process waits
 own part of the one before, and not for the other processes.
 """
 
+import logging
 import operator
 from collections import deque
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from storesvc_client._entries import (
     checked_labels,
     checked_metrics,
 )
+from storesvc_client._jobs import GivenUpError
 from storesvc_client._options import IfBusy, Processes, SnapshotMode
 from storesvc_client._progress import Meter, OnProgress
 from storesvc_client._run_base import RunBase
@@ -43,6 +45,8 @@ MAX_LEASE: Final = timedelta(days=30)
 
 _AWAITED: Final = 32
 """Saves that wait for other processes, at a time."""
+
+_log = logging.getLogger(__name__)
 
 
 class RunSaving(RunBase):
@@ -129,7 +133,8 @@ class RunSaving(RunBase):
                 the structure is no bytes.
             ConflictError: A save is under way, and this was to be refused then.
             UnavailableError: The coordination service of the job is.
-            StoreError: What the save before failed with, if nobody has seen it.
+            StoreError: What the save before failed with, if nobody has seen it; where
+                another process of the job failed it, that is only logged.
         """
         self._connection.check_open()
         checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
@@ -203,9 +208,19 @@ class RunSaving(RunBase):
             if first.done():
                 self._under_way.popleft()
 
-    def _make_way(self, if_busy: IfBusy) -> None:
+    def _end_done(self) -> None:
+        """Ends with the first saves that are done already; raises what this process
+        failed with."""
         while self._under_way and self._under_way[0].done():
-            self._end_first()
+            try:
+                self._end_first()
+            except GivenUpError as e:
+                # Raised here, it would fail the save that begins, for the others, who
+                # would raise that at their next one, and so on for ever.
+                _log.warning("%s", e)
+
+    def _make_way(self, if_busy: IfBusy) -> None:
+        self._end_done()
         writing = [save for save in self._under_way if not save.is_written]
         if if_busy == "refuse" and writing:
             raise ConflictError(
@@ -215,8 +230,7 @@ class RunSaving(RunBase):
         if if_busy == "wait":
             for save in writing:
                 save.wait_written()
-            while self._under_way and self._under_way[0].done():
-                self._end_first()
+            self._end_done()
             if not self._under_way:
                 self._end_threads()
 

@@ -14,6 +14,7 @@ from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
+from storesvc_client.trees.gathering import all_gather
 
 RUN = "tests/job"
 MIB = 1 << 20
@@ -238,18 +239,68 @@ def fails(target: str) -> list[str]:
 
 def dies(target: str, seconds: float) -> list[str]:
     """Saves, while process 1 is killed before its part is done; returns what the others
-    are told, of this save and of the next."""
+    are told, of this save and of the next, and by what joins their devices."""
     state = state_on(mesh(jax.process_count(), 1))
     lease = timedelta(seconds=seconds)
     with store.connect(target) as client:
         run = client.run(RUN)
         run.save(1, state).result()
-        if jax.process_index() == 1:
+        index, own = jax.process_index(), np.zeros(8, np.uint8)
+        if index < 2:  # of more, some wait for those who know
+            all_gather(own, [0, 1])
+        if index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        unjoined = _told(lambda: all_gather(own, [0, 1])) if index == 0 else ""
         first = run.save(2, state, base=None, lease=lease)
         second = run.save(3, state, base=None, lease=lease)
         assert not first.done(), "the next save was held up"
-        return [_told(first.result), _told(second.result)]
+        return [_told(first.result), _told(second.result), unjoined]
+
+
+def differ(target: str) -> dict[str, Any]:
+    """Saves and restores what some processes have nothing of, and goes on after a save
+    that one of them failed; returns what came of it."""
+    index = jax.process_index()
+    full = values((5 * MIB, 2), 3, "int32")
+    lease = timedelta(seconds=20)
+
+    def on(*processes: int) -> Any:
+        devices = [d for d in jax.devices() if d.process_index in processes]
+        sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec("x"))
+        return jax.make_array_from_callback(
+            full.shape, sharding, lambda at: full[at], dtype=full.dtype
+        )
+
+    def is_back(**options: Any) -> bool:
+        back = run.restore(0, like={"w": some}, **options)["w"]
+        return len(back.addressable_shards) == (index != 0) and all(
+            np.array_equal(shard.data, full[shard.index])
+            for shard in back.addressable_shards
+        )
+
+    def fails_once() -> None:
+        odd = {"odd": object()} if index == 1 else {}
+        run.save(2, {"w": np.zeros(3), **odd}, lease=lease)
+
+    some = on(1, 2)
+    with store.connect(target) as client:
+        run = client.run(RUN)
+        run.save(0, {"w": some}, lease=lease, snapshot="device").result()
+        ((_, saved),) = run.read(0, ["w"])
+        lone = _told(lambda: run.save(1, {"w": on(2)}, lease=lease).result())
+        restored = [is_back(spread=True), is_back(spread=False)]
+        sync_global_devices("failing")
+        told = _told(fails_once)
+        sync_global_devices("failed")
+        for step in (3, 4, 5):
+            save = run.save(step, {"w": np.zeros(3)}, lease=lease)
+            save.wait()
+        return {
+            "is_saved": np.array_equal(full, saved),
+            "lone": lone,
+            "is_restored": restored,
+            "told": told,
+        }
 
 
 def goes_on(target: str) -> int:

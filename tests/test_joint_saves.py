@@ -133,6 +133,23 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
         assert [5, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]
 
 
+def test_processes_that_hold_nothing_or_failed_once_keep_none_from_saving(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path.as_uri()
+
+    told = run_job("tests.job_parts:differ", 3, devices=1, target=target)
+
+    assert [True] * 3 == [each["is_saved"] for each in told]
+    assert [[True, True]] * 3 == [each["is_restored"] for each in told]
+    # what no process of those that write it holds is refused, and not saved as zeros
+    assert all("'w'" in each["lone"] for each in told), told
+    assert all("of process 2 alone" in each["lone"] for each in told), told
+    assert [False, True, False] == ["'odd'" in each["told"] for each in told]
+    with store.connect(target) as client:
+        assert [5, 4, 3, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]
+
+
 def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
     tmp_path: Path,
 ) -> None:
@@ -147,7 +164,8 @@ def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
     sent = run_job("tests.job_parts:goes_on", PROCESSES, devices=1, target=target)
 
     told = [job.outcome(index) for index in (0, 2, 3)]
-    assert all("process 1" in each for both in told for each in both), told
+    assert all("process 1" in each for both in told for each in both[:2]), told
+    assert "UnavailableError: the exchange of bytes" in told[0][2], told
     assert [2, 3] == sorted(unfinished)
     assert [1] == steps
     assert 0.15 * size < sum(sent) < 0.35 * size  # the part of the one that died

@@ -33,6 +33,8 @@ def _copy(value: Any) -> Any:
     if isinstance(value, jax.Array):
         if value.is_fully_addressable:
             return value.copy()
+        if not value.addressable_shards:  # it is all on devices of other processes
+            return value
         # shard by shard: to copy the whole is a program of all processes
         copies = [shard.data.copy() for shard in value.addressable_shards]
         return jax.make_array_from_single_device_arrays(
@@ -47,7 +49,7 @@ def _fits(values: Sequence[Any]) -> bool:
     shardings = {id(array.sharding): array.sharding for array in arrays}
     devices = set().union(*(s.addressable_devices for s in shardings.values()))
     free = {device: _free(device) for device in devices}
-    if not arrays or min(free.values()) <= 0:
+    if not arrays or min(free.values(), default=0) <= 0:
         return False
     needed = dict.fromkeys(devices, 0)
     for array in arrays:

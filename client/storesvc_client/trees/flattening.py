@@ -164,14 +164,36 @@ def _value_problem(value: Any) -> str | None:
     return None
 
 
-def _span_problem(value: Any) -> str | None:
-    """Why one process alone cannot save a leaf; None where it can."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+def _span_problem(value: Any, *, is_alone: bool) -> str | None:
+    """Why one process alone, or all of a job, cannot save a leaf; None where they
+    can."""
+    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        return None
+    if is_alone:
         return (
             "its array spans other processes; let all processes of the job save it, "
             "with processes='all'"
         )
-    return None
+    return _elsewhere_problem(value.sharding)
+
+
+@lru_cache(maxsize=256)
+def _elsewhere_problem(sharding: jax.sharding.Sharding) -> str | None:
+    """Why a job cannot save a leaf that one other process holds; None where it can.
+
+    What process 0 has for itself, it writes. Any other takes an array of its own
+    devices for one that every process has.
+    """
+    devices: Any = sharding.device_set
+    processes = {device.process_index for device in devices}
+    if len(processes) > 1 or processes == {0}:
+        return None
+    (process,) = processes
+    return (
+        "expected an array on devices of several processes, or of process 0, got one "
+        f"on those of process {process} alone; place it on more devices, or let "
+        "that process save it by itself, with processes='this'"
+    )
 
 
 def saved_sharding(value: Any) -> SavedSharding | None:
@@ -307,7 +329,7 @@ def storable(
         f"leaf {leaf.key!r}: {why}"
         for leaf, what in found
         if (why := _problem(leaf.value, what))
-        or (is_alone and (why := _span_problem(leaf.value)))
+        or (why := _span_problem(leaf.value, is_alone=is_alone))
     ]
     if problems:
         raise UnsupportedLeafError(list_problems(problems))

@@ -323,7 +323,10 @@ def _value(item: _Arriving) -> Any:
     if array is None:
         devices = item.placement.addressable_devices_indices_map(item.leaf.shape)
         array = jax.make_array_from_single_device_arrays(
-            item.leaf.shape, item.placement, [item.arrays[device] for device in devices]
+            item.leaf.shape,
+            item.placement,
+            [item.arrays[device] for device in devices],
+            dtype=DTYPES[item.wanted.dtype],  # of which no device here may have any
         )
     if item.wanted.kind == pb.LEAF_KIND_PRNG_KEY:
         return jax.random.wrap_key_data(array, impl=item.leaf.prng_impl)

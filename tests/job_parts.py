@@ -282,6 +282,26 @@ def differ(target: str) -> dict[str, Any]:
         odd = {"odd": object()} if index == 1 else {}
         run.save(2, {"w": np.zeros(3), **odd}, lease=lease)
 
+    def never_called() -> None:
+        like = {"w": full, "new": jax.numpy.arange(4.0), "key": jax.random.key(1)}
+        options = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
+        if index != 1:
+            seconds = timedelta(seconds=2)
+            run.restore(0, like=like, missing="init", deadline=seconds, **options)
+
+    def initial() -> list[bool]:
+        like = {"new": jax.numpy.arange(6.0), "key": jax.random.key(1)}
+        options = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
+        back = run.restore(
+            3, like={"w": np.zeros(3), **like}, missing="init", **options
+        )
+        host = {key: back[key].addressable_data(0) for key in like}
+        return [
+            bool(np.array_equal(like["new"], host["new"])),
+            bool(like["key"] == host["key"]),
+            len(back["new"].sharding.device_set) == 3,
+        ]
+
     some = on(1, 2)
     with store.connect(target) as client:
         run = client.run(RUN)
@@ -295,7 +315,12 @@ def differ(target: str) -> dict[str, Any]:
         for step in (3, 4, 5):
             save = run.save(step, {"w": np.zeros(3)}, lease=lease)
             save.wait()
+        kept = initial()
+        sync_global_devices("alone")
+        alone = _told(never_called)
         return {
+            "alone": alone,
+            "is_kept": kept,
             "is_saved": np.array_equal(full, saved),
             "lone": lone,
             "is_restored": restored,

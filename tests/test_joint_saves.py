@@ -145,6 +145,9 @@ def test_processes_that_hold_nothing_or_failed_once_keep_none_from_saving(
     # what no process of those that write it holds is refused, and not saved as zeros
     assert all("'w'" in each["lone"] for each in told), told
     assert all("of process 2 alone" in each["lone"] for each in told), told
+    assert [[True] * 3] * 3 == [each["is_kept"] for each in told]
+    assert "" == told[1]["alone"]
+    assert all("process 1" in told[at]["alone"] for at in (0, 2)), told
     assert [False, True, False] == ["'odd'" in each["told"] for each in told]
     with store.connect(target) as client:
         assert [5, 4, 3, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]

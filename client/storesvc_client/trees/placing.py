@@ -7,6 +7,7 @@ recorded. Whatever it is, it decides where bytes go and never what they are.
 from typing import Any, Final, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import (
     AbstractMesh,
@@ -97,7 +98,7 @@ class Placer:
         placement = self.place(leaf, wanted)
         if placement is None:
             return wanted.value
-        return jax.device_put(wanted.value, placement)
+        return _put(wanted.value, placement)
 
     def report(self) -> None:
         """Logs what the rules could not do."""
@@ -112,6 +113,22 @@ class Placer:
         if wanted.value is not None:
             return getattr(wanted.value, "sharding", None) or default_device()
         return _as_saved(leaf, wanted.dtype)
+
+
+def _put(value: jax.Array, placement: Sharding) -> jax.Array:
+    """A value of this process, or of all, where it goes."""
+    if placement.is_fully_addressable or not value.is_fully_addressable:
+        return jax.device_put(value, placement)
+    # device_put would have all processes compare theirs, and wait for each other before
+    # it is known whether all of them restore
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    data = np.asarray(jax.random.key_data(value) if is_key else value)
+    put = jax.make_array_from_callback(
+        data.shape, placement, lambda at: data[at], dtype=data.dtype
+    )
+    if not is_key:
+        return put
+    return jax.random.wrap_key_data(put, impl=jax.random.key_impl(value))
 
 
 def allows_wide() -> bool:

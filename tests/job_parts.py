@@ -302,6 +302,11 @@ def differ(target: str) -> dict[str, Any]:
             len(back["new"].sharding.device_set) == 3,
         ]
 
+    def elsewhere() -> None:
+        with store.connect("memory://") as other:
+            chosen = other if index == 1 else client
+            chosen.run(RUN).restore(3)
+
     some = on(1, 2)
     with store.connect(target) as client:
         run = client.run(RUN)
@@ -318,8 +323,11 @@ def differ(target: str) -> dict[str, Any]:
         kept = initial()
         sync_global_devices("alone")
         alone = _told(never_called)
+        sync_global_devices("elsewhere")
+        opened = _told(elsewhere)
         return {
             "alone": alone,
+            "opened": opened,
             "is_kept": kept,
             "is_saved": np.array_equal(full, saved),
             "lone": lone,

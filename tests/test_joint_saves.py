@@ -133,7 +133,7 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
         assert [5, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]
 
 
-def test_processes_that_hold_nothing_or_failed_once_keep_none_from_saving(
+def test_processes_that_hold_nothing_or_fail_once_keep_none_from_going_on(
     tmp_path: Path,
 ) -> None:
     target = tmp_path.as_uri()
@@ -148,6 +148,9 @@ def test_processes_that_hold_nothing_or_failed_once_keep_none_from_saving(
     assert [[True] * 3] * 3 == [each["is_kept"] for each in told]
     assert "" == told[1]["alone"]
     assert all("process 1" in told[at]["alone"] for at in (0, 2)), told
+    assert "NotFoundError" in told[1]["opened"], told
+    assert all("process 1" in told[at]["opened"] for at in (0, 2)), told
+    assert all("given up" in told[at]["opened"] for at in (0, 2)), told
     assert [False, True, False] == ["'odd'" in each["told"] for each in told]
     with store.connect(target) as client:
         assert [5, 4, 3, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]

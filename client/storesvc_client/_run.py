@@ -76,9 +76,13 @@ class Run(
         if joint is None:
             return open_checkpoint(self._connection, name)
         found = joint.agreed(lambda: self._fixed_name(which).resource)
-        return open_checkpoint(
-            self._connection, CheckpointName.from_resource(found), joint=joint
-        )
+        try:
+            return open_checkpoint(
+                self._connection, CheckpointName.from_resource(found), joint=joint
+            )
+        except BaseException as e:
+            joint.restore().fail(e)  # which the others are about to begin
+            raise
 
     def restore(
         self,

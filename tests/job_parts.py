@@ -284,14 +284,14 @@ def differ(target: str) -> dict[str, Any]:
 
     def never_called() -> None:
         like = {"w": full, "new": jax.numpy.arange(4.0), "key": jax.random.key(1)}
-        options = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
+        options: dict[str, Any] = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
         if index != 1:
             seconds = timedelta(seconds=2)
             run.restore(0, like=like, missing="init", deadline=seconds, **options)
 
     def initial() -> list[bool]:
         like = {"new": jax.numpy.arange(6.0), "key": jax.random.key(1)}
-        options = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
+        options: dict[str, Any] = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
         back = run.restore(
             3, like={"w": np.zeros(3), **like}, missing="init", **options
         )

@@ -118,7 +118,8 @@ class Placer:
 def _put(value: jax.Array, placement: Sharding) -> jax.Array:
     """A value of this process, or of all, where it goes."""
     if placement.is_fully_addressable or not value.is_fully_addressable:
-        return jax.device_put(value, placement)
+        moved: jax.Array = jax.device_put(value, placement)
+        return moved
     # device_put would have all processes compare theirs, and wait for each other before
     # it is known whether all of them restore
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -128,7 +129,8 @@ def _put(value: jax.Array, placement: Sharding) -> jax.Array:
     )
     if not is_key:
         return put
-    return jax.random.wrap_key_data(put, impl=jax.random.key_impl(value))
+    keys: jax.Array = jax.random.wrap_key_data(put, impl=jax.random.key_impl(value))
+    return keys
 
 
 def allows_wide() -> bool:

@@ -216,6 +216,23 @@ def test_what_is_under_way_is_bounded(
     assert 1 < gcs.most_pending <= 3
 
 
+def test_a_restore_reads_while_its_hold_is_on_its_way(
+    direct: store.Client, gcs: FakeGcs
+) -> None:
+    run = direct.run("tests/held")
+    run.save(0, {"x": drawn(100)}).result()
+    gcs.clear()
+    gcs.fault("POST /upload.*/holds/", Delay(0.5), times=ALWAYS)
+
+    run.restore(0)
+
+    answered = [f"{one.method} {one.target}" for one in gcs.log]
+    (read,) = [at for at, line in enumerate(answered) if "pool%2F" in line]
+    (held,) = [at for at, line in enumerate(answered) if "POST" in line]
+    assert read < held
+    assert "%2Fholds%2F" in answered[held]
+
+
 def test_the_data_file_that_took_the_longest_is_told(direct: store.Client) -> None:
     run = direct.run("tests/slowest")
     run.save(0, {"x": drawn(100)}).result()

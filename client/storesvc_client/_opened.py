@@ -10,7 +10,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
@@ -196,20 +197,32 @@ class OpenCheckpoint:
 
     @contextmanager
     def _held(self) -> Generator[None]:
-        """Keeps the checkpoint from being purged while it is read."""
+        """Keeps the checkpoint from being purged while it is read.
+
+        The first bytes are read while the hold is on its way, which in a bucket takes
+        as long as they do. What is gone before it arrives is not read as anything else:
+        every chunk is checked, and it is told why the checkpoint cannot be held.
+        """
         if self._held_by is not None and self._held_by.is_held:
             yield
             return
-        with ExitStack() as ended:
+        with ThreadPoolExecutor(1, "storesvc-hold") as aside:
+            taking = aside.submit(
+                Lease, self._connection, self._name, uid=self.info.uid
+            )
             try:
-                lease = Lease(self._connection, self._name, uid=self.info.uid)
-            except (LimitError, UnavailableError) as e:
-                if e.reason not in _UNWRITABLE:
-                    raise
-                _log.warning("%s is read without a hold on it: %s", self.name, e)
-            else:
-                ended.enter_context(lease)
-            yield
+                yield
+            finally:
+                self._end(taking)
+
+    def _end(self, taking: "Future[Lease]") -> None:
+        """Ends a hold, once it is taken."""
+        try:
+            taking.result().end()
+        except (LimitError, UnavailableError) as e:
+            if e.reason not in _UNWRITABLE:
+                raise
+            _log.warning("%s is read without a hold on it: %s", self.name, e)
 
     def _row(self, key: str) -> int:
         if key not in self._manifest.tree.by_key:

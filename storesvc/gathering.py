@@ -45,11 +45,11 @@ async def rows(
         limit: At most so many rows.
     """
     found: list[tuple[S, T | CorruptDataError]] = []
-    for at in range(0, len(names), AT_ONCE):
-        if len(found) >= limit:
-            break
-        batch = names[at : at + AT_ONCE]
-        looks = await asyncio.gather(*(or_damage(look(name)) for name in batch))
+    count = limit  # mostly each name is a row
+    while names and len(found) < limit:
+        batch, names = names[:count], names[count:]
+        looks = await each(lambda name: or_damage(look(name)), batch)
         seen = zip(batch, looks, strict=True)
         found += [(name, one) for name, one in seen if one is not None]
+        count = max(limit - len(found), AT_ONCE)
     return found[:limit]

@@ -16,7 +16,7 @@ from storesvc.bucket import Bucket, Generation
 from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
-from storesvc.gathering import AT_ONCE
+from storesvc.gathering import AT_ONCE, each
 from storesvc.records import damaged, or_damage, read_record
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -121,13 +121,11 @@ class SlotReads:
         found: list[tuple[int, pb.CheckpointRecord | CorruptDataError]] = []
         passed: dict[int, Generation | None] = {}
         # The newest slots may be reservations of saves that are under way, or freed:
-        # mostly the first is it, and the others are looked at many at once.
-        at_once = min(limit, AT_ONCE)
+        # mostly the first ones are it, and the others are looked at many at once.
+        count = limit
         while steps and len(found) < limit:
-            batch, steps = steps[:at_once], steps[at_once:]
-            slots = await asyncio.gather(
-                *(or_damage(self.slot(run, step)) for step in batch)
-            )
+            batch, steps = steps[:count], steps[count:]
+            slots = await each(lambda step: or_damage(self.slot(run, step)), batch)
             for step, slot in zip(batch, slots, strict=True):
                 if len(found) == limit:
                     break
@@ -137,22 +135,15 @@ class SlotReads:
                     found.append((step, slot[0]))
                 else:
                     passed[step] = slot and slot[1]
-            at_once = AT_ONCE
+            count = max(limit - len(found), AT_ONCE)
         return _Look(found, passed)
 
     async def _is_still(
         self, run: RunName, passed: Mapping[int, Generation | None]
     ) -> bool:
         """Whether steps hold what they held."""
-        steps = list(passed)
-        while steps:
-            batch, steps = steps[:AT_ONCE], steps[AT_ONCE:]
-            slots = await asyncio.gather(
-                *(or_damage(self.slot(run, step)) for step in batch)
-            )
-            for step, slot in zip(batch, slots, strict=True):
-                if isinstance(slot, CorruptDataError):
-                    return False
-                if (slot and slot[1]) != passed[step]:
-                    return False
+        slots = await each(lambda step: or_damage(self.slot(run, step)), passed)
+        for before, slot in zip(passed.values(), slots, strict=True):
+            if isinstance(slot, CorruptDataError) or (slot and slot[1]) != before:
+                return False
         return True

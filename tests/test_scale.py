@@ -35,9 +35,6 @@ from tests.server_process import ServerProcess
 STEPS, RUNS = 10_000, 1_000
 PAGE = 100 + 1
 """What a call asks the catalogue for, to learn whether more follow."""
-READ = 128
-"""Rows that it then reads, 32 at once."""
-
 LARGE, SMALL = RunName("scale", "large"), RunName("scale", "small")
 MANY = [RunName("many", f"run-{number:04d}") for number in range(RUNS)]
 UPLOAD = "0123456789abcdef" * 2
@@ -124,14 +121,16 @@ def runs(after: RunName | None) -> Task:
         pytest.param(checkpoint(LATEST), {"list": 1, "read": 1}, id="latest"),
         pytest.param(checkpoint(9_000), {"read": 1}, id="a step"),
         pytest.param(checkpoint("best"), {"read": 2}, id="a tag"),
-        pytest.param(checkpoints(None), {"list": 1, "read": READ}, id="first page"),
-        pytest.param(checkpoints(5_000), {"list": 1, "read": READ}, id="middle page"),
+        pytest.param(checkpoints(None), {"list": 1, "read": PAGE}, id="first page"),
+        pytest.param(checkpoints(5_000), {"list": 1, "read": PAGE}, id="middle page"),
         pytest.param(checkpoints(60), {"list": 1, "read": 60}, id="last page"),
         pytest.param(
-            runs(None), {"list": 1 + READ, "read": 2 * READ}, id="first page of runs"
+            runs(None), {"list": 1 + PAGE, "read": 2 * PAGE}, id="first page of runs"
         ),
         pytest.param(
-            runs(MANY[899]), {"list": 1 + 102, "read": 2 * 102}, id="last page of runs"
+            runs(MANY[899]),
+            {"list": 1 + PAGE, "read": 2 * PAGE},
+            id="last page of runs",
         ),
         pytest.param(
             lambda s: s.uploads.live(LARGE, after="", limit=PAGE),

@@ -30,9 +30,10 @@ PROCESSORS: Final = min(os.cpu_count() or 1, 8)
 BUFFER_BYTES: Final = 512 << 20
 """Of buffers that are begun and not handed over ..."""
 
-READ_BYTES: Final = min(PROCESSORS, 4) * (128 << 20)
-"""... and of reads that are under way beside them: a GB/s for each processor that has
-to check and copy it."""
+READ_BYTES: Final = PROCESSORS * (64 << 20)
+"""... and of reads that are under way beside them: half a GB/s for each processor that
+has to check and copy it. More would only be memory that is touched for the first time,
+which costs as much as a copy."""
 
 BLOCK_BYTES: Final = 4 << 20
 """Of neighbours that are read together. Larger ones would waste less of the time of a
@@ -41,7 +42,7 @@ request, but there is room for fewer of them, and all in all less would move."""
 GAP_BYTES: Final = 128 << 10
 """What may lie between neighbours: to skip more is worth a request."""
 
-THREADS: Final = 128
+THREADS: Final = max(64, READ_BYTES // BLOCK_BYTES)
 """That wait for answers, at most."""
 
 

@@ -14,7 +14,7 @@ from storesvc_client._embedded import start_embedded
 from storesvc_client._renewing import RenewedChannel
 from storesvc_client._retrying import LEAST_ATTEMPTS, patiently
 from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
-from storesvc_client._targets import Target
+from storesvc_client._targets import Target, is_root
 from storesvc_client.errors import (
     InvalidRequestError,
     UnavailableError,
@@ -206,7 +206,7 @@ def open_connection(
         raise InvalidRequestError(
             f"staging_bytes: expected at least {MIN_BUDGET_BYTES}, got {staging_bytes}"
         )
-    if "://" in target and not target.startswith("dns:///"):
+    if is_root(target):
         server = start_embedded(target)
         return Connection(
             lambda number: grpc.insecure_channel(

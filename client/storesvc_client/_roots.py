@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import STORE
 from storesvc.storages import Storage, storage_at
+from storesvc_client._targets import is_root
 from storesvc_client.errors import InvalidRequestError, UnavailableError
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -28,7 +29,7 @@ def direct_root(target: str, direct: object) -> "Root | None":
             packages that speak to it are not installed.
     """
     if direct is None:
-        return _reached(storage_at(target)) if "://" in target else None
+        return _reached(storage_at(target)) if is_root(target) else None
     if not isinstance(direct, str):
         raise InvalidRequestError(
             f"direct: expected the root of the store, such as file:///PATH, got "

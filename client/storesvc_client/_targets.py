@@ -18,6 +18,11 @@ _SCHEMES: Final = ("dns:///", "ipv4:", "ipv6:")
 """How gRPC writes a name, and lists."""
 
 
+def is_root(target: str) -> bool:
+    """Returns whether a target is the root of a store, and not its servers."""
+    return "://" in target and not target.startswith(_SCHEMES)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Servers of one store."""

@@ -11,7 +11,7 @@ import pytest
 
 import storesvc_client as store
 
-SCRIPT = Path(__file__).parents[1] / "deploy" / "examples" / "train.py"
+SCRIPT = Path(__file__).parents[2] / "deploy" / "examples" / "train.py"
 RUN = "examples/train"
 
 

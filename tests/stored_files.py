@@ -24,6 +24,7 @@ def _said(file: Path) -> bytes:
     except DecodeError:  # a table, say
         return data
     sealed.ClearField("nonce")
+    sealed.ClearField("crc32c")  # which sums it up, too
     return sealed.SerializeToString(deterministic=True)
 
 

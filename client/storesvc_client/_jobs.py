@@ -15,18 +15,12 @@ from typing import Final, Protocol, Self
 
 from storesvc_client.errors import (
     BY_REASON,
-    ConflictError,
     InvalidRequestError,
     StoreError,
     UnavailableError,
 )
 
 _HOST: Final = "storesvc/host/{}"
-
-
-class GivenUpError(ConflictError):
-    """Another process has given up its part of a save, and raises what it failed
-    with."""
 
 
 class Job(Protocol):

@@ -16,7 +16,7 @@ from typing import Final
 from storesvc.format.chunks import Sums
 from storesvc.format.trees import Tree
 from storesvc_client._channel import Connection
-from storesvc_client._jobs import GivenUpError, JointSave, Outcome, process_name
+from storesvc_client._jobs import JointSave, Outcome, process_name
 from storesvc_client._part import Description, Part
 from storesvc_client._progress import Meter
 from storesvc_client._retrying import patiently
@@ -24,6 +24,7 @@ from storesvc_client._values import Checkpoint
 from storesvc_client.errors import (
     AlreadyExistsError,
     ConflictError,
+    GivenUpError,
     UnavailableError,
     translated,
 )

@@ -22,12 +22,11 @@ from storesvc_client._entries import (
     checked_labels,
     checked_metrics,
 )
-from storesvc_client._jobs import GivenUpError
 from storesvc_client._options import IfBusy, Processes, SnapshotMode
 from storesvc_client._progress import Meter, OnProgress
 from storesvc_client._run_base import RunBase
 from storesvc_client._save import Save
-from storesvc_client.errors import ConflictError, InvalidRequestError
+from storesvc_client.errors import ConflictError, GivenUpError, InvalidRequestError
 
 if TYPE_CHECKING:
     from storesvc_client._jobs import Job, JointSave

@@ -10,6 +10,7 @@ The tree, by what a caller would do::
     ├── NotFoundError           (LookupError)      ask for what exists
     ├── AlreadyExistsError                         save another step
     ├── ConflictError                              begin the save again
+    │   └── GivenUpError                           mend the process that it names
     ├── PreconditionError                          do first what is missing
     ├── DataLossError                              use another checkpoint
     ├── LimitError                                 free space, or send less
@@ -74,6 +75,11 @@ class AlreadyExistsError(StoreError):
 
 class ConflictError(StoreError):
     """Another call changed the same object, or took the step over."""
+
+
+class GivenUpError(ConflictError):
+    """Another process of the job has given up its part of a save; it says why, and
+    raises that itself."""
 
 
 class PreconditionError(StoreError):

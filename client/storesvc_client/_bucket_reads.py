@@ -2,22 +2,27 @@
 
 A request to a bucket takes some 30 ms before its first byte, and then moves some
 50 MB/s, whatever the network. So neighbours are read together, gaps included that cost
-less than another request, and many requests are under way at a time. What comes is
-checked and copied to where it goes by as many threads as there are processors: the
-others wait for answers.
+less than another request, and many requests are under way at a time.
+
+One thread asks, and asks again where no answer comes. As many as there are processors
+take what was answered, check it, and copy it to where it goes: more would only wait for
+one another.
 """
 
 import os
-import threading
+import queue
+import time
+from collections import deque
 from collections.abc import Sequence
-from functools import partial
-from typing import Final
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, Final
 
 import numpy as np
 
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
-from storesvc_client._buckets import BucketRoot, StoppedError, Waiting
+from storesvc_client._buckets import Asked, BucketRoot
 from storesvc_client._budget import Budget
 from storesvc_client._layouts import Bytes
 from storesvc_client._ranges import describe, planned
@@ -30,10 +35,10 @@ PROCESSORS: Final = min(os.cpu_count() or 1, 8)
 BUFFER_BYTES: Final = 512 << 20
 """Of buffers that are begun and not handed over ..."""
 
-READ_BYTES: Final = PROCESSORS * (64 << 20)
-"""... and of reads that are under way beside them: half a GB/s for each processor that
-has to check and copy it. More would only be memory that is touched for the first time,
-which costs as much as a copy."""
+READ_BYTES: Final = min(PROCESSORS, 4) * (128 << 20)
+"""... and of reads that are under way beside them: as much as a processor checks and
+copies while a request takes its time. More would only be memory that is touched for
+the first time, which costs as much as a copy."""
 
 BLOCK_BYTES: Final = 4 << 20
 """Of neighbours that are read together. Larger ones would waste less of the time of a
@@ -42,8 +47,8 @@ request, but there is room for fewer of them, and all in all less would move."""
 GAP_BYTES: Final = 128 << 10
 """What may lie between neighbours: to skip more is worth a request."""
 
-THREADS: Final = max(64, READ_BYTES // BLOCK_BYTES)
-"""That wait for answers, at most."""
+LOOK_SECONDS: Final = 0.05
+"""How often it is looked which reads are due to be asked again."""
 
 
 class BucketSource:
@@ -64,16 +69,54 @@ class BucketSource:
         self._pool = pool
         self._manifest = manifest
         self._name = name
-        self._turns = threading.BoundedSemaphore(PROCESSORS)
         self.budget = Budget(BUFFER_BYTES, read_bytes=READ_BYTES)
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         with assembly.meter.phase("plan"):
             reads = self._planned(ordinals, assembly)
-        threads = min(THREADS, self._root.storage.concurrency)
-        take = partial(self._take, assembly)
-        self.budget.work_off(reads, take, assembly, threads=threads)
+        with ThreadPoolExecutor(PROCESSORS, "storesvc-direct") as pool:
+            _Restore(self, assembly).run(deque(reads), pool)
+
+    def ask(self, read: Read, answers: "queue.SimpleQueue[Any]") -> Asked:
+        """Asks for a read."""
+        return self._root.ask_range(
+            f"{self._pool}{read.file}",
+            read.start,
+            read.stop,
+            what=f"restore of {self._name}: data file {read.file}",
+            answers=answers,
+        )
+
+    @property
+    def at_once(self) -> int:
+        """How many reads may be under way."""
+        return self._root.storage.concurrency
+
+    def take(self, read: Read, asked: Asked, assembly: Assembly) -> int:
+        """Takes what was answered to a read; returns the bytes that were handed over.
+
+        Raises:
+            DataLossError: It is missing, or not what was saved.
+            UnavailableError: There was no answer; lists what is outstanding.
+        """
+        named = describe(self._manifest, read)
+        try:
+            answer = asked.result()
+        except DataLossError as e:
+            raise DataLossError(f"{self._name} {named}: {e}", reason=e.reason) from e
+        except UnavailableError as e:
+            raise UnavailableError(
+                f"restore of {self._name}: {e}; {assembly.outstanding}", reason=e.reason
+            ) from e
+        if answer.state != "value":
+            raise DataLossError(
+                f"{self._name} {named}: data file {self._root}/{self._pool}{read.file} "
+                "is missing; use another checkpoint",
+                reason="CORRUPT_DATA",
+            )
+        memory: Bytes = np.frombuffer(answer.value, np.uint8)
+        return unpack(read, memory, assembly)
 
     def _planned(self, ordinals: Sequence[int], assembly: Assembly) -> list[Read]:
         del assembly  # all are copied, wherever they go
@@ -85,35 +128,85 @@ class BucketSource:
             gap_bytes=GAP_BYTES,
         )
 
-    def _take(self, assembly: Assembly, read: Read) -> int:
-        """Does a read; returns the bytes that were handed over."""
-        with assembly.meter.part(read.file):
-            with assembly.meter.phase("read"):
-                data = self._bytes(read, assembly)
-            with self._turns:
-                memory: Bytes = np.frombuffer(data, np.uint8)
-                return unpack(read, memory, assembly)
 
-    def _bytes(self, read: Read, assembly: Assembly) -> bytes:
-        def check() -> None:
-            if self.budget.is_stopped:
-                raise StoppedError
-            assembly.check_time()
+class _Restore:
+    """The reads of one restore that are under way."""
 
-        what = f"restore of {self._name}: data file {read.file}"
+    def __init__(self, source: BucketSource, assembly: Assembly) -> None:
+        self._source = source
+        self._assembly = assembly
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """Answers to reads; None: one was taken."""
+        self._asked: dict[Asked, Read] = {}
+        self._taken: list[tuple[Read, Future[int]]] = []
+        """What was answered, and is being taken."""
+        self._parts: dict[Read, ExitStack] = {}
+        """The time that each takes."""
+        self._look_at = 0.0
+
+    def run(self, reads: deque[Read], pool: ThreadPoolExecutor) -> None:
+        """Does all reads, in their order."""
         try:
-            return self._root.read_range(
-                f"{self._pool}{read.file}",
-                read.start,
-                read.stop,
-                Waiting(what, check),
-            )
-        except DataLossError as e:
-            named = describe(self._manifest, read)
-            raise DataLossError(f"{self._name} {named}: {e}", reason=e.reason) from e
-        except UnavailableError as e:
-            if not e.reason:  # it took longer than the restore may
-                raise
-            raise UnavailableError(
-                f"restore of {self._name}: {e}; {assembly.outstanding}", reason=e.reason
-            ) from e
+            while reads or self._asked or self._taken:
+                while reads and self._may_ask(reads[0]):
+                    self._ask(reads.popleft())
+                self._await(pool)
+                self._end_taken()
+                self._assembly.check_time()
+        except BaseException:  # one failed, or Ctrl-C: the others must not go on
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            for asked in self._asked:
+                asked.end()
+            for part in self._parts.values():
+                part.close()
+
+    def _may_ask(self, read: Read) -> bool:
+        return len(self._asked) < self._source.at_once and (
+            self._source.budget.may_begin(read, self._assembly)
+        )
+
+    def _ask(self, read: Read) -> None:
+        part = self._parts[read] = ExitStack()
+        part.enter_context(self._assembly.meter.part(read.file))
+        self._asked[self._source.ask(read, self._events)] = read
+
+    def _await(self, pool: ThreadPoolExecutor) -> None:
+        """Waits until something is to be done, and does it."""
+        try:
+            with self._assembly.meter.phase("read"):
+                event = self._events.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            event = None
+        if event is not None:
+            asked, answer = event
+            asked.take(answer)
+            self._settle(asked, pool)
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            for asked in list(self._asked):
+                asked.step()
+                self._settle(asked, pool)
+
+    def _settle(self, asked: Asked, pool: ThreadPoolExecutor) -> None:
+        """Has a read be taken, if its result is known."""
+        if not asked.is_settled or asked not in self._asked:
+            return
+        read = self._asked.pop(asked)
+        asked.end()
+        taking = pool.submit(self._source.take, read, asked, self._assembly)
+        taking.add_done_callback(lambda _: self._events.put(None))
+        self._taken.append((read, taking))
+
+    def _end_taken(self) -> None:
+        """Ends those that are taken.
+
+        Raises:
+            StoreError: One could not be.
+        """
+        ended = [(read, taking) for read, taking in self._taken if taking.done()]
+        self._taken = [one for one in self._taken if one not in ended]
+        for read, taking in ended:
+            self._parts.pop(read).close()
+            self._source.budget.give_back(read, taking.result())

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import Final
 
-from storesvc_client._buckets import BucketRoot, StoppedError, Waiting
+from storesvc_client._buckets import BucketRoot
+from storesvc_client._pools import StoppedError
 
 OBJECT_BYTES: Final = 64 << 20
 """Where the next object begins; a save that is cut off loses those under way."""
@@ -59,8 +60,12 @@ class BucketPool:
         """See ``Pool.create``."""
         new = NewObject()
         yield new
-        waiting = Waiting(f"save: data file {name}", self._check)
-        self._root.write(f"{self._pool}{name}", new.data(), waiting)
+        self._root.write(
+            f"{self._pool}{name}",
+            new.data(),
+            what=f"save: data file {name}",
+            check=self._check,
+        )
 
     def _check(self) -> None:
         if self._stopped.is_set():

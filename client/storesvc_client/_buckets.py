@@ -9,19 +9,21 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, Self
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
+from storesvc import hedging
 from storesvc.errors import (
     CorruptDataError,
     StorageFullError,
     StorageUnavailableError,
 )
 from storesvc.gcs_client import bucket_of
-from storesvc.hedging import Hedging, Limits, Step
+from storesvc.hedging import Hedging, Limits
 from storesvc.storage_errors import translated
 from storesvc.storages import GRPC_DRIVER, Storage
-from storesvc_client.errors import BY_REASON, DataLossError, InvalidRequestError
+from storesvc_client.errors import BY_REASON, InvalidRequestError
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 LIMITS: Final = Limits()
 
 LOOK_SECONDS: Final = 0.2
-"""How often who waits looks whether the answer is still wanted."""
+"""How often who writes looks whether that is still wanted."""
 
 WRITE_SECONDS: Final = 60.0
 """Within which an object is written ..."""
@@ -44,28 +46,6 @@ _REASONS: Final = {
     StorageFullError: "STORAGE_FULL",
     StorageUnavailableError: "STORAGE_UNAVAILABLE",
 }
-
-
-class StoppedError(Exception):
-    """Nobody wants the answer any more."""
-
-
-class Waiting:
-    """Whoever waits for an answer."""
-
-    def __init__(self, what: str, check: Callable[[], None] = lambda: None) -> None:
-        """Waits.
-
-        Args:
-            what: What logs call what it waits for.
-            check: Raises an error where the answer is not wanted any more.
-        """
-        self._what = what
-        self.check = check
-
-    def ask_again(self, seconds: float) -> None:
-        """Tells that there was none for so long."""
-        _log.warning("%s has not answered for %.0f s, asked again", self._what, seconds)
 
 
 class BucketRoot:
@@ -110,33 +90,51 @@ class BucketRoot:
         Raises:
             UnavailableError: The storage failed, does not answer, or lets nobody in.
         """
-        waiting = Waiting(self.storage.describe(place))
-        result = self._read(place, lambda: self._store.read(place), 0, waiting)
+        answers: Answers = queue.SimpleQueue()
+        what = self.storage.describe(place)
+        asked = self._ask(place, lambda: self._store.read(place), 0, what, answers)
+        try:
+            while not asked.is_settled:
+                try:
+                    asked.take(answers.get(timeout=asked.wait_seconds)[1])
+                except queue.Empty:
+                    asked.step()
+            result = asked.result()
+        finally:
+            asked.end()
         return result.value if result.state == "value" else None
 
-    def read_range(self, place: str, start: int, stop: int, waiting: Waiting) -> bytes:
-        """Returns the bytes of an object from ``start`` up to ``stop``.
+    def ask_range(
+        self, place: str, start: int, stop: int, *, what: str, answers: "Answers"
+    ) -> "Asked":
+        """Asks for the bytes of an object from ``start`` up to ``stop``.
 
-        Raises:
-            DataLossError: It is missing, or shorter.
-            UnavailableError: The storage failed, does not answer, or lets nobody in.
+        Args:
+            place: Of the object.
+            start: Of the first byte.
+            stop: Behind the last.
+            what: What logs call it.
+            answers: Where the answers come.
         """
         span = slice(start, stop)
-        result = self._read(
+        return self._ask(
             place,
             lambda: self._store.read(place, byte_range=span),
             stop - start,
-            waiting,
+            what,
+            answers,
         )
-        if result.state != "value":
-            raise DataLossError(
-                f"{self.storage.describe(place)} is missing; use another checkpoint",
-                reason="CORRUPT_DATA",
-            )
-        return result.value
 
-    def write(self, place: str, data: bytes, waiting: Waiting) -> None:
+    def write(
+        self, place: str, data: bytes, *, what: str, check: Callable[[], None]
+    ) -> None:
         """Writes an object that nobody else names; durable when it returns.
+
+        Args:
+            place: Of the object.
+            data: All of it.
+            what: What logs call it.
+            check: Raises an error where nobody wants it any more.
 
         Raises:
             UnavailableError: The storage failed, does not answer, or lets nobody in.
@@ -147,7 +145,7 @@ class BucketRoot:
             writing = self._store.write(place, data)
             try:
                 while not writing.done() and time.monotonic() < late_at:
-                    waiting.check()
+                    check()
                     with suppress(TimeoutError):
                         writing.exception(LOOK_SECONDS)
                 with _told(self.storage, place):
@@ -158,92 +156,112 @@ class BucketRoot:
                         raise TimeoutError
             finally:
                 writing.cancel()
-            waiting.ask_again(seconds)
+            _log_again(what, seconds)
 
-    def _read(
+    def _ask(
         self,
         place: str,
         ask: "Callable[[], ts.Future[ts.KvStore.ReadResult]]",
         size_bytes: int,
-        waiting: Waiting,
-    ) -> "ts.KvStore.ReadResult":
-        read = _Read(ask, self._hedging, size_bytes, waiting)
-        try:
-            answered = read.wait()
-            with _told(self.storage, place):
-                if answered is None:
-                    raise TimeoutError
-                return answered.result()
-        finally:
-            read.end()
+        what: str,
+        answers: "Answers",
+    ) -> "Asked":
+        read = self._hedging.begin(size_bytes, now=time.monotonic())
+        return Asked(ask, read, what, answers, partial(_told, self.storage, place))
 
 
-class _Read:
-    """One read, as often as it is asked."""
+class Asked:
+    """A read that is under way, as often as it is asked.
+
+    Each answer comes to a queue, from which it is to be given to ``take``, and what is
+    due is done by ``step``; until it is settled.
+    """
 
     def __init__(
         self,
         ask: "Callable[[], ts.Future[ts.KvStore.ReadResult]]",
-        hedging: Hedging,
-        size_bytes: int,
-        waiting: Waiting,
+        read: hedging.Asked,
+        what: str,
+        answers: "Answers",
+        told: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        """Asks."""
         self._ask = ask
-        self._waiting = waiting
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._read = read
+        self._what = what
+        self._answers = answers
+        self._told = told
         self._under_way: list[Any] = []
-        self._asked = hedging.begin(size_bytes, now=time.monotonic())
-        self._is_answered = False
-
-    def wait(self) -> "ts.Future[ts.KvStore.ReadResult] | None":
-        """Asks, and asks again, and returns what is answered; None: nothing is."""
+        self._settled: Any = None
+        self.is_settled = False
+        """Whether its result is known."""
         self._begin()
-        while True:
-            seconds = min(self._asked.due - time.monotonic(), LOOK_SECONDS)
-            try:
-                one = self._answers.get(timeout=max(0.0, seconds))
-            except queue.Empty:
-                self._waiting.check()
-                if not self._step():
-                    return None
-                continue
-            if one not in self._under_way:  # given up before
-                continue
-            self._under_way.remove(one)
-            if one.exception() is None or not self._under_way:
-                self._is_answered = True
-                return one  # type: ignore[no-any-return]
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long to wait for an answer before something is to be done."""
+        return max(0.0, self._read.due - time.monotonic())
+
+    def take(self, answer: Any) -> None:
+        """Takes an answer, be it one that was given up."""
+        if self.is_settled or answer not in self._under_way:
+            return
+        self._under_way.remove(answer)
+        if answer.exception() is None or not self._under_way:
+            self._settled, self.is_settled = answer, True
+
+    def step(self) -> None:
+        """Does what is due, if anything is."""
+        match self._read.step(now=time.monotonic()):
+            case hedging.Step.FAIL:
+                self.is_settled = True
+            case hedging.Step.BESIDE:
+                self._begin()
+            case hedging.Step.ANEW:
+                self._give_up()
+                _log_again(self._what, time.monotonic() - self._read.began)
+                self._begin()
+
+    def result(self) -> "ts.KvStore.ReadResult":
+        """Returns the first answer, once it is settled.
+
+        Raises:
+            DataLossError: The object is shorter.
+            UnavailableError: The storage failed, does not answer, or lets nobody in.
+        """
+        with self._told():
+            if self._settled is None:
+                raise TimeoutError
+            return self._settled.result()  # type: ignore[no-any-return]
 
     def end(self) -> None:
         """Gives up what is still asked."""
         self._give_up()
-        if self._is_answered:
-            self._asked.answered(now=time.monotonic())
+        if self._settled is not None:
+            self._read.answered(now=time.monotonic())
         else:
-            self._asked.given_up()
-
-    def _step(self) -> bool:
-        """Does what is due; returns whether an answer is still to come."""
-        match self._asked.step(now=time.monotonic()):
-            case Step.FAIL:
-                return False
-            case Step.BESIDE:
-                self._begin()
-            case Step.ANEW:
-                self._give_up()
-                self._waiting.ask_again(time.monotonic() - self._asked.began)
-                self._begin()
-        return True
+            self._read.given_up()
 
     def _begin(self) -> None:
         one = self._ask()
         self._under_way.append(one)
-        one.add_done_callback(self._answers.put)
+        one.add_done_callback(self._answer)
+
+    def _answer(self, one: Any) -> None:
+        self._answers.put((self, one))
 
     def _give_up(self) -> None:
         for one in self._under_way:
             one.cancel()
         self._under_way.clear()
+
+
+Answers: TypeAlias = "queue.SimpleQueue[tuple[Asked, Any]]"
+"""Reads, and what was answered to each."""
+
+
+def _log_again(what: str, seconds: float) -> None:
+    _log.warning("%s has not answered for %.0f s, asked again", what, seconds)
 
 
 @contextmanager

@@ -34,6 +34,9 @@ class Budget:
         self._bytes = 0
         self._read_bytes = 0
         self._running = 0
+        self._next: Read | None = None
+        """What did not fit, and the bytes of the buffers that it begins."""
+        self._needed = 0
         self._changed = threading.Condition()
         self._taking = threading.Lock()
         self.is_stopped = False
@@ -81,7 +84,20 @@ class Budget:
             try:
                 freed = take(read)
             finally:
-                self._give_back(read, freed)
+                self.give_back(read, freed)
+
+    def may_begin(self, read: Read, assembly: Assembly) -> bool:
+        """Returns whether a read fits, and then counts it; for one who does not wait.
+
+        Until it does, it is to be asked for this read again.
+        """
+        with self._changed:
+            if self._next is not read:
+                self._next, self._needed = read, assembly.begin(read.chunks)
+            if self._running and not self._fits(read, self._needed):
+                return False
+            self._count(read, self._needed)
+            return True
 
     def _take(self, work: Iterator[Read], assembly: Assembly) -> Read | None:
         """Returns the next read, its buffers begun, once they fit."""
@@ -99,11 +115,14 @@ class Budget:
                 )
                 if self.is_stopped:
                     return None
-                self._bytes += needed
-                self._read_bytes += read.stop - read.start
-                self.peak_bytes = max(self.peak_bytes, self._bytes)
-                self._running += 1
+                self._count(read, needed)
         return read
+
+    def _count(self, read: Read, needed: int) -> None:
+        self._bytes += needed
+        self._read_bytes += read.stop - read.start
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        self._running += 1
 
     def _fits(self, read: Read, needed: int) -> bool:
         # what begins nothing makes room
@@ -112,7 +131,7 @@ class Budget:
         brought = self._read_bytes + read.stop - read.start
         return self._read_limit is None or brought <= self._read_limit
 
-    def _give_back(self, read: Read, freed: int) -> None:
+    def give_back(self, read: Read, freed: int) -> None:
         """Tells that a read is done, and handed over so many bytes."""
         with self._changed:
             self._bytes -= freed

@@ -23,6 +23,10 @@ FILE_BYTES: Final = 128 << 20
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
+class StoppedError(Exception):
+    """Nobody wants the file any more."""
+
+
 class NewFile(Protocol):
     """A data file that is being written."""
 

@@ -244,11 +244,12 @@ def main() -> int:
         for claim in claims:
             mark = "holds" if claim.held else "FAILS"
             _say(f"  {mark}  {claim.text}\n         {claim.seen}")
+        held = all(claim.held for claim in claims)
         for arguments in (("ls",), ("ls", RUN), ("stat", f"{RUN}@latest")):
             _say(f"\n$ storectl --store {root} {' '.join(arguments)}")
-            done = storectl(root, *arguments, width=100)
+            done = storectl("--store", root, *arguments, width=100)
             _say(done.stdout + done.stderr)
-    held = all(claim.held for claim in claims) and not done.returncode
+            held = held and done.returncode == 0
     seconds = time.monotonic() - began
     _say(f"{'Every claim held' if held else 'Not every claim held'} ({seconds:.0f} s)")
     return 0 if held else 1

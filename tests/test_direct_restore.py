@@ -274,17 +274,27 @@ def test_an_interrupted_restore_ends_at_once_and_leaves_no_thread(
     opened = direct.run(run.name).open(0)
     placed: list[int] = []
     once = iter([signal.SIGINT])
+    interrupted = threading.Event()
     main = threading.main_thread().ident
     assert main is not None
 
-    def place(buffer: Buffer) -> None:
-        for interrupt in once:
-            signal.pthread_kill(main, interrupt)  # as Ctrl-C does
-        placed.append(buffer.row)
-        time.sleep(0.05)
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        opened._read([(row, [whole((512, 512))]) for row in range(64)], place)
+    def place(buffer: Buffer) -> None:
+        for number in once:
+            signal.pthread_kill(main, number)  # as Ctrl-C does
+        assert interrupted.wait(60)  # on a busy machine, all would be placed by then
+        placed.append(buffer.row)
+        time.sleep(0.1)
+
+    usual = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            opened._read([(row, [whole((512, 512))]) for row in range(64)], place)
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
     ended = len(placed)
     time.sleep(0.2)

@@ -4,9 +4,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -114,6 +115,8 @@ def saves(target: str, rows: int, columns: int, **options: Any) -> dict[str, Any
         "metrics": metrics,
         "sent": [report.sent_bytes for report in reports],
         "total": [report.total_bytes for report in reports],
+        "last": [report.last_process for report in reports],
+        "slowest": [report.slowest for report in reports],
     }
 
 
@@ -128,6 +131,7 @@ def restores(target: str, rows: int, columns: int, **options: Any) -> dict[str, 
             "wrong": differing(expected, found),
             "read_bytes": opened.report.read_bytes,
             "received_bytes": opened.report.received_bytes,
+            "slowest": asdict(cast("Any", opened.report.slowest_process)),
         }
 
 
@@ -154,6 +158,11 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
         if index != 1:
             run.restore(1, like=expected, deadline=timedelta(seconds=2))
 
+    def too_late() -> None:
+        opened = run.open(1, processes="all")
+        deadline = timedelta(microseconds=1) if index == 1 else timedelta(minutes=5)
+        opened.restore(like=expected, spread=False, deadline=deadline)
+
     with store.connect(target) as client:
         run = client.run(RUN)
         for spread in (True, False, None):
@@ -165,7 +174,7 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
         sync_global_devices("read")
         outcome["latest"] = latest()
         absent = client.run("tests/absent")
-        acts = (lambda: absent.restore("latest"), otherwise, not_at_all)
+        acts = (lambda: absent.restore("latest"), otherwise, too_late, not_at_all)
         outcome["told"] = []
         for number, act in enumerate(acts):
             sync_global_devices(f"act {number}")

@@ -35,7 +35,9 @@ def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not
     assert sum(each_its_own) > 3 * size
     assert each_its_own == by_default  # from a disk of this machine
     assert [1] * 4 == [each["latest"] for each in told]
-    absent, otherwise, not_at_all = zip(*(each["told"] for each in told), strict=True)
+    absent, otherwise, too_late, not_at_all = zip(
+        *(each["told"] for each in told), strict=True
+    )
     assert all("NotFoundError" in each for each in absent), absent
     assert all("process 1" in each for each in otherwise), otherwise
     assert all("other leaves" in each for each in otherwise), otherwise
@@ -43,6 +45,12 @@ def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not
     missing = [not_at_all[at] for at in (0, 2, 3)]
     assert all("process 1" in each for each in missing), missing
     assert all("has not asked for it" in each for each in missing), missing
+    late, others = too_late[1], [too_late[at] for at in (0, 2, 3)]
+    assert late.startswith("UnavailableError"), late
+    assert all(each.startswith("GivenUpError") for each in others), others
+    for each in too_late:
+        assert "data files are outstanding" in each
+    assert all("job: process 1" in each for each in others), others
 
 
 def test_a_process_that_cannot_read_its_share_is_named_to_all(tmp_path: Path) -> None:
@@ -59,7 +67,7 @@ def test_a_process_that_cannot_read_its_share_is_named_to_all(tmp_path: Path) ->
     told = run_job("tests.job_parts:reads_damaged", 3, devices=1, target=target)
 
     readers = [each for each in told if each.startswith("DataLossError")]
-    others = [each for each in told if each.startswith("UnavailableError")]
+    others = [each for each in told if each.startswith("GivenUpError")]
     assert 1 == len(readers), told
     assert 2 == len(others), told
     assert all("could not read its share" in each for each in others)

@@ -1,5 +1,6 @@
 """Saves by all processes of a job: every byte once, whoever holds it."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,15 @@ def test_what_process_0_says_of_a_checkpoint_counts(saved: Saved) -> None:
     assert [{"process": 0.0}] * PROCESSES == found
 
 
+def test_the_slowest_data_file_and_the_last_process_are_told(saved: Saved) -> None:
+    first = {each["last"][0] for each in saved.told}
+
+    assert len(first) == 1
+    assert re.match(r"process [0-3] \(.+\)$", first.pop())
+    assert all("/" in each["slowest"][0] for each in saved.told), saved.told
+    assert [""] * PROCESSES == [each["slowest"][1] for each in saved.told]
+
+
 def test_one_process_restores_what_several_saved(saved: Saved) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("row", "column"))
     expected = job_parts.state_on(mesh)
@@ -103,6 +113,11 @@ def test_other_processes_restore_what_several_saved_and_read_every_byte_once(
     assert gcs.sent_bytes - before <= 1.05 * size
     assert all(bytes_ > 12 * job_parts.MIB for bytes_ in received), received
     assert max(read) - min(read) <= 17 * job_parts.MIB, read
+    slowest, same = (each["slowest"] for each in told)
+    assert slowest == same
+    assert re.match(r"process [01] \(.+\)$", slowest["process"])
+    assert slowest["read_bytes"] in read
+    assert 0 < slowest["slowest_seconds"] <= slowest["seconds"]
 
 
 def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(

@@ -10,6 +10,7 @@ that have not finished are named. It stays until it is collected, so that a save
 same step goes on where this one stopped.
 """
 
+import logging
 from collections.abc import Iterator
 from typing import Final
 
@@ -33,7 +34,15 @@ from storesvc_proto.v1 import upload_service_pb2 as api
 LOOK_SECONDS: Final = 5.0
 """How often the store is asked what became of an upload; news of it come sooner."""
 
+LOG_SECONDS: Final = 10.0
+"""After which it is logged who is waited for; then after twice as long, and so on."""
+
+LAST_SECONDS: Final = 1.0
+"""How long who has finished last is waited for to say so."""
+
 _SHOWN: Final = 4
+
+_log = logging.getLogger(__name__)
 
 
 class JointPart(Part):
@@ -69,7 +78,8 @@ class JointPart(Part):
         Raises:
             StoreError: As the contract says of BeginUpload and JoinUpload.
             UnavailableError: Process 0 has not begun it in time.
-            ConflictError: It has failed, or began it in another store.
+            GivenUpError: It has failed.
+            ConflictError: It began it in another store.
         """
         if self.writer == 0:
             upload = super().begin()
@@ -104,13 +114,15 @@ class JointPart(Part):
                         raise
                     return
                 self._unfinished = answer.unfinished_writer_count
+        if not self._unfinished:
+            self._joint.tell_last()
 
     def commit(self, ref: api.WriterRef) -> Checkpoint:
         """Returns the checkpoint, once all processes have finished.
 
         Raises:
             StoreError: As the contract says of CommitUpload.
-            ConflictError: Another process has failed; says why.
+            GivenUpError: Another process has failed; says why.
             UnavailableError: Nothing was heard of those that have not finished for as
                 long as the lease is; names them.
         """
@@ -119,6 +131,7 @@ class JointPart(Part):
                 self._await_all(ref)
         checkpoint = super().commit(ref)
         self._joint.end(ref.upload)
+        self.last_process = self._joint.last(seconds=LAST_SECONDS)
         return checkpoint
 
     def fail(self, error: BaseException) -> None:
@@ -164,6 +177,7 @@ class JointPart(Part):
         """Returns once all processes have finished."""
         lease = self.described.lease.total_seconds()
         last, since = None, self._meter.clock()
+        begun, log_seconds = since, LOG_SECONDS
         while True:
             seconds = min(LOOK_SECONDS, lease / 4)
             outcome = self._joint.ended(seconds=seconds)
@@ -180,6 +194,13 @@ class JointPart(Part):
                     f"save of {self.described}: its upload was aborted, or its step "
                     f"taken over, before {self._missing(last)} had finished; save again"
                 )
+            waited = self._meter.clock() - begun
+            if waited >= log_seconds:
+                _log.warning(
+                    "save of %s waits for %s, for %.0f s now",
+                    *(self.described, self._missing(upload), waited),
+                )
+                log_seconds *= 2
             if upload != last:
                 last, since = upload, self._meter.clock()
             elif self._meter.clock() - since > lease:

@@ -11,7 +11,7 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from storesvc_client._direct import DirectSource
 from storesvc_client._durations import checked_length
 from storesvc_client._entries import checked_patterns, checked_texts
 from storesvc_client._globs import Patterns, matching_keys, nearest_keys
-from storesvc_client._jobs import JointReading, JointRestore
+from storesvc_client._joint_reading import JointReading, JointRestore
 from storesvc_client._leasing import Lease
 from storesvc_client._options import DEFAULT_DEADLINE
 from storesvc_client._pausing import collector_paused
@@ -40,7 +40,12 @@ from storesvc_client._receiving import Assembly, Buffer, ChunkSource
 from storesvc_client._retrying import patiently
 from storesvc_client._spreading import Spread, SpreadSource
 from storesvc_client._streaming import StreamedSource
-from storesvc_client._values import Checkpoint, LeafInfo, RestoreReport
+from storesvc_client._values import (
+    Checkpoint,
+    LeafInfo,
+    ProcessReading,
+    RestoreReport,
+)
 from storesvc_client.errors import (
     DataLossError,
     LimitError,
@@ -162,21 +167,13 @@ class OpenCheckpoint:
                 if joint is not None:  # last: from here on others wait for this process
                     with meter.phase("await others"):
                         source = self._shared_source(source, target, joint, spread)
-                source.read(assembly.missing, assembly)
+                since = meter.seconds
+                with joint.telling(assembly.news) if joint else nullcontext():
+                    source.read(assembly.missing, assembly)
+                reading_seconds = meter.seconds - since
             with meter.phase("rebuild"):
                 result = target.result()
-        received_bytes = (
-            source.received_bytes if isinstance(source, SpreadSource) else 0
-        )
-        self.report = RestoreReport(
-            read_bytes=meter.done_bytes - received_bytes,
-            received_bytes=received_bytes,
-            returned_bytes=assembly.buffer_bytes,
-            seconds=meter.seconds,
-            timings=meter.timings,
-            slowest=meter.slowest.name,
-            slowest_seconds=meter.slowest.seconds,
-        )
+            self.report = _report(source, assembly, joint, reading_seconds)
         return result
 
     def read(self, keys: Iterable[str]) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
@@ -276,8 +273,8 @@ class OpenCheckpoint:
 
     @contextmanager
     def _restored_jointly(self) -> "Generator[JointRestore | None]":
-        """The restore of all processes, who are told where this one fails before it
-        begins to read; None: this process is alone."""
+        """The restore of all processes, who are told where this one fails; None: this
+        process is alone."""
         if self._joint is None:
             yield None
             return
@@ -285,7 +282,10 @@ class OpenCheckpoint:
         try:
             yield joint
         except BaseException as e:
-            joint.fail(e)
+            others = joint.fail(e)
+            if others:
+                assert isinstance(e, UnavailableError)
+                raise UnavailableError(f"{e}; {others}", reason=e.reason) from e
             raise
 
     def _shared_source(
@@ -387,6 +387,46 @@ def _manifest_bytes(
                 message = response.checkpoint
             parts.append(response.part)
     return message, b"".join(parts)
+
+
+def _report(
+    source: ChunkSource,
+    assembly: Assembly,
+    joint: JointRestore | None,
+    seconds: float,
+) -> RestoreReport:
+    """What a restore moved, once all processes have ended it.
+
+    Args:
+        source: Of its chunks.
+        assembly: Of them.
+        joint: The restore of all processes.
+        seconds: That this one read, or took part in an exchange.
+    """
+    meter, received_bytes = assembly.meter, 0
+    if isinstance(source, SpreadSource):
+        received_bytes, seconds = source.received_bytes, source.seconds
+    own = ProcessReading(
+        process=joint.own_name if joint else "",
+        read_bytes=meter.done_bytes - received_bytes,
+        seconds=seconds,
+        slowest=meter.slowest.name,
+        slowest_seconds=meter.slowest.seconds,
+    )
+    slowest_process = None
+    if joint is not None:
+        with meter.phase("await others"):
+            slowest_process = joint.end(own, seconds=assembly.seconds_left)
+    return RestoreReport(
+        read_bytes=own.read_bytes,
+        received_bytes=received_bytes,
+        returned_bytes=assembly.buffer_bytes,
+        seconds=meter.seconds,
+        timings=meter.timings,
+        slowest=own.slowest,
+        slowest_seconds=own.slowest_seconds,
+        slowest_process=slowest_process,
+    )
 
 
 def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:

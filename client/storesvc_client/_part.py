@@ -45,6 +45,8 @@ class Part:
     writer = 0
     """Which writer of the upload this process is."""
     writer_count = 1
+    last_process = ""
+    """Which was the last to finish, as messages call it; "": not known, or alone."""
 
     def __init__(
         self, connection: Connection, description: Description, tree: Tree, meter: Meter

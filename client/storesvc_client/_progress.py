@@ -78,6 +78,7 @@ class Meter:
         callback: OnProgress | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
+        within: "Meter | None" = None,
     ) -> None:
         """Begins now.
 
@@ -86,6 +87,7 @@ class Meter:
             name: Of the checkpoint.
             callback: Is told of it; None: nobody is.
             clock: Tells seconds.
+            within: A meter for which all of this counts too, but for the bytes.
         """
         self._what = what
         self._name = name
@@ -95,12 +97,14 @@ class Meter:
         self._told = self._since
         self._lock = threading.Lock()
         self._telling = threading.Lock()
-        self.under_way: dict[int, _Span] = {}
+        self._within = within
+        self.under_way: dict[int, _Span] = within.under_way if within else {}
         """What began and has not ended, by id, in the order of beginning."""
         self.slowest = Ended("", 0.0)
         """The part that was under way the longest, of those that have ended."""
-        self._threads: list[Mapping[str, float]] = []
-        self._own = _Own(self._threads)
+        self.threads: list[Mapping[str, float]] = within.threads if within else []
+        """Seconds by phase, of each thread."""
+        self._own = _Own(self.threads)
         self._error: BaseException | None = None
         self.done_bytes = 0
         self.total_bytes = 0
@@ -116,7 +120,7 @@ class Meter:
         """Seconds by phase, over all threads."""
         total: dict[str, float] = {}
         # copies: the threads go on meanwhile
-        for spent in list(self._threads):
+        for spent in list(self.threads):
             for phase, seconds in dict(spent).items():
                 total[phase] = total.get(phase, 0.0) + seconds
         return total
@@ -151,6 +155,17 @@ class Meter:
         with self._lock:
             if seconds > self.slowest.seconds:
                 self.slowest = Ended(name, seconds)
+        if self._within is not None:
+            self._within.end_part(name, seconds)
+
+    @property
+    def part_under_way(self) -> str:
+        """What has been under way the longest by now, of parts, for people; "": none
+        is."""
+        for span in list(self.under_way.values()):
+            if isinstance(span, _Part):
+                return f"{span.name} for {self.clock() - span.since:.0f} s now"
+        return ""
 
     def __enter__(self) -> Self:
         return self

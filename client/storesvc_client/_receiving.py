@@ -373,6 +373,12 @@ class Assembly:
             f"{shown}{more}"
         )
 
+    def news(self) -> str:
+        """Returns how far it is, for people who wait for it."""
+        part = self.meter.part_under_way
+        reads = f"it reads {part}; " if part else ""
+        return reads + (self.outstanding or "it has read all")
+
     def _plan(self, row: int, layout: Layout, first: int) -> None:
         dtype = DTYPES[self._manifest.tree.leaves[row].dtype]
         buffers = [Buffer(row, group, dtype) for group in layout.groups]

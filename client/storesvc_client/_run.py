@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
-    from storesvc_client._jobs import JointReading
+    from storesvc_client._joint_reading import JointReading
     from storesvc_client._opened import OpenCheckpoint, Rules
 
 
@@ -107,7 +107,8 @@ class Run(
         devices; nothing that no local device needs is read.
 
         In a ``jax.distributed`` job every process calls this, for the same leaves and
-        shardings. All restore the checkpoint that process 0 finds.
+        shardings. All restore the checkpoint that process 0 finds, and it ends well in
+        all of them or in none.
 
         Args:
             which: A step, "latest", or a tag.
@@ -150,8 +151,9 @@ class Run(
             MismatchError: The checkpoint does not fit; lists every leaf.
             DataLossError: Stored bytes are damaged; names leaf and chunk.
             UnavailableError: It is not done at the deadline; lists what is
-                outstanding. Or a process of the job does not restore, or failed; names
-                it.
+                outstanding. Or a process of the job does not restore; names it.
+            GivenUpError: Other processes of the job have failed, or are not done at the
+                deadline; names them, and says why, or what they lack.
         """
         opened = self.open(which, processes=processes, deadline=deadline)
         return opened.restore(
@@ -240,7 +242,7 @@ class Run(
 
 def _joint_reading(what: str, patience: timedelta) -> "JointReading | None":
     """The reading of all processes of a job; None: this process is alone."""
-    from storesvc_client._jobs import JointReading
+    from storesvc_client._joint_reading import JointReading
     from storesvc_client.trees.processes import job_of_process
 
     job = job_of_process()

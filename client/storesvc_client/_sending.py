@@ -360,6 +360,9 @@ class Upload:
             reused_bytes=reused,
             seconds=self._meter.seconds,
             timings=self._meter.timings,
+            slowest=self._meter.slowest.name,
+            slowest_seconds=self._meter.slowest.seconds,
+            last_process=self._part.last_process,
         )
 
 

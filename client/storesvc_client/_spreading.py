@@ -26,7 +26,7 @@ from storesvc_client._layouts import Bytes, allocate
 from storesvc_client._progress import Meter
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource
 from storesvc_client._shares import Holders, assigned, needers_of_chunks
-from storesvc_client.errors import UnavailableError
+from storesvc_client.errors import GivenUpError
 
 ROUND_BYTES: Final = 256 << 20
 """That a round brings to each process, or one chunk of each process."""
@@ -166,9 +166,10 @@ class SpreadSource:
         self._job = job
         self._gather = gather
         self._name = name
-        self._own = Meter("restore", name)
         self.received_bytes = 0
         """Of stored chunks that other processes read."""
+        self.seconds = 0.0
+        """That this process read."""
         self._error: BaseException | None = None
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
@@ -200,7 +201,9 @@ class SpreadSource:
 
     def _read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         if ordinals:
+            since = assembly.meter.clock()
             self._inner.read(ordinals, assembly)
+            self.seconds += assembly.meter.clock() - since
 
     @contextmanager
     def _going_on(self) -> Generator[None]:
@@ -248,8 +251,8 @@ class SpreadSource:
             [(row, list(regions)) for row, regions in wanted.items()],
             name=self._name,
             place=keep,
-            meter=self._own,
-            seconds=self._own.seconds + assembly.seconds_left,
+            meter=Meter("restore", self._name, within=assembly.meter),
+            seconds=assembly.seconds_left,
         )
         self._read(own.missing, own)
         return found
@@ -260,7 +263,7 @@ class SpreadSource:
         """Puts what a process brought to where it goes."""
         if part[0]:
             told = bytes(part[:HEADER_BYTES]).rstrip(b"\0").decode(errors="replace")
-            self._error = self._error or UnavailableError(
+            self._error = self._error or GivenUpError(
                 f"restore of {self._name}: {process_name(self._job, process)} could "
                 f"not read its share, or use what came: {told}"
             )

@@ -183,7 +183,32 @@ class SaveReport:
     """Seconds by phase, over all threads: plan, snapshot, wait (for memory of the
     staging), begin, digest, find (what the store holds), write and sync (of data
     files) or send (to the server), acknowledge (after the last was sent), finish,
-    commit; those that there were."""
+    await others (of the job), commit; those that there were."""
+    slowest: str
+    """The data file, or "stream" for one to the server, that this process wrote for the
+    longest; "": it wrote nothing."""
+    slowest_seconds: float
+    """How long that took."""
+    last_process: str
+    """The process of the job that was the last to finish, with its host: ``process 2
+    (tpu-host-2)``; "": this one saved alone, or the last one did not live to say so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReading:
+    """What one process of a job read for a restore."""
+
+    process: str
+    """Its number and host: ``process 2 (tpu-host-2)``."""
+    read_bytes: int
+    """Of stored chunks."""
+    seconds: float
+    """That it read; those that it waited for others do not count."""
+    slowest: str
+    """The data file, or the stream from the server, of its read that took the longest;
+    "": it read nothing."""
+    slowest_seconds: float
+    """How long that took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,13 +224,15 @@ class RestoreReport:
     seconds: float
     timings: Mapping[str, float]
     """Seconds by phase, over all threads: plan, read (or wait for the storage or the
-    server), verify, copy (to where it goes), place (on devices), exchange (with other
-    processes), rebuild (of the tree)."""
+    server), verify, copy (to where it goes), place (on devices), rebuild (of the tree);
+    in a job, await others, and exchange (of chunks that others read)."""
     slowest: str
     """The data file, or the stream from the server, of the read that took the longest;
     "": nothing was read."""
     slowest_seconds: float
     """How long that took."""
+    slowest_process: ProcessReading | None
+    """The process of the job that read the longest; None: this one restored alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

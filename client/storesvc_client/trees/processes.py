@@ -1,6 +1,7 @@
 """The processes of a ``jax.distributed`` job."""
 
 import socket
+import time
 from collections import Counter
 from functools import cache
 from threading import Lock
@@ -11,6 +12,9 @@ from jax.errors import JaxRuntimeError
 
 from storesvc_client._jobs import Job, introduce
 from storesvc_client.errors import UnavailableError
+
+TURN_SECONDS: Final = 1.0
+"""How long the board is waited for at a time: Ctrl-C is heeded in between."""
 
 _POLL: Final = "NOT_FOUND"
 _TAKEN: Final = "ALREADY_EXISTS"
@@ -61,8 +65,15 @@ class _JaxJob:
 
     def told(self, key: str, *, seconds: float = 0.0) -> str | None:
         """See ``Job.told``."""
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            text = self._told(key, int(1000 * min(left, TURN_SECONDS)))
+            if text is not None or left <= TURN_SECONDS:
+                return text
+
+    def _told(self, key: str, milliseconds: int) -> str | None:
         try:
-            milliseconds = int(seconds * 1000)
             if milliseconds <= 0:
                 text: str = self._board.key_value_try_get(key)
             else:

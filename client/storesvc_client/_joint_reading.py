@@ -1,0 +1,346 @@
+"""Restores by all processes of a job.
+
+They meet twice: before the first byte is read, from where on each may wait for the
+others, so either all begin or none does; and after the last, so that a restore ends
+well in all of them, or in each with an error that names who failed it. Each time
+process 0 hears all and tells the verdict. What stands on the board first counts: that
+of process 0, unless another could not wait for it so long.
+
+While they read, each tells now and then what it waits for, so that those who are done
+can log it.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import count
+from typing import Final
+
+from storesvc_client._jobs import Job, Outcome, process_name
+from storesvc_client._values import ProcessReading
+from storesvc_client.errors import (
+    BY_REASON,
+    GivenUpError,
+    InvalidRequestError,
+    StoreError,
+    UnavailableError,
+)
+
+LOOK_SECONDS: Final = 10.0
+"""After which the first news are told; the next come after twice as long, and so on."""
+
+GRACE_SECONDS: Final = 5.0
+"""How long process 0 listens for more failures once it knows of one: a slow storage is
+slow for many processes at a time."""
+
+_SECOND_HAND: Final = "second hand"
+"""Why a process has failed that was told so by another."""
+
+_SHOWN: Final = 4
+"""Processes that a message lists."""
+
+_BEGINNING: Final[Mapping[str, type[StoreError]]] = {
+    kind.__name__: kind
+    for kind in (GivenUpError, InvalidRequestError, UnavailableError)
+}
+"""What a verdict on the beginning can be."""
+
+_log = logging.getLogger(__name__)
+
+
+class JointReading:
+    """A checkpoint that all processes of a job open."""
+
+    def __init__(self, job: Job, what: str, *, patience: timedelta) -> None:
+        """Begins.
+
+        Args:
+            job: The processes.
+            what: Is read, as all of them ask for it: ``namespace/run@latest``.
+            patience: How long to wait for a process that does not read.
+        """
+        self.job = job
+        self.what = what
+        self.seconds = patience.total_seconds()
+        self._board = f"storesvc/read/{what}/{job.ordinal(f'read {what}')}"
+
+    def agreed(self, resolve: Callable[[], str]) -> str:
+        """Returns the name of the checkpoint: what process 0 finds, for all.
+
+        Args:
+            resolve: Finds it.
+
+        Raises:
+            StoreError: What process 0 was refused with.
+            UnavailableError: It does not read the checkpoint.
+        """
+        key = f"{self._board}/which"
+        if self.job.index == 0:
+            try:
+                found = resolve()
+            except StoreError as e:
+                refusal = Outcome(failure=str(e), reason=e.reason)
+                self.job.tell(key, refusal.to_text())
+                raise
+            self.job.tell(key, Outcome(name=found).to_text())
+            return found
+        text = self.job.told(key, seconds=self.seconds)
+        if text is None:
+            raise UnavailableError(self.absence(0))
+        outcome = Outcome.of_text(text)
+        if outcome.failure:
+            kind = BY_REASON.get(outcome.reason, UnavailableError)
+            raise kind(outcome.failure, reason=outcome.reason)
+        return outcome.name
+
+    def restore(self) -> "JointRestore":
+        """Returns a restore of it by all processes."""
+        board = f"{self._board}/{self.job.ordinal(f'restore {self._board}')}"
+        return JointRestore(self, board)
+
+    def absence(self, index: int) -> str:
+        """Returns what messages say of a process that does not read it in time."""
+        return (
+            f"restore of {self.what}: {process_name(self.job, index)} of "
+            f"{self.job.count} has not asked for it in {self.seconds:g} s; "
+            "restore in all processes of the job, or with processes='this'"
+        )
+
+
+class JointRestore:
+    """One restore of a job, from when its processes are about to begin it to when all
+    have ended."""
+
+    def __init__(self, reading: JointReading, board: str) -> None:
+        """Begins.
+
+        Args:
+            reading: Of the checkpoint.
+            board: Of this restore.
+        """
+        self.job = reading.job
+        self._reading = reading
+        self._board = board
+        self._is_begun = False
+        self._news = count()
+
+    @property
+    def own_name(self) -> str:
+        """What messages call this process."""
+        return process_name(self.job, self.job.index)
+
+    def check(self, digest: str, choice: str) -> str:
+        """Returns once all processes are about to read the same: what process 0 has
+        chosen.
+
+        Args:
+            digest: Of what this process has planned for all of them.
+            choice: Of this process.
+
+        Raises:
+            InvalidRequestError: One has planned otherwise; names it.
+            GivenUpError: One has failed; says why.
+            UnavailableError: One does not read; names it.
+        """
+        seconds = self._reading.seconds
+        if self.job.index == 0:
+            verdict = self._stands("begin", self._compared(digest, choice))
+        else:
+            self._tell("begin", Outcome(name=digest))
+            # process 0 may have waited for some of the others before it tells
+            text = self.job.told(self._key("begin", 0), seconds=2 * seconds)
+            if text is None:
+                verdict = self._stands("begin", self._absence(0))
+            else:
+                verdict = Outcome.of_text(text)
+        if verdict.failure:
+            raise _BEGINNING[verdict.reason](verdict.failure)
+        self._is_begun = True
+        return verdict.name
+
+    def end(self, own: ProcessReading, *, seconds: float) -> ProcessReading:
+        """Returns once all processes have ended: what was read by the one that took the
+        longest.
+
+        Args:
+            own: What this process read.
+            seconds: How long the others may take.
+
+        Raises:
+            GivenUpError: Some have failed, or have not ended in that time; names them,
+                and what they lack.
+        """
+        end = time.monotonic() + seconds + GRACE_SECONDS
+        if self.job.index == 0:
+            verdict = self._stands("end", self._slowest(own, end))
+        else:
+            self._tell("end", _outcome(own))
+            # it may have begun as much later as it is waited for
+            end += self._reading.seconds + GRACE_SECONDS
+            text, news = self._awaited(0, end)
+            if text is None:
+                who = process_name(self.job, 0)
+                verdict = self._stands(
+                    "end", self._failed(f"{who} has not ended{news}")
+                )
+            else:
+                verdict = Outcome.of_text(text)
+        if verdict.failure:
+            raise GivenUpError(verdict.failure)
+        return ProcessReading(**json.loads(verdict.name))
+
+    def fail(self, error: BaseException) -> str:
+        """Tells why this process has failed, and returns why others have, as far as
+        that is known; "": it is not.
+
+        Where it was to begin already, or had ended well, it changes nothing.
+        """
+        index = self.job.index
+        told = f"{self.own_name}: {str(error) or type(error).__name__}"
+        others: list[str] = []
+        with suppress(StoreError):  # the error that this is about is the one to raise
+            self._tell("begin", self._failed(told))
+            if index != 0:
+                reason = _SECOND_HAND if isinstance(error, GivenUpError) else ""
+                self._tell("end", Outcome(failure=told, reason=reason))
+            else:
+                if self._is_begun and isinstance(error, UnavailableError):
+                    _, others = self._heard(time.monotonic() + GRACE_SECONDS)
+                self._tell("end", self._failed(told, *others))
+        return _listed(others)
+
+    @contextmanager
+    def telling(self, describe: Callable[[], str]) -> Generator[None]:
+        """Tells the others now and then how far this process is.
+
+        Args:
+            describe: Returns it; called by another thread.
+        """
+        ended = threading.Event()
+
+        def tell() -> None:
+            seconds = LOOK_SECONDS
+            with suppress(StoreError):  # who is not told news is told the end
+                while not ended.wait(seconds):
+                    self._tell_news(describe())
+                    seconds *= 2
+
+        thread = threading.Thread(target=tell, name="storesvc-news", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _key(self, part: str, index: int) -> str:
+        """Of what a process tells at the beginning or end: process 0, the verdict."""
+        return f"{self._board}/{part}/{index}"
+
+    def _tell(self, part: str, outcome: Outcome) -> None:
+        self.job.tell(self._key(part, self.job.index), outcome.to_text())
+
+    def _stands(self, part: str, verdict: Outcome) -> Outcome:
+        """The verdict that stands, be it this or one that was there before."""
+        self.job.tell(self._key(part, 0), verdict.to_text())
+        text = self.job.told(self._key(part, 0))
+        assert text is not None
+        return Outcome.of_text(text)
+
+    def _compared(self, digest: str, choice: str) -> Outcome:
+        """The verdict of process 0 on the beginning."""
+        end = time.monotonic() + self._reading.seconds
+        for index in range(1, self.job.count):
+            left = max(0.0, end - time.monotonic())
+            text = self.job.told(self._key("begin", index), seconds=left)
+            if text is None:
+                return self._absence(index)
+            told = Outcome.of_text(text)
+            if told.failure:
+                return told
+            if told.name != digest:
+                return Outcome(
+                    failure=f"restore of {self._reading.what}: "
+                    f"{process_name(self.job, index)} asks for other leaves, shardings "
+                    f"or another checkpoint than {process_name(self.job, 0)}; restore "
+                    "alike in all processes, or with processes='this'",
+                    reason=InvalidRequestError.__name__,
+                )
+        return Outcome(name=choice)
+
+    def _slowest(self, own: ProcessReading, end: float) -> Outcome:
+        """The verdict of process 0 on the end."""
+        readings, failures = self._heard(end)
+        if failures:
+            return self._failed(*failures)
+        return _outcome(max([own, *readings], key=lambda each: each.seconds))
+
+    def _heard(self, end: float) -> tuple[list[ProcessReading], list[str]]:
+        """What the others read, and why some have not."""
+        readings, failures = list[ProcessReading](), dict[str, bool]()
+        for index in range(1, self.job.count):
+            text, news = self._awaited(index, end)
+            if text is None:
+                failures[f"{process_name(self.job, index)} has not ended{news}"] = True
+            elif (outcome := Outcome.of_text(text)).failure:
+                failures[outcome.failure] = outcome.reason != _SECOND_HAND
+            else:
+                readings.append(ProcessReading(**json.loads(outcome.name)))
+            if failures:
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+        first_hand = [told for told, is_first_hand in failures.items() if is_first_hand]
+        return readings, first_hand or list(failures)
+
+    def _awaited(self, index: int, end: float) -> tuple[str | None, str]:
+        """What a process tells at the end, None where it does not in time; and its last
+        news. Meanwhile, who is waited for is logged."""
+        key, seconds = self._key("end", index), LOOK_SECONDS
+        since, news, numbers = time.monotonic(), "", count()
+        number = next(numbers)
+        while True:
+            left = end - time.monotonic()
+            text = self.job.told(key, seconds=max(0.0, min(seconds, left)))
+            while told := self.job.told(self._news_key(index, number)):
+                news, number = f": {told}", next(numbers)
+            if text is not None or left <= seconds:
+                return text, news
+            who = process_name(self.job, index)
+            waited = time.monotonic() - since
+            waits = f"{who} of {self.job.count}, for {waited:.0f} s now{news}"
+            _log.warning("restore of %s waits for %s", self._reading.what, waits)
+            self._tell_news(f"it waits for {waits}")
+            seconds *= 2
+
+    def _tell_news(self, news: str) -> None:
+        self.job.tell(self._news_key(self.job.index, next(self._news)), news)
+
+    def _news_key(self, index: int, number: int) -> str:
+        return f"{self._board}/news/{index}/{number}"
+
+    def _absence(self, index: int) -> Outcome:
+        """The verdict where a process does not begin."""
+        failure = self._reading.absence(index)
+        return Outcome(failure=failure, reason=UnavailableError.__name__)
+
+    def _failed(self, *told: str) -> Outcome:
+        """The verdict where processes have failed."""
+        return Outcome(
+            failure=f"restore of {self._reading.what} was given up by another process "
+            f"of the job: {_listed(told)}",
+            reason=GivenUpError.__name__,
+        )
+
+
+def _outcome(reading: ProcessReading) -> Outcome:
+    return Outcome(name=json.dumps(asdict(reading)))
+
+
+def _listed(told: Sequence[str]) -> str:
+    """What processes told, for messages."""
+    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    return "; ".join(told[:_SHOWN]) + more

@@ -210,6 +210,13 @@ def fails(target: str) -> list[str]:
         odd = {"odd": object()} if index == 1 else {}
         run.save(2, {"w": leaf(8), **odd}, lease=lease).result()
 
+    def refused() -> None:
+        labels: Any = {"odd": object()} if index == 1 else {}
+        run.save(7, {"w": leaf(8)}, labels=labels, lease=timedelta(hours=1)).result()
+
+    def not_refused() -> None:
+        run.save(7, {"w": leaf(8)}, lease=lease).result()
+
     def never_begun() -> None:
         if index != 0:
             run.save(3, {"w": leaf(8)}, lease=lease).result()
@@ -236,8 +243,8 @@ def fails(target: str) -> list[str]:
         run = client.run(RUN)
         run.save(0, {"w": leaf(8)}).result()
         acts = [
-            *(another_plan, unsupported, never_begun, never_called),
-            *(exists, alone, elsewhere, well),
+            *(another_plan, unsupported, refused, not_refused),
+            *(never_begun, never_called, exists, alone, elsewhere, well),
         ]
         told = []
         for act in acts:

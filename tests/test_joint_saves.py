@@ -125,16 +125,17 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
 ) -> None:
     told = run_job("tests.job_parts:fails", 3, devices=1, target=tmp_path.as_uri())
 
-    another_plan, unsupported, never_begun, never_called, *rest = zip(
-        *told, strict=True
-    )
-    exists, alone, elsewhere, well = rest
+    another_plan, unsupported, refused, not_refused, *rest = zip(*told, strict=True)
+    never_begun, never_called, exists, alone, elsewhere, well = rest
 
     leaf = "leaf 'z': expected (3,) float64, got (4,) float64"
     assert all(leaf in each for each in another_plan), another_plan
     assert all("process 2" in each for each in another_plan[:2]), another_plan
     assert all("process 1" in each for each in (unsupported[0], unsupported[2]))
     assert all("leaf 'odd'" in each for each in unsupported), unsupported
+    assert all("process 1" in each for each in (refused[0], refused[2])), refused
+    assert all("labels=" in each for each in refused), refused
+    assert ("", "", "") == not_refused
     assert "" == never_begun[0]
     assert all("process 0" in each for each in never_begun[1:]), never_begun
     assert all("process 2" in each for each in never_called[:2]), never_called
@@ -145,7 +146,9 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
     assert all("memory://; connect all processes" in each for each in elsewhere)
     assert ("", "", "") == well
     with store.connect(tmp_path.as_uri()) as client:
-        assert [5, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]
+        assert [7, 5, 0] == sorted(
+            (c.step for c in client.run(job_parts.RUN).checkpoints()), reverse=True
+        )
 
 
 def test_processes_that_hold_nothing_or_fail_once_keep_none_from_going_on(

@@ -135,20 +135,21 @@ class RunSaving(RunBase):
             StoreError: What the save before failed with, if nobody has seen it; where
                 another process of the job failed it, that is only logged.
         """
-        self._connection.check_open()
-        checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
-        checked_choice(f"save to {self.name}: if_busy=", if_busy, IfBusy)
         checked_choice(f"save to {self.name}: processes=", processes, Processes)
-        description = self._describe(step, metrics, labels, base, lease)
-        if not isinstance(structure, bytes):
-            raise InvalidRequestError(
-                f"save to {self.name}: expected bytes in structure=, got "
-                f"{type(structure).__name__}"
-            )
-        joint = _joint_save(description) if processes == "all" else None
-        meter = Meter("save", str(description), progress)
-        with self._lock:
-            try:
+        number = self._checked_step(step)
+        joint = _joint_save(f"{self._name}@{number}") if processes == "all" else None
+        try:
+            self._connection.check_open()
+            checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
+            checked_choice(f"save to {self.name}: if_busy=", if_busy, IfBusy)
+            description = self._describe(number, metrics, labels, base, lease)
+            if not isinstance(structure, bytes):
+                raise InvalidRequestError(
+                    f"save to {self.name}: expected bytes in structure=, got "
+                    f"{type(structure).__name__}"
+                )
+            meter = Meter("save", str(description), progress)
+            with self._lock:
                 self._make_way(if_busy)
                 planner = self._planner(joint.job if joint else None)
                 with meter.phase("plan"):
@@ -160,11 +161,11 @@ class RunSaving(RunBase):
                     snapshot,
                     meter,
                 )
-            except BaseException as e:
-                if joint is not None:
-                    joint.fail(e)
-                raise
-            self._under_way.append(save)
+                self._under_way.append(save)
+        except BaseException as e:
+            if joint is not None:  # which the other processes are about to begin
+                joint.fail(e)
+            raise
         if snapshot == "none":
             try:
                 save.wait()
@@ -342,16 +343,7 @@ class RunSaving(RunBase):
         )
         return known, CheckpointName(self._name, step).resource
 
-    def _describe(
-        self,
-        step: SupportsIndex,
-        metrics: Mapping[str, SupportsFloat] | None,
-        labels: Mapping[str, str] | None,
-        base: Which | None,
-        lease: timedelta,
-    ) -> "Description":
-        from storesvc_client._part import Description
-
+    def _checked_step(self, step: SupportsIndex) -> int:
         try:
             number = -1 if isinstance(step, bool) else operator.index(step)
         except TypeError:
@@ -360,9 +352,21 @@ class RunSaving(RunBase):
             raise InvalidRequestError(
                 f"save to {self.name}: expected a step of 0 to 2^63 - 1, got {step!r}"
             )
+        return number
+
+    def _describe(
+        self,
+        step: int,
+        metrics: Mapping[str, SupportsFloat] | None,
+        labels: Mapping[str, str] | None,
+        base: Which | None,
+        lease: timedelta,
+    ) -> "Description":
+        from storesvc_client._part import Description
+
         return Description(
             run=self._name,
-            step=number,
+            step=step,
             labels=checked_labels(f"save to {self.name}", labels),
             metrics=checked_metrics(f"save to {self.name}", metrics),
             base=None if base is None else self._checkpoint_name(base),
@@ -370,13 +374,13 @@ class RunSaving(RunBase):
         )
 
 
-def _joint_save(description: "Description") -> "JointSave | None":
+def _joint_save(name: str) -> "JointSave | None":
     """The save of all processes of a job; None: this process is alone."""
     from storesvc_client._jobs import JointSave
     from storesvc_client.trees.processes import job_of_process
 
     job = job_of_process()
-    return None if job is None else JointSave(job, str(description))
+    return None if job is None else JointSave(job, name)
 
 
 def _part(

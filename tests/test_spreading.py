@@ -22,8 +22,9 @@ LEAVES = {f"{n}": np.full(20_000 + n, n, np.int64) for n in range(12)}
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenCheckpoint]:
-    """A checkpoint of which each round brings a leaf of each process."""
-    monkeypatch.setattr(_spreading, "ROUND_BYTES", 1)
+    """A checkpoint of which each round brings half a leaf of each process."""
+    monkeypatch.setattr(_spreading, "ROUND_BYTES", COUNT * 80_000)
+    monkeypatch.setattr(_spreading, "BATCH_BYTES", 200_000)
     monkeypatch.setattr(_shares, "SLACK_BYTES", 0)
     with store.connect(tmp_path.as_uri()) as client:
         run = client.run("tests/spread")
@@ -141,3 +142,33 @@ def test_who_needs_less_than_the_others_reads_for_them_all_the_same(
         wanted = sorted(LEAVES)[1::2] if index == 1 else sorted(LEAVES)
         assert wanted == sorted(found)
         assert all(np.array_equal(LEAVES[key], found[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("slice_bytes", [1_001, 40_002, 160_004, 1 << 20])
+def test_a_round_brings_no_more_than_it_may_and_chunks_come_whole(
+    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
+) -> None:
+    """Wherever the rounds cut them, be it in the checksum behind their elements."""
+    monkeypatch.setattr(_spreading, "ROUND_BYTES", COUNT * slice_bytes)
+
+    def part(job: ThreadProcess) -> tuple[dict[str, Any], int]:
+        reading, most = Reading(opened, job), 0
+
+        def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
+            nonlocal most
+            most = max(most, len(own))
+            return job.gather(own, processes)
+
+        reading.source._gather = gather
+        reading.read()
+        return reading.found, most
+
+    for told in ThreadJob(COUNT).run(part):
+        assert isinstance(told, tuple), told
+        found, most = told
+        assert _spreading.HEADER_BYTES < most
+        assert most <= _spreading.HEADER_BYTES + min(
+            slice_bytes, _spreading.BATCH_BYTES
+        )
+        assert sorted(LEAVES) == sorted(found)
+        assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)

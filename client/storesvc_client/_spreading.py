@@ -1,23 +1,27 @@
 """Stored chunks that several processes of a job need: each is read by one of them, and
 goes to the others over the interconnect.
 
-All processes make the same plan: who needs a chunk, who reads it, and in which round it
-is exchanged. A round is one all-gather among the processes that need the same chunks.
-Rounds follow one order everywhere, so no two of them wait for each other; while one is
-exchanged, the next is read. A process that fails, be it to read its share or to use
-what came, goes on to take part, and tells what happened instead: otherwise the others
-would wait for it for ever.
+All processes make the same plan: who needs a chunk, and who reads it. Those that need
+the same chunks exchange them: what each reads is a stream of stored chunks, one after
+another, of which a round, one all-gather, brings a slice from each. So a round takes no
+more memory where more processes take part, and chunks grow in their places as they
+would from a server. Rounds follow one order everywhere, so no two of them wait for each
+other; while one is exchanged, what the next ones bring is read.
+
+A process that fails, be it to read its share or to use what came, goes on to take part,
+and tells what happened instead: otherwise the others would wait for it for ever.
 """
 
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
-from storesvc.format.checksums import crc32c, digest
+from storesvc.format.checksums import digest
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
@@ -29,10 +33,15 @@ from storesvc_client._shares import Holders, assigned, needers_of_chunks
 from storesvc_client.errors import GivenUpError
 
 ROUND_BYTES: Final = 256 << 20
-"""That a round brings to each process, or one chunk of each process."""
+"""That a round brings to each process at most."""
+
+BATCH_BYTES: Final = 64 << 20
+"""That a process reads at once, or one chunk; and sends in a round at most."""
 
 HEADER_BYTES: Final = 4096
 """Of what a process sends in a round: why it has nothing to send, if so."""
+
+_NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 
 Needed: TypeAlias = Sequence[tuple[int, Mapping[Region, Holders]]]
 """Rows of leaves, and the regions of each that any process needs, and which."""
@@ -49,15 +58,25 @@ class Gather(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What some processes exchange at once."""
+class Exchange:
+    """What some processes bring each other."""
 
     processes: tuple[int, ...]
     """Ascending."""
     chunks: tuple[tuple[int, ...], ...]
-    """That each of them reads, ascending."""
-    size_bytes: int
-    """Of what each sends, the header excluded."""
+    """That each of them reads, ascending, as it sends them."""
+    slice_bytes: int
+    """That each sends in a round, the header excluded."""
+    rounds: int
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """What is to come from one process."""
+
+    chunks: deque[int]
+    offset: int = 0
+    """In the first of them."""
 
 
 class Spread:
@@ -99,42 +118,30 @@ class Spread:
         ]
         return digest(repr(rows).encode()).hex()
 
-    def rounds(self, index: int) -> Iterator[Round]:
-        """Yields the rounds that a process takes part in, in order."""
+    def exchanges(self, index: int) -> Iterator[Exchange]:
+        """Yields the exchanges that a process takes part in, in order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for chunk, of in zip(self._chunks, self._needers, strict=True):
             if len(of) > 1:
                 groups.setdefault(tuple(sorted(of)), []).append(chunk)
         for processes in sorted(groups):
             if index in processes:
-                yield from self._rounds_of(processes, groups[processes])
+                yield self._exchange(processes, groups[processes])
 
-    def _rounds_of(
-        self, processes: tuple[int, ...], chunks: Sequence[int]
-    ) -> Iterator[Round]:
-        """The rounds of processes that need the same chunks."""
-        left: dict[int, list[int]] = {process: [] for process in processes}
-        for chunk in reversed(chunks):
-            left[self._readers[chunk]].append(chunk)
-        most = max(self._sizes[chunk] for chunk in chunks)
-        limit = max(most, ROUND_BYTES // len(processes))
-        limit = min(limit, max(self._total(own) for own in left.values()))
-        while any(left.values()):
-            taken = tuple(
-                tuple(_taken(left[process], self._sizes, limit))
-                for process in processes
-            )
-            yield Round(processes, taken, limit)
-
-    def _total(self, chunks: Sequence[int]) -> int:
-        return sum(self._sizes[chunk] for chunk in chunks)
-
-
-def _taken(left: list[int], sizes: Mapping[int, int], limit: int) -> Iterator[int]:
-    """Takes chunks off a list that fit a round."""
-    while left and sizes[left[-1]] <= limit:
-        limit -= sizes[left[-1]]
-        yield left.pop()
+    def _exchange(self, processes: tuple[int, ...], chunks: Sequence[int]) -> Exchange:
+        """That of processes that need the same chunks."""
+        read: dict[int, list[int]] = {process: [] for process in processes}
+        for chunk in chunks:
+            read[self._readers[chunk]].append(chunk)
+        longest = max(sum(map(self._sizes.__getitem__, own)) for own in read.values())
+        most = max(1, min(BATCH_BYTES, ROUND_BYTES // len(processes)))
+        rounds = -(-longest // most)
+        return Exchange(
+            processes,
+            tuple(map(tuple, read.values())),
+            slice_bytes=-(-longest // rounds),
+            rounds=rounds,
+        )
 
 
 class SpreadSource:
@@ -174,30 +181,39 @@ class SpreadSource:
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
-        rounds = list(self._spread.rounds(self._job.index))
+        exchanges = list(self._spread.exchanges(self._job.index))
         # While all are here: who meets for the first time is waited for no longer than
         # half a minute where CPUs are joined, and a read may take longer.
-        for processes in dict.fromkeys(each.processes for each in rounds):
-            self._gather(allocate(HEADER_BYTES), processes)
-        shared = {chunk for each in rounds for of in each.chunks for chunk in of}
+        for each in exchanges:
+            self._gather(allocate(HEADER_BYTES), each.processes)
+        shared = {chunk for each in exchanges for of in each.chunks for chunk in of}
         with self._going_on():
             self._read([o for o in ordinals if o not in shared], assembly)
         with ThreadPoolExecutor(1, "storesvc-spread") as ahead:
-            coming: Future[Bytes] | None = None
-            for at, each in enumerate(rounds):
-                coming = coming or ahead.submit(self._share, each, assembly)
-                own, coming = coming.result(), None
-                if at + 1 < len(rounds):
-                    coming = ahead.submit(self._share, rounds[at + 1], assembly)
-                with assembly.meter.phase("exchange"):
-                    brought = self._gather(own, each.processes)
-                for process, part, chunks in zip(
-                    each.processes, brought, each.chunks, strict=True
-                ):
-                    with self._going_on():
-                        self._take(process, part, chunks, assembly)
+            for each in exchanges:
+                self._take_part(each, assembly, ahead)
         if self._error is not None:
             raise self._error
+
+    def _take_part(
+        self, exchange: Exchange, assembly: Assembly, ahead: ThreadPoolExecutor
+    ) -> None:
+        """Sends what this process reads, and takes what comes."""
+        chunks = dict(zip(exchange.processes, exchange.chunks, strict=True))
+        incoming = {process: _Incoming(deque(of)) for process, of in chunks.items()}
+        own = self._stored(chunks[self._job.index], assembly, ahead)
+        with closing(own):
+            left = _NOTHING
+            for _ in range(exchange.rounds):
+                memory = allocate(HEADER_BYTES + exchange.slice_bytes)
+                with self._going_on():
+                    left = _fill(memory[HEADER_BYTES:], left, own)
+                self._mark(memory[:HEADER_BYTES])
+                with assembly.meter.phase("exchange"):
+                    brought = self._gather(memory, exchange.processes)
+                for process, part in zip(exchange.processes, brought, strict=True):
+                    with self._going_on():
+                        self._take(process, part, incoming[process], assembly)
 
     def _read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         if ordinals:
@@ -213,37 +229,61 @@ class SpreadSource:
         except BaseException as e:  # noqa: BLE001 - it is raised again in the end
             self._error = self._error or e
 
-    def _share(self, each: Round, assembly: Assembly) -> Bytes:
-        """What this process brings to a round."""
-        chunks = each.chunks[each.processes.index(self._job.index)]
-        memory = allocate(HEADER_BYTES + each.size_bytes)
-        memory[:HEADER_BYTES] = 0
-        if self._error is None:
-            with self._going_on():
-                elements, at = self._elements(chunks, assembly), HEADER_BYTES
-                for chunk in chunks:
-                    found = elements[chunk]
-                    memory[at : at + len(found)] = found
-                    at += len(found)
+    def _mark(self, header: Bytes) -> None:
+        """Says in a header why this process has nothing to send, if so."""
+        header[:] = 0
         if self._error is not None:
             told = str(self._error) or type(self._error).__name__
-            header = told.encode()[:HEADER_BYTES]
-            memory[: len(header)] = np.frombuffer(header, np.uint8)
-        return memory
+            text = told.encode()[:HEADER_BYTES]
+            header[: len(text)] = np.frombuffer(text, np.uint8)
 
-    def _elements(
-        self, chunks: Sequence[int], assembly: Assembly
-    ) -> Mapping[int, Bytes]:
-        """Reads the elements of chunks, as far as they lie within their leaves."""
+    def _stored(
+        self, chunks: Sequence[int], assembly: Assembly, ahead: ThreadPoolExecutor
+    ) -> Generator[Bytes]:
+        """Yields the bytes of chunks as they are stored, one after another; while some
+        are used, the next are read."""
+        batches = deque(self._batches(chunks))
+        coming: deque[Future[dict[int, Bytes]]] = deque()
+        while batches or coming:
+            while batches and len(coming) < 2:
+                batch = batches.popleft()
+                coming.append(ahead.submit(self._elements, batch, assembly))
+            elements = coming.popleft().result()
+            for chunk in list(elements):
+                yield elements.pop(chunk)
+                checksum = int(self._manifest.sums.crc32c[chunk])
+                tail = checksum.to_bytes(CHECKSUM_BYTES, "little")
+                yield np.frombuffer(tail, np.uint8)
+
+    def _batches(self, chunks: Sequence[int]) -> Iterator[list[int]]:
+        """What is read at once."""
+        lengths, batch, held = self._manifest.tree.stored_lengths, list[int](), 0
+        for chunk in chunks:
+            length = int(lengths[chunk])
+            if batch and held + length > BATCH_BYTES:
+                yield batch
+                batch, held = [], 0
+            batch.append(chunk)
+            held += length
+        if batch:
+            yield batch
+
+    def _elements(self, chunks: Sequence[int], assembly: Assembly) -> dict[int, Bytes]:
+        """Reads the elements of chunks, in their order."""
         tree, wanted = self._manifest.tree, dict[int, dict[Region, int]]()
+        found: dict[int, Bytes] = dict.fromkeys(chunks, _NOTHING)
+        if self._error is not None:  # nobody wants them any more
+            return found
         for chunk in chunks:
             row, within = tree.locate(chunk)
             wanted.setdefault(row, {})[tree.grids[row].region(within)] = chunk
-        found: dict[int, Bytes] = {}
 
         def keep(buffer: Buffer) -> None:
+            grid = tree.grids[buffer.row]
             for region, array in zip(buffer.regions, buffer.arrays, strict=True):
                 flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                if len(flat) < grid.chunk_bytes:
+                    flat = _padded(flat, array.shape, grid.chunk_shape)
                 found[wanted[buffer.row][region]] = flat
 
         own = Assembly(
@@ -258,7 +298,7 @@ class SpreadSource:
         return found
 
     def _take(
-        self, process: int, part: Bytes, chunks: Sequence[int], assembly: Assembly
+        self, process: int, part: Bytes, incoming: _Incoming, assembly: Assembly
     ) -> None:
         """Puts what a process brought to where it goes."""
         if part[0]:
@@ -269,26 +309,34 @@ class SpreadSource:
             )
         if self._error is not None:
             return
-        tree, at = self._manifest.tree, HEADER_BYTES
-        for chunk in chunks:
-            row, within = tree.locate(chunk)
-            grid = tree.grids[row]
-            region = grid.region(within)
-            shape = [stop - start for start, stop in region]
-            size = int(np.prod(shape, dtype=int)) * grid.itemsize
-            elements = part[at : at + size]
-            at += size
-            if not assembly.needs(chunk):  # of a leaf on devices of others alone
-                continue
-            if size < grid.chunk_bytes:
-                elements = _padded(elements, shape, grid.chunk_shape)
-            checksum = crc32c(elements.data)
-            assembly.check(chunk, checksum, checksum.to_bytes(CHECKSUM_BYTES, "little"))
-            assembly.begin([chunk])
-            assembly.spread(chunk, elements)
-            assembly.finish(chunk)
-            if process != self._job.index:
-                self.received_bytes += assembly.length(chunk)
+        at = HEADER_BYTES
+        while incoming.chunks and at < len(part):
+            chunk, offset = incoming.chunks[0], incoming.offset
+            length = assembly.length(chunk)
+            piece = part[at : at + length - offset]
+            at += len(piece)
+            incoming.offset += len(piece)
+            if incoming.offset == length:
+                incoming.chunks.popleft()
+                incoming.offset = 0
+            if assembly.needs(chunk):  # else of a leaf on devices of others alone
+                assembly.add(chunk, offset, piece.data)
+                if process != self._job.index:
+                    self.received_bytes += len(piece)
+
+
+def _fill(memory: Bytes, left: Bytes, more: Iterator[Bytes]) -> Bytes:
+    """Fills memory with what is left and with more; returns what is left of that."""
+    at = 0
+    while at < len(memory):
+        if not len(left):
+            left = next(more, _NOTHING)
+            if not len(left):
+                break
+        taken = left[: len(memory) - at]
+        memory[at : at + len(taken)] = taken
+        left, at = left[len(taken) :], at + len(taken)
+    return left
 
 
 def _padded(elements: Bytes, shape: Sequence[int], chunk_shape: Sequence[int]) -> Bytes:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import (
-    Awaitable,
     Callable,
     Generator,
     Iterable,
@@ -16,6 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import tensorstore as ts
 
 from storesvc import deadlines
+from storesvc.answers import answered
 from storesvc.bucket import (
     ALWAYS,
     IF_ABSENT,
@@ -114,15 +114,17 @@ class KvBucket:
         )
         with translated(storage, ""):
             opening = ts.KvStore.open(dict(storage.spec), context=context)
-            store = await deadlines.answer(storage, opening)
+            store = await deadlines.answer(storage, answered(opening))
         if storage.spec["driver"] == S3_DRIVER:
             deletes = await S3Deletes.of(storage)
             await _check_bucket(storage, store)
         return cls(Opened(storage, store, context, lists, deletes))
 
-    async def _answer(self, asked: Awaitable[T], *, size_bytes: int = 0) -> T:
+    async def _answer(self, asked: "ts.Future[T]", *, size_bytes: int = 0) -> T:
         """Waits for the storage as long as it may take."""
-        return await deadlines.answer(self._storage, asked, size_bytes=size_bytes)
+        return await deadlines.answer(
+            self._storage, answered(asked), size_bytes=size_bytes
+        )
 
     @contextmanager
     def _at(self, place: str) -> Generator[None]:
@@ -141,9 +143,12 @@ class KvBucket:
         """Reads a place; again, where a storage on the network does not answer."""
         with self._at(place):
             if not self._storage.is_remote:
-                return await ask()
-            name = self._storage.describe(place)
-            return await self._hedged.read(ask, size_bytes=size_bytes, name=name)
+                return await answered(ask())
+            return await self._hedged.read(
+                lambda: answered(ask()),
+                size_bytes=size_bytes,
+                name=self._storage.describe(place),
+            )
 
     async def read(self, place: str) -> Stored | None:
         result = await self._read(place, lambda: self._root.read(place))
@@ -256,7 +261,8 @@ class KvBucket:
             return await self._deletes.delete(place, generation)
         for _ in range(0 if self._storage.is_remote else _DELETE_TRIES):
             with suppress(OSError, ValueError):
-                stamp = await self._root.write(place, None, if_equal=generation)
+                asked = self._root.write(place, None, if_equal=generation)
+                stamp = await answered(asked)
                 return bool(stamp.generation != _FAILED)
         asked = self._root.write(place, None, if_equal=generation)
         return bool((await self._answer(asked)).generation != _FAILED)
@@ -268,7 +274,7 @@ class KvBucket:
             await each(self.delete, names, at_once=CONCURRENCY)
             return
         with translated(self._storage, prefix):
-            await self._root.delete_range(_below(prefix))
+            await answered(self._root.delete_range(_below(prefix)))
             await self._directories.remove_empty(prefix)
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
@@ -350,7 +356,7 @@ class KeySpace:
         """Returns whether it is there."""
         with translated(self._storage, self._place):
             asked = self._manifest.read("manifest.ocdbt")
-            result = await deadlines.answer(self._storage, asked)
+            result = await deadlines.answer(self._storage, answered(asked))
         return result.state == "value"
 
     def _places(self) -> dict[str, Place]:
@@ -394,7 +400,7 @@ async def _check_bucket(storage: Storage, root: "ts.KvStore") -> None:
     """
     with translated(storage, ""):
         try:
-            await deadlines.answer(storage, root.list(_below(_NOWHERE)))
+            await deadlines.answer(storage, answered(root.list(_below(_NOWHERE))))
         except ValueError as e:
             if not str(e).startswith("NOT_FOUND"):
                 raise

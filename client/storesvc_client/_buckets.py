@@ -143,19 +143,17 @@ class BucketRoot:
         for tries_left in reversed(range(LIMITS.tries)):
             late_at = time.monotonic() + seconds
             writing = self._store.write(place, data)
-            try:
-                while not writing.done() and time.monotonic() < late_at:
-                    check()
-                    with suppress(TimeoutError):
-                        writing.exception(LOOK_SECONDS)
-                with _told(self.storage, place):
-                    if writing.done():
-                        writing.result()
-                        return
-                    if not tries_left:
-                        raise TimeoutError
-            finally:
-                writing.cancel()
+            while not writing.done() and time.monotonic() < late_at:
+                check()
+                with suppress(TimeoutError):
+                    writing.exception(LOOK_SECONDS)
+            with _told(self.storage, place):
+                if writing.done():
+                    writing.result()
+                    return
+                if not tries_left:
+                    raise TimeoutError
+            del writing  # which gives it up
             _log_again(what, seconds)
 
     def _ask(
@@ -192,6 +190,7 @@ class Asked:
         self._answers = answers
         self._told = told
         self._under_way: list[Any] = []
+        self._answer = lambda one: self._answers.put((self, one))
         self._settled: Any = None
         self.is_settled = False
         """Whether its result is known."""
@@ -247,12 +246,10 @@ class Asked:
         self._under_way.append(one)
         one.add_done_callback(self._answer)
 
-    def _answer(self, one: Any) -> None:
-        self._answers.put((self, one))
-
     def _give_up(self) -> None:
+        # not cancel(): see storesvc.answers; what nobody refers to is given up
         for one in self._under_way:
-            one.cancel()
+            one.remove_done_callback(self._answer)
         self._under_way.clear()
 
 

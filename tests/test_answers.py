@@ -1,0 +1,110 @@
+"""What is awaited of TensorStore: the answer, or that nobody wants it any more."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstore as ts
+
+from storesvc.answers import answered
+
+
+def promised() -> tuple[Any, Any]:
+    """Returns an answer that is to be given, and what was asked."""
+    promise, asked = ts.Promise.new()  # type: ignore[var-annotated]
+    return promise, asked
+
+
+def test_an_answer_comes_whenever_it_was_given() -> None:
+    async def main() -> list[int]:
+        promise, given = promised()
+        promise.set_result(1)
+        later, coming = promised()
+        asyncio.get_running_loop().call_later(0.01, later.set_result, 2)
+        return [await answered(given), await answered(coming)]
+
+    assert [1, 2] == asyncio.run(main())
+
+
+def test_what_it_failed_with_is_raised() -> None:
+    async def main() -> None:
+        promise, asked = promised()
+        promise.set_exception(LookupError("none"))
+        await answered(asked)
+
+    with pytest.raises(LookupError, match="none"):
+        asyncio.run(main())
+
+
+def test_who_is_cancelled_hears_no_more_of_it_and_cancels_nothing() -> None:
+    async def main() -> bool:
+        promise, asked = promised()
+        waiting = asyncio.ensure_future(answered(asked))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        promise.set_result(1)
+        await asyncio.sleep(0)
+        return bool(asked.cancelled())
+
+    assert not asyncio.run(main())
+
+
+def test_an_answer_after_the_end_of_the_loop_disturbs_nobody() -> None:
+    promise, asked = promised()
+
+    async def main() -> None:
+        asking = answered(asked)
+        asking.send(None)  # it waits, and no task of the loop knows
+        waiting.append(asking)
+
+    waiting: list[object] = []
+    asyncio.run(main())
+    promise.set_result(1)
+
+    assert asked.done()
+    waiting.clear()
+
+
+CANCELLING = """
+import asyncio, faulthandler, random, sys, time
+from storesvc.kvbucket import KvBucket
+
+faulthandler.dump_traceback_later(60, exit=True)
+
+async def main():
+    bucket = await KvBucket.open(sys.argv[1])
+    generation = await bucket.write("a", bytes(1000))
+    drawn = random.Random(1)
+    for _ in range(3000):
+        reads = [asyncio.ensure_future(bucket.read("a")) for _ in range(8)]
+        await asyncio.sleep(0)
+        end = time.perf_counter() + drawn.random() * 0.0006
+        while time.perf_counter() < end:
+            pass
+        for read in reads:
+            read.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+    print(len((await bucket.read("a")).data))
+
+asyncio.run(main())
+"""
+
+
+def test_reads_that_are_cancelled_as_they_are_answered_stop_no_process(
+    tmp_path: Path,
+) -> None:
+    """As ``await`` of a future of TensorStore does, now and then."""
+    done = subprocess.run(
+        [sys.executable, "-c", CANCELLING, tmp_path.as_uri()],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert ("1000\n", "") == (done.stdout, done.stderr)

@@ -1,4 +1,4 @@
-"""When a read of a storage is asked again, and when it is given up.
+"""When a storage is asked again for a read, or a write, and when that is given up.
 
 Of many answers over a network a few take ten times as long as the others, and some
 never come. So a read that takes longer than nearly all of its size did lately is asked
@@ -9,6 +9,8 @@ once, and whoever has no share left waits.
 Past a deadline all that was asked for a read is given up, and it is asked anew; a few
 times, then the read has failed. The deadline allows for what is under way beside it: on
 a slow network many reads take long together, and none of them stalls.
+
+So it is with writes of what nobody else writes, which may as well be written twice.
 
 Decides only: moments are seconds of any clock that never goes back. Threads may share
 it.
@@ -37,10 +39,7 @@ RECENT: Final = 128
 """Reads of about a size that others are compared with."""
 
 LEAST_RECENT: Final = 16
-"""With fewer, nobody knows what is slow ..."""
-
-UNKNOWN_SECONDS: Final = 2.0
-"""... and this is."""
+"""With fewer, nobody knows what is slow."""
 
 SHARE: Final = 0.05
 """Of reads that are asked a second time beside the first ..."""
@@ -69,7 +68,9 @@ class Limits:
     """How long a storage may take."""
 
     floor_seconds: float = 0.5
-    """No read is slow before."""
+    """No read is slow before ..."""
+    unknown_seconds: float = 2.0
+    """... and where nobody knows what is slow, this is."""
     answer_seconds: float = 15.0
     """Within which a read is answered that is asked once, or beside itself ..."""
     least_bytes_per_second: float = 8 << 20
@@ -78,8 +79,20 @@ class Limits:
     """How often a read is asked before it has failed."""
 
 
+READS: Final = Limits()
+
+WRITES: Final = Limits(
+    floor_seconds=2.0,
+    # to write all of the first ones twice would cost more than to wait
+    unknown_seconds=math.inf,
+    answer_seconds=30.0,
+    least_bytes_per_second=4 << 20,
+    tries=3,
+)
+
+
 class Hedging:
-    """The reads of one storage."""
+    """The reads, or the writes, of one storage."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -103,7 +116,7 @@ class Hedging:
         with self._lock:
             took = sorted(self._recent[_size_class(size_bytes)])
         if len(took) < LEAST_RECENT:
-            return max(UNKNOWN_SECONDS, self._limits.floor_seconds)
+            return max(self._limits.unknown_seconds, self._limits.floor_seconds)
         usual = took[math.ceil(QUANTILE * len(took)) - 1]
         return max(SLOW * usual, self._limits.floor_seconds)
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import tensorstore as ts
 
-from storesvc import deadlines
+from storesvc import deadlines, hedging
 from storesvc.answers import answered
 from storesvc.bucket import (
     ALWAYS,
@@ -32,7 +32,7 @@ from storesvc.format.checksums import Buffer
 from storesvc.framing import Part, cut
 from storesvc.gathering import each
 from storesvc.gcs_lists import GcsLists
-from storesvc.hedged_reads import HedgedReads
+from storesvc.hedged_calls import HedgedCalls
 from storesvc.local_reads import LocalReads
 from storesvc.s3_deletes import S3Deletes
 from storesvc.storage_errors import no_bucket, translated
@@ -86,7 +86,8 @@ class KvBucket:
         self._directories = Directories.of(root)
         self._ticks = Ticks.of(root)
         self._local = LocalReads.of(root)
-        self._hedged = HedgedReads()
+        self._reads = HedgedCalls(hedging.READS)
+        self._writes = HedgedCalls(hedging.WRITES)
 
     @property
     def has_many_makers(self) -> bool:
@@ -144,7 +145,7 @@ class KvBucket:
         with self._at(place):
             if not self._storage.is_remote:
                 return await answered(ask())
-            return await self._hedged.read(
+            return await self._reads.answer(
                 lambda: answered(ask()),
                 size_bytes=size_bytes,
                 name=self._storage.describe(place),
@@ -211,7 +212,11 @@ class KvBucket:
 
     async def _put(self, place: str, parts: Sequence[Buffer]) -> None:
         data = await asyncio.to_thread(b"".join, parts)
-        await self._answer(self._root.write(place, data), size_bytes=len(data))
+        await self._writes.answer(
+            lambda: answered(self._root.write(place, data)),
+            size_bytes=len(data),
+            name=self._storage.describe(place),
+        )
 
     async def create(self, place: str) -> "NewObject":
         """Returns a place that nobody else names, to be written bit by bit."""

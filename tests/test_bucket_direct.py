@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
+from storesvc import hedging
 from storesvc.format.grids import whole
 from storesvc.hedging import Limits
-from storesvc_client import _bucket_reads, _bucket_writes, _buckets
+from storesvc_client import _bucket_reads, _bucket_writes
 from storesvc_client._receiving import Assembly, Buffer
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
@@ -53,7 +54,7 @@ def direct(
 ) -> Iterator[store.Client]:
     """A client of the server that reaches the bucket by itself, and asks for nothing
     twice, however slow the machine is: what it asks for is counted."""
-    monkeypatch.setattr(_buckets, "LIMITS", Limits(floor_seconds=600))
+    monkeypatch.setattr(hedging, "READS", Limits(floor_seconds=600))
     gcs.clear()
     server, root = served
     with store.connect(server.address, direct=f"{root}?concurrency=64") as client:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc import hedged_reads, hedging
+from storesvc import hedging
 from storesvc.hedging import Limits
-from storesvc_client import _bucket_writes, _buckets
+from storesvc_client import _bucket_writes
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Stall, Status
 from tests.gcs_calls import BUCKET, GcsCalls
@@ -27,7 +27,7 @@ LEAVES = 12
 
 FAST = 1 << 40
 
-HEDGED = Limits(floor_seconds=0.3, answer_seconds=600)
+HEDGED = Limits(floor_seconds=0.3, unknown_seconds=0.0, answer_seconds=600)
 """Who waits for an answer that never comes is helped by a second request only."""
 
 
@@ -43,10 +43,8 @@ def root(gcs: FakeGcs) -> Iterator[str]:
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Limits:
     """How long a storage may take: those of the test's parameter."""
     limits: Limits = request.param
-    monkeypatch.setattr(hedging, "UNKNOWN_SECONDS", 0.0)
     monkeypatch.setattr(hedging, "SPARE", 1000.0)
-    monkeypatch.setattr(_buckets, "LIMITS", limits)
-    monkeypatch.setattr(hedged_reads, "LIMITS", limits)
+    monkeypatch.setattr(hedging, "READS", limits)
     return limits
 
 
@@ -193,7 +191,7 @@ def test_a_restore_that_fails_ends_what_it_still_waits_for(
         run.restore(0)
 
     # not after the deadline of those that stall
-    assert time.monotonic() - began < _buckets.LIMITS.answer_seconds
+    assert time.monotonic() - began < hedging.READS.answer_seconds
     assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
 
 
@@ -251,14 +249,29 @@ def test_who_may_not_write_is_told_so(run: store.Run, gcs: FakeGcs) -> None:
     assert [0] == [checkpoint.step for checkpoint in run.checkpoints()]
 
 
+@pytest.fixture
+def write_limits(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Limits:
+    """How long a storage may take to write: those of the test's parameter."""
+    limits: Limits = request.param
+    monkeypatch.setattr(hedging, "SPARE", 1000.0)
+    monkeypatch.setattr(hedging, "WRITES", limits)
+    return limits
+
+
+@pytest.mark.parametrize(
+    "write_limits",
+    [Limits(floor_seconds=600, answer_seconds=1.0, least_bytes_per_second=FAST)],
+    indirect=True,
+    ids=["late"],
+)
 def test_an_object_whose_writing_stalls_is_written_again(
+    write_limits: Limits,
     run: store.Run,
     gcs: FakeGcs,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(_buckets, "WRITE_SECONDS", 1.0)
-    monkeypatch.setattr(_buckets, "LEAST_BYTES_PER_SECOND", 1 << 40)
     gcs.fault("POST /upload.*pool", Stall())
     tree = {key: leaf + 1 for key, leaf in TREE.items()}
 
@@ -267,6 +280,29 @@ def test_an_object_whose_writing_stalls_is_written_again(
 
     (message,) = [m for m in caplog.messages if "asked again" in m]
     assert message.startswith("save: data file ")
+    assert all(
+        tree[k].tobytes() == leaf.tobytes() for k, leaf in run.restore(1).items()
+    )
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "served"])
+@pytest.mark.parametrize("write_limits", [HEDGED], indirect=True, ids=["hedged"])
+def test_an_object_whose_writing_stalls_is_written_beside_itself(
+    write_limits: Limits,
+    run: store.Run,
+    gcs: FakeGcs,
+    is_direct: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not is_direct:
+        run._connection.files = None  # as over a socket
+    gcs.fault("POST /upload.*pool", Stall())
+    tree = {key: leaf + 1 for key, leaf in TREE.items()}
+
+    with caplog.at_level(logging.WARNING):
+        run.save(1, tree).result()
+
+    assert [] == caplog.messages
     assert all(
         tree[k].tobytes() == leaf.tobytes() for k, leaf in run.restore(1).items()
     )

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from storesvc import deadlines, hedged_reads
+from storesvc import deadlines, hedging
 from storesvc.errors import StorageUnavailableError, StoreError
 from storesvc.hedging import Limits
 from storesvc.kvbucket import KvBucket
@@ -92,7 +92,7 @@ def test_a_storage_that_does_not_answer_is_given_up(
         assert 2 == gcs.pending
 
     limits = Limits(answer_seconds=0.1, tries=2)
-    monkeypatch.setattr(hedged_reads, "LIMITS", limits)
+    monkeypatch.setattr(hedging, "READS", limits)
     within(test)
 
 

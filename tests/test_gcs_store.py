@@ -15,10 +15,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc import hedged_reads, storages
+from storesvc import hedging, storages
 from storesvc.hedging import Limits
 from storesvc.kvbucket import KvBucket
-from storesvc_client import _buckets, _retrying
+from storesvc_client import _retrying
 from tests.command_line import document, refusal
 from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Status, Truncate
@@ -34,8 +34,7 @@ def root(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[str]:
     """The root of a fresh store; nothing is asked twice, as bytes are counted."""
-    monkeypatch.setattr(_buckets, "LIMITS", Limits(floor_seconds=600))
-    monkeypatch.setattr(hedged_reads, "LIMITS", Limits(floor_seconds=600))
+    monkeypatch.setattr(hedging, "READS", Limits(floor_seconds=600))
     if GIVEN_BUCKET:
         yield gcs_root()
         return

@@ -4,7 +4,6 @@ from storesvc.hedging import (
     LEAST_RECENT,
     SHARE,
     SPARE,
-    UNKNOWN_SECONDS,
     Hedging,
     Limits,
     Step,
@@ -46,15 +45,15 @@ def test_small_jitter_is_not_slow() -> None:
 
 
 def test_before_others_are_known_a_read_has_some_time() -> None:
-    assert UNKNOWN_SECONDS == Hedging(PATIENT).begin(0, now=0).due
+    assert PATIENT.unknown_seconds == Hedging(PATIENT).begin(0, now=0).due
 
 
 def test_reads_are_compared_with_those_of_their_size() -> None:
     reads = known(3, size_bytes=8 * MIB)
 
     assert 6 == reads.slow_seconds(9 * MIB)
-    assert UNKNOWN_SECONDS == reads.slow_seconds(0)
-    assert UNKNOWN_SECONDS == reads.slow_seconds(32 * MIB)
+    assert PATIENT.unknown_seconds == reads.slow_seconds(0)
+    assert PATIENT.unknown_seconds == reads.slow_seconds(32 * MIB)
 
 
 def test_of_reads_that_are_all_slow_only_a_share_is_asked_twice() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
-from storesvc_client._buckets import Asked, BucketRoot
+from storesvc_client._buckets import AskedRange, BucketRoot
 from storesvc_client._budget import Budget
 from storesvc_client._layouts import Bytes
 from storesvc_client._ranges import describe, planned
@@ -78,7 +78,7 @@ class BucketSource:
         with ThreadPoolExecutor(PROCESSORS, "storesvc-direct") as pool:
             _Restore(self, assembly).run(deque(reads), pool)
 
-    def ask(self, read: Read, answers: "queue.SimpleQueue[Any]") -> Asked:
+    def ask(self, read: Read, answers: "queue.SimpleQueue[Any]") -> AskedRange:
         """Asks for a read."""
         return self._root.ask_range(
             f"{self._pool}{read.file}",
@@ -93,7 +93,7 @@ class BucketSource:
         """How many reads may be under way."""
         return self._root.storage.concurrency
 
-    def take(self, read: Read, asked: Asked, assembly: Assembly) -> int:
+    def take(self, read: Read, asked: AskedRange, assembly: Assembly) -> int:
         """Takes what was answered to a read; returns the bytes that were handed over.
 
         Raises:
@@ -137,7 +137,7 @@ class _Restore:
         self._assembly = assembly
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """Answers to reads; None: one was taken."""
-        self._asked: dict[Asked, Read] = {}
+        self._asked: dict[AskedRange, Read] = {}
         self._taken: list[tuple[Read, Future[int]]] = []
         """What was answered, and is being taken."""
         self._parts: dict[Read, ExitStack] = {}
@@ -189,7 +189,7 @@ class _Restore:
                 asked.step()
                 self._settle(asked, pool)
 
-    def _settle(self, asked: Asked, pool: ThreadPoolExecutor) -> None:
+    def _settle(self, asked: AskedRange, pool: ThreadPoolExecutor) -> None:
         """Has a read be taken, if its result is known."""
         if not asked.is_settled or asked not in self._asked:
             return

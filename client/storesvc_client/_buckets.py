@@ -1,17 +1,18 @@
 """The root of a store in a bucket, which this process reads and writes by itself.
 
-No read waits for ever: one that is slow is asked a second time, one that is late is
-asked anew, and in the end it has failed (``storesvc.hedging`` decides). Writes are of
-objects that nobody else names, so that one that is late may be written again.
+Nothing waits for ever: what is slow is asked a second time, what is late is asked anew,
+and in the end it has failed (``storesvc.hedging`` decides). So it is with writes, too:
+they are of objects that nobody else names, and may be written twice.
 """
 
 import logging
+import math
 import queue
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeAlias, TypeVar
 
 from storesvc import hedging
 from storesvc.errors import (
@@ -20,7 +21,7 @@ from storesvc.errors import (
     StorageUnavailableError,
 )
 from storesvc.gcs_client import bucket_of
-from storesvc.hedging import Hedging, Limits
+from storesvc.hedging import Hedging
 from storesvc.storage_errors import translated
 from storesvc.storages import GRPC_DRIVER, Storage
 from storesvc_client.errors import BY_REASON, InvalidRequestError
@@ -28,16 +29,10 @@ from storesvc_client.errors import BY_REASON, InvalidRequestError
 if TYPE_CHECKING:
     import tensorstore as ts
 
-LIMITS: Final = Limits()
+T = TypeVar("T")
 
 LOOK_SECONDS: Final = 0.2
 """How often who writes looks whether that is still wanted."""
-
-WRITE_SECONDS: Final = 60.0
-"""Within which an object is written ..."""
-
-LEAST_BYTES_PER_SECOND: Final = 1 << 20
-"""... and how slowly its bytes may go meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +49,8 @@ class BucketRoot:
     def __init__(self, storage: Storage, store: "ts.KvStore") -> None:
         self.storage = storage
         self._store = store
-        self._hedging = Hedging(LIMITS)
+        self._reads = Hedging(hedging.READS)
+        self._writes = Hedging(hedging.WRITES)
 
     @classmethod
     def open(cls, storage: Storage) -> Self:
@@ -79,7 +75,7 @@ class BucketRoot:
             opening = ts.KvStore.open(
                 dict(storage.spec), context=ts.Context(dict(storage.context))
             )
-            return cls(storage, opening.result(LIMITS.answer_seconds))
+            return cls(storage, opening.result(hedging.READS.answer_seconds))
 
     def __str__(self) -> str:
         return self.storage.name
@@ -91,14 +87,12 @@ class BucketRoot:
             UnavailableError: The storage failed, does not answer, or lets nobody in.
         """
         answers: Answers = queue.SimpleQueue()
+        read = self._reads.begin(0, now=time.monotonic())
         what = self.storage.describe(place)
-        asked = self._ask(place, lambda: self._store.read(place), 0, what, answers)
+        asked = self._ask(place, lambda: self._store.read(place), read, what, answers)
         try:
             while not asked.is_settled:
-                try:
-                    asked.take(answers.get(timeout=asked.wait_seconds)[1])
-                except queue.Empty:
-                    asked.step()
+                asked.await_answer()
             result = asked.result()
         finally:
             asked.end()
@@ -106,7 +100,7 @@ class BucketRoot:
 
     def ask_range(
         self, place: str, start: int, stop: int, *, what: str, answers: "Answers"
-    ) -> "Asked":
+    ) -> "AskedRange":
         """Asks for the bytes of an object from ``start`` up to ``stop``.
 
         Args:
@@ -120,7 +114,7 @@ class BucketRoot:
         return self._ask(
             place,
             lambda: self._store.read(place, byte_range=span),
-            stop - start,
+            self._reads.begin(stop - start, now=time.monotonic()),
             what,
             answers,
         )
@@ -139,37 +133,34 @@ class BucketRoot:
         Raises:
             UnavailableError: The storage failed, does not answer, or lets nobody in.
         """
-        seconds = WRITE_SECONDS + len(data) / LEAST_BYTES_PER_SECOND
-        for tries_left in reversed(range(LIMITS.tries)):
-            late_at = time.monotonic() + seconds
-            writing = self._store.write(place, data)
-            while not writing.done() and time.monotonic() < late_at:
+        asked = self._ask(
+            place,
+            lambda: self._store.write(place, data),
+            self._writes.begin(len(data), now=time.monotonic()),
+            what,
+            queue.SimpleQueue(),
+        )
+        try:
+            while not asked.is_settled:
                 check()
-                with suppress(TimeoutError):
-                    writing.exception(LOOK_SECONDS)
-            with _told(self.storage, place):
-                if writing.done():
-                    writing.result()
-                    return
-                if not tries_left:
-                    raise TimeoutError
-            del writing  # which gives it up
-            _log_again(what, seconds)
+                asked.await_answer(at_most=LOOK_SECONDS)
+            asked.result()
+        finally:
+            asked.end()
 
     def _ask(
         self,
         place: str,
-        ask: "Callable[[], ts.Future[ts.KvStore.ReadResult]]",
-        size_bytes: int,
+        ask: "Callable[[], ts.Future[T]]",
+        call: hedging.Asked,
         what: str,
         answers: "Answers",
-    ) -> "Asked":
-        read = self._hedging.begin(size_bytes, now=time.monotonic())
-        return Asked(ask, read, what, answers, partial(_told, self.storage, place))
+    ) -> "Asked[T]":
+        return Asked(ask, call, what, answers, partial(_told, self.storage, place))
 
 
-class Asked:
-    """A read that is under way, as often as it is asked.
+class Asked(Generic[T]):
+    """A read or a write that is under way, as often as it is asked.
 
     Each answer comes to a queue, from which it is to be given to ``take``, and what is
     due is done by ``step``; until it is settled.
@@ -177,15 +168,15 @@ class Asked:
 
     def __init__(
         self,
-        ask: "Callable[[], ts.Future[ts.KvStore.ReadResult]]",
-        read: hedging.Asked,
+        ask: "Callable[[], ts.Future[T]]",
+        call: hedging.Asked,
         what: str,
         answers: "Answers",
         told: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Asks."""
         self._ask = ask
-        self._read = read
+        self._call = call
         self._what = what
         self._answers = answers
         self._told = told
@@ -199,7 +190,19 @@ class Asked:
     @property
     def wait_seconds(self) -> float:
         """How long to wait for an answer before something is to be done."""
-        return max(0.0, self._read.due - time.monotonic())
+        return max(0.0, self._call.due - time.monotonic())
+
+    def await_answer(self, *, at_most: float = math.inf) -> None:
+        """Takes an answer, or does what is due; for who has a queue for it alone.
+
+        Args:
+            at_most: Seconds that it may wait.
+        """
+        try:
+            wait_seconds = min(at_most, self.wait_seconds)
+            self.take(self._answers.get(timeout=wait_seconds)[1])
+        except queue.Empty:
+            self.step()
 
     def take(self, answer: Any) -> None:
         """Takes an answer, be it one that was given up."""
@@ -211,17 +214,17 @@ class Asked:
 
     def step(self) -> None:
         """Does what is due, if anything is."""
-        match self._read.step(now=time.monotonic()):
+        match self._call.step(now=time.monotonic()):
             case hedging.Step.FAIL:
                 self.is_settled = True
             case hedging.Step.BESIDE:
                 self._begin()
             case hedging.Step.ANEW:
                 self._give_up()
-                _log_again(self._what, time.monotonic() - self._read.began)
+                _log_again(self._what, time.monotonic() - self._call.began)
                 self._begin()
 
-    def result(self) -> "ts.KvStore.ReadResult":
+    def result(self) -> T:
         """Returns the first answer, once it is settled.
 
         Raises:
@@ -237,9 +240,9 @@ class Asked:
         """Gives up what is still asked."""
         self._give_up()
         if self._settled is not None:
-            self._read.answered(now=time.monotonic())
+            self._call.answered(now=time.monotonic())
         else:
-            self._read.given_up()
+            self._call.given_up()
 
     def _begin(self) -> None:
         one = self._ask()
@@ -253,8 +256,10 @@ class Asked:
         self._under_way.clear()
 
 
-Answers: TypeAlias = "queue.SimpleQueue[tuple[Asked, Any]]"
-"""Reads, and what was answered to each."""
+AskedRange: TypeAlias = "Asked[ts.KvStore.ReadResult]"
+
+Answers: TypeAlias = "queue.SimpleQueue[tuple[Asked[Any], Any]]"
+"""What was asked, and each answer to it."""
 
 
 def _log_again(what: str, seconds: float) -> None:

@@ -1,47 +1,45 @@
-"""Reads of a storage on the network, asked again where no answer comes."""
+"""Calls of a storage on the network, asked again where no answer comes."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from storesvc.hedging import Asked, Hedging, Limits, Step
-
-LIMITS: Final = Limits()
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 
-class HedgedReads:
-    """Those of one storage."""
+class HedgedCalls:
+    """Those of one kind, of one storage."""
 
-    def __init__(self) -> None:
-        self._hedging = Hedging(LIMITS)
+    def __init__(self, limits: Limits) -> None:
+        self._hedging = Hedging(limits)
 
-    async def read(
+    async def answer(
         self, ask: Callable[[], Awaitable[T]], *, size_bytes: int, name: str
     ) -> T:
         """Returns the first answer.
 
         Args:
             ask: Asks for it; again, where it is called again.
-            size_bytes: Of the answer.
+            size_bytes: That come or go.
             name: What logs call it.
 
         Raises:
             TimeoutError: There was none in time.
         """
-        read = _Read(ask, self._hedging, size_bytes, name)
+        call = _Call(ask, self._hedging, size_bytes, name)
         try:
-            return await read.answer()
+            return await call.answer()
         finally:
-            read.end()
+            call.end()
 
 
-class _Read(Generic[T]):
-    """One read, as often as it is asked."""
+class _Call(Generic[T]):
+    """One call, as often as it is asked."""
 
     def __init__(
         self,

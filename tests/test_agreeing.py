@@ -2,13 +2,17 @@
 
 import logging
 import re
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import storesvc_client as store
 from storesvc_client import _joint_reading
+from storesvc_client._jobs import JointSave
 from storesvc_client._joint_reading import JointReading, JointRestore
 from storesvc_client._values import ProcessReading
 from tests.thread_job import ThreadJob, ThreadProcess
@@ -192,3 +196,96 @@ def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
 
     assert logged(by_first), messages()
     assert logged(by_last), messages()
+
+
+def test_a_failure_is_heard_of_while_others_are_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_joint_reading, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(_joint_reading, "TURN_SECONDS", 0.05)
+    heard = threading.Barrier(3)
+
+    def part(process: ThreadProcess) -> None:
+        joint = restore_of(process)
+        joint.check("plan", "")
+        if process.index == 2:
+            joint.fail(store.DataLossError("leaf 'w' is damaged"))
+        elif process.index == 1:
+            heard.wait(60)  # it is slow: it ends once the others have given up
+            joint.end(read_in(process, 1), seconds=60)
+        else:
+            try:
+                joint.end(read_in(process, 1), seconds=600)
+            finally:
+                heard.wait(60)
+
+    told = ThreadJob(4).run(part)
+
+    for index in (0, 1, 3):
+        assert isinstance(told[index], store.GivenUpError), told
+        assert "process 2: leaf 'w' is damaged" in str(told[index])
+
+
+def test_causes_come_before_those_who_are_merely_not_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_joint_reading, "GRACE_SECONDS", 0.2)
+    begun = threading.Barrier(8)
+
+    def part(process: ThreadProcess) -> None:
+        joint = restore_of(process)
+        joint.check("plan", "")
+        begun.wait(60)
+        if process.index == 6:
+            joint.fail(store.GivenUpError("process 1 told: leaf 'w' is damaged"))
+        elif process.index in (0, 7):
+            joint.end(read_in(process, 1), seconds=0.1)
+
+    first, *_ = ThreadJob(8).run(part)
+
+    cause, *others = str(first).partition("of the job: ")[2].split("; ")
+    assert "process 6: process 1 told: leaf 'w' is damaged" == cause
+    assert [f"process {n} has not ended" for n in (1, 2, 3)] == others[:3]
+    assert ["and 2 more"] == others[3:]
+
+
+class Unreachable(ThreadProcess):
+    """A process whose board is gone."""
+
+    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
+        raise store.UnavailableError("no board")
+
+    def tell(self, key: str, text: str) -> None:
+        raise store.UnavailableError("no board")
+
+
+def test_a_board_that_is_gone_hides_no_failure() -> None:
+    process = Unreachable(ThreadJob(2), 0)
+
+    assert "" == restore_of(process).fail(KeyboardInterrupt())
+    JointSave(process, "tests/run@1").fail(KeyboardInterrupt())
+
+
+def test_the_last_word_of_a_progress_callback_is_before_the_end(tmp_path: Path) -> None:
+    """What it raises fails the restore of all."""
+
+    def part(process: ThreadProcess) -> None:
+        def callback(progress: store.Progress) -> None:
+            if progress.is_done and process.index == 1:
+                raise BrokenPipeError("terminal closed")
+
+        opened = run.open(1)
+        opened._joint = JointReading(
+            process, "tests/run@1", patience=timedelta(seconds=60)
+        )
+        opened.restore(progress=callback)
+
+    with store.connect(tmp_path.as_uri()) as client:
+        run = client.run("tests/run")
+        run.save(1, {"w": np.arange(10)}).result()
+        first, failed, third = ThreadJob(3).run(part)
+
+    assert isinstance(failed, BrokenPipeError), failed
+    for other in (first, third):
+        assert isinstance(other, store.GivenUpError), other
+        assert "process 1: terminal closed" in str(other)

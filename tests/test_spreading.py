@@ -1,6 +1,9 @@
 """Restores that processes spread over each other: who fails keeps none waiting."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,7 @@ class Reading:
             manifest,
             job=job,
             gather=job.gather,
+            failure=lambda: job.told("failure") or "",
             name="it",
         )
 
@@ -172,3 +176,140 @@ def test_a_round_brings_no_more_than_it_may_and_chunks_come_whole(
         )
         assert sorted(LEAVES) == sorted(found)
         assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
+
+
+class Slow:
+    """A source of chunks that takes its time."""
+
+    def __init__(self, inner: Any, seconds: float) -> None:
+        self.inner = inner
+        self.seconds = seconds
+
+    def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
+        time.sleep(self.seconds)
+        self.inner.read(ordinals, assembly)
+
+
+def test_ctrl_c_ends_a_process_after_a_round_and_the_others_with_it(
+    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = threading.local()
+
+    def wait(*args: Any) -> Any:
+        if getattr(interrupted, "in", None):
+            interrupted.__dict__.clear()
+            raise KeyboardInterrupt
+        return futures.wait(*args)
+
+    monkeypatch.setattr(_spreading, "wait", wait)
+
+    def part(job: ThreadProcess) -> None:
+        interrupted.__dict__.update({"in": job.index == 1})
+        Reading(opened, job).read()
+
+    first, failed, third = ThreadJob(COUNT).run(part)
+
+    assert isinstance(failed, KeyboardInterrupt), failed
+    for other in (first, third):
+        assert isinstance(other, store.GivenUpError), other
+        assert "process 1" in str(other)
+        assert "KeyboardInterrupt" in str(other)
+
+
+def test_no_more_is_exchanged_once_a_process_has_failed(
+    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_spreading, "ROUND_BYTES", COUNT * 10_000)
+
+    def part(job: ThreadProcess) -> int:
+        reading, rounds = Reading(opened, job), 0
+
+        def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
+            nonlocal rounds
+            rounds += 1
+            return job.gather(own, processes)
+
+        reading.source._gather = gather
+        place = {"place": out_of_memory} if job.index == 1 else {}
+        with pytest.raises((RuntimeError, store.GivenUpError)):
+            reading.read(**place)
+        return rounds
+
+    # one to meet, 17 for the first chunks, one to tell, of some 64
+    assert all(isinstance(n, int) and n < 25 for n in ThreadJob(COUNT).run(part))
+
+
+def test_who_never_comes_is_not_waited_for_beyond_the_deadline(
+    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_spreading, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(_spreading, "TURN_SECONDS", 0.05)
+
+    def part(job: ThreadProcess) -> None:
+        reading = Reading(opened, job)
+        if job.index != 1:
+            reading.read(seconds=0.2)
+
+    first, _, third = ThreadJob(COUNT).run(part)
+
+    for told in (first, third):
+        assert isinstance(told, store.UnavailableError), told
+        assert "12 chunks of 1 data files are outstanding" in str(told), told
+
+
+def test_who_is_known_to_have_failed_is_not_waited_for(
+    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_spreading, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(_spreading, "TURN_SECONDS", 0.05)
+
+    def part(job: ThreadProcess) -> None:
+        if job.index == 1:
+            job.tell("failure", "process 1: no device")
+        else:
+            Reading(opened, job).read()
+
+    first, _, third = ThreadJob(COUNT).run(part)
+
+    for told in (first, third):
+        assert isinstance(told, store.GivenUpError), told
+        assert "process 1: no device" in str(told)
+
+
+def test_an_error_that_is_no_text_is_told_all_the_same(opened: OpenCheckpoint) -> None:
+    def place(buffer: Buffer) -> None:
+        raise OSError("cannot read \udcff")
+
+    def part(job: ThreadProcess) -> None:
+        Reading(opened, job).read(**({"place": place} if job.index == 1 else {}))
+
+    first, failed, third = ThreadJob(COUNT).run(part)
+
+    assert isinstance(failed, OSError)
+    assert all("cannot read ?" in str(other) for other in (first, third))
+
+
+def test_the_deadline_that_is_told_is_that_of_the_whole(opened: OpenCheckpoint) -> None:
+    def part(job: ThreadProcess) -> None:
+        reading = Reading(opened, job)
+        if job.index == 1:
+            reading.source._inner = Slow(reading.source._inner, 0.6)
+        reading.read(seconds=1.0)
+
+    _, failed, _ = ThreadJob(COUNT).run(part)
+
+    assert isinstance(failed, store.UnavailableError), failed
+    assert "to be done after 1 s" in str(failed)
+
+
+def test_what_is_read_for_others_counts_as_read(opened: OpenCheckpoint) -> None:
+    def part(job: ThreadProcess) -> int:
+        reading = Reading(opened, job)
+        if job.index == 1:
+            del reading.rows[:]
+        reading.read()
+        return reading.source.read_bytes
+
+    told = ThreadJob(COUNT).run(part)
+
+    assert sum(leaf.nbytes + 4 for leaf in LEAVES.values()) == sum(told)  # type: ignore[arg-type]

@@ -95,9 +95,10 @@ class JointSave:
 
     def fail(self, error: BaseException) -> None:
         """Tells why this process has given up its part."""
-        who = process_name(self.job, self.job.index)
-        told = Outcome(failure=f"{who}: {str(error) or type(error).__name__}").to_text()
         with suppress(StoreError):  # the error that this is about is the one to raise
+            who = process_name(self.job, self.job.index)
+            failure = f"{who}: {str(error) or type(error).__name__}"
+            told = Outcome(failure=failure).to_text()
             self.job.tell(f"{self._board}/ended", told)
             if self.job.index == 0:
                 self.job.tell(f"{self._board}/begun", told)

@@ -12,6 +12,7 @@ same step goes on where this one stopped.
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
 from storesvc.format.chunks import Sums
@@ -26,6 +27,7 @@ from storesvc_client.errors import (
     AlreadyExistsError,
     ConflictError,
     GivenUpError,
+    StoreError,
     UnavailableError,
     translated,
 )
@@ -115,7 +117,8 @@ class JointPart(Part):
                     return
                 self._unfinished = answer.unfinished_writer_count
         if not self._unfinished:
-            self._joint.tell_last()
+            with suppress(StoreError):  # a figure of the report, and no more
+                self._joint.tell_last()
 
     def commit(self, ref: api.WriterRef) -> Checkpoint:
         """Returns the checkpoint, once all processes have finished.
@@ -131,7 +134,8 @@ class JointPart(Part):
                 self._await_all(ref)
         checkpoint = super().commit(ref)
         self._joint.end(ref.upload)
-        self.last_process = self._joint.last(seconds=LAST_SECONDS)
+        with suppress(StoreError):
+            self.last_process = self._joint.last(seconds=LAST_SECONDS)
         return checkpoint
 
     def fail(self, error: BaseException) -> None:

@@ -12,6 +12,7 @@ can log it.
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -32,7 +33,13 @@ from storesvc_client.errors import (
 )
 
 LOOK_SECONDS: Final = 10.0
-"""After which the first news are told; the next come after twice as long, and so on."""
+"""After which the first news are told; the next come after twice as long, and so on,"""
+
+MOST_LOOK_SECONDS: Final = 120.0
+"""up to this."""
+
+TURN_SECONDS: Final = 1.0
+"""How often who waits looks whether another process has failed."""
 
 GRACE_SECONDS: Final = 5.0
 """How long process 0 listens for more failures once it knows of one: a slow storage is
@@ -128,11 +135,13 @@ class JointRestore:
         self._board = board
         self._is_begun = False
         self._news = count()
+        self._failed_at = math.inf
+        """When this process first knew that another had failed."""
 
     @property
     def own_name(self) -> str:
         """What messages call this process."""
-        return process_name(self.job, self.job.index)
+        return self._name(self.job.index)
 
     def check(self, digest: str, choice: str) -> str:
         """Returns once all processes are about to read the same: what process 0 has
@@ -180,19 +189,24 @@ class JointRestore:
             verdict = self._stands("end", self._slowest(own, end))
         else:
             self._tell("end", _outcome(own))
-            # it may have begun as much later as it is waited for
-            end += self._reading.seconds + GRACE_SECONDS
-            text, news = self._awaited(0, end)
+            # it may have begun later, by as long as it was waited for, and waited
+            end += 2 * self._reading.seconds + GRACE_SECONDS
+            text, news = self._awaited(0, end, grace=2 * GRACE_SECONDS)
             if text is None:
-                who = process_name(self.job, 0)
-                verdict = self._stands(
-                    "end", self._failed(f"{who} has not ended{news}")
-                )
+                told = self.failure() or f"{self._name(0)} has not ended{news}"
+                verdict = self._stands("end", self._failed(told))
             else:
                 verdict = Outcome.of_text(text)
         if verdict.failure:
             raise GivenUpError(verdict.failure)
         return ProcessReading(**json.loads(verdict.name))
+
+    def failure(self) -> str:
+        """Returns what the first process that failed, while all read, has told; "":
+        none has, as far as it is known."""
+        with suppress(StoreError):
+            return self.job.told(self._failure_key) or ""
+        return ""
 
     def fail(self, error: BaseException) -> str:
         """Tells why this process has failed, and returns why others have, as far as
@@ -200,17 +214,21 @@ class JointRestore:
 
         Where it was to begin already, or had ended well, it changes nothing.
         """
-        index = self.job.index
-        told = f"{self.own_name}: {str(error) or type(error).__name__}"
         others: list[str] = []
         with suppress(StoreError):  # the error that this is about is the one to raise
+            told = f"{self.own_name}: {str(error) or type(error).__name__}"
             self._tell("begin", self._failed(told))
-            if index != 0:
-                reason = _SECOND_HAND if isinstance(error, GivenUpError) else ""
+            is_second_hand = isinstance(error, GivenUpError)
+            if self._is_begun and not is_second_hand:
+                self.job.tell(self._failure_key, told)
+            if self.job.index != 0:
+                reason = _SECOND_HAND if is_second_hand else ""
                 self._tell("end", Outcome(failure=told, reason=reason))
-            else:
+                return ""
+            try:
                 if self._is_begun and isinstance(error, UnavailableError):
                     _, others = self._heard(time.monotonic() + GRACE_SECONDS)
+            finally:
                 self._tell("end", self._failed(told, *others))
         return _listed(others)
 
@@ -228,7 +246,7 @@ class JointRestore:
             with suppress(StoreError):  # who is not told news is told the end
                 while not ended.wait(seconds):
                     self._tell_news(describe())
-                    seconds *= 2
+                    seconds = min(2 * seconds, MOST_LOOK_SECONDS)
 
         thread = threading.Thread(target=tell, name="storesvc-news", daemon=True)
         thread.start()
@@ -237,6 +255,15 @@ class JointRestore:
         finally:
             ended.set()
             thread.join()
+
+    def _name(self, index: int) -> str:
+        """What messages call a process."""
+        return process_name(self.job, index)
+
+    @property
+    def _failure_key(self) -> str:
+        """Of what the first process that failed has told."""
+        return f"{self._board}/failure"
 
     def _key(self, part: str, index: int) -> str:
         """Of what a process tells at the beginning or end: process 0, the verdict."""
@@ -266,8 +293,8 @@ class JointRestore:
             if told.name != digest:
                 return Outcome(
                     failure=f"restore of {self._reading.what}: "
-                    f"{process_name(self.job, index)} asks for other leaves, shardings "
-                    f"or another checkpoint than {process_name(self.job, 0)}; restore "
+                    f"{self._name(index)} asks for other leaves, shardings "
+                    f"or another checkpoint than {self._name(0)}; restore "
                     "alike in all processes, or with processes='this'",
                     reason=InvalidRequestError.__name__,
                 )
@@ -281,40 +308,52 @@ class JointRestore:
         return _outcome(max([own, *readings], key=lambda each: each.seconds))
 
     def _heard(self, end: float) -> tuple[list[ProcessReading], list[str]]:
-        """What the others read, and why some have not."""
-        readings, failures = list[ProcessReading](), dict[str, bool]()
+        """What the others read, and why some have not: first those who say why."""
+        readings, absent = list[ProcessReading](), list[str]()
+        first_hand, second_hand = list[str](), list[str]()
         for index in range(1, self.job.count):
-            text, news = self._awaited(index, end)
+            text, news = self._awaited(index, end, grace=GRACE_SECONDS)
             if text is None:
-                failures[f"{process_name(self.job, index)} has not ended{news}"] = True
+                absent.append(f"{self._name(index)} has not ended{news}")
             elif (outcome := Outcome.of_text(text)).failure:
-                failures[outcome.failure] = outcome.reason != _SECOND_HAND
+                is_second_hand = outcome.reason == _SECOND_HAND
+                (second_hand if is_second_hand else first_hand).append(outcome.failure)
             else:
                 readings.append(ProcessReading(**json.loads(outcome.name)))
-            if failures:
-                end = min(end, time.monotonic() + GRACE_SECONDS)
-        first_hand = [told for told, is_first_hand in failures.items() if is_first_hand]
-        return readings, first_hand or list(failures)
+        return readings, [*(first_hand or second_hand), *absent]
 
-    def _awaited(self, index: int, end: float) -> tuple[str | None, str]:
-        """What a process tells at the end, None where it does not in time; and its last
-        news. Meanwhile, who is waited for is logged."""
+    def _awaited(
+        self, index: int, end: float, *, grace: float
+    ) -> tuple[str | None, str]:
+        """What a process tells at the end, and its last news. Meanwhile, who is waited
+        for is logged.
+
+        Args:
+            index: Of the process.
+            end: Until when it is waited for; then it is None that it tells.
+            grace: How long it is waited for at most once any process has failed.
+        """
         key, seconds = self._key("end", index), LOOK_SECONDS
-        since, news, numbers = time.monotonic(), "", count()
-        number = next(numbers)
+        began, news, number = time.monotonic(), "", 0
+        log_at = began + seconds
         while True:
-            left = end - time.monotonic()
-            text = self.job.told(key, seconds=max(0.0, min(seconds, left)))
+            now = time.monotonic()
+            left = max(0.0, min(end, self._failed_at + grace) - now)
+            text = self.job.told(key, seconds=min(left, TURN_SECONDS, log_at - now))
             while told := self.job.told(self._news_key(index, number)):
-                news, number = f": {told}", next(numbers)
-            if text is not None or left <= seconds:
+                news, number = f": {told}", number + 1
+            if text is not None or not left:
                 return text, news
-            who = process_name(self.job, index)
-            waited = time.monotonic() - since
-            waits = f"{who} of {self.job.count}, for {waited:.0f} s now{news}"
-            _log.warning("restore of %s waits for %s", self._reading.what, waits)
-            self._tell_news(f"it waits for {waits}")
-            seconds *= 2
+            if self._failed_at == math.inf and self.failure():
+                self._failed_at = time.monotonic()
+            if time.monotonic() >= log_at:
+                waited = f"for {time.monotonic() - began:.0f} s now"
+                waits = f"{self._name(index)} of {self.job.count}, {waited}{news}"
+                _log.warning("restore of %s waits for %s", self._reading.what, waits)
+                with suppress(StoreError):  # who is not told news is told the end
+                    self._tell_news(f"it waits for {waits}")
+                seconds = min(2 * seconds, MOST_LOOK_SECONDS)
+                log_at = time.monotonic() + seconds
 
     def _tell_news(self, news: str) -> None:
         self.job.tell(self._news_key(self.job.index, next(self._news)), news)

@@ -143,36 +143,34 @@ class OpenCheckpoint:
         """Returns its state; see ``Run.restore``. Then ``report`` tells of it."""
         from storesvc_client.trees.restoring import Target
 
-        with (
-            self._restored_jointly() as joint,
-            Meter("restore", self.name, progress) as meter,
-        ):
-            length = checked_length(f"restore of {self.name}: deadline=", deadline)
-            with meter.phase("plan"):
-                target = Target.choose(
-                    self._manifest.tree,
-                    self.name,
-                    rows=self._rows(select),
-                    like=like,
-                    mesh=mesh,
-                    rules=rules,
-                    cast=cast,
-                    missing=missing,
-                )
-            with self._held():
-                assembly = self._assembly(
-                    target.regions(), target.place, meter, length.total_seconds()
-                )
-                source = self._source()
-                if joint is not None:  # last: from here on others wait for this process
-                    with meter.phase("await others"):
-                        source = self._shared_source(source, target, joint, spread)
-                since = meter.seconds
-                with joint.telling(assembly.news) if joint else nullcontext():
-                    source.read(assembly.missing, assembly)
-                reading_seconds = meter.seconds - since
-            with meter.phase("rebuild"):
-                result = target.result()
+        with self._restored_jointly() as joint:
+            with Meter("restore", self.name, progress) as meter:
+                length = checked_length(f"restore of {self.name}: deadline=", deadline)
+                with meter.phase("plan"):
+                    target = Target.choose(
+                        self._manifest.tree,
+                        self.name,
+                        rows=self._rows(select),
+                        like=like,
+                        mesh=mesh,
+                        rules=rules,
+                        cast=cast,
+                        missing=missing,
+                    )
+                with self._held():
+                    assembly = self._assembly(
+                        target.regions(), target.place, meter, length.total_seconds()
+                    )
+                    source = self._source()
+                    if joint is not None:  # last: others wait from here on
+                        with meter.phase("await others"):
+                            source = self._shared_source(source, target, joint, spread)
+                    since = meter.seconds
+                    with joint.telling(assembly.news) if joint else nullcontext():
+                        source.read(assembly.missing, assembly)
+                    reading_seconds = meter.seconds - since
+                with meter.phase("rebuild"):
+                    result = target.result()
             self.report = _report(source, assembly, joint, reading_seconds)
         return result
 
@@ -316,6 +314,7 @@ class OpenCheckpoint:
             self._manifest,
             job=joint.job,
             gather=all_gather,
+            failure=joint.failure,
             name=self.name,
         )
 
@@ -403,12 +402,14 @@ def _report(
         joint: The restore of all processes.
         seconds: That this one read, or took part in an exchange.
     """
-    meter, received_bytes = assembly.meter, 0
+    meter = assembly.meter
+    read_bytes, received_bytes = meter.done_bytes, 0
     if isinstance(source, SpreadSource):
-        received_bytes, seconds = source.received_bytes, source.seconds
+        read_bytes, received_bytes = source.read_bytes, source.received_bytes
+        seconds = source.seconds
     own = ProcessReading(
         process=joint.own_name if joint else "",
-        read_bytes=meter.done_bytes - received_bytes,
+        read_bytes=read_bytes,
         seconds=seconds,
         slowest=meter.slowest.name,
         slowest_seconds=meter.slowest.seconds,

@@ -127,6 +127,7 @@ class Assembly:
         place: Callable[[Buffer], None],
         meter: Meter | None = None,
         seconds: float = math.inf,
+        within: "Assembly | None" = None,
     ) -> None:
         """Plans a restore.
 
@@ -138,8 +139,12 @@ class Assembly:
                 the thread that brought its last piece.
             meter: Takes note of what is done; None: nobody asks.
             seconds: How long all of it may take, from when the meter began.
+            within: Of a restore that this is a part of, and whose deadline counts; its
+                meter takes note of all but the bytes.
         """
-        self.meter = meter or Meter("restore", name)
+        outer = None if within is None else within.meter
+        self.meter: Meter = meter or Meter("restore", name, within=outer)
+        self._within = within
         self.buffer_bytes = 0
         """Of all buffers: what is returned, before it is cast."""
         self._manifest = manifest
@@ -336,6 +341,8 @@ class Assembly:
     @property
     def seconds_left(self) -> float:
         """How long the rest may take."""
+        if self._within is not None:
+            return self._within.seconds_left
         return self._seconds - self.meter.seconds
 
     def check_time(self) -> None:
@@ -344,6 +351,9 @@ class Assembly:
         Raises:
             UnavailableError: It does; lists what is outstanding.
         """
+        if self._within is not None:
+            self._within.check_time()
+            return
         if self.seconds_left >= 0:
             return
         outstanding = self.outstanding

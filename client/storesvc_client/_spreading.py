@@ -5,16 +5,22 @@ All processes make the same plan: who needs a chunk, and who reads it. Those tha
 the same chunks exchange them: what each reads is a stream of stored chunks, one after
 another, of which a round, one all-gather, brings a slice from each. So a round takes no
 more memory where more processes take part, and chunks grow in their places as they
-would from a server. Rounds follow one order everywhere, so no two of them wait for each
-other; while one is exchanged, what the next ones bring is read.
+would from a server: one of each process at a time. Rounds follow one order everywhere,
+so no two of them wait for each other; while one is exchanged, what the next ones bring
+is read.
 
-A process that fails, be it to read its share or to use what came, goes on to take part,
-and tells what happened instead: otherwise the others would wait for it for ever.
+A process that fails, be it to read its share or to use what came, takes part in one
+more round of each exchange, and tells what happened instead; all who hear it end that
+exchange. One that can do not even that is waited for until the deadline, or until it is
+heard of in another way.
 """
 
+import math
+import threading
+import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
@@ -27,13 +33,18 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._jobs import Job, process_name
 from storesvc_client._layouts import Bytes, allocate
-from storesvc_client._progress import Meter
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource
 from storesvc_client._shares import Holders, assigned, needers_of_chunks
-from storesvc_client.errors import GivenUpError
+from storesvc_client.errors import GivenUpError, UnavailableError
 
 ROUND_BYTES: Final = 256 << 20
 """That a round brings to each process at most."""
+
+TURN_SECONDS: Final = 1.0
+"""How often it is looked whether a round is still worth to be waited for."""
+
+GRACE_SECONDS: Final = 5.0
+"""How long others have to say so, once that is in doubt."""
 
 BATCH_BYTES: Final = 64 << 20
 """That a process reads at once, or one chunk; and sends in a round at most."""
@@ -155,6 +166,7 @@ class SpreadSource:
         *,
         job: Job,
         gather: Gather,
+        failure: Callable[[], str],
         name: str,
     ) -> None:
         """Prepares to read.
@@ -165,6 +177,8 @@ class SpreadSource:
             manifest: Of the checkpoint.
             job: The processes.
             gather: The interconnect.
+            failure: Returns what another process has failed with; "": none has, as far
+                as it is known.
             name: What messages call the checkpoint.
         """
         self._inner = inner
@@ -172,9 +186,12 @@ class SpreadSource:
         self._manifest = manifest
         self._job = job
         self._gather = gather
+        self._failure = failure
         self._name = name
         self.received_bytes = 0
         """Of stored chunks that other processes read."""
+        self.read_bytes = 0
+        """Of stored chunks that this process read."""
         self.seconds = 0.0
         """That this process read."""
         self._error: BaseException | None = None
@@ -185,7 +202,7 @@ class SpreadSource:
         # While all are here: who meets for the first time is waited for no longer than
         # half a minute where CPUs are joined, and a read may take longer.
         for each in exchanges:
-            self._gather(allocate(HEADER_BYTES), each.processes)
+            self._gathered(allocate(HEADER_BYTES), each, assembly)
         shared = {chunk for each in exchanges for of in each.chunks for chunk in of}
         with self._going_on():
             self._read([o for o in ordinals if o not in shared], assembly)
@@ -209,16 +226,64 @@ class SpreadSource:
                 with self._going_on():
                     left = _fill(memory[HEADER_BYTES:], left, own)
                 self._mark(memory[:HEADER_BYTES])
-                with assembly.meter.phase("exchange"):
-                    brought = self._gather(memory, exchange.processes)
+                brought = self._gathered(memory, exchange, assembly)
                 for process, part in zip(exchange.processes, brought, strict=True):
                     with self._going_on():
                         self._take(process, part, incoming[process], assembly)
+                if any(part[0] for part in brought):  # which all of them see
+                    break
+
+    def _gathered(
+        self, memory: Bytes, exchange: Exchange, assembly: Assembly
+    ) -> Sequence[Bytes]:
+        """Returns what each process brings.
+
+        It is gathered aside. So Ctrl-C waits for the end of a round, and is told to the
+        others in the next; and who never comes is not waited for without end.
+
+        Raises:
+            UnavailableError: The deadline has passed, and nothing came.
+            GivenUpError: Another process has failed, and does not take part.
+        """
+        gathering: Future[Sequence[Bytes]] = Future()
+
+        def gather() -> None:
+            try:
+                gathering.set_result(self._gather(memory, exchange.processes))
+            except BaseException as e:  # noqa: BLE001 - for who waits for it
+                gathering.set_exception(e)
+
+        # a daemon: who never comes must not keep this process from ending either
+        threading.Thread(target=gather, name="storesvc-gather", daemon=True).start()
+        patience_ends = math.inf
+        with assembly.meter.phase("exchange"):
+            while not gathering.done():
+                with self._going_on():
+                    wait([gathering], TURN_SECONDS)
+                if gathering.done():
+                    break
+                if assembly.seconds_left < -GRACE_SECONDS:
+                    assembly.check_time()
+                    raise UnavailableError(
+                        f"restore of {self._name}: other processes of the job have not "
+                        "taken at the deadline what this one read for them; look for "
+                        "the one that hangs"
+                    )
+                failure = self._failure()
+                if failure and time.monotonic() >= patience_ends:
+                    raise GivenUpError(
+                        f"restore of {self._name} was given up by another process of "
+                        f"the job: {failure}"
+                    )
+                if failure:
+                    patience_ends = min(patience_ends, time.monotonic() + GRACE_SECONDS)
+        return gathering.result()
 
     def _read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         if ordinals:
             since = assembly.meter.clock()
             self._inner.read(ordinals, assembly)
+            self.read_bytes += sum(map(assembly.length, ordinals))
             self.seconds += assembly.meter.clock() - since
 
     @contextmanager
@@ -226,7 +291,11 @@ class SpreadSource:
         """Keeps an error for later: the others wait for this process."""
         try:
             yield
-        except BaseException as e:  # noqa: BLE001 - it is raised again in the end
+        except BaseException as e:
+            if isinstance(e, KeyboardInterrupt) and isinstance(
+                self._error, KeyboardInterrupt
+            ):
+                raise  # they mean it
             self._error = self._error or e
 
     def _mark(self, header: Bytes) -> None:
@@ -234,7 +303,7 @@ class SpreadSource:
         header[:] = 0
         if self._error is not None:
             told = str(self._error) or type(self._error).__name__
-            text = told.encode()[:HEADER_BYTES]
+            text = told.encode(errors="replace")[:HEADER_BYTES]
             header[: len(text)] = np.frombuffer(text, np.uint8)
 
     def _stored(
@@ -291,8 +360,7 @@ class SpreadSource:
             [(row, list(regions)) for row, regions in wanted.items()],
             name=self._name,
             place=keep,
-            meter=Meter("restore", self._name, within=assembly.meter),
-            seconds=assembly.seconds_left,
+            within=assembly,
         )
         self._read(own.missing, own)
         return found

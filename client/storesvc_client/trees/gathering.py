@@ -21,12 +21,12 @@ def all_gather(own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
     """
     mesh, together = _program(tuple(processes))
     here = mesh.devices[processes.index(jax.process_index())]
-    brought = jax.make_array_from_single_device_arrays(
-        (len(processes), len(own)),
-        NamedSharding(mesh, PartitionSpec("process")),
-        [jax.device_put(own[None], here)],
-    )
     try:
+        brought = jax.make_array_from_single_device_arrays(
+            (len(processes), len(own)),
+            NamedSharding(mesh, PartitionSpec("process")),
+            [jax.device_put(own[None], here)],
+        )
         rows: Bytes = np.asarray(together(brought).addressable_data(0))
     except (JaxRuntimeError, ValueError) as e:  # which of them, depends on the cause
         told = str(e).partition("\n")[0]

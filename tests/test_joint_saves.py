@@ -1,6 +1,7 @@
 """Saves by all processes of a job: every byte once, whoever holds it."""
 
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 from jax.sharding import Mesh
 
 import storesvc_client as store
+from storesvc_client import _joint_part, _saving
+from storesvc_client._jobs import JointSave
 from tests import job_parts
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
 from tests.jax_job import JaxJob, run_job
+from tests.thread_job import ThreadJob, ThreadProcess
 
 PROCESSES = 4
 
@@ -195,3 +199,37 @@ def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
     assert 0.15 * size < sum(sent) < 0.35 * size  # the part of the one that died
     with store.connect(target) as client:
         assert client.run(job_parts.RUN).verify(2).ok
+
+
+class Forgetful(ThreadProcess):
+    """A process whose board is gone once it has begun a save."""
+
+    def tell(self, key: str, text: str) -> None:
+        if not key.endswith("/begun"):
+            raise store.UnavailableError("no board")
+        super().tell(key, text)
+
+    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
+        if key.endswith(("/ended", "/last")):
+            raise store.UnavailableError("no board")
+        return super().told(key, seconds=seconds)
+
+
+def test_a_board_that_is_gone_fails_no_save_that_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = threading.local()
+    monkeypatch.setattr(_joint_part, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(
+        _saving, "_joint_save", lambda name: JointSave(joined.process, name)
+    )
+    job = ThreadJob(3)
+
+    def part(process: ThreadProcess) -> int:
+        joined.process = Forgetful(job, process.index)
+        with store.connect(tmp_path.as_uri()) as client:
+            save = client.run("tests/job").save(1, {"w": np.arange(10)})
+            assert "" == save.report().last_process
+            return save.result().step
+
+    assert [1] * 3 == job.run(part)

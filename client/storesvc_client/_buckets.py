@@ -180,8 +180,8 @@ class Asked(Generic[T]):
         self._what = what
         self._answers = answers
         self._told = told
-        self._under_way: list[Any] = []
-        self._answer = lambda one: self._answers.put((self, one))
+        self._under_way: dict[Any, Callable[[Any], None]] = {}
+        """What is asked, and what hears of its answer."""
         self._settled: Any = None
         self.is_settled = False
         """Whether its result is known."""
@@ -208,7 +208,7 @@ class Asked(Generic[T]):
         """Takes an answer, be it one that was given up."""
         if self.is_settled or answer not in self._under_way:
             return
-        self._under_way.remove(answer)
+        del self._under_way[answer]
         if answer.exception() is None or not self._under_way:
             self._settled, self.is_settled = answer, True
 
@@ -245,14 +245,17 @@ class Asked(Generic[T]):
             self._call.given_up()
 
     def _begin(self) -> None:
-        one = self._ask()
-        self._under_way.append(one)
-        one.add_done_callback(self._answer)
+        one, answer = self._ask(), self._answer  # one object, to be removed again
+        self._under_way[one] = answer
+        one.add_done_callback(answer)
+
+    def _answer(self, one: Any) -> None:
+        self._answers.put((self, one))
 
     def _give_up(self) -> None:
         # not cancel(): see storesvc.answers; what nobody refers to is given up
-        for one in self._under_way:
-            one.remove_done_callback(self._answer)
+        for one, answer in self._under_way.items():
+            one.remove_done_callback(answer)
         self._under_way.clear()
 
 

@@ -11,6 +11,7 @@ same step goes on where this one stopped.
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
@@ -133,8 +134,8 @@ class JointPart(Part):
             with self._meter.phase("await others"):
                 self._await_all(ref)
         checkpoint = super().commit(ref)
-        self._joint.end(ref.upload)
-        with suppress(StoreError):
+        with suppress(StoreError):  # it is committed, whoever can be told so
+            self._joint.end(ref.upload)
             self.last_process = self._joint.last(seconds=LAST_SECONDS)
         return checkpoint
 
@@ -144,7 +145,7 @@ class JointPart(Part):
 
     def check_others(self) -> None:
         """See ``Part.check_others``."""
-        outcome = self._joint.ended()
+        outcome = self._ended()
         if outcome is not None:
             self._check(outcome)
 
@@ -184,7 +185,7 @@ class JointPart(Part):
         begun, log_seconds = since, LOG_SECONDS
         while True:
             seconds = min(LOOK_SECONDS, lease / 4)
-            outcome = self._joint.ended(seconds=seconds)
+            outcome = self._ended(seconds=seconds)
             if outcome is not None:
                 self._check(outcome)
                 return
@@ -214,6 +215,16 @@ class JointPart(Part):
                     "them again and save the step again, which goes on where this "
                     "stopped"
                 )
+
+    def _ended(self, *, seconds: float = 0.0) -> Outcome | None:
+        """How it ended, as the others tell; None: nothing in that time. Where they
+        cannot tell any more, as the process that keeps the board has died, the store
+        still knows whether it was committed."""
+        try:
+            return self._joint.ended(seconds=seconds)
+        except UnavailableError:
+            time.sleep(seconds)
+            return None
 
     def _look(self, name: str) -> api.Upload:
         request = api.GetUploadRequest(name=name)

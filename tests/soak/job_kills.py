@@ -50,6 +50,12 @@ class _Job:
         lines = self._notes.read_text().splitlines()
         return {int(line.split()[1]) for line in lines if line.startswith(what)}
 
+    def failure(self, step: int) -> str:
+        """Returns what a process was told of a step that failed."""
+        start = f"failed {step} "
+        lines = self._notes.read_text().splitlines()
+        return next(line for line in lines if line.startswith(start))
+
     def is_over(self) -> bool:
         """Whether all processes have ended well; one that has not begins again."""
         codes = [process.poll() for process in self._job.processes]
@@ -124,5 +130,7 @@ def _losses(run: store.Run, job: _Job) -> list[str]:
         if wrong := job_parts.differing(expected, run.restore(step, like=expected)):
             losses.append(f"step {step} came back otherwise: {wrong}")
     # what failed was saved again by the next job
-    losses += [f"step {step} failed for good" for step in failed - saved]
+    losses += [
+        f"step {step} is there, but {job.failure(step)}" for step in failed - saved
+    ]
     return losses

@@ -1,6 +1,7 @@
 """A client beside a bucket reads and writes data files by itself, and few bytes more
 than it must."""
 
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from storesvc import hedging
 from storesvc.format.grids import whole
 from storesvc.hedging import Limits
 from storesvc_client import _bucket_reads, _bucket_writes
+from storesvc_client._buckets import Asked
 from storesvc_client._receiving import Assembly, Buffer
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
@@ -232,6 +234,20 @@ def test_a_restore_reads_while_its_hold_is_on_its_way(
     (held,) = [at for at, line in enumerate(answered) if "POST" in line]
     assert read < held
     assert "%2Fholds%2F" in answered[held]
+
+
+def test_what_was_read_and_written_is_freed_at_once(direct: store.Client) -> None:
+    """Not at the next collection of cycles, which restores put off."""
+    run = direct.run("tests/freed")
+    gc.collect()
+    gc.disable()
+    try:
+        run.save(0, {"x": drawn(3 * MIB), "y": drawn(3)}).result()
+        run.restore(0)
+
+        assert [] == [one for one in gc.get_objects() if isinstance(one, Asked)]
+    finally:
+        gc.enable()
 
 
 def test_the_data_file_that_took_the_longest_is_told(direct: store.Client) -> None:

@@ -45,6 +45,11 @@ class Outbox:
             self._opened.set()
 
     @property
+    def budget_bytes(self) -> int:
+        """Of the staging."""
+        return self._staging.budget_bytes
+
+    @property
     def is_given_up(self) -> bool:
         """Whether nobody takes anything out any more."""
         return self._given_up.is_set()

@@ -109,8 +109,9 @@ class RunSaving(RunBase):
                 "device", which takes as much of its memory as the tree has there, and
                 less time; or "auto": the device where its memory is known to suffice.
                 "none" copies nothing that lies on the host as it is stored, the
-                rest through 128 MiB, and returns once the save has ended: for a last
-                save before the process does, or where there is no memory for a copy.
+                rest through 512 MiB at most, and returns once the save has ended: for a
+                last save before the process does, or where there is no memory for a
+                copy.
             if_busy: What to do while a save of this run is under way: "wait" for it,
                 "queue" behind it, or "refuse".
             processes: Whether "all" processes of the job save this, or "this" one does,
@@ -250,16 +251,16 @@ class RunSaving(RunBase):
     ) -> "tuple[Save, Outbox]":
         """Begins a save in the background, and takes the snapshot for it."""
         from storesvc_client._outbox import Outbox
-        from storesvc_client._sending import Upload
+        from storesvc_client._sending import STREAMS, Upload
         from storesvc_client._snapshotting import Snapshot
-        from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
+        from storesvc_client._staging import STREAM_BYTES, Staging
         from storesvc_client.trees.device_copies import copied_on_device
         from storesvc_client.trees.snapshot import TreeSource
 
         is_lent = mode == "none"
         staging = self._connection.staging
         if is_lent:  # what must be copied all the same waits for what is written
-            staging = Staging(MIN_BUDGET_BYTES)
+            staging = Staging(min(staging.budget_bytes, STREAMS * STREAM_BYTES))
         outbox = Outbox(staging, is_open=is_lent)
         upload = Upload(self._connection, part, plan, outbox, meter)
         known, known_base = self._known(part.described, plan, upload)

@@ -29,6 +29,7 @@ from storesvc_client._placing import Placing
 from storesvc_client._progress import Meter
 from storesvc_client._retrying import patiently
 from storesvc_client._slabs import Filled
+from storesvc_client._staging import STREAM_BYTES
 from storesvc_client._sums import SumsInProgress
 from storesvc_client._values import Checkpoint, SaveReport
 from storesvc_client.errors import (
@@ -51,7 +52,7 @@ CLAIM_SECONDS: Final = 2.0
 T = TypeVar("T")
 
 STREAMS: Final = min(4, max(2, (os.cpu_count() or 1) // 2))
-"""Streams that a save sends chunks in, each over a socket of its own."""
+"""Streams that a save sends chunks in at most, each over a socket of its own."""
 
 _Method: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, api.WriteChunksResponse]"
 
@@ -258,9 +259,11 @@ class Upload:
             )
 
     def _stream(self, ref: api.WriterRef, wanted: Wanted) -> None:
-        """Sends chunks to the server, over several streams."""
-        with ThreadPoolExecutor(STREAMS, "storesvc-send") as pool:
-            channels = self._connection.channels(STREAMS)
+        """Sends chunks to the server, over several streams: no more than can bring
+        whole batches, as each would wait for the others' memory, and they for its."""
+        count = max(1, min(STREAMS, self._outbox.budget_bytes // STREAM_BYTES))
+        with ThreadPoolExecutor(count, "storesvc-send") as pool:
+            channels = self._connection.channels(count)
             futures = [pool.submit(self._share, ref, wanted, c) for c in channels]
             try:
                 for future in as_completed(futures):

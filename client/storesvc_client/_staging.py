@@ -25,8 +25,14 @@ MAPPED_BYTES: Final = 64 << 20
 
 MAX_MAPPED: Final = 16
 
-MIN_BUDGET_BYTES: Final = 128 << 20
-"""Less would let a save wait for acknowledgements that come a batch at a time."""
+BATCH_BYTES: Final = 64 << 20
+"""That a server takes of a stream before it stores and acknowledges it; of a stream
+that brings less it does so after seconds."""
+
+STREAM_BYTES: Final = 2 * BATCH_BYTES
+"""What a stream needs, so that it can bring a batch while the one before is stored."""
+
+MIN_BUDGET_BYTES: Final = STREAM_BYTES
 
 
 class Staging:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client import _joint_reading
+from storesvc_client import _joint_restore
 from storesvc_client._jobs import JointSave
-from storesvc_client._joint_reading import JointReading, JointRestore
+from storesvc_client._joint_reading import JointReading
+from storesvc_client._joint_restore import JointRestore
 from storesvc_client._values import ProcessReading
 from tests.thread_job import ThreadJob, ThreadProcess
 
@@ -124,7 +125,7 @@ def test_a_process_that_fails_to_read_fails_the_others_by_name() -> None:
 def test_one_error_tells_of_each_process_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch, is_first_late: bool
 ) -> None:
-    monkeypatch.setattr(_joint_reading, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.5)
     late = {0, 1, 3} if is_first_late else {1, 3}
 
     def part(process: ThreadProcess) -> str:
@@ -165,7 +166,7 @@ def test_a_failure_that_another_process_told_is_not_told_again() -> None:
 def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_joint_reading, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(_joint_restore, "LOOK_SECONDS", 0.05)
     by_first = (
         r"restore of tests/run@1 waits for process 1 of 3, for \d s now: it reads"
     )
@@ -201,8 +202,8 @@ def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
 def test_a_failure_is_heard_of_while_others_are_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_joint_reading, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(_joint_reading, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(_joint_restore, "TURN_SECONDS", 0.05)
     heard = threading.Barrier(3)
 
     def part(process: ThreadProcess) -> None:
@@ -229,7 +230,7 @@ def test_a_failure_is_heard_of_while_others_are_slow(
 def test_causes_come_before_those_who_are_merely_not_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_joint_reading, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.2)
     begun = threading.Barrier(8)
 
     def part(process: ThreadProcess) -> None:

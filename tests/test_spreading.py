@@ -12,11 +12,12 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.grids import whole
-from storesvc_client import _shares, _spreading
+from storesvc_client import _shares, _spread_plan, _spreading
 from storesvc_client._opened import OpenCheckpoint
 from storesvc_client._progress import CallbackFailedError, Meter
 from storesvc_client._receiving import Assembly, Buffer
-from storesvc_client._spreading import Spread, SpreadSource
+from storesvc_client._spread_plan import Spread
+from storesvc_client._spreading import SpreadSource
 from tests.thread_job import ThreadJob, ThreadProcess
 
 COUNT = 3
@@ -26,7 +27,8 @@ LEAVES = {f"{n}": np.full(20_000 + n, n, np.int64) for n in range(12)}
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenCheckpoint]:
     """A checkpoint of which each round brings half a leaf of each process."""
-    monkeypatch.setattr(_spreading, "ROUND_BYTES", COUNT * 80_000)
+    monkeypatch.setattr(_spread_plan, "ROUND_BYTES", COUNT * 80_000)
+    monkeypatch.setattr(_spread_plan, "SLICE_BYTES", 200_000)
     monkeypatch.setattr(_spreading, "BATCH_BYTES", 200_000)
     monkeypatch.setattr(_shares, "SLACK_BYTES", 0)
     with store.connect(tmp_path.as_uri()) as client:
@@ -153,7 +155,7 @@ def test_a_round_brings_no_more_than_it_may_and_chunks_come_whole(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
 ) -> None:
     """Wherever the rounds cut them, be it in the checksum behind their elements."""
-    monkeypatch.setattr(_spreading, "ROUND_BYTES", COUNT * slice_bytes)
+    monkeypatch.setattr(_spread_plan, "ROUND_BYTES", COUNT * slice_bytes)
 
     def part(job: ThreadProcess) -> tuple[dict[str, Any], int]:
         reading, most = Reading(opened, job), 0
@@ -172,7 +174,7 @@ def test_a_round_brings_no_more_than_it_may_and_chunks_come_whole(
         found, most = told
         assert _spreading.HEADER_BYTES < most
         assert most <= _spreading.HEADER_BYTES + min(
-            slice_bytes, _spreading.BATCH_BYTES
+            slice_bytes, _spread_plan.SLICE_BYTES
         )
         assert sorted(LEAVES) == sorted(found)
         assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
@@ -219,7 +221,7 @@ def test_ctrl_c_ends_a_process_after_a_round_and_the_others_with_it(
 def test_no_more_is_exchanged_once_a_process_has_failed(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_spreading, "ROUND_BYTES", COUNT * 10_000)
+    monkeypatch.setattr(_spread_plan, "ROUND_BYTES", COUNT * 10_000)
 
     def part(job: ThreadProcess) -> int:
         reading, rounds = Reading(opened, job), 0

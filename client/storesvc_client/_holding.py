@@ -20,7 +20,7 @@ class Hold:
     """
 
     def __init__(self, connection: Connection, lease: Lease) -> None:
-        from storesvc_client._opened import open_checkpoint
+        from storesvc_client._opening import open_checkpoint
 
         self._lease = lease
         self._opened = open_checkpoint(

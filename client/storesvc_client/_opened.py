@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from storesvc.format.grids import Region, whole
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import (
-    CorruptManifestError,
     Manifest,
-    unpack_manifest,
 )
 from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._bucket_reads import BucketSource
@@ -31,14 +29,15 @@ from storesvc_client._direct import DirectSource
 from storesvc_client._durations import checked_length
 from storesvc_client._entries import checked_patterns, checked_texts
 from storesvc_client._globs import Patterns, matching_keys, nearest_keys
-from storesvc_client._joint_reading import JointReading, JointRestore
+from storesvc_client._joint_reading import JointReading
+from storesvc_client._joint_restore import JointRestore
 from storesvc_client._leasing import Lease
 from storesvc_client._options import DEFAULT_DEADLINE
 from storesvc_client._pausing import collector_paused
 from storesvc_client._progress import Meter, OnProgress
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource
-from storesvc_client._retrying import patiently
-from storesvc_client._spreading import Spread, SpreadSource
+from storesvc_client._spread_plan import Spread
+from storesvc_client._spreading import SpreadSource
 from storesvc_client._streaming import StreamedSource
 from storesvc_client._values import (
     Checkpoint,
@@ -47,14 +46,10 @@ from storesvc_client._values import (
     RestoreReport,
 )
 from storesvc_client.errors import (
-    DataLossError,
     LimitError,
     NotFoundError,
     UnavailableError,
-    translated,
 )
-from storesvc_proto.v1 import checkpoint_service_pb2 as api
-from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
@@ -330,62 +325,6 @@ class OpenCheckpoint:
                 return DirectSource(root / pool, self._manifest, name=self.name)
             case bucket:
                 return BucketSource(bucket, pool, self._manifest, name=self.name)
-
-
-def open_checkpoint(
-    connection: Connection,
-    name: CheckpointName,
-    *,
-    uid: str = "",
-    held_by: Lease | None = None,
-    joint: JointReading | None = None,
-) -> OpenCheckpoint:
-    """Returns a checkpoint with its manifest.
-
-    Args:
-        connection: To the store.
-        name: Which one.
-        uid: The very one of this uid, also where it was deleted; "": any.
-        held_by: What holds it; None: each read holds it for itself.
-        joint: The processes that read it together; None: this one does.
-
-    Raises:
-        NotFoundError: There is none.
-        DataLossError: Its manifest is damaged.
-    """
-    request = api.ReadManifestRequest(name=name.resource, uid=uid)
-    for attempt in patiently():
-        with attempt:
-            message, data = _manifest_bytes(connection, request)
-    try:
-        with collector_paused():
-            manifest = unpack_manifest(
-                data,
-                size_bytes=message.manifest_bytes,
-                expected=message.manifest_digest,
-            )
-    except CorruptManifestError as e:
-        raise DataLossError(
-            f"{name.run}@{message.step}: {e}; use another checkpoint",
-            reason="CORRUPT_DATA",
-        ) from e
-    info = Checkpoint.from_message(message)
-    return OpenCheckpoint(
-        connection, name.run, info, manifest, held_by=held_by, joint=joint
-    )
-
-
-def _manifest_bytes(
-    connection: Connection, request: api.ReadManifestRequest
-) -> tuple[api.Checkpoint, bytes]:
-    stub = CheckpointServiceStub(connection.channel)
-    message, parts = api.Checkpoint(), []
-    with translated(connection.address):
-        for response in stub.ReadManifest(request, timeout=connection.timeout):
-            if response.HasField("checkpoint"):
-                message = response.checkpoint
-            parts.append(response.part)
-    return message, b"".join(parts)
 
 
 def _report(

@@ -67,7 +67,7 @@ class Run(
             UnavailableError: Process 0 does not open it.
         """
         # Late, as all that needs NumPy: lists of checkpoints must not wait for it.
-        from storesvc_client._opened import open_checkpoint
+        from storesvc_client._opening import open_checkpoint
 
         checked_choice(f"{self.name}: processes=", processes, Processes)
         name = self._checkpoint_name(which)

@@ -1,13 +1,10 @@
 """Stored chunks that several processes of a job need: each is read by one of them, and
 goes to the others over the interconnect.
 
-All processes make the same plan: who needs a chunk, and who reads it. Those that need
-the same chunks exchange them: what each reads is a stream of stored chunks, one after
-another, of which a round, one all-gather, brings a slice from each. So a round takes no
-more memory where more processes take part, and chunks grow in their places as they
-would from a server: one of each process at a time. Rounds follow one order everywhere,
-so no two of them wait for each other; while one is exchanged, what the next ones bring
-is read.
+A round of an exchange is one all-gather, and chunks grow in their places as they would
+from a server: one of each process at a time. Rounds follow one order everywhere, so no
+two of them wait for each other; while one is exchanged, what the next ones bring is
+read.
 
 A process that fails, be it to read its share or to use what came, takes part in one
 more round of each exchange, and tells what happened instead; all who hear it end that
@@ -19,26 +16,22 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 import numpy as np
 
-from storesvc.format.checksums import digest
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._jobs import Job, process_name
 from storesvc_client._layouts import Bytes, allocate
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource
-from storesvc_client._shares import Holders, assigned, needers_of_chunks
+from storesvc_client._spread_plan import Exchange, Spread
 from storesvc_client.errors import GivenUpError, UnavailableError
-
-ROUND_BYTES: Final = 256 << 20
-"""That a round brings to each process at most."""
 
 TURN_SECONDS: Final = 1.0
 """How often it is looked whether a round is still worth to be waited for."""
@@ -47,15 +40,12 @@ GRACE_SECONDS: Final = 5.0
 """How long others have to say so, once that is in doubt."""
 
 BATCH_BYTES: Final = 64 << 20
-"""That a process reads at once, or one chunk; and sends in a round at most."""
+"""That a process reads at once, or one chunk."""
 
 HEADER_BYTES: Final = 4096
 """Of what a process sends in a round: why it has nothing to send, if so."""
 
 _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
-
-Needed: TypeAlias = Sequence[tuple[int, Mapping[Region, Holders]]]
-"""Rows of leaves, and the regions of each that any process needs, and which."""
 
 
 class Gather(Protocol):
@@ -68,19 +58,6 @@ class Gather(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """What some processes bring each other."""
-
-    processes: tuple[int, ...]
-    """Ascending."""
-    chunks: tuple[tuple[int, ...], ...]
-    """That each of them reads, ascending, as it sends them."""
-    slice_bytes: int
-    """That each sends in a round, the header excluded."""
-    rounds: int
-
-
 @dataclass(slots=True)
 class _Incoming:
     """What is to come from one process."""
@@ -88,71 +65,6 @@ class _Incoming:
     chunks: deque[int]
     offset: int = 0
     """In the first of them."""
-
-
-class Spread:
-    """Who needs, and who reads, which chunks of a restore."""
-
-    def __init__(self, manifest: Manifest, needed: Needed, *, count: int) -> None:
-        """Plans.
-
-        Args:
-            manifest: Of the checkpoint.
-            needed: By all processes.
-            count: Of processes.
-        """
-        tree = manifest.tree
-        needers: dict[int, Holders] = {}
-        for row, regions in needed:
-            first = int(tree.first_chunk[row])
-            found = needers_of_chunks(tree.grids[row], regions)
-            needers |= {first + within: of for within, of in found.items()}
-        self._chunks = sorted(needers)
-        self._needers = [needers[chunk] for chunk in self._chunks]
-        lengths = tree.stored_lengths[self._chunks].tolist()
-        self._sizes = dict(zip(self._chunks, lengths, strict=True))
-        readers = assigned(self._needers, lengths, count=count)
-        self._readers = dict(zip(self._chunks, readers.tolist(), strict=True))
-        self.saved_bytes = sum(
-            (len(of) - 1) * length
-            for of, length in zip(self._needers, lengths, strict=True)
-        )
-        """That would be read a second time otherwise, by all processes together."""
-
-    @property
-    def digest(self) -> str:
-        """Tells plans apart."""
-        who = {of: sorted(of) for of in set(self._needers)}
-        rows = [
-            (chunk, self._readers[chunk], who[of])
-            for chunk, of in zip(self._chunks, self._needers, strict=True)
-        ]
-        return digest(repr(rows).encode()).hex()
-
-    def exchanges(self, index: int) -> Iterator[Exchange]:
-        """Yields the exchanges that a process takes part in, in order."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for chunk, of in zip(self._chunks, self._needers, strict=True):
-            if len(of) > 1:
-                groups.setdefault(tuple(sorted(of)), []).append(chunk)
-        for processes in sorted(groups):
-            if index in processes:
-                yield self._exchange(processes, groups[processes])
-
-    def _exchange(self, processes: tuple[int, ...], chunks: Sequence[int]) -> Exchange:
-        """That of processes that need the same chunks."""
-        read: dict[int, list[int]] = {process: [] for process in processes}
-        for chunk in chunks:
-            read[self._readers[chunk]].append(chunk)
-        longest = max(sum(map(self._sizes.__getitem__, own)) for own in read.values())
-        most = max(1, min(BATCH_BYTES, ROUND_BYTES // len(processes)))
-        rounds = -(-longest // most)
-        return Exchange(
-            processes,
-            tuple(map(tuple, read.values())),
-            slice_bytes=-(-longest // rounds),
-            rounds=rounds,
-        )
 
 
 class SpreadSource:

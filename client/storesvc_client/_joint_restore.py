@@ -1,0 +1,335 @@
+"""Restores by all processes of a job.
+
+They meet twice: before the first byte is read, from where on each may wait for the
+others, so either all begin or none does; and after the last, so that a restore ends
+well in all of them, or in each with an error that names who failed it. Each time
+process 0 hears all and tells the verdict. What stands on the board first counts: that
+of process 0, unless another could not wait for it so long.
+
+While they read, each tells now and then what it waits for, so that those who are done
+can log it.
+"""
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from itertools import count
+from typing import Final
+
+from storesvc_client._jobs import Job, Outcome, process_name
+from storesvc_client._values import ProcessReading
+from storesvc_client.errors import (
+    GivenUpError,
+    InvalidRequestError,
+    StoreError,
+    UnavailableError,
+)
+
+LOOK_SECONDS: Final = 10.0
+"""After which the first news are told; the next come after twice as long, and so on,"""
+
+MOST_LOOK_SECONDS: Final = 120.0
+"""up to this."""
+
+TURN_SECONDS: Final = 1.0
+"""How often who waits looks whether another process has failed."""
+
+GRACE_SECONDS: Final = 5.0
+"""How long process 0 listens for more failures once it knows of one: a slow storage is
+slow for many processes at a time."""
+
+_SECOND_HAND: Final = "second hand"
+"""Why a process has failed that was told so by another."""
+
+_SHOWN: Final = 4
+"""Processes that a message lists."""
+
+_BEGINNING: Final[Mapping[str, type[StoreError]]] = {
+    kind.__name__: kind
+    for kind in (GivenUpError, InvalidRequestError, UnavailableError)
+}
+"""What a verdict on the beginning can be."""
+
+_log = logging.getLogger(__name__)
+
+
+class JointRestore:
+    """One restore of a job, from when its processes are about to begin it to when all
+    have ended."""
+
+    def __init__(self, job: Job, what: str, board: str, *, seconds: float) -> None:
+        """Begins.
+
+        Args:
+            job: The processes.
+            what: Is read, as messages call it.
+            board: Of this restore.
+            seconds: How long to wait for a process that does not begin.
+        """
+        self.job = job
+        self._what = what
+        self._board = board
+        self._seconds = seconds
+        self._is_begun = False
+        self._news = count()
+        self._failed_at = math.inf
+        """When this process first knew that another had failed."""
+
+    @property
+    def own_name(self) -> str:
+        """What messages call this process."""
+        return self._name(self.job.index)
+
+    def check(self, digest: str, choice: str) -> str:
+        """Returns once all processes are about to read the same: what process 0 has
+        chosen.
+
+        Args:
+            digest: Of what this process has planned for all of them.
+            choice: Of this process.
+
+        Raises:
+            InvalidRequestError: One has planned otherwise; names it.
+            GivenUpError: One has failed; says why.
+            UnavailableError: One does not read; names it.
+        """
+        if self.job.index == 0:
+            verdict = self._stands("begin", self._compared(digest, choice))
+        else:
+            self._tell("begin", Outcome(name=digest))
+            # process 0 may have waited for some of the others before it tells
+            text = self.job.told(self._key("begin", 0), seconds=2 * self._seconds)
+            if text is None:
+                verdict = self._stands("begin", self._absence(0))
+            else:
+                verdict = Outcome.of_text(text)
+        if verdict.failure:
+            raise _BEGINNING[verdict.reason](verdict.failure)
+        self._is_begun = True
+        return verdict.name
+
+    def end(self, own: ProcessReading, *, seconds: float) -> ProcessReading:
+        """Returns once all processes have ended: what was read by the one that took the
+        longest.
+
+        Args:
+            own: What this process read.
+            seconds: How long the others may take.
+
+        Raises:
+            GivenUpError: Some have failed, or have not ended in that time; names them,
+                and what they lack.
+        """
+        end = time.monotonic() + seconds + GRACE_SECONDS
+        if self.job.index == 0:
+            verdict = self._stands("end", self._slowest(own, end))
+        else:
+            self._tell("end", _outcome(own))
+            # it may have begun later, by as long as it was waited for, and waited
+            end += 2 * self._seconds + GRACE_SECONDS
+            text, news = self._awaited(0, end, grace=2 * GRACE_SECONDS)
+            if text is None:
+                told = self.failure() or f"{self._name(0)} has not ended{news}"
+                verdict = self._stands("end", self._failed(told))
+            else:
+                verdict = Outcome.of_text(text)
+        if verdict.failure:
+            raise GivenUpError(verdict.failure)
+        return ProcessReading(**json.loads(verdict.name))
+
+    def failure(self) -> str:
+        """Returns what the first process that failed, while all read, has told; "":
+        none has, as far as it is known."""
+        with suppress(StoreError):
+            return self.job.told(self._failure_key) or ""
+        return ""
+
+    def fail(self, error: BaseException) -> str:
+        """Tells why this process has failed, and returns why others have, as far as
+        that is known; "": it is not.
+
+        Where it was to begin already, or had ended well, it changes nothing.
+        """
+        others: list[str] = []
+        with suppress(StoreError):  # the error that this is about is the one to raise
+            told = f"{self.own_name}: {str(error) or type(error).__name__}"
+            self._tell("begin", self._failed(told))
+            is_second_hand = isinstance(error, GivenUpError)
+            if self._is_begun and not is_second_hand:
+                self.job.tell(self._failure_key, told)
+            if self.job.index != 0:
+                reason = _SECOND_HAND if is_second_hand else ""
+                self._tell("end", Outcome(failure=told, reason=reason))
+                return ""
+            try:
+                if self._is_begun and isinstance(error, UnavailableError):
+                    _, others = self._heard(time.monotonic() + GRACE_SECONDS)
+            finally:
+                self._tell("end", self._failed(told, *others))
+        return _listed(others)
+
+    @contextmanager
+    def telling(self, describe: Callable[[], str]) -> Generator[None]:
+        """Tells the others now and then how far this process is.
+
+        Args:
+            describe: Returns it; called by another thread.
+        """
+        ended = threading.Event()
+
+        def tell() -> None:
+            seconds = LOOK_SECONDS
+            with suppress(StoreError):  # who is not told news is told the end
+                while not ended.wait(seconds):
+                    self._tell_news(describe())
+                    seconds = min(2 * seconds, MOST_LOOK_SECONDS)
+
+        thread = threading.Thread(target=tell, name="storesvc-news", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _name(self, index: int) -> str:
+        """What messages call a process."""
+        return process_name(self.job, index)
+
+    @property
+    def _failure_key(self) -> str:
+        """Of what the first process that failed has told."""
+        return f"{self._board}/failure"
+
+    def _key(self, part: str, index: int) -> str:
+        """Of what a process tells at the beginning or end: process 0, the verdict."""
+        return f"{self._board}/{part}/{index}"
+
+    def _tell(self, part: str, outcome: Outcome) -> None:
+        self.job.tell(self._key(part, self.job.index), outcome.to_text())
+
+    def _stands(self, part: str, verdict: Outcome) -> Outcome:
+        """The verdict that stands, be it this or one that was there before."""
+        self.job.tell(self._key(part, 0), verdict.to_text())
+        text = self.job.told(self._key(part, 0))
+        assert text is not None
+        return Outcome.of_text(text)
+
+    def _compared(self, digest: str, choice: str) -> Outcome:
+        """The verdict of process 0 on the beginning."""
+        end = time.monotonic() + self._seconds
+        for index in range(1, self.job.count):
+            left = max(0.0, end - time.monotonic())
+            text = self.job.told(self._key("begin", index), seconds=left)
+            if text is None:
+                return self._absence(index)
+            told = Outcome.of_text(text)
+            if told.failure:
+                return told
+            if told.name != digest:
+                return Outcome(
+                    failure=f"restore of {self._what}: "
+                    f"{self._name(index)} asks for other leaves, shardings "
+                    f"or another checkpoint than {self._name(0)}; restore "
+                    "alike in all processes, or with processes='this'",
+                    reason=InvalidRequestError.__name__,
+                )
+        return Outcome(name=choice)
+
+    def _slowest(self, own: ProcessReading, end: float) -> Outcome:
+        """The verdict of process 0 on the end."""
+        readings, failures = self._heard(end)
+        if failures:
+            return self._failed(*failures)
+        return _outcome(max([own, *readings], key=lambda each: each.seconds))
+
+    def _heard(self, end: float) -> tuple[list[ProcessReading], list[str]]:
+        """What the others read, and why some have not: first those who say why."""
+        readings, absent = list[ProcessReading](), list[str]()
+        first_hand, second_hand = list[str](), list[str]()
+        for index in range(1, self.job.count):
+            text, news = self._awaited(index, end, grace=GRACE_SECONDS)
+            if text is None:
+                absent.append(f"{self._name(index)} has not ended{news}")
+            elif (outcome := Outcome.of_text(text)).failure:
+                is_second_hand = outcome.reason == _SECOND_HAND
+                (second_hand if is_second_hand else first_hand).append(outcome.failure)
+            else:
+                readings.append(ProcessReading(**json.loads(outcome.name)))
+        return readings, [*(first_hand or second_hand), *absent]
+
+    def _awaited(
+        self, index: int, end: float, *, grace: float
+    ) -> tuple[str | None, str]:
+        """What a process tells at the end, and its last news. Meanwhile, who is waited
+        for is logged.
+
+        Args:
+            index: Of the process.
+            end: Until when it is waited for; then it is None that it tells.
+            grace: How long it is waited for at most once any process has failed.
+        """
+        key, seconds = self._key("end", index), LOOK_SECONDS
+        began, news, number = time.monotonic(), "", 0
+        log_at = began + seconds
+        while True:
+            now = time.monotonic()
+            left = max(0.0, min(end, self._failed_at + grace) - now)
+            text = self.job.told(key, seconds=min(left, TURN_SECONDS, log_at - now))
+            while told := self.job.told(self._news_key(index, number)):
+                news, number = f": {told}", number + 1
+            if text is not None or not left:
+                return text, news
+            if self._failed_at == math.inf and self.failure():
+                self._failed_at = time.monotonic()
+            if time.monotonic() >= log_at:
+                waited = f"for {time.monotonic() - began:.0f} s now"
+                waits = f"{self._name(index)} of {self.job.count}, {waited}{news}"
+                _log.warning("restore of %s waits for %s", self._what, waits)
+                with suppress(StoreError):  # who is not told news is told the end
+                    self._tell_news(f"it waits for {waits}")
+                seconds = min(2 * seconds, MOST_LOOK_SECONDS)
+                log_at = time.monotonic() + seconds
+
+    def _tell_news(self, news: str) -> None:
+        self.job.tell(self._news_key(self.job.index, next(self._news)), news)
+
+    def _news_key(self, index: int, number: int) -> str:
+        return f"{self._board}/news/{index}/{number}"
+
+    def _absence(self, index: int) -> Outcome:
+        """The verdict where a process does not begin."""
+        failure = absence(self.job, index, self._what, self._seconds)
+        return Outcome(failure=failure, reason=UnavailableError.__name__)
+
+    def _failed(self, *told: str) -> Outcome:
+        """The verdict where processes have failed."""
+        return Outcome(
+            failure=f"restore of {self._what} was given up by another process "
+            f"of the job: {_listed(told)}",
+            reason=GivenUpError.__name__,
+        )
+
+
+def _outcome(reading: ProcessReading) -> Outcome:
+    return Outcome(name=json.dumps(asdict(reading)))
+
+
+def _listed(told: Sequence[str]) -> str:
+    """What processes told, for messages."""
+    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    return "; ".join(told[:_SHOWN]) + more
+
+
+def absence(job: Job, index: int, what: str, seconds: float) -> str:
+    """Returns what messages say of a process that does not read in time."""
+    return (
+        f"restore of {what}: {process_name(job, index)} of {job.count} has not asked "
+        f"for it in {seconds:g} s; restore in all processes of the job, or with "
+        "processes='this'"
+    )

@@ -170,6 +170,10 @@ class Asked:
 
     def step(self, *, now: float) -> Step:
         """Returns what to do about it now."""
+        if now >= self._late_at:  # and what began since counts, too
+            self._late_at = max(
+                self._late_at, self._asked_at + self._reads.deadline_seconds
+            )
         if now >= self._late_at:
             if self._tries >= self._reads.tries:
                 return Step.FAIL

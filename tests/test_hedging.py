@@ -108,3 +108,14 @@ def test_the_deadline_allows_for_what_is_under_way_beside_it() -> None:
     alone = reads.begin(8 * MIB, now=100)
     assert Step.WAIT is alone.step(now=117.9)
     assert Step.ANEW is alone.step(now=118)
+
+
+def test_what_begins_later_makes_no_earlier_call_late() -> None:
+    """They share one network, and all of them take longer."""
+    calls = Hedging(Limits(answer_seconds=10, least_bytes_per_second=MIB))
+    first, *_ = under_way = [calls.begin(64 * MIB, now=0) for _ in range(8)]
+    assert 8 == len(under_way)
+
+    assert Step.ANEW is not first.step(now=80)
+    assert Step.ANEW is not first.step(now=10 + 8 * 64 - 1)
+    assert Step.ANEW is first.step(now=10 + 8 * 64)

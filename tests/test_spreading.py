@@ -24,6 +24,14 @@ COUNT = 3
 LEAVES = {f"{n}": np.full(20_000 + n, n, np.int64) for n in range(12)}
 
 
+@pytest.fixture(autouse=True)
+def left() -> Iterator[threading.Event]:
+    """Whether this process has left an exchange; the processes of these tests are
+    threads of it."""
+    yield _spreading._left
+    _spreading._left.clear()
+
+
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenCheckpoint]:
     """A checkpoint of which each round brings half a leaf of each process."""
@@ -260,7 +268,7 @@ def test_who_never_comes_is_not_waited_for_beyond_the_deadline(
 
 
 def test_who_is_known_to_have_failed_is_not_waited_for(
-    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, left: threading.Event
 ) -> None:
     monkeypatch.setattr(_spreading, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(_spreading, "TURN_SECONDS", 0.05)
@@ -276,6 +284,7 @@ def test_who_is_known_to_have_failed_is_not_waited_for(
     for told in (first, third):
         assert isinstance(told, store.GivenUpError), told
         assert "process 1: no device" in str(told)
+    assert left.is_set()
 
 
 def test_an_error_that_is_no_text_is_told_all_the_same(opened: OpenCheckpoint) -> None:
@@ -315,3 +324,43 @@ def test_what_is_read_for_others_counts_as_read(opened: OpenCheckpoint) -> None:
     told = ThreadJob(COUNT).run(part)
 
     assert sum(leaf.nbytes + 4 for leaf in LEAVES.values()) == sum(told)  # type: ignore[arg-type]
+
+
+def test_what_went_wrong_first_is_raised_though_no_other_hears_of_it(
+    opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_spreading, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(_spreading, "TURN_SECONDS", 0.05)
+
+    def part(job: ThreadProcess) -> None:
+        reading, met = Reading(opened, job), 0
+
+        def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
+            nonlocal met
+            met += 1
+            if met > 4:  # this process hangs
+                time.sleep(1)
+                raise LookupError
+            return job.gather(own, processes)
+
+        if job.index == 1:
+            reading.source._gather = gather
+        place = {"place": out_of_memory} if job.index == 0 else {}
+        reading.read(seconds=0.5, **place)
+
+    first, _, third = ThreadJob(COUNT).run(part)
+
+    assert isinstance(first, RuntimeError), first
+    assert isinstance(third, store.StoreError), third
+
+
+def test_nothing_is_exchanged_after_an_exchange_that_was_left(
+    opened: OpenCheckpoint, left: threading.Event
+) -> None:
+    left.set()
+
+    told = ThreadJob(COUNT).run(lambda job: Reading(opened, job).read())
+
+    for each in told:
+        assert isinstance(each, store.UnavailableError), each
+        assert "start the job again, or restore with spread=False" in str(each)

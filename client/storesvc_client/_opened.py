@@ -37,7 +37,7 @@ from storesvc_client._pausing import collector_paused
 from storesvc_client._progress import Meter, OnProgress
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource
 from storesvc_client._spread_plan import Spread
-from storesvc_client._spreading import SpreadSource
+from storesvc_client._spreading import SpreadSource, may_spread
 from storesvc_client._streaming import StreamedSource
 from storesvc_client._values import (
     Checkpoint,
@@ -295,7 +295,7 @@ class OpenCheckpoint:
         plan = Spread(self._manifest, needed, count=joint.job.count)
         # what lies on this machine's disk is as near as the other processes are
         is_far = not isinstance(self._connection.files, Path)
-        is_worth_it = is_far and plan.saved_bytes >= SPREAD_BYTES
+        is_worth_it = is_far and plan.saved_bytes >= SPREAD_BYTES and may_spread()
         # one may reach the disk and another not, so what process 0 finds counts for all
         choice = joint.check(
             f"{self.info.uid} {spread} {plan.digest}",

@@ -45,6 +45,9 @@ BATCH_BYTES: Final = 64 << 20
 HEADER_BYTES: Final = 4096
 """Of what a process sends in a round: why it has nothing to send, if so."""
 
+_left: Final = threading.Event()
+"""Set once this process has left an exchange before its end."""
+
 _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 
 
@@ -110,19 +113,37 @@ class SpreadSource:
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
+        self._check_earlier()
         exchanges = list(self._spread.exchanges(self._job.index))
         # While all are here: who meets for the first time is waited for no longer than
         # half a minute where CPUs are joined, and a read may take longer.
-        for each in exchanges:
-            self._gathered(allocate(HEADER_BYTES), each, assembly)
         shared = {chunk for each in exchanges for of in each.chunks for chunk in of}
-        with self._going_on():
-            self._read([o for o in ordinals if o not in shared], assembly)
-        with ThreadPoolExecutor(1, "storesvc-spread") as ahead:
+        try:
             for each in exchanges:
-                self._take_part(each, assembly, ahead)
+                self._gathered(allocate(HEADER_BYTES), each, assembly)
+            with self._going_on():
+                self._read([o for o in ordinals if o not in shared], assembly)
+            with ThreadPoolExecutor(1, "storesvc-spread") as ahead:
+                for each in exchanges:
+                    self._take_part(each, assembly, ahead)
+        except BaseException as e:
+            # what went wrong here first, and not that others could not be told so
+            raise self._error or e from e
         if self._error is not None:
             raise self._error
+
+    def _check_earlier(self) -> None:
+        """Refuses to exchange anything once an exchange was left before its end: who
+        comes to that one late would take what belongs to this one.
+
+        Raises:
+            UnavailableError: One was.
+        """
+        if not may_spread():
+            raise UnavailableError(
+                f"restore of {self._name}: an exchange of an earlier restore of this "
+                "job has not ended; start the job again, or restore with spread=False"
+            )
 
     def _take_part(
         self, exchange: Exchange, assembly: Assembly, ahead: ThreadPoolExecutor
@@ -175,6 +196,7 @@ class SpreadSource:
                 if gathering.done():
                     break
                 if assembly.seconds_left < -GRACE_SECONDS:
+                    _left.set()
                     assembly.check_time()
                     raise UnavailableError(
                         f"restore of {self._name}: other processes of the job have not "
@@ -183,6 +205,7 @@ class SpreadSource:
                     )
                 failure = self._failure()
                 if failure and time.monotonic() >= patience_ends:
+                    _left.set()
                     raise GivenUpError(
                         f"restore of {self._name} was given up by another process of "
                         f"the job: {failure}"
@@ -303,6 +326,11 @@ class SpreadSource:
                 assembly.add(chunk, offset, piece.data)
                 if process != self._job.index:
                     self.received_bytes += len(piece)
+
+
+def may_spread() -> bool:
+    """Returns whether this process has left no exchange before its end."""
+    return not _left.is_set()
 
 
 def _fill(memory: Bytes, left: Bytes, more: Iterator[Bytes]) -> Bytes:

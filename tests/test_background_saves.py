@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
+from storesvc import batches
 from storesvc.failpoints import Failpoint, armed
 from storesvc.format.chunks import Sums
 from storesvc_client._acknowledging import Acknowledging
@@ -685,3 +686,45 @@ def test_what_a_broken_stream_takes_late_is_sent_by_one_after_the_next() -> None
     third.acknowledge(2)
     assert sent.is_done
     assert [1, 1, 2] == list(map(len, done))
+
+
+# --- batches that are waited for ---------------------------------------------------
+
+
+@pytest.fixture
+def starving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[store.Client]:
+    """A client of little memory, of a service that waits for whole batches; it sends
+    chunks as over a socket."""
+    monkeypatch.setattr(batches, "BATCH_SECONDS", 3600.0)
+    with store.connect(tmp_path.as_uri(), staging_bytes=MIN_BUDGET_BYTES) as client:
+        client._connection.files = None
+        yield client
+
+
+def test_memory_that_holds_more_than_is_sent_is_acknowledged_all_the_same(
+    starving: store.Client,
+) -> None:
+    """Of slabs of small chunks, of which a few are new."""
+    run, size = starving.run("tests/starving"), 256 << 10
+    tree = {f"x{n:04}": np.full(size, n % 251, np.uint8) for n in range(1024)}
+    run.save(1, tree).result(timeout=120)
+    for key in list(tree)[::16]:
+        tree[key] = tree[key] + 1
+
+    run.save(2, tree).result(timeout=120)
+
+    found = run.restore(2)
+    assert all(np.array_equal(tree[key], found[key]) for key in tree)
+
+
+def test_runs_that_share_memory_are_acknowledged_all_the_same(
+    starving: store.Client,
+) -> None:
+    tree = {f"x{n}": np.full(8 * MIB, n, np.uint8) for n in range(12)}
+    runs = [starving.run(f"tests/starving-{n}") for n in range(4)]
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        for saving in [pool.submit(run.save, 1, tree) for run in runs]:
+            saving.result(timeout=120).result(timeout=120)
+
+    assert all(run.verify(1).ok for run in runs)

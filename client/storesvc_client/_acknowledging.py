@@ -3,12 +3,19 @@
 The thread that feeds a broken stream may wait for the next thing still, and take it
 when it comes. So each stream counts by itself what it sent, and what any of them took
 stays until a stream that sent it has it acknowledged.
+
+A server acknowledges a batch at a time. Where nothing can follow before something is
+acknowledged, a stream that has sent less than a batch ends, so that what it sent is.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Generic, TypeVar
+
+from storesvc_client._outbox import StarvedError
+from storesvc_client._staging import BATCH_BYTES
 
 T = TypeVar("T")
 
@@ -21,6 +28,7 @@ class Acknowledging(Generic[T]):
         take: Callable[[], T | None],
         count: Callable[[T], int],
         done: Callable[[T], None],
+        size_bytes: Callable[[T], int] = lambda _: 0,
     ) -> None:
         """Begins with nothing taken.
 
@@ -29,10 +37,13 @@ class Acknowledging(Generic[T]):
                 wait in it.
             count: Returns how many chunks a thing has, at least 1.
             done: Called with each thing once it is durable.
+            size_bytes: Returns those of a thing on their way, where what takes the next
+                one may raise ``StarvedError``.
         """
         self._take = take
         self._count = count
         self._done = done
+        self.size_bytes = size_bytes
         self._changed = threading.Condition()
         self._open: dict[int, T] = {}
         """By id: those that are taken and not durable, in the order of taking."""
@@ -54,8 +65,10 @@ class Acknowledging(Generic[T]):
         """
         with self._changed:
             is_idle = not self._open and not self._has_ended
-        if is_idle:
-            self.next()
+        while is_idle:
+            with suppress(StarvedError):
+                self.next()
+                is_idle = False
         with self._changed:
             # what a broken stream takes late is to be sent, too
             self._changed.wait_for(lambda: self._open or not self._taking)
@@ -123,9 +136,24 @@ class Stream(Generic[T]):
         for thing in self._again:
             self._sent.append(thing)
             yield thing
-        while (found := self._things.next()) is not None:
+        while True:
+            try:
+                found = self._things.next()
+            except StarvedError:
+                if self._is_held_back:
+                    return
+                continue
+            if found is None:
+                return
             self._sent.append(found)
             yield found
+
+    @property
+    def _is_held_back(self) -> bool:
+        """Whether the server may have something of this stream that it waits for more
+        with."""
+        sent = sum(map(self._things.size_bytes, list(self._sent)))
+        return 0 < sent < BATCH_BYTES
 
     def acknowledge(self, chunks: int) -> None:
         """Takes note that so many more chunks are durable, in the order of sending."""

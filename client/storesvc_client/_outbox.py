@@ -1,10 +1,13 @@
 """The outbox of a save: slabs on their way from the snapshot to the store.
 
-The snapshot puts filled slabs in, and ends it; writers take them. Where the writing
-fails, the outbox is given up: the snapshot stops, and what is in it goes back to the
-staging. Where the snapshot fails, the writers see its error.
+The snapshot puts filled slabs in, and ends it; writers take them. Where it waits for
+memory, and there is nothing to take, they are told so: what they hold back keeps it
+from going on. Where the writing fails, the outbox is given up: the snapshot stops, and
+what is in it goes back to the staging. Where the snapshot fails, the writers see its
+error.
 """
 
+import math
 import queue
 import threading
 from collections import deque
@@ -16,11 +19,23 @@ from typing import Final
 from storesvc_client._slabs import Filled, Slab
 from storesvc_client._staging import Bytes, Staging
 
+LOOK_SECONDS: Final = 0.05
+"""How often who waits for a slab looks whether the snapshot waits for memory."""
+
 _AT_ONCE: Final = 16
 """Slabs that one question about what is to be sent is asked of."""
 
 Choose = Callable[[Sequence[Filled]], None]
 """Takes out of slabs what need not be stored."""
+
+
+class StarvedError(Exception):
+    """There is nothing to take, as the snapshot waits for memory."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        """How often it has waited by now."""
 
 
 class Outbox:
@@ -37,6 +52,8 @@ class Outbox:
         self._queue: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         """What the snapshot failed with."""
+        self._starved = 0
+        """How often the snapshot has waited for memory."""
         self._given_up = threading.Event()
         self._opened = threading.Event()
         """Whether writers may begin: they would keep the snapshot, which somebody waits
@@ -57,8 +74,12 @@ class Outbox:
     def buffer(self, slab: Slab) -> "Bytes | None":
         """Returns memory for a slab, once there is some; None: given up."""
         return self._staging.take(
-            slab.size, given_up=self._given_up.is_set, waiting=self._opened.set
+            slab.size, given_up=self._given_up.is_set, waiting=self._starve
         )
+
+    def _starve(self) -> None:
+        self._starved += 1
+        self._opened.set()
 
     def give_back(self, filled: Filled) -> None:
         """Takes the memory of a slab back that was stored."""
@@ -106,14 +127,19 @@ class Outbox:
         if self._error is not None:
             raise self._error
 
-    def take(self) -> Filled | None:
+    def take(self, *, starved: float = math.inf) -> Filled | None:
         """Returns the next slab; None: there is none, for whoever asks.
 
+        Args:
+            starved: How often the snapshot has waited for memory, as far as the caller
+                knows.
+
         Raises:
+            StarvedError: There is none yet, as it has waited more often.
             Exception: What the snapshot failed with.
         """
         self._opened.wait()
-        found = self._queue.get()
+        found = self._next(starved)
         if self._error is not None:
             if found is not None:
                 self.give_back(found)
@@ -122,6 +148,14 @@ class Outbox:
         if found is None:
             self._queue.put(None)  # for the others who ask
         return found
+
+    def _next(self, starved: float) -> Filled | None:
+        while True:
+            try:
+                return self._queue.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                if self._starved > starved:
+                    raise StarvedError(self._starved) from None
 
     def take_more(self) -> Filled | None:
         """Returns the next slab if there is one by now."""
@@ -151,15 +185,19 @@ class Wanted:
         self._lock = threading.Lock()
         self._chosen: deque[Filled] = deque()
 
-    def take(self) -> Filled | None:
+    def take(self, *, starved: float = math.inf) -> Filled | None:
         """Returns the next one; None: there is none.
 
+        Args:
+            starved: See ``Outbox.take``.
+
         Raises:
+            StarvedError: There is none yet, as the snapshot waits for memory.
             Exception: What the snapshot failed with.
         """
         with self._lock:
             while not self._chosen:
-                first = self._outbox.take()
+                first = self._outbox.take(starved=starved)
                 if first is None:
                     return None
                 self._chosen += self._choose_of(first)

@@ -23,7 +23,7 @@ from storesvc_client._buckets import BucketRoot
 from storesvc_client._channel import Connection
 from storesvc_client._framing import frames
 from storesvc_client._keeping import KeptAlive
-from storesvc_client._outbox import Outbox, Wanted
+from storesvc_client._outbox import Outbox, StarvedError, Wanted
 from storesvc_client._part import Part
 from storesvc_client._placing import Placing
 from storesvc_client._progress import Meter
@@ -274,15 +274,24 @@ class Upload:
 
     def _share(self, ref: api.WriterRef, wanted: Wanted, channel: grpc.Channel) -> None:
         """Sends what it can take of the chunks."""
+        starved = 0
 
         def take() -> Filled | None:
-            filled = wanted.take()
+            nonlocal starved
+            try:
+                filled = wanted.take(starved=starved)
+            except StarvedError as e:
+                starved = e.times
+                raise
             if filled is not None:
                 self._meter.add(filled.wanted_bytes)
             return filled
 
         slabs = Acknowledging(
-            take, lambda filled: len(filled.wanted), self._outbox.give_back
+            take,
+            lambda filled: len(filled.wanted),
+            self._outbox.give_back,
+            lambda filled: filled.wanted_bytes,
         )
         try:
             with self._meter.part("stream"):

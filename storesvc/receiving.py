@@ -10,7 +10,7 @@ of them.
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -62,6 +62,7 @@ class Receiver:
         writer: int,
         parts: AsyncIterator[Frame | tree_pb2.ChunkTable],
         watch: Stopwatch | None = None,
+        storing: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[int]:
         """Stores the chunks of frames, and writes down those that tables say the
         writer stored; yields how many are durable, each time that some have become so.
@@ -71,6 +72,7 @@ class Receiver:
             writer: Which of its writers sends them.
             parts: What comes.
             watch: Times it; None: nobody asks.
+            storing: Called now and then, while something of it is made durable.
 
         Raises:
             InvalidChunkError: A frame or a table does not fit the tree.
@@ -82,9 +84,11 @@ class Receiver:
             while True:
                 await asyncio.wait(
                     {coming, *islice(stream.writing, 1)},
-                    timeout=TICK_SECONDS if stream.filling else None,
+                    timeout=TICK_SECONDS if stream.filling or stream.writing else None,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
+                if stream.writing:
+                    storing()
                 if stream.writing and stream.writing[0].done():
                     durable += stream.writing.popleft().result()
                     await self._uploads.renew(upload)

@@ -14,7 +14,9 @@ import pytest
 import storesvc_client as store
 from storesvc import hedging
 from storesvc.hedging import Limits
+from storesvc.rpc import handling
 from storesvc_client import _bucket_writes
+from storesvc_client._staging import MIN_BUDGET_BYTES
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Stall, Status
 from tests.gcs_calls import BUCKET, GcsCalls
@@ -306,3 +308,27 @@ def test_an_object_whose_writing_stalls_is_written_beside_itself(
     assert all(
         tree[k].tobytes() == leaf.tobytes() for k, leaf in run.restore(1).items()
     )
+
+
+@pytest.mark.parametrize(
+    "write_limits",
+    [Limits(floor_seconds=600, answer_seconds=4.0, least_bytes_per_second=FAST)],
+    indirect=True,
+    ids=["late"],
+)
+def test_who_waits_to_be_acknowledged_is_not_refused_for_sending_nothing(
+    write_limits: Limits, root: str, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything stored twice: the server itself is late."""
+    monkeypatch.setattr(handling, "STALL_SECONDS", 2.0)
+    tree = {f"{n:02}": np.full((16, MIB), n, np.uint8) for n in range(12)}
+    size = sum(leaf.nbytes for leaf in tree.values())
+
+    with store.connect(root, staging_bytes=MIN_BUDGET_BYTES) as client:
+        client._connection.files = None  # as over a socket
+        gcs.fault("POST /upload.*pool", Stall())
+        run = client.run("tests/late")
+        run.save(1, tree).result()
+
+        assert size <= gcs.stored_bytes < 1.02 * size
+        assert run.verify(1).ok

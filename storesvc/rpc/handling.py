@@ -88,21 +88,45 @@ async def following(stream: AsyncIterator[T], *parts: str) -> AsyncIterator[T]:
         yield message
 
 
-async def in_time(stream: AsyncIterator[S]) -> AsyncIterator[S]:
-    """The messages of a stream; none may be late."""
-    while True:
-        try:
-            # wait_for would make a task of each
-            async with asyncio.timeout(STALL_SECONDS):
-                message = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except TimeoutError as e:
-            raise StalledError(
-                f"the stream sent nothing for {STALL_SECONDS:.0f} s; send what was not "
-                "acknowledged in a new one"
-            ) from e
-        yield message
+class Patience:
+    """With the messages of a stream: none may be late."""
+
+    def __init__(self) -> None:
+        self._limit: asyncio.Timeout | None = None
+
+    async def with_each(self, stream: AsyncIterator[S]) -> AsyncIterator[S]:
+        """Yields the messages of a stream.
+
+        Raises:
+            StalledError: The next one is late.
+        """
+        while True:
+            try:
+                # wait_for would make a task of each
+                async with asyncio.timeout(STALL_SECONDS) as self._limit:
+                    message = await anext(stream)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as e:
+                raise StalledError(
+                    f"the stream sent nothing for {STALL_SECONDS:.0f} s; send what was "
+                    "not acknowledged in a new one"
+                ) from e
+            finally:
+                self._limit = None
+            yield message
+
+    def renew(self) -> None:
+        """Begins anew to count how late the next message is: who sends it waits for
+        us."""
+        if self._limit is not None and not self._limit.expired():
+            now = asyncio.get_running_loop().time()
+            self._limit.reschedule(now + STALL_SECONDS)
+
+
+def in_time(stream: AsyncIterator[S]) -> AsyncIterator[S]:
+    """Returns the messages of a stream; none may be late."""
+    return Patience().with_each(stream)
 
 
 def check_part(message: _Parted, *parts: str) -> None:

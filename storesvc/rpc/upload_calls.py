@@ -18,11 +18,11 @@ from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import (
     CALL_SECONDS,
     Context,
+    Patience,
     check_part,
     check_size,
     first,
     following,
-    in_time,
     missing,
     refusals,
     unexpected,
@@ -165,9 +165,9 @@ class UploadService:
         context: Context,
     ) -> AsyncIterator[upload_api.WriteChunksResponse]:
         async with refusals(context):
-            watch = Stopwatch()
+            watch, patience = Stopwatch(), Patience()
             coming = watch.waits("client", request_iterator)
-            requests = (part_of(each) async for each in in_time(coming))
+            requests = (part_of(each) async for each in patience.with_each(coming))
             opening = await anext(requests, None)
             if opening is None:
                 raise missing("open")
@@ -176,7 +176,12 @@ class UploadService:
             check_part(opening, "open")
             upload = await self._open(opening.open)
             written = self._store.receiver.write(
-                upload, opening.open.writer, _stored_parts(requests), watch
+                upload,
+                opening.open.writer,
+                _stored_parts(requests),
+                watch,
+                # who has used up its memory sends nothing before it is acknowledged
+                storing=patience.renew,
             )
             async with aclosing(written):
                 async for count in written:

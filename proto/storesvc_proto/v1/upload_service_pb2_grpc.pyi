@@ -394,10 +394,11 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     them.
 
     The server acknowledges chunks once they are durable, in the order in which
-    they were completed, and at the latest a few seconds after the client pauses.
-    A stream ends with `STALLED` where nothing is received for 60 s, or a chunk is
-    not complete 60 s after its first byte. A stream that ends early loses only
-    what was not acknowledged.
+    they were completed: a batch at a time, and at the latest a few seconds after
+    the client pauses, or at once where it ends the stream. A stream ends with
+    `STALLED` where nothing is received for 60 s while nothing of it is being
+    stored, or a chunk is not complete 60 s after its first byte. A stream that
+    ends early loses only what was not acknowledged.
 
     Errors:
     * `INVALID_FIELD`, `INVALID_CHUNK`.
@@ -629,10 +630,11 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         them.
 
         The server acknowledges chunks once they are durable, in the order in which
-        they were completed, and at the latest a few seconds after the client pauses.
-        A stream ends with `STALLED` where nothing is received for 60 s, or a chunk is
-        not complete 60 s after its first byte. A stream that ends early loses only
-        what was not acknowledged.
+        they were completed: a batch at a time, and at the latest a few seconds after
+        the client pauses, or at once where it ends the stream. A stream ends with
+        `STALLED` where nothing is received for 60 s while nothing of it is being
+        stored, or a chunk is not complete 60 s after its first byte. A stream that
+        ends early loses only what was not acknowledged.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.

@@ -8,7 +8,17 @@ from http.client import IncompleteRead
 
 import pytest
 
-from tests.fake_gcs import Delay, FakeGcs, Lost, Reset, Stall, Status, Tokens, Truncate
+from tests.fake_gcs import (
+    Delay,
+    FakeGcs,
+    Lost,
+    Mute,
+    Reset,
+    Stall,
+    Status,
+    Tokens,
+    Truncate,
+)
 from tests.gcs_calls import BUCKET, OBJECTS, GcsCalls
 
 MiB = 1 << 20
@@ -114,6 +124,19 @@ def test_a_stalled_request_is_never_answered(gcs: FakeGcs, name: str) -> None:
 
     with GcsCalls(gcs.url) as calls:
         assert 404 == calls.about(name).status
+
+
+def test_a_mute_request_is_done_and_never_answered(gcs: FakeGcs, name: str) -> None:
+    gcs.fault("POST", Mute())
+
+    with (
+        GcsCalls(gcs.url, timeout_seconds=0.1) as impatient,
+        pytest.raises(TimeoutError),
+    ):
+        impatient.upload(name, b"x")
+
+    with GcsCalls(gcs.url) as calls:
+        assert b"x" == calls.read(name).body
 
 
 def test_access_is_denied_until_it_is_allowed(gcs: FakeGcs, calls: GcsCalls) -> None:

@@ -59,7 +59,12 @@ class Stall:
     """Nothing is done, and nothing answered for as long as the client waits."""
 
 
-Action: TypeAlias = Status | Reset | Lost | Truncate | Delay | Stall
+@dataclass(frozen=True, slots=True)
+class Mute:
+    """It is done, and nothing answered for as long as the client waits."""
+
+
+Action: TypeAlias = Status | Reset | Lost | Truncate | Delay | Stall | Mute
 
 _ACTIONS: Final[Mapping[str, type[Action]]] = {
     "status": Status,
@@ -68,6 +73,7 @@ _ACTIONS: Final[Mapping[str, type[Action]]] = {
     "truncate": Truncate,
     "delay": Delay,
     "stall": Stall,
+    "mute": Mute,
 }
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tests.fake_gcs.faults import Action, Lost, Reset, Stall, Status, Truncate
+from tests.fake_gcs.faults import Action, Lost, Mute, Reset, Stall, Status, Truncate
 from tests.fake_gcs.messages import Answer
 
 
@@ -35,7 +35,7 @@ def outcome_of(
     match action:
         case Reset() | Stall():
             return Outcome(answer=None, breaks=True)
-        case Lost():
+        case Lost() | Mute():
             return Outcome(answer=None, stored_bytes=do().stored_bytes, breaks=True)
         case Truncate(body_bytes):
             whole = _sent(do())

@@ -10,7 +10,8 @@ Past a deadline all that was asked for a read is given up, and it is asked anew;
 times, then the read has failed. The deadline allows for what is under way beside it: on
 a slow network many reads take long together, and none of them stalls.
 
-So it is with writes of what nobody else writes, which may as well be written twice.
+So it is with writes of what nobody else writes, which may as well be written twice, and
+with changes of which only the first can take place.
 
 Decides only: moments are seconds of any clock that never goes back. Threads may share
 it.
@@ -89,6 +90,8 @@ WRITES: Final = Limits(
     least_bytes_per_second=4 << 20,
     tries=3,
 )
+
+CHANGES: Final = Limits(floor_seconds=1.0, answer_seconds=20.0)
 
 
 class Hedging:

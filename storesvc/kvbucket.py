@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import (
+    Awaitable,
     Callable,
     Generator,
     Iterable,
@@ -9,6 +10,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -88,6 +90,7 @@ class KvBucket:
         self._local = LocalReads.of(root)
         self._reads = HedgedCalls(hedging.READS)
         self._writes = HedgedCalls(hedging.WRITES)
+        self._changes = HedgedCalls(hedging.CHANGES)
 
     @property
     def has_many_makers(self) -> bool:
@@ -120,12 +123,6 @@ class KvBucket:
             deletes = await S3Deletes.of(storage)
             await _check_bucket(storage, store)
         return cls(Opened(storage, store, context, lists, deletes))
-
-    async def _answer(self, asked: "ts.Future[T]", *, size_bytes: int = 0) -> T:
-        """Waits for the storage as long as it may take."""
-        return await deadlines.answer(
-            self._storage, answered(asked), size_bytes=size_bytes
-        )
 
     @contextmanager
     def _at(self, place: str) -> Generator[None]:
@@ -192,11 +189,40 @@ class KvBucket:
             self._directories.clear(place)
             if condition not in (ALWAYS, IF_ABSENT):
                 await self._ticks.pass_since(place)
-            asked = self._root.write(place, data, if_equal=_if_equal(condition))
-            stamp = await self._answer(asked, size_bytes=len(data))
-        if stamp.generation == _FAILED:
+            generation = await self._change(place, data, condition)
+        if generation == _FAILED:
             raise PreconditionError(place)
-        return Generation(stamp.generation)
+        return Generation(generation)
+
+    async def _change(
+        self, place: str, data: bytes | None, condition: WriteCondition
+    ) -> bytes:
+        """Writes a place, or empties it; returns the generation, or that the condition
+        did not hold."""
+
+        async def change() -> bytes:
+            asked = self._root.write(place, data, if_equal=_if_equal(condition))
+            return bytes((await answered(asked)).generation)
+
+        size_bytes = len(data or b"")
+        if isinstance(condition, Condition) or not self._storage.is_remote:
+            return await deadlines.answer(
+                self._storage, change(), size_bytes=size_bytes
+            )
+        return await self._hedged_change(place, change, size_bytes=size_bytes)
+
+    async def _hedged_change(
+        self, place: str, change: Callable[[], Awaitable[T]], *, size_bytes: int = 0
+    ) -> T:
+        """Changes a place on the condition that it holds a generation; again, where a
+        storage on the network does not answer.
+
+        A generation does not come back. So whichever of several comes late changes
+        nothing, unlike one that would create what was removed since.
+        """
+        return await self._changes.answer(
+            change, size_bytes=size_bytes, name=self._storage.describe(place)
+        )
 
     async def write_new(self, place: str, parts: Sequence[Buffer]) -> None:
         """Writes a place that nobody else names, from parts that lie one after
@@ -263,14 +289,13 @@ class KvBucket:
         """Whether the condition of a deletion held; tried again where it ran into
         another: the file driver fails where two take the lock of one place away."""
         if self._deletes is not None and generation is not None:
-            return await self._deletes.delete(place, generation)
+            delete = partial(self._deletes.delete, place, generation)
+            return await self._hedged_change(place, delete)
+        condition = ALWAYS if generation is None else generation
         for _ in range(0 if self._storage.is_remote else _DELETE_TRIES):
             with suppress(OSError, ValueError):
-                asked = self._root.write(place, None, if_equal=generation)
-                stamp = await answered(asked)
-                return bool(stamp.generation != _FAILED)
-        asked = self._root.write(place, None, if_equal=generation)
-        return bool((await self._answer(asked)).generation != _FAILED)
+                return await self._change(place, None, condition) != _FAILED
+        return await self._change(place, None, condition) != _FAILED
 
     async def delete_below(self, prefix: str) -> None:
         if self._storage.is_remote:
@@ -286,7 +311,8 @@ class KvBucket:
         if self._lists is not None:
             return await self._lists.names(prefix, after=after)
         with translated(self._storage, prefix):
-            keys = await self._answer(self._root.list(_below(prefix, after)))
+            listing = answered(self._root.list(_below(prefix, after)))
+            keys = await deadlines.answer(self._storage, listing)
         return sorted(key.decode() for key in keys)
 
     def key_space(self, *, place: str, pool: str) -> "KeySpace":

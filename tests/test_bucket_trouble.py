@@ -9,11 +9,14 @@ from typing import Any, TypeAlias
 import pytest
 
 from storesvc import deadlines, hedging
+from storesvc.bucket import IF_ABSENT, Condition, Stored
 from storesvc.errors import StorageUnavailableError, StoreError
 from storesvc.hedging import Limits
 from storesvc.kvbucket import KvBucket
+from storesvc.records import write_record
+from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.conftest import gcs_root
-from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Lost, Reset, Stall, Status
+from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Lost, Mute, Reset, Stall, Status
 from tests.gcs_calls import BUCKET
 
 Test: TypeAlias = Callable[[KvBucket], Coroutine[Any, Any, None]]
@@ -93,6 +96,77 @@ def test_a_storage_that_does_not_answer_is_given_up(
 
     limits = Limits(answer_seconds=0.1, tries=2)
     monkeypatch.setattr(hedging, "READS", limits)
+    within(test)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change is slow soon."""
+    limits = Limits(floor_seconds=0.05, unknown_seconds=0.05, answer_seconds=60)
+    monkeypatch.setattr(hedging, "CHANGES", limits)
+
+
+def test_a_change_that_stalls_is_made_beside_itself(
+    hasty: None, within: Within, gcs: FakeGcs
+) -> None:
+    async def test(bucket: KvBucket) -> None:
+        generation = await bucket.write("a", b"1")
+        gcs.fault("POST /upload", Stall())
+        generation = await bucket.write("a", b"2", condition=generation)
+        assert Stored(b"2", generation) == await bucket.read("a")
+        gcs.fault("DELETE ", Stall())
+        await bucket.delete("a", generation=generation)
+        assert await bucket.read("a") is None
+
+    within(test)
+
+
+def test_a_change_that_comes_late_changes_nothing(
+    hasty: None, within: Within, gcs: FakeGcs
+) -> None:
+    async def test(bucket: KvBucket) -> None:
+        generation = await bucket.write("a", b"1")
+        gcs.fault("POST /upload", Delay(0.5))
+        await bucket.write("a", b"2", condition=generation)
+        await bucket.delete("a")
+        await asyncio.sleep(0.7)
+        assert await bucket.read("a") is None
+
+    within(test)
+
+
+def test_a_change_that_is_done_and_not_answered_is_no_conflict(
+    hasty: None, within: Within, gcs: FakeGcs
+) -> None:
+    async def test(bucket: KvBucket) -> None:
+        record = pb.StoreRecord(uid="1")
+        generation = await bucket.write("a", b"")
+        gcs.fault("POST /upload", Mute())
+        written = await write_record(bucket, "a", record, condition=generation)
+        found = await bucket.read("a")
+        assert found is not None
+        assert written == found.generation
+        gcs.fault("DELETE ", Mute())
+        await bucket.delete("a", generation=written)
+        assert await bucket.read("a") is None
+
+    within(test)
+
+
+def test_what_creates_is_never_asked_beside_itself(
+    hasty: None, within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them that came late would bring back what was removed since."""
+    monkeypatch.setattr(deadlines, "ANSWER_SECONDS", 0.5)
+
+    async def test(bucket: KvBucket) -> None:
+        for condition in (IF_ABSENT, Condition.ALWAYS):
+            gcs.clear()
+            gcs.fault("POST /upload", Stall())
+            with pytest.raises(StorageUnavailableError, match="did not answer in time"):
+                await bucket.write("a", b"1", condition=condition)
+            assert 1 == gcs.pending
+
     within(test)
 
 

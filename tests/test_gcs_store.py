@@ -15,13 +15,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc import hedging, storages
+from storesvc import deadlines, hedging, storages
 from storesvc.hedging import Limits
 from storesvc.kvbucket import KvBucket
 from storesvc_client import _retrying
 from tests.command_line import document, refusal
 from tests.conftest import GIVEN_BUCKET, gcs_root
-from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Status, Truncate
+from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Mute, Reset, Stall, Status, Truncate
 from tests.server_process import EndedError, ServerProcess
 
 MIB = 1 << 20
@@ -199,6 +199,20 @@ def test_a_restore_outlasts_what_fails_in_passing(
     run.save(1, tree).result()
     for after in range(0, 12, 3):
         gcs.fault("GET /", action, after=after)
+
+    assert_equal(tree, run.restore(1, like=tree))
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("action", [Stall(), Mute()], ids=["undone", "done"])
+def test_a_commit_that_a_bucket_does_not_answer_is_asked_for_beside_itself(
+    client: store.Client, gcs: FakeGcs, action: Any
+) -> None:
+    run, tree = client.run("tests/gcs"), sharded()
+    # the first one reserves the step
+    gcs.fault("POST /upload.*/checkpoints/", action, after=1)
+
+    run.save(1, tree).result(timeout=deadlines.ANSWER_SECONDS / 2)
 
     assert_equal(tree, run.restore(1, like=tree))
 

@@ -6,13 +6,12 @@ from collections.abc import (
     Callable,
     Generator,
     Iterable,
-    Iterator,
     Sequence,
 )
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import tensorstore as ts
 
@@ -134,10 +133,10 @@ class KvBucket:
     async def _read(
         self,
         place: str,
-        ask: "Callable[[], ts.Future[ts.KvStore.ReadResult]]",
+        ask: "Callable[[], ts.Future[T]]",
         *,
         size_bytes: int = 0,
-    ) -> "ts.KvStore.ReadResult":
+    ) -> T:
         """Reads a place; again, where a storage on the network does not answer."""
         with self._at(place):
             if not self._storage.is_remote:
@@ -322,9 +321,13 @@ class KvBucket:
             place: Of its root.
             pool: What its data files lie below.
         """
-        return KeySpace(
-            self._root, self._context, self._storage, place=place, pool=pool
-        )
+        return KeySpace(self.opened, self._read, place=place, pool=pool)
+
+
+class _Read(Protocol):
+    """Reads a place, as its bucket does."""
+
+    async def __call__(self, place: str, ask: "Callable[[], ts.Future[T]]") -> T: ...
 
 
 class NewObject:
@@ -364,53 +367,46 @@ class KeySpace:
 
     def __init__(
         self,
-        root: "ts.KvStore",
-        context: "ts.Context",
-        storage: Storage,
+        opened: Opened,
+        read: "_Read",
         *,
         place: str,
         pool: str,
     ) -> None:
-        self._storage = storage
+        self._storage, root, self._context = opened[:3]
+        self._read = read
         self._manifest = root / place
         self._pool = root / pool
-        self._context = context
         self._place = place
 
-    async def places(self) -> dict[str, Place]:
-        """Returns where the value of each key lies."""
-        if not await self.exists():
-            return {}
-        return await asyncio.to_thread(self._places)
+    async def places(self) -> dict[str, Place] | None:
+        """Returns where the value of each key lies; None: it is not there."""
+        if not await self._exists():
+            return None
+        manifest = await self._dumped(self._manifest, None)
+        root = manifest["versions"][-1]["root"].get("location")
+        found: dict[str, Place] = {}
+        nodes = [] if root is None else [(root, b"")]
+        while nodes:  # of the B-tree
+            location, prefix = nodes.pop()
+            node = await self._dumped(self._pool, location)
+            with translated(self._storage, self._place):
+                below = await asyncio.to_thread(_take_node, node, prefix, found)
+            nodes += reversed(below)
+        return found
 
-    async def exists(self) -> bool:
-        """Returns whether it is there."""
-        with translated(self._storage, self._place):
-            asked = self._manifest.read("manifest.ocdbt")
-            result = await deadlines.answer(self._storage, answered(asked))
-        return result.state == "value"
+    async def _exists(self) -> bool:
+        found = await self._read(
+            self._place, lambda: self._manifest.read("manifest.ocdbt")
+        )
+        return found.state == "value"
 
-    def _places(self) -> dict[str, Place]:
-        with translated(self._storage, self._place):
-            manifest = self._dumped(self._manifest, None)
-            location = manifest["versions"][-1]["root"].get("location")
-            return {} if location is None else dict(self._values(location, b""))
-
-    def _values(self, location: str, prefix: bytes) -> Iterator[tuple[str, Place]]:
-        """Walks the B-tree below a node."""
-        node = self._dumped(self._pool, location)
-        for entry in node["entries"]:
-            if "location" in entry:
-                below = prefix + entry.get("subtree_common_prefix", b"")
-                yield from self._values(entry["location"], below)
-            else:
-                key = (prefix + entry["key"]).decode()
-                yield key, _parse_place(entry["indirect_value"])
-
-    def _dumped(self, base: "ts.KvStore", location: str | None) -> Any:
+    async def _dumped(self, base: "ts.KvStore", location: str | None) -> Any:
         """The root below a base, or one of its nodes."""
-        dump = ts.ocdbt.dump(base, location, context=self._context)
-        return dump.result(timeout=deadlines.seconds_of(self._storage))
+        return await self._read(
+            self._place,
+            lambda: ts.ocdbt.dump(base, location, context=self._context),
+        )
 
     def opened(self) -> "ts.KvStore":
         """Returns TensorStore's view of it."""
@@ -420,6 +416,22 @@ class KeySpace:
             "manifest": self._manifest.spec().to_json(),
         }
         return ts.KvStore.open(spec, context=self._context).result()
+
+
+def _take_node(
+    node: Any, prefix: bytes, found: dict[str, Place]
+) -> list[tuple[str, bytes]]:
+    """Takes the values of a node of a B-tree; returns the nodes below it, and what
+    their keys begin with."""
+    below = []
+    for entry in node["entries"]:
+        if "location" in entry:
+            shared = prefix + entry.get("subtree_common_prefix", b"")
+            below.append((entry["location"], shared))
+        else:
+            key = (prefix + entry["key"]).decode()
+            found[key] = _parse_place(entry["indirect_value"])
+    return below
 
 
 async def _check_bucket(storage: Storage, root: "ts.KvStore") -> None:

@@ -148,13 +148,14 @@ class _Reading:
             place=self._places.key_space(self._record.upload, self._record.attempt),
             pool=self._places.pool,
         )
+        shown = None
         try:
-            if await space.exists():
-                return await space.places()
+            shown = await space.places()
         except CorruptDataError as e:
             _log.warning("%s@%d: %s", self._run, self._record.step, e)
-        await self._check_slot()
-        return None
+        if shown is None:
+            await self._check_slot()
+        return shown
 
     async def file_table(self, manifest: Manifest) -> list[Damage]:
         """Returns what is wrong with the file table: a damage, or nothing."""

@@ -18,14 +18,17 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc import s3_deletes
+from storesvc import hedging, s3_deletes
 from storesvc.bucket import IF_ABSENT, PreconditionError
 from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
+from storesvc.hedging import Limits
 from storesvc.kvbucket import KvBucket
+from storesvc.records import write_record
 from storesvc.store import Store
+from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.command_line import document, refusal
 from tests.conftest import s3_root
-from tests.fake_gcs import ALWAYS, Lost, Reset, Status
+from tests.fake_gcs import ALWAYS, Lost, Mute, Reset, Stall, Status
 from tests.fake_s3 import FakeS3
 from tests.gcs_calls import BUCKET
 from tests.server_process import ServerProcess
@@ -160,6 +163,29 @@ def test_a_deletion_outlasts_what_fails_in_passing(
 ) -> None:
     async def test(bucket: KvBucket) -> None:
         generation = await bucket.write("a", b"1")
+        s3.fault("DELETE ", action)
+        await bucket.delete("a", generation=generation)
+        assert await bucket.read("a") is None
+
+    within(test)
+
+
+@pytest.mark.parametrize("action", [Stall(), Mute()], ids=["undone", "done"])
+def test_changes_that_are_not_answered_are_asked_for_beside_themselves(
+    within: Callable[..., None],
+    s3: FakeS3,
+    action: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = Limits(unknown_seconds=0.1, floor_seconds=0.1, answer_seconds=60)
+    monkeypatch.setattr(hedging, "CHANGES", limits)
+    monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)  # its thread goes on
+
+    async def test(bucket: KvBucket) -> None:
+        record = pb.StoreRecord(uid="1")
+        generation = await bucket.write("a", b"1")
+        s3.fault("PUT ", action)
+        generation = await write_record(bucket, "a", record, condition=generation)
         s3.fault("DELETE ", action)
         await bucket.delete("a", generation=generation)
         assert await bucket.read("a") is None

@@ -11,6 +11,7 @@ import pytest
 from tests.fake_gcs import (
     Delay,
     FakeGcs,
+    Late,
     Lost,
     Mute,
     Reset,
@@ -111,6 +112,19 @@ def test_a_delayed_request_is_done_late(gcs: FakeGcs, calls: GcsCalls) -> None:
 
     assert time.monotonic() - began >= 0.1
     assert gcs.log[0].seconds >= 0.1
+
+
+def test_a_late_answer_is_of_what_was_done_before(gcs: FakeGcs, name: str) -> None:
+    gcs.fault("POST", Late(0.3))
+
+    with (
+        GcsCalls(gcs.url, timeout_seconds=0.1) as impatient,
+        pytest.raises(TimeoutError),
+    ):
+        impatient.upload(name, b"x")
+
+    with GcsCalls(gcs.url) as calls:
+        assert b"x" == calls.read(name).body
 
 
 def test_a_stalled_request_is_never_answered(gcs: FakeGcs, name: str) -> None:

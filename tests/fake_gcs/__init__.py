@@ -21,6 +21,7 @@ from tests.fake_gcs.emulator import FakeGcs
 from tests.fake_gcs.faults import (
     ALWAYS,
     Delay,
+    Late,
     Lost,
     Mute,
     Reset,
@@ -35,6 +36,7 @@ __all__ = [
     "ALWAYS",
     "Delay",
     "FakeGcs",
+    "Late",
     "Logged",
     "Lost",
     "Mute",

@@ -55,6 +55,13 @@ class Delay:
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """It is done, and answered later."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stall:
     """Nothing is done, and nothing answered for as long as the client waits."""
 
@@ -64,7 +71,7 @@ class Mute:
     """It is done, and nothing answered for as long as the client waits."""
 
 
-Action: TypeAlias = Status | Reset | Lost | Truncate | Delay | Stall | Mute
+Action: TypeAlias = Status | Reset | Lost | Truncate | Delay | Late | Stall | Mute
 
 _ACTIONS: Final[Mapping[str, type[Action]]] = {
     "status": Status,
@@ -72,6 +79,7 @@ _ACTIONS: Final[Mapping[str, type[Action]]] = {
     "lost": Lost,
     "truncate": Truncate,
     "delay": Delay,
+    "late": Late,
     "stall": Stall,
     "mute": Mute,
 }

@@ -11,7 +11,7 @@ import time
 from typing import Protocol
 
 from tests.fake_gcs.control import PREFIX, Control
-from tests.fake_gcs.faults import Action, Delay, Faults, Mute, Stall
+from tests.fake_gcs.faults import Action, Delay, Faults, Late, Mute, Stall
 from tests.fake_gcs.http import Connection, EndedError, Network, pieces_of
 from tests.fake_gcs.log import Log, Logged
 from tests.fake_gcs.messages import Answer, Request
@@ -93,6 +93,8 @@ class Server:
         outcome = outcome_of(action, lambda: self._do(request), self._api.refused)
         if isinstance(action, Mute):
             await connection.hung_up()
+        if isinstance(action, Late):
+            await asyncio.sleep(action.seconds)
         *first, last = _to_send(outcome, request)
         for piece in first:
             await connection.send(piece)

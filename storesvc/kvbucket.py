@@ -2,14 +2,12 @@
 
 import asyncio
 from collections.abc import (
-    Awaitable,
     Callable,
     Generator,
     Iterable,
     Sequence,
 )
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -19,7 +17,6 @@ from storesvc import deadlines, hedging
 from storesvc.answers import answered
 from storesvc.bucket import (
     ALWAYS,
-    IF_ABSENT,
     Condition,
     Generation,
     PreconditionError,
@@ -186,42 +183,54 @@ class KvBucket:
         with self._at(place):
             await self._directories.make(place)
             self._directories.clear(place)
-            if condition not in (ALWAYS, IF_ABSENT):
+            if not isinstance(condition, Condition):
                 await self._ticks.pass_since(place)
-            generation = await self._change(place, data, condition)
-        if generation == _FAILED:
-            raise PreconditionError(place)
-        return Generation(generation)
+            return await self._change(place, data, condition)
 
     async def _change(
         self, place: str, data: bytes | None, condition: WriteCondition
-    ) -> bytes:
-        """Writes a place, or empties it; returns the generation, or that the condition
-        did not hold."""
+    ) -> Generation:
+        """Writes a place, or empties it.
 
-        async def change() -> bytes:
-            asked = self._root.write(place, data, if_equal=_if_equal(condition))
-            return bytes((await answered(asked)).generation)
+        Where a storage on the network does not answer, it is asked again for what is
+        conditional on a generation, which does not come back: whichever comes late
+        changes nothing. One that creates would bring back what was removed since.
 
+        Raises:
+            PreconditionError: The condition did not hold.
+        """
         size_bytes = len(data or b"")
         if isinstance(condition, Condition) or not self._storage.is_remote:
-            return await deadlines.answer(
-                self._storage, change(), size_bytes=size_bytes
-            )
-        return await self._hedged_change(place, change, size_bytes=size_bytes)
+            asked = self._ask(place, data, condition)
+            return await deadlines.answer(self._storage, asked, size_bytes=size_bytes)
 
-    async def _hedged_change(
-        self, place: str, change: Callable[[], Awaitable[T]], *, size_bytes: int = 0
-    ) -> T:
-        """Changes a place on the condition that it holds a generation; again, where a
-        storage on the network does not answer.
+        async def change() -> Generation:
+            try:
+                return await self._ask(place, data, condition)
+            except PreconditionError:
+                # what was asked before, and is not answered, may have come first
+                found = await self.read(place)
+                if (found and found.data) != data:
+                    raise
+                return found.generation if found else Generation(_ABSENT)
 
-        A generation does not come back. So whichever of several comes late changes
-        nothing, unlike one that would create what was removed since.
-        """
         return await self._changes.answer(
             change, size_bytes=size_bytes, name=self._storage.describe(place)
         )
+
+    async def _ask(
+        self, place: str, data: bytes | None, condition: WriteCondition
+    ) -> Generation:
+        """Asks once for a change.
+
+        Raises:
+            PreconditionError: The condition did not hold.
+        """
+        asked = self._root.write(place, data, if_equal=_if_equal(condition))
+        stamp = await answered(asked)
+        if stamp.generation == _FAILED:
+            raise PreconditionError(place)
+        return Generation(stamp.generation)
 
     async def write_new(self, place: str, parts: Sequence[Buffer]) -> None:
         """Writes a place that nobody else names, from parts that lie one after
@@ -278,23 +287,26 @@ class KvBucket:
             await self._directories.sync(place)
 
     async def delete(self, place: str, *, generation: Generation | None = None) -> None:
-        with self._at(place):
-            is_done = await self._delete(place, generation)
-        # where an answer was lost, the retry of our own deletion finds nothing there
-        if not is_done and await self.read(place) is not None:
-            raise PreconditionError(place)
+        try:
+            with self._at(place):
+                await self._delete(place, generation)
+        except PreconditionError:
+            # where an answer was lost, the retry of our own deletion finds nothing
+            if await self.read(place) is not None:
+                raise
 
-    async def _delete(self, place: str, generation: Generation | None) -> bool:
-        """Whether the condition of a deletion held; tried again where it ran into
-        another: the file driver fails where two take the lock of one place away."""
+    async def _delete(self, place: str, generation: Generation | None) -> None:
+        """Deletes; again where it ran into another: the file driver fails where two
+        take the lock of one place away."""
         if self._deletes is not None and generation is not None:
-            delete = partial(self._deletes.delete, place, generation)
-            return await self._hedged_change(place, delete)
+            await self._deletes.delete(place, generation)
+            return
         condition = ALWAYS if generation is None else generation
         for _ in range(0 if self._storage.is_remote else _DELETE_TRIES):
             with suppress(OSError, ValueError):
-                return await self._change(place, None, condition) != _FAILED
-        return await self._change(place, None, condition) != _FAILED
+                await self._change(place, None, condition)
+                return
+        await self._change(place, None, condition)
 
     async def delete_below(self, prefix: str) -> None:
         if self._storage.is_remote:

@@ -8,8 +8,14 @@ import uuid
 from collections.abc import Awaitable
 from contextlib import suppress
 
-from storesvc.bucket import IF_ABSENT, Bucket, PreconditionError
-from storesvc.errors import InvalidFieldError
+from storesvc.bucket import (
+    IF_ABSENT,
+    Bucket,
+    Generation,
+    PreconditionError,
+    WriteCondition,
+)
+from storesvc.errors import InvalidFieldError, StorageUnavailableError
 from storesvc.format import layout
 
 
@@ -21,12 +27,29 @@ async def check_conditions(bucket: Bucket) -> None:
         StorageUnavailableError: It does not answer.
     """
     place = f"{layout.PROBES}{uuid.uuid4().hex}"
-    first = await bucket.write(place, b"1", condition=IF_ABSENT)
-    second = await bucket.write(place, b"2", condition=first)
+    first = await _written(bucket, place, b"1", IF_ABSENT)
+    second = await _written(bucket, place, b"2", first)
     await _broken(bucket.write(place, b"3", condition=IF_ABSENT), "creation")
     await _broken(bucket.write(place, b"4", condition=first), "overwriting")
     await _broken(bucket.delete(place, generation=first), "deletion")
     await bucket.delete(place, generation=second)
+
+
+async def _written(
+    bucket: Bucket, place: str, data: bytes, condition: WriteCondition
+) -> Generation:
+    """Writes, and returns the generation; a conflict may be with our own write, where
+    its answer was lost."""
+    try:
+        return await bucket.write(place, data, condition=condition)
+    except PreconditionError as e:
+        stored = await bucket.read(place)
+        if stored is None or stored.data != data:
+            raise StorageUnavailableError(
+                f"{place}: expected the storage to write on a condition that holds, "
+                "got a conflict; try again"
+            ) from e
+        return stored.generation
 
 
 async def _broken(change: Awaitable[object], what: str) -> None:

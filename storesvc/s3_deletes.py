@@ -11,13 +11,14 @@ import re
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from storesvc import deadlines
-from storesvc.bucket import Generation
+from storesvc.bucket import Generation, PreconditionError
 from storesvc.errors import InvalidFieldError, StorageUnavailableError
 from storesvc.storage_errors import denied, is_about_who_asks, unaccepted
 from storesvc.storages import Storage
@@ -25,8 +26,11 @@ from storesvc.storages import Storage
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
-TIMEOUT_SECONDS: Final = 20.0
+TIMEOUT_SECONDS: Final = 10.0
 """Of one try."""
+
+THREADS: Final = 32
+"""That wait for answers: their own, as what is slow must keep nobody else waiting."""
 
 PAUSES: Final = (0.1, 0.4, 1.6)
 """Before each further try of what failed in passing, in seconds."""
@@ -56,6 +60,7 @@ class S3Deletes:
     def __init__(self, storage: Storage, store: "S3Store") -> None:
         self._storage = storage
         self._store = store
+        self._threads = ThreadPoolExecutor(THREADS, "storesvc-delete")
 
     @classmethod
     async def of(cls, storage: Storage) -> Self:
@@ -76,14 +81,17 @@ class S3Deletes:
             ) from e
         return deletes
 
-    async def delete(self, place: str, generation: Generation) -> bool:
-        """Deletes what a place holds, if it is still that write; returns whether.
+    async def delete(self, place: str, generation: Generation) -> None:
+        """Deletes what a place holds, if it is still that write.
 
         Raises:
+            PreconditionError: It is not.
             StorageUnavailableError: The storage does not answer, or lets nobody in.
         """
-        asked = asyncio.to_thread(self._delete, place, generation)
-        return await deadlines.answer(self._storage, asked)
+        loop = asyncio.get_running_loop()
+        asked = loop.run_in_executor(self._threads, self._delete, place, generation)
+        if not await deadlines.answer(self._storage, asked):
+            raise PreconditionError(place)
 
     def _delete(self, place: str, generation: Generation) -> bool:
         for pause in PAUSES:

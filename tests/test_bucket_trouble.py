@@ -16,7 +16,17 @@ from storesvc.kvbucket import KvBucket
 from storesvc.records import write_record
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.conftest import gcs_root
-from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Lost, Mute, Reset, Stall, Status
+from tests.fake_gcs import (
+    ALWAYS,
+    Delay,
+    FakeGcs,
+    Late,
+    Lost,
+    Mute,
+    Reset,
+    Stall,
+    Status,
+)
 from tests.gcs_calls import BUCKET
 
 Test: TypeAlias = Callable[[KvBucket], Coroutine[Any, Any, None]]
@@ -149,6 +159,26 @@ def test_a_change_that_is_done_and_not_answered_is_no_conflict(
         gcs.fault("DELETE ", Mute())
         await bucket.delete("a", generation=written)
         assert await bucket.read("a") is None
+
+    within(test)
+
+
+def test_what_others_change_before_a_late_answer_makes_no_conflict_of_it(
+    hasty: None, within: Within, gcs: FakeGcs
+) -> None:
+    """The second of two that were asked for finds what another has written since."""
+
+    async def test(bucket: KvBucket) -> None:
+        generation = await bucket.write("a", b"1")
+        gcs.fault("POST /upload", Late(1.0))
+        ours = asyncio.ensure_future(bucket.write("a", b"2", condition=generation))
+        found = await bucket.read("a")
+        while found is None or found.data != b"2":
+            found = await bucket.read("a")
+        theirs = await bucket.write("a", b"3", condition=found.generation)
+
+        assert found.generation == await ours
+        assert Stored(b"3", theirs) == await bucket.read("a")
 
     within(test)
 

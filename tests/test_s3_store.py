@@ -170,8 +170,43 @@ def test_a_deletion_outlasts_what_fails_in_passing(
     within(test)
 
 
+def test_deletions_that_stall_keep_nobody_else_waiting(
+    within: Callable[..., None], s3: FakeS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)
+
+    async def test(bucket: KvBucket) -> None:
+        names = [f"a/{n}" for n in range(s3_deletes.THREADS)]
+        made = [await bucket.write(name, b"1") for name in names]
+        s3.clear()
+        s3.fault("DELETE ", Stall(), times=len(names))
+        stalled = [
+            asyncio.ensure_future(bucket.delete(name, generation=generation))
+            for name, generation in zip(names, made, strict=True)
+        ]
+        while s3.pending < len(names):  # noqa: ASYNC110 - it is no event of ours
+            await asyncio.sleep(0.01)
+
+        await asyncio.to_thread(lambda: None)
+
+        assert not any(one.done() for one in stalled)
+        await asyncio.gather(*stalled)
+        assert [] == await bucket.list("a/")
+
+    within(test)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_store_is_made_though_an_answer_to_its_probe_is_lost(
+    root: str, s3: FakeS3, after: int
+) -> None:
+    s3.fault("PUT .*probes/", Lost(), after=after)
+    with store.connect(root) as client:
+        client.run("prod/tiny").save(1, {"w": 1}).result()
+
+
 @pytest.mark.parametrize("action", [Stall(), Mute()], ids=["undone", "done"])
-def test_changes_that_are_not_answered_are_asked_for_beside_themselves(
+def test_changes_that_are_not_answered_are_asked_for_again(
     within: Callable[..., None],
     s3: FakeS3,
     action: Any,
@@ -179,7 +214,7 @@ def test_changes_that_are_not_answered_are_asked_for_beside_themselves(
 ) -> None:
     limits = Limits(unknown_seconds=0.1, floor_seconds=0.1, answer_seconds=60)
     monkeypatch.setattr(hedging, "CHANGES", limits)
-    monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)  # its thread goes on
+    monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)
 
     async def test(bucket: KvBucket) -> None:
         record = pb.StoreRecord(uid="1")

@@ -7,7 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import (
+    CancelledError,
+    ThreadPoolExecutor,
+    wait,
+)
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +26,13 @@ from storesvc import batches
 from storesvc.failpoints import Failpoint, armed
 from storesvc.format.chunks import Sums
 from storesvc_client._acknowledging import Acknowledging
+from storesvc_client._outbox import Outbox, Wanted
 from storesvc_client._save import Save
 from storesvc_client._sending import Upload
-from storesvc_client._slabs import Filled
+from storesvc_client._slabs import (
+    Filled,
+    Slab,
+)
 from storesvc_client._staging import BATCH_BYTES, MIN_BUDGET_BYTES, Staging
 from storesvc_client.trees.planning import Planner
 from storesvc_client.trees.snapshot import TreeSource
@@ -701,20 +709,51 @@ def starving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[store.
         yield client
 
 
+@pytest.mark.parametrize("part", [2, 16])
 def test_memory_that_holds_more_than_is_sent_is_acknowledged_all_the_same(
-    starving: store.Client,
+    starving: store.Client, part: int
 ) -> None:
     """Of slabs of small chunks, of which a few are new."""
     run, size = starving.run("tests/starving"), 256 << 10
     tree = {f"x{n:04}": np.full(size, n % 251, np.uint8) for n in range(1024)}
     run.save(1, tree).result(timeout=120)
-    for key in list(tree)[::16]:
+    for key in list(tree)[::part]:
         tree[key] = tree[key] + 1
 
     run.save(2, tree).result(timeout=120)
 
     found = run.restore(2)
     assert all(np.array_equal(tree[key], found[key]) for key in tree)
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_stream_that_is_waited_for_hears_of_it_though_others_have_sent_nothing(
+    others: int,
+) -> None:
+    """Of those who ask for the next slab one waits for it, the others for that one."""
+    for _ in range(4):
+        outbox, slab = Outbox(Staging(MIB), is_open=True), Slab(0, (MIB,))
+        wanted = Wanted(outbox, lambda _: None)
+        sharing, *idle = [
+            Acknowledging(wanted.taker(), lambda _: 1, lambda _: None, lambda _: MIB)
+            for _ in range(1 + others)
+        ]
+        feed = iter(sharing.stream())
+        all_memory = Filled(slab, [0], outbox.buffer(slab))
+        outbox.put(all_memory)
+        assert all_memory is next(feed)
+
+        with ThreadPoolExecutor(2 + others) as pool:
+            asking = [pool.submit(each.wait) for each in idle]
+            ending = pool.submit(list, feed)
+            snapshot = pool.submit(outbox.buffer, slab)
+            try:
+                assert [] == ending.result(timeout=60)
+            finally:
+                outbox.give_back(all_memory)
+                assert snapshot.result() is not None
+                outbox.end()
+                wait(asking)
 
 
 def test_runs_that_share_memory_are_acknowledged_all_the_same(

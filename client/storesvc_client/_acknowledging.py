@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from storesvc_client._channel import MAX_FRAME_BYTES
 from storesvc_client._outbox import StarvedError
+from storesvc_client._slabs import SLAB_BYTES
 from storesvc_client._staging import BATCH_BYTES
 
 T = TypeVar("T")
@@ -151,9 +153,10 @@ class Stream(Generic[T]):
     @property
     def _is_held_back(self) -> bool:
         """Whether the server may have something of this stream that it waits for more
-        with."""
+        with: of what was sent a frame may not be on its way, and of the first slab some
+        may be durable."""
         sent = sum(map(self._things.size_bytes, list(self._sent)))
-        return 0 < sent < BATCH_BYTES
+        return 0 < sent < BATCH_BYTES + SLAB_BYTES + MAX_FRAME_BYTES
 
     def acknowledge(self, chunks: int) -> None:
         """Takes note that so many more chunks are durable, in the order of sending."""

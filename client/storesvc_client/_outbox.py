@@ -149,13 +149,20 @@ class Outbox:
             self._queue.put(None)  # for the others who ask
         return found
 
+    def check_starved(self, starved: float) -> None:
+        """Looks whether the snapshot waits for memory.
+
+        Raises:
+            StarvedError: It has waited more often than so.
+        """
+        if self._starved > starved:
+            raise StarvedError(self._starved)
+
     def _next(self, starved: float) -> Filled | None:
         while True:
-            try:
+            with suppress(queue.Empty):
                 return self._queue.get(timeout=LOOK_SECONDS)
-            except queue.Empty:
-                if self._starved > starved:
-                    raise StarvedError(self._starved) from None
+            self.check_starved(starved)
 
     def take_more(self) -> Filled | None:
         """Returns the next slab if there is one by now."""
@@ -195,13 +202,32 @@ class Wanted:
             StarvedError: There is none yet, as the snapshot waits for memory.
             Exception: What the snapshot failed with.
         """
-        with self._lock:
+        # who waits in line hears of it, too
+        while not self._lock.acquire(timeout=LOOK_SECONDS):
+            self._outbox.check_starved(starved)
+        try:
             while not self._chosen:
                 first = self._outbox.take(starved=starved)
                 if first is None:
                     return None
                 self._chosen += self._choose_of(first)
             return self._chosen.popleft()
+        finally:
+            self._lock.release()
+
+    def taker(self) -> Callable[[], Filled | None]:
+        """Returns a ``take`` that tells of each wait of the snapshot once."""
+        starved = 0
+
+        def take() -> Filled | None:
+            nonlocal starved
+            try:
+                return self.take(starved=starved)
+            except StarvedError as e:
+                starved = e.times
+                raise
+
+        return take
 
     def drop(self) -> None:
         """Gives back what nobody took."""

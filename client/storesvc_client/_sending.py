@@ -23,7 +23,7 @@ from storesvc_client._buckets import BucketRoot
 from storesvc_client._channel import Connection
 from storesvc_client._framing import frames
 from storesvc_client._keeping import KeptAlive
-from storesvc_client._outbox import Outbox, StarvedError, Wanted
+from storesvc_client._outbox import Outbox, Wanted
 from storesvc_client._part import Part
 from storesvc_client._placing import Placing
 from storesvc_client._progress import Meter
@@ -274,16 +274,10 @@ class Upload:
 
     def _share(self, ref: api.WriterRef, wanted: Wanted, channel: grpc.Channel) -> None:
         """Sends what it can take of the chunks."""
-        starved = 0
+        take_next = wanted.taker()
 
         def take() -> Filled | None:
-            nonlocal starved
-            try:
-                filled = wanted.take(starved=starved)
-            except StarvedError as e:
-                starved = e.times
-                raise
-            if filled is not None:
+            if (filled := take_next()) is not None:
                 self._meter.add(filled.wanted_bytes)
             return filled
 

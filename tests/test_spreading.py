@@ -364,3 +364,37 @@ def test_nothing_is_exchanged_after_an_exchange_that_was_left(
     for each in told:
         assert isinstance(each, store.UnavailableError), each
         assert "start the job again, or restore with spread=False" in str(each)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no device")], ids=str)
+def test_ctrl_c_that_leaves_an_exchange_is_the_last_word_and_remembered(
+    opened: OpenCheckpoint, left: threading.Event, error: Exception | None
+) -> None:
+    never = threading.Event()
+
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    reading = Reading(opened, ThreadJob(COUNT).process(0))
+    reading.source._gather = lambda *_: never.wait(60)  # type: ignore[assignment]
+    reading.source._failure = interrupted
+    reading.source._error = error
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            reading.read()
+        assert left.is_set()
+    finally:
+        never.set()
+
+
+def test_the_cause_of_a_failed_exchange_is_told(opened: OpenCheckpoint) -> None:
+    def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
+        raise RuntimeError("gather") from LookupError("what jax says")
+
+    reading = Reading(opened, ThreadJob(COUNT).process(0))
+    reading.source._gather = gather
+
+    with pytest.raises(RuntimeError, match="gather") as told:
+        reading.read()
+
+    assert isinstance(told.value.__cause__, LookupError)

@@ -118,6 +118,7 @@ class SpreadSource:
         # While all are here: who meets for the first time is waited for no longer than
         # half a minute where CPUs are joined, and a read may take longer.
         shared = {chunk for each in exchanges for of in each.chunks for chunk in of}
+        failure: Exception | None = None
         try:
             for each in exchanges:
                 self._gathered(allocate(HEADER_BYTES), each, assembly)
@@ -126,11 +127,11 @@ class SpreadSource:
             with ThreadPoolExecutor(1, "storesvc-spread") as ahead:
                 for each in exchanges:
                     self._take_part(each, assembly, ahead)
-        except BaseException as e:
-            # what went wrong here first, and not that others could not be told so
-            raise self._error or e from e
-        if self._error is not None:
-            raise self._error
+        except Exception as e:  # noqa: BLE001 - raised below
+            failure = e
+        # what went wrong here first, and not that others could not be told so
+        if first := self._error or failure:
+            raise first
 
     def _check_earlier(self) -> None:
         """Refuses to exchange anything once an exchange was left before its end: who
@@ -188,31 +189,37 @@ class SpreadSource:
 
         # a daemon: who never comes must not keep this process from ending either
         threading.Thread(target=gather, name="storesvc-gather", daemon=True).start()
-        patience_ends = math.inf
-        with assembly.meter.phase("exchange"):
-            while not gathering.done():
-                with self._going_on():
-                    wait([gathering], TURN_SECONDS)
-                if gathering.done():
-                    break
-                if assembly.seconds_left < -GRACE_SECONDS:
-                    _left.set()
-                    assembly.check_time()
-                    raise UnavailableError(
-                        f"restore of {self._name}: other processes of the job have not "
-                        "taken at the deadline what this one read for them; look for "
-                        "the one that hangs"
-                    )
-                failure = self._failure()
-                if failure and time.monotonic() >= patience_ends:
-                    _left.set()
-                    raise GivenUpError(
-                        f"restore of {self._name} was given up by another process of "
-                        f"the job: {failure}"
-                    )
-                if failure:
-                    patience_ends = min(patience_ends, time.monotonic() + GRACE_SECONDS)
+        try:
+            with assembly.meter.phase("exchange"):
+                self._wait(gathering, assembly)
+        finally:
+            if not gathering.done():
+                _left.set()
         return gathering.result()
+
+    def _wait(self, gathering: "Future[Sequence[Bytes]]", assembly: Assembly) -> None:
+        """Waits for what each process brings; raises what ``_gathered`` does."""
+        patience_ends = math.inf
+        while not gathering.done():
+            with self._going_on():
+                wait([gathering], TURN_SECONDS)
+            if gathering.done():
+                break
+            if assembly.seconds_left < -GRACE_SECONDS:
+                assembly.check_time()
+                raise UnavailableError(
+                    f"restore of {self._name}: other processes of the job have not "
+                    "taken at the deadline what this one read for them; look for the "
+                    "one that hangs"
+                )
+            failure = self._failure()
+            if failure and time.monotonic() >= patience_ends:
+                raise GivenUpError(
+                    f"restore of {self._name} was given up by another process of the "
+                    f"job: {failure}"
+                )
+            if failure:
+                patience_ends = min(patience_ends, time.monotonic() + GRACE_SECONDS)
 
     def _read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         if ordinals:

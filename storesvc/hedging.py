@@ -91,7 +91,7 @@ WRITES: Final = Limits(
     tries=3,
 )
 
-CHANGES: Final = Limits(floor_seconds=1.0, answer_seconds=20.0)
+CHANGES: Final = Limits(floor_seconds=1.0, answer_seconds=10.0, tries=6)
 
 
 class Hedging:

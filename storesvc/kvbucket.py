@@ -8,6 +8,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -199,23 +200,13 @@ class KvBucket:
         Raises:
             PreconditionError: The condition did not hold.
         """
-        size_bytes = len(data or b"")
+        ask, size_bytes = partial(self._ask, place, data, condition), len(data or b"")
         if isinstance(condition, Condition) or not self._storage.is_remote:
-            asked = self._ask(place, data, condition)
-            return await deadlines.answer(self._storage, asked, size_bytes=size_bytes)
-
-        async def change() -> Generation:
-            try:
-                return await self._ask(place, data, condition)
-            except PreconditionError:
-                # what was asked before, and is not answered, may have come first
-                found = await self.read(place)
-                if (found and found.data) != data:
-                    raise
-                return found.generation if found else Generation(_ABSENT)
-
+            return await deadlines.answer(self._storage, ask(), size_bytes=size_bytes)
+        # A conflict is no answer while another may have been done that is asked for:
+        # what others change then would be taken for what kept this from changing it.
         return await self._changes.answer(
-            change, size_bytes=size_bytes, name=self._storage.describe(place)
+            ask, size_bytes=size_bytes, name=self._storage.describe(place)
         )
 
     async def _ask(

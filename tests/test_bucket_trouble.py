@@ -146,8 +146,11 @@ def test_a_change_that_comes_late_changes_nothing(
 
 
 def test_a_change_that_is_done_and_not_answered_is_no_conflict(
-    hasty: None, within: Within, gcs: FakeGcs
+    within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limits = Limits(floor_seconds=0.05, unknown_seconds=0.05, answer_seconds=0.5)
+    monkeypatch.setattr(hedging, "CHANGES", limits)
+
     async def test(bucket: KvBucket) -> None:
         record = pb.StoreRecord(uid="1")
         generation = await bucket.write("a", b"")

@@ -212,7 +212,7 @@ def test_changes_that_are_not_answered_are_asked_for_again(
     action: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits = Limits(unknown_seconds=0.1, floor_seconds=0.1, answer_seconds=60)
+    limits = Limits(unknown_seconds=0.1, floor_seconds=0.1, answer_seconds=1)
     monkeypatch.setattr(hedging, "CHANGES", limits)
     monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)
 

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
@@ -214,6 +215,21 @@ def test_a_commit_that_a_bucket_does_not_answer_is_asked_for_beside_itself(
     run.save(1, tree).result(timeout=deadlines.ANSWER_SECONDS / 2)
 
     assert_equal(tree, run.restore(1, like=tree))
+
+
+@pytest.mark.emulated
+def test_a_restore_does_not_wait_for_a_hold_that_is_not_answered(
+    client: store.Client, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, tree = client.run("tests/gcs"), sharded()
+    run.save(1, tree).result()
+    gcs.fault("POST /upload.*/holds/", Stall(), times=ALWAYS)
+
+    began = time.monotonic()
+    assert_equal(tree, run.restore(1, like=tree))
+
+    assert time.monotonic() - began < deadlines.ANSWER_SECONDS / 2
+    assert "tests/gcs@1: no answer about the hold on it" in caplog.text
 
 
 @pytest.mark.emulated

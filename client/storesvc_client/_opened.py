@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 from collections.abc import (
     Callable,
     Generator,
@@ -10,7 +11,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
@@ -64,6 +65,10 @@ READ_AT_ONCE_BYTES: Final = 64 << 20
 
 SPREAD_BYTES: Final = 64 << 20
 """That processes would read twice, from where it is worth to spread a restore."""
+
+HOLD_SECONDS: Final = 2.0
+"""How long who has read waits for the end of the hold on it, or to hear that there was
+none, which tells best why something could not be read."""
 
 _SPREAD: Final = "spread"
 _APART: Final = "apart"
@@ -196,19 +201,33 @@ class OpenCheckpoint:
         if self._held_by is not None and self._held_by.is_held:
             yield
             return
-        with ThreadPoolExecutor(1, "storesvc-hold") as aside:
-            taking = aside.submit(
-                Lease, self._connection, self._name, uid=self.info.uid
-            )
-            try:
-                yield
-            finally:
-                self._end(taking)
+        has_read = threading.Event()
+        holding: Future[None] = Future()
 
-    def _end(self, taking: "Future[Lease]") -> None:
-        """Ends a hold, once it is taken."""
+        def hold() -> None:
+            try:
+                lease = Lease(self._connection, self._name, uid=self.info.uid)
+                has_read.wait()
+                lease.end()
+                holding.set_result(None)
+            except BaseException as e:  # noqa: BLE001 - for who waits for it
+                holding.set_exception(e)
+
+        # a daemon: a storage that does not answer must not keep a process from ending
+        threading.Thread(target=hold, name="storesvc-hold-aside", daemon=True).start()
         try:
-            taking.result().end()
+            yield
+        finally:
+            has_read.set()
+            self._end(holding)
+
+    def _end(self, holding: "Future[None]") -> None:
+        """Waits for the end of a hold; not for a storage that takes none: what was read
+        is checked, and needs it no longer."""
+        try:
+            holding.result(timeout=HOLD_SECONDS)
+        except TimeoutError:
+            _log.warning("%s: no answer about the hold on it; it expires", self.name)
         except (LimitError, UnavailableError) as e:
             if e.reason not in _UNWRITABLE:
                 raise

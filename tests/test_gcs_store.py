@@ -6,6 +6,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,23 @@ def test_a_restore_does_not_wait_for_a_hold_that_is_not_answered(
 
     assert time.monotonic() - began < deadlines.ANSWER_SECONDS / 2
     assert "tests/gcs@1: no answer about the hold on it" in caplog.text
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("after", [0, 3, 6])
+def test_a_restore_ends_at_its_deadline_wherever_the_bucket_stops_answering(
+    client: store.Client, gcs: FakeGcs, after: int
+) -> None:
+    run, tree = client.run("tests/gcs"), sharded()
+    run.save(1, tree).result()
+    gcs.fault("", Stall(), times=ALWAYS, after=after)
+
+    began = time.monotonic()
+    with suppress(store.UnavailableError):  # it may have all by then
+        run.restore(1, like=tree, deadline=timedelta(seconds=1))
+
+    assert time.monotonic() - began < 20
+    gcs.clear()
 
 
 @pytest.mark.emulated

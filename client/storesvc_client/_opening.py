@@ -1,5 +1,8 @@
 """Opening a checkpoint: its manifest comes, in parts, and is checked."""
 
+import math
+import time
+
 from storesvc.format.manifests import CorruptManifestError, unpack_manifest
 from storesvc.format.names import CheckpointName
 from storesvc_client._channel import Connection
@@ -21,6 +24,7 @@ def open_checkpoint(
     uid: str = "",
     held_by: Lease | None = None,
     joint: JointReading | None = None,
+    seconds: float = math.inf,
 ) -> OpenCheckpoint:
     """Returns a checkpoint with its manifest.
 
@@ -30,15 +34,21 @@ def open_checkpoint(
         uid: The very one of this uid, also where it was deleted; "": any.
         held_by: What holds it; None: each read holds it for itself.
         joint: The processes that read it together; None: this one does.
+        seconds: How long it may take.
 
     Raises:
         NotFoundError: There is none.
         DataLossError: Its manifest is damaged.
+        UnavailableError: It is not there in time.
     """
     request = api.ReadManifestRequest(name=name.resource, uid=uid)
-    for attempt in patiently():
+    end = time.monotonic() + seconds
+    for attempt in patiently(seconds=seconds):
         with attempt:
-            message, data = _manifest_bytes(connection, request)
+            left = max(0.0, end - time.monotonic())
+            message, data = _manifest_bytes(
+                connection, request, timeout=min(connection.timeout, left)
+            )
     try:
         with collector_paused():
             manifest = unpack_manifest(
@@ -58,12 +68,12 @@ def open_checkpoint(
 
 
 def _manifest_bytes(
-    connection: Connection, request: api.ReadManifestRequest
+    connection: Connection, request: api.ReadManifestRequest, *, timeout: float
 ) -> tuple[api.Checkpoint, bytes]:
     stub = CheckpointServiceStub(connection.channel)
     message, parts = api.Checkpoint(), []
     with translated(connection.address):
-        for response in stub.ReadManifest(request, timeout=connection.timeout):
+        for response in stub.ReadManifest(request, timeout=timeout):
             if response.HasField("checkpoint"):
                 message = response.checkpoint
             parts.append(response.part)

@@ -360,9 +360,9 @@ class Assembly:
         if not outstanding:
             return
         raise UnavailableError(
-            f"restore of {self._name}: expected to be done after {self._seconds:g} s, "
-            f"but {outstanding}; look for what makes its storage slow, or allow more "
-            "time"
+            f"restore of {self._name}: expected to be done after {self._seconds:.3g} "
+            f"s, but {outstanding}; look for what makes its storage slow, or allow "
+            "more time"
         )
 
     @property

@@ -1,5 +1,6 @@
 """Patience with a server that does not answer: how often, and how long between."""
 
+import math
 from typing import TYPE_CHECKING, Final
 
 from storesvc_client.errors import UnavailableError
@@ -17,13 +18,16 @@ BEGINNINGS: Final = 5
 """How often that begins which a server's end cuts off, and which goes on nowhere."""
 
 
-def patiently(least_attempts: int = LEAST_ATTEMPTS) -> "Retrying":
+def patiently(
+    least_attempts: int = LEAST_ATTEMPTS, *, seconds: float = math.inf
+) -> "Retrying":
     """Returns attempts at a call that may be repeated.
 
     Only ``UnavailableError`` is worth another; the last one is raised.
 
     Args:
-        least_attempts: That are made, however long each takes.
+        least_attempts: That are made, however long each takes ...
+        seconds: ... up to so long.
 
     >>> for attempt in patiently():
     ...     with attempt:
@@ -36,13 +40,17 @@ def patiently(least_attempts: int = LEAST_ATTEMPTS) -> "Retrying":
         stop_after_attempt,
         stop_after_delay,
         stop_all,
+        stop_any,
         wait_random_exponential,
     )
 
     return Retrying(
         retry=retry_if_exception_type(UnavailableError),
-        stop=stop_all(
-            stop_after_delay(PATIENCE_SECONDS), stop_after_attempt(least_attempts)
+        stop=stop_any(
+            stop_after_delay(seconds),
+            stop_all(
+                stop_after_delay(PATIENCE_SECONDS), stop_after_attempt(least_attempts)
+            ),
         ),
         wait=wait_random_exponential(multiplier=0.1, max=5),
         reraise=True,

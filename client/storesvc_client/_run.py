@@ -1,5 +1,6 @@
 """A training run: its checkpoints, and how state goes in and out."""
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -59,7 +60,8 @@ class Run(
             which: A step, "latest", or a tag.
             processes: Whether "all" processes of a ``jax.distributed`` job open the
                 same checkpoint, and restore it together, or "this" one reads it alone.
-            deadline: How long it may wait for a process that does not.
+            deadline: How long its manifest may take to come, and how long it may wait
+                for a process that does not open it.
 
         Raises:
             NotFoundError: There is no such run or checkpoint.
@@ -74,11 +76,16 @@ class Run(
         patience = checked_length(f"{self.name}: deadline=", deadline)
         joint = _joint_reading(str(name), patience) if processes == "all" else None
         if joint is None:
-            return open_checkpoint(self._connection, name)
+            return open_checkpoint(
+                self._connection, name, seconds=patience.total_seconds()
+            )
         found = joint.agreed(lambda: self._fixed_name(which).resource)
         try:
             return open_checkpoint(
-                self._connection, CheckpointName.from_resource(found), joint=joint
+                self._connection,
+                CheckpointName.from_resource(found),
+                joint=joint,
+                seconds=patience.total_seconds(),
             )
         except BaseException as e:
             joint.restore().fail(e)  # which the others are about to begin
@@ -155,7 +162,9 @@ class Run(
             GivenUpError: Other processes of the job have failed, or are not done at the
                 deadline; names them, and says why, or what they lack.
         """
+        began = time.monotonic()
         opened = self.open(which, processes=processes, deadline=deadline)
+        took = timedelta(seconds=time.monotonic() - began)
         return opened.restore(
             like=like,
             mesh=mesh,
@@ -164,7 +173,7 @@ class Run(
             cast=cast,
             missing=missing,
             spread=spread,
-            deadline=deadline,
+            deadline=max(deadline - took, timedelta(milliseconds=1)),
             progress=progress,
         )
 

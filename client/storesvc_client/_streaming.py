@@ -1,8 +1,9 @@
 """Stored chunks over the wire, by ``ReadChunks``."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import cycle
 from typing import Final, TypeAlias
 
@@ -70,8 +71,7 @@ class StreamedSource:
                 for call in calls
             ]
             try:
-                for future in as_completed(futures):
-                    future.result()
+                self._wait(futures, assembly)
             except BaseException:  # one failed, or Ctrl-C: the others must not go on
                 self._stopped = True
                 for future in futures:
@@ -79,6 +79,17 @@ class StreamedSource:
                 for stream in tuple(self._streams):
                     stream.cancel()
                 raise
+
+    def _wait(self, futures: "Sequence[Future[None]]", assembly: Assembly) -> None:
+        """Waits for streams; a server may have nothing to send."""
+        left = assembly.seconds_left
+        try:
+            for future in as_completed(futures, None if left == math.inf else left):
+                future.result()
+        except TimeoutError:
+            assembly.check_time()
+            for future in futures:  # which have just brought the last of it
+                future.result()
 
     def _read(
         self, ordinals: Sequence[int], assembly: Assembly, channel: grpc.Channel

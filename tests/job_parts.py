@@ -159,8 +159,15 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
             run.restore(1, like=expected, deadline=timedelta(seconds=2))
 
     def too_late() -> None:
-        opened = run.open(1, processes="all")
-        deadline = timedelta(microseconds=1) if index == 1 else timedelta(minutes=5)
+        opened: Any = run.open(1, processes="all")
+        files, deadline = opened._source, timedelta(minutes=5)
+
+        def slow() -> object:
+            time.sleep(6)
+            return files()
+
+        if index == 1:
+            opened._source, deadline = slow, timedelta(seconds=5)
         opened.restore(like=expected, spread=False, deadline=deadline)
 
     with store.connect(target) as client:

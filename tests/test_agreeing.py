@@ -12,16 +12,22 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client import _joint_restore
+from storesvc_client._durations import Deadline
 from storesvc_client._jobs import JointSave
-from storesvc_client._joint_reading import JointReading
 from storesvc_client._joint_restore import JointRestore
 from storesvc_client._values import ProcessReading
 from tests.thread_job import ThreadJob, ThreadProcess
 
+WHAT = "tests/run@1"
 
-def restore_of(process: ThreadProcess, seconds: float = 60.0) -> JointRestore:
-    patience = timedelta(seconds=seconds)
-    return JointReading(process, "tests/run@1", patience=patience).restore()
+
+def restore_of(
+    process: ThreadProcess, seconds: float = 60.0, what: str = WHAT
+) -> JointRestore:
+    """A restore that a process has begun."""
+    joint = JointRestore(process, "tests/run")
+    joint.begin(what, lambda: "runs/1", Deadline.after(timedelta(seconds=seconds)))
+    return joint
 
 
 def test_what_process_0_chooses_all_do() -> None:
@@ -51,13 +57,16 @@ def test_a_process_that_fails_first_is_named_at_once() -> None:
             assert f"process {index}: no such leaf" in str(error)
 
 
-def test_process_0_does_not_begin_without_one_that_waited_too_long_for_it() -> None:
+def test_process_0_does_not_begin_without_one_that_waited_too_long_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = ThreadJob(2)
     first, second = (restore_of(job.process(index), 0.01) for index in range(2))
 
-    with pytest.raises(store.UnavailableError, match="process 0 of 2 has not asked"):
+    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.1)
+    with pytest.raises(store.UnavailableError, match="process 0 of 2 is not ready"):
         second.check("plan", "")
-    with pytest.raises(store.UnavailableError, match="process 0 of 2 has not asked"):
+    with pytest.raises(store.UnavailableError, match="process 0 of 2 is not ready"):
         first.check("plan", "")
 
 
@@ -263,7 +272,7 @@ class Unreachable(ThreadProcess):
 def test_a_board_that_is_gone_hides_no_failure() -> None:
     process = Unreachable(ThreadJob(2), 0)
 
-    assert "" == restore_of(process).fail(KeyboardInterrupt())
+    assert "" == JointRestore(process, "tests/run").fail(KeyboardInterrupt())
     JointSave(process, "tests/run@1").fail(KeyboardInterrupt())
 
 
@@ -276,9 +285,7 @@ def test_the_last_word_of_a_progress_callback_is_before_the_end(tmp_path: Path) 
                 raise BrokenPipeError("terminal closed")
 
         opened = run.open(1)
-        opened._joint = JointReading(
-            process, "tests/run@1", patience=timedelta(seconds=60)
-        )
+        opened._job = process
         opened.restore(progress=callback)
 
     with store.connect(tmp_path.as_uri()) as client:

@@ -27,6 +27,14 @@ def test_a_restore_that_takes_too_long_lists_what_is_outstanding(run: Any) -> No
     with pytest.raises(
         store.UnavailableError, match=r"chunks of \d+ data files are outstanding: \S+/"
     ):
+        run.open(1).restore(deadline=timedelta(microseconds=1))
+
+
+def test_one_whose_manifest_takes_too_long_says_so(run: Any) -> None:
+    with pytest.raises(
+        store.UnavailableError,
+        match=r"deadline@1: expected to be read after 1e-06 s, but its manifest is out",
+    ):
         run.restore(1, deadline=timedelta(microseconds=1))
 
 

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc_client import _shares, _spread_plan, _spreading
+from storesvc_client._durations import Deadline
 from storesvc_client._opened import OpenCheckpoint
 from storesvc_client._progress import CallbackFailedError, Meter
 from storesvc_client._receiving import Assembly, Buffer
@@ -71,8 +73,10 @@ class Reading:
         leaf = self._opened._manifest.tree.leaves[buffer.row]
         (self.found[leaf.key],) = buffer.arrays
 
-    def read(self, **options: Any) -> None:
+    def read(self, *, seconds: float | None = None, **options: Any) -> None:
         options = {"place": self.keep, **options}
+        if seconds is not None:
+            options["deadline"] = Deadline.after(timedelta(seconds=seconds))
         manifest = self._opened._manifest
         assembly = Assembly(manifest, self.rows, name="it", **options)
         self.source.read(assembly.missing, assembly)
@@ -240,7 +244,7 @@ def test_no_more_is_exchanged_once_a_process_has_failed(
             return job.gather(own, processes)
 
         reading.source._gather = gather
-        place = {"place": out_of_memory} if job.index == 1 else {}
+        place: Any = {"place": out_of_memory} if job.index == 1 else {}
         with pytest.raises((RuntimeError, store.GivenUpError)):
             reading.read(**place)
         return rounds
@@ -292,7 +296,8 @@ def test_an_error_that_is_no_text_is_told_all_the_same(opened: OpenCheckpoint) -
         raise OSError("cannot read \udcff")
 
     def part(job: ThreadProcess) -> None:
-        Reading(opened, job).read(**({"place": place} if job.index == 1 else {}))
+        options: Any = {"place": place} if job.index == 1 else {}
+        Reading(opened, job).read(**options)
 
     first, failed, third = ThreadJob(COUNT).run(part)
 
@@ -345,7 +350,7 @@ def test_what_went_wrong_first_is_raised_though_no_other_hears_of_it(
 
         if job.index == 1:
             reading.source._gather = gather
-        place = {"place": out_of_memory} if job.index == 0 else {}
+        place: Any = {"place": out_of_memory} if job.index == 0 else {}
         reading.read(seconds=0.5, **place)
 
     first, _, third = ThreadJob(COUNT).run(part)

@@ -44,12 +44,18 @@ class ThreadProcess:
         self.index = index
         self.count = job.count
         self._job = job
-        self._asked: Counter[str] = Counter()
+        self._passed: Counter[str] = Counter()
 
-    def ordinal(self, what: str) -> int:
-        """See ``Job.ordinal``."""
-        self._asked[what] += 1
-        return self._asked[what] - 1
+    def passed(self, what: str) -> int:
+        """See ``Job.passed``."""
+        return self._passed[what]
+
+    def advance(self, what: str, passed: int, to: int) -> bool:
+        """See ``Job.advance``."""
+        was_so = self._passed[what] == passed
+        if was_so:
+            self._passed[what] = to
+        return was_so
 
     def tell(self, key: str, text: str) -> None:
         """See ``Job.tell``."""

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import Message
 
 from storesvc_client._certificates import Tls, refusal
+from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._embedded import start_embedded
 from storesvc_client._renewing import RenewedChannel
 from storesvc_client._retrying import LEAST_ATTEMPTS, patiently
@@ -148,30 +149,39 @@ class Connection:
                 self._others.append(self._dial(len(self._others) + 1))
             return [self.channel, *self._others[: count - 1]]
 
-    def call(self, method: Callable[..., T], request: Message) -> T:
+    def call(
+        self, method: Callable[..., T], request: Message, deadline: Deadline = NEVER
+    ) -> T:
         """Returns the answer to a request.
 
         Raises:
             StoreError: What the store says, or that it does not answer.
         """
         with translated(self.address):
-            return method(request, timeout=self.timeout)
+            return method(request, timeout=self.seconds(deadline))
 
-    def ask(self, method: Callable[..., T], request: Message) -> T:
+    def ask(
+        self, method: Callable[..., T], request: Message, deadline: Deadline = NEVER
+    ) -> T:
         """Returns the answer to a request that may be repeated.
 
         Raises:
             StoreError: What the store says, or that it does not answer, for longer
-                than a restart takes.
+                than a restart takes, or until the deadline.
         """
         try:  # who is answered needs nothing of what patience imports
-            return self.call(method, request)
+            return self.call(method, request, deadline)
         except UnavailableError:
-            pass
-        for attempt in patiently(LEAST_ATTEMPTS - 1):
+            if deadline.left <= 0:
+                raise
+        for attempt in patiently(LEAST_ATTEMPTS - 1, deadline=deadline):
             with attempt:
-                return self.call(method, request)
+                return self.call(method, request, deadline)
         raise AssertionError
+
+    def seconds(self, deadline: Deadline) -> float:
+        """Returns how long a call may take."""
+        return max(0.0, min(self.timeout, deadline.left))
 
     def check_open(self) -> None:
         """Refuses to go on with a connection that was ended.

@@ -5,9 +5,12 @@
 '36 hours'
 """
 
+import math
 import re
+import time
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, Self
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -30,6 +33,29 @@ _NAMES: Final = {
 _DURATION: Final = re.compile(
     rf"(-?)([0-9]{{1,15}})(?:\.([0-9]{{1,15}}))?\s*({'|'.join(_NAMES)})"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """By when something must be done."""
+
+    seconds: float
+    """How long it may take, from its beginning."""
+    end: float
+    """When that is over, of ``time.monotonic()``."""
+
+    @classmethod
+    def after(cls, length: timedelta) -> Self:
+        """Returns the deadline of what begins now."""
+        return cls(length.total_seconds(), time.monotonic() + length.total_seconds())
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; below 0 where it is over."""
+        return self.end - time.monotonic()
+
+
+NEVER: Final = Deadline(math.inf, math.inf)
 
 
 def is_duration(value: object) -> bool:

@@ -6,13 +6,18 @@ more than one other process.
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Final, Protocol, Self
 
-from storesvc_client.errors import StoreError
+from storesvc_client.errors import GivenUpError, StoreError
 
 _HOST: Final = "storesvc/host/{}"
+
+_KINDS: Final[Mapping[str, type[StoreError]]] = {
+    kind.__name__: kind for kind in StoreError.__subclasses__()
+}
 
 
 class Job(Protocol):
@@ -26,9 +31,12 @@ class Job(Protocol):
     def count(self) -> int:
         """Of all processes."""
 
-    def ordinal(self, what: str) -> int:
-        """Returns how often this process has asked for the ordinal of a thing before:
-        the processes of a job do the same things in the same order."""
+    def passed(self, what: str) -> int:
+        """Returns how many things of a kind are behind this process: the processes of a
+        job do the same things in the same order."""
+
+    def advance(self, what: str, passed: int, to: int) -> bool:
+        """Has more of them behind it; False: it was not so many before."""
 
     def tell(self, key: str, text: str) -> None:
         """Writes a text under a key; where one is there already, that stays."""
@@ -48,6 +56,12 @@ class Outcome:
     """Why it was given up, and by which process; "": it was not."""
     reason: str = ""
     """Of that, where the store had one."""
+    kind: str = ""
+    """The name of the error that it is."""
+    asked: str = ""
+    """What was asked for, as messages call it."""
+    is_absence: bool = False
+    """Whether it was given up as a process had not come."""
 
     def to_text(self) -> str:
         """Returns it as it is written on the board."""
@@ -57,6 +71,11 @@ class Outcome:
     def of_text(cls, text: str) -> Self:
         """Returns what was written."""
         return cls(**json.loads(text))
+
+    @property
+    def error(self) -> StoreError:
+        """Of its failure."""
+        return _KINDS.get(self.kind, GivenUpError)(self.failure, reason=self.reason)
 
 
 class JointSave:
@@ -70,7 +89,7 @@ class JointSave:
             name: Of the checkpoint. Saved twice, it is two saves.
         """
         self.job = job
-        self._board = f"storesvc/save/{name}/{job.ordinal(name)}"
+        self._board = f"storesvc/save/{name}/{ordinal(job, name)}"
 
     def begin(self, upload: str) -> None:
         """Tells which upload process 0 has begun."""
@@ -110,6 +129,14 @@ class JointSave:
     def _told(self, key: str, seconds: float) -> Outcome | None:
         text = self.job.told(f"{self._board}/{key}", seconds=seconds)
         return None if text is None else Outcome.of_text(text)
+
+
+def ordinal(job: Job, what: str) -> int:
+    """Returns how many things of a kind were behind a process, before this one is."""
+    while True:
+        passed = job.passed(what)
+        if job.advance(what, passed, passed + 1):
+            return passed
 
 
 def introduce(job: Job, host: str) -> None:

@@ -1,4 +1,4 @@
-"""Restores by all processes of a job.
+"""Restores by all processes of a job: which checkpoint it is, process 0 tells.
 
 They meet twice: before the first byte is read, from where on each may wait for the
 others, so either all begin or none does; and after the last, so that a restore ends
@@ -6,8 +6,8 @@ well in all of them, or in each with an error that names who failed it. Each tim
 process 0 hears all and tells the verdict. What stands on the board first counts: that
 of process 0, unless another could not wait for it so long.
 
-While they read, each tells now and then what it waits for, so that those who are done
-can log it.
+While they wait or read, each tells now and then what it waits for, so that those who
+wait for it can log it.
 """
 
 import json
@@ -15,12 +15,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from typing import Final
 
+from storesvc_client._calls import Calls, asked_key, verdict_key
+from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._jobs import Job, Outcome, process_name
 from storesvc_client._values import ProcessReading
 from storesvc_client.errors import (
@@ -29,6 +31,9 @@ from storesvc_client.errors import (
     StoreError,
     UnavailableError,
 )
+
+PATIENCE_SECONDS: Final = 300.0
+"""How long a process is waited for that does not come, at most."""
 
 LOOK_SECONDS: Final = 10.0
 """After which the first news are told; the next come after twice as long, and so on,"""
@@ -49,32 +54,56 @@ _SECOND_HAND: Final = "second hand"
 _SHOWN: Final = 4
 """Processes that a message lists."""
 
-_BEGINNING: Final[Mapping[str, type[StoreError]]] = {
-    kind.__name__: kind
-    for kind in (GivenUpError, InvalidRequestError, UnavailableError)
-}
-"""What a verdict on the beginning can be."""
-
 _log = logging.getLogger(__name__)
 
 
-class JointRestore:
-    """One restore of a job, from when its processes are about to begin it to when all
-    have ended."""
+@contextmanager
+def together(job: Job | None, run: str) -> "Generator[JointRestore | None]":
+    """Yields the restore of all processes of a job, who are told where this one fails.
 
-    def __init__(self, job: Job, what: str, board: str, *, seconds: float) -> None:
-        """Begins.
+    Args:
+        job: The processes; None: this one is alone, and so it is None that is yielded.
+        run: Which all of them read.
+    """
+    if job is None:
+        yield None
+        return
+    joint = JointRestore(job, run)
+    try:
+        yield joint
+    except BaseException as e:
+        others = joint.fail(e)
+        if others:
+            assert isinstance(e, UnavailableError)
+            raise UnavailableError(f"{e}; {others}", reason=e.reason) from e
+        raise
+
+
+class JointRestore:
+    """One restore of a job, or only its beginning, where all processes open the same
+    checkpoint."""
+
+    def __init__(self, job: Job, run: str) -> None:
+        """Knows nothing of the others yet.
 
         Args:
             job: The processes.
-            what: Is read, as messages call it.
-            board: Of this restore.
-            seconds: How long to wait for a process that does not begin.
+            run: Which all of them read.
         """
         self.job = job
-        self._what = what
-        self._board = board
-        self._seconds = seconds
+        self._calls = Calls(job, f"read/{run}")
+        self._what = run
+        self._place = ""
+        """On the board."""
+        self._takes_part = False
+        """Whether that is the place of a call that this process takes part in."""
+        self._has_missed = False
+        """Whether process 0 did not call."""
+        self._deadline = NEVER
+        self._seconds = math.inf
+        """How long a process is waited for that does not come ..."""
+        self._end = math.inf
+        """... which is until then."""
         self._is_begun = False
         self._news = count()
         self._failed_at = math.inf
@@ -84,6 +113,55 @@ class JointRestore:
     def own_name(self) -> str:
         """What messages call this process."""
         return self._name(self.job.index)
+
+    def begin(self, asked: str, resolve: Callable[[], str], deadline: Deadline) -> str:
+        """Returns the name of the checkpoint: what process 0 finds, for all.
+
+        Args:
+            asked: What is to be read, as messages call it: "prod/llama-8b@latest".
+            resolve: Finds it.
+            deadline: Until when to wait for the others, here and in ``check``; five
+                minutes at most.
+
+        Raises:
+            StoreError: What process 0 was refused with.
+            InvalidRequestError: It asks for another.
+            UnavailableError: It does not ask for any.
+        """
+        self._what = asked
+        self._deadline = deadline
+        self._seconds = min(deadline.seconds, PATIENCE_SECONDS)
+        self._end = min(deadline.end, time.monotonic() + PATIENCE_SECONDS)
+        if self.job.index == 0:
+            self._take_part(self._calls.lead())
+            try:
+                told = Outcome(name=resolve(), asked=asked)
+            except StoreError as e:
+                refusal = Outcome(
+                    failure=str(e), kind=type(e).__name__, reason=e.reason, asked=asked
+                )
+                self.job.tell(asked_key(self._place), refusal.to_text())
+                raise
+            self.job.tell(asked_key(self._place), told.to_text())
+            return told.name
+        call = self._calls.follow(asked, self._end, self._awaited_call)
+        if call is None:
+            self._has_missed = True
+            raise UnavailableError(self._absence(0).failure)
+        place, told = call
+        self._take_part(place)
+        if told.failure:
+            raise told.error
+        verdict = self.job.told(verdict_key(self._place))
+        if verdict is not None and (given_up := Outcome.of_text(verdict)).failure:
+            raise given_up.error
+        if told.asked != asked:
+            raise InvalidRequestError(
+                f"restore of {asked}: {self._name(0)} asks for {told.asked} at the "
+                "same time; ask for the same in all processes of the job, or with "
+                "processes='this'"
+            )
+        return told.name
 
     def check(self, digest: str, choice: str) -> str:
         """Returns once all processes are about to read the same: what process 0 has
@@ -102,14 +180,16 @@ class JointRestore:
             verdict = self._stands("begin", self._compared(digest, choice))
         else:
             self._tell("begin", Outcome(name=digest))
-            # process 0 may have waited for some of the others before it tells
-            text = self.job.told(self._key("begin", 0), seconds=2 * self._seconds)
+            # process 0 may have come later, and waited as long for some of the others
+            end = min(self._end + self._seconds, self._deadline.end) + GRACE_SECONDS
+            key = verdict_key(self._place)
+            text, news = self._awaited(key, 0, end, grace=2 * GRACE_SECONDS)
             if text is None:
-                verdict = self._stands("begin", self._absence(0))
+                verdict = self._stands("begin", self._absence(0, news))
             else:
                 verdict = Outcome.of_text(text)
         if verdict.failure:
-            raise _BEGINNING[verdict.reason](verdict.failure)
+            raise verdict.error
         self._is_begun = True
         return verdict.name
 
@@ -132,7 +212,9 @@ class JointRestore:
             self._tell("end", _outcome(own))
             # it may have begun later, by as long as it was waited for, and waited
             end += 2 * self._seconds + GRACE_SECONDS
-            text, news = self._awaited(0, end, grace=2 * GRACE_SECONDS)
+            text, news = self._awaited(
+                self._key("end", 0), 0, end, grace=2 * GRACE_SECONDS
+            )
             if text is None:
                 told = self.failure() or f"{self._name(0)} has not ended{news}"
                 verdict = self._stands("end", self._failed(told))
@@ -153,16 +235,26 @@ class JointRestore:
         """Tells why this process has failed, and returns why others have, as far as
         that is known; "": it is not.
 
-        Where it was to begin already, or had ended well, it changes nothing.
+        Where it was to begin already, or had ended well, it changes nothing. Where it
+        was refused before it asked for anything, this is its part in the next call.
         """
         others: list[str] = []
+        if self._has_missed:
+            return ""
         with suppress(StoreError):  # the error that this is about is the one to raise
             told = f"{self.own_name}: {str(error) or type(error).__name__}"
-            self._tell("begin", self._failed(told))
             is_second_hand = isinstance(error, GivenUpError)
-            if self._is_begun and not is_second_hand:
+            is_first = self.job.index == 0
+            if not self._takes_part:
+                self._take_part(self._calls.lead() if is_first else self._calls.next())
+            if not is_second_hand:
                 self.job.tell(self._failure_key, told)
-            if self.job.index != 0:
+            if is_first:
+                verdict = self._failed(told)
+                self.job.tell(asked_key(self._place), verdict.to_text())
+                self._tell("begin", verdict)
+            else:
+                self._tell("begin", Outcome(failure=told))
                 reason = _SECOND_HAND if is_second_hand else ""
                 self._tell("end", Outcome(failure=told, reason=reason))
                 return ""
@@ -204,11 +296,11 @@ class JointRestore:
     @property
     def _failure_key(self) -> str:
         """Of what the first process that failed has told."""
-        return f"{self._board}/failure"
+        return f"{self._place}/failure"
 
     def _key(self, part: str, index: int) -> str:
         """Of what a process tells at the beginning or end: process 0, the verdict."""
-        return f"{self._board}/{part}/{index}"
+        return f"{self._place}/{part}/{index}"
 
     def _tell(self, part: str, outcome: Outcome) -> None:
         self.job.tell(self._key(part, self.job.index), outcome.to_text())
@@ -222,22 +314,22 @@ class JointRestore:
 
     def _compared(self, digest: str, choice: str) -> Outcome:
         """The verdict of process 0 on the beginning."""
-        end = time.monotonic() + self._seconds
         for index in range(1, self.job.count):
-            left = max(0.0, end - time.monotonic())
-            text = self.job.told(self._key("begin", index), seconds=left)
+            key = self._key("begin", index)
+            text, news = self._awaited(key, index, self._end, grace=0)
             if text is None:
-                return self._absence(index)
+                failure = self.failure()
+                return self._failed(failure) if failure else self._absence(index, news)
             told = Outcome.of_text(text)
             if told.failure:
-                return told
+                return self._failed(self.failure() or told.failure)
             if told.name != digest:
                 return Outcome(
                     failure=f"restore of {self._what}: "
                     f"{self._name(index)} asks for other leaves, shardings "
                     f"or another checkpoint than {self._name(0)}; restore "
                     "alike in all processes, or with processes='this'",
-                    reason=InvalidRequestError.__name__,
+                    kind=InvalidRequestError.__name__,
                 )
         return Outcome(name=choice)
 
@@ -253,7 +345,8 @@ class JointRestore:
         readings, absent = list[ProcessReading](), list[str]()
         first_hand, second_hand = list[str](), list[str]()
         for index in range(1, self.job.count):
-            text, news = self._awaited(index, end, grace=GRACE_SECONDS)
+            key = self._key("end", index)
+            text, news = self._awaited(key, index, end, grace=GRACE_SECONDS)
             if text is None:
                 absent.append(f"{self._name(index)} has not ended{news}")
             elif (outcome := Outcome.of_text(text)).failure:
@@ -263,19 +356,33 @@ class JointRestore:
                 readings.append(ProcessReading(**json.loads(outcome.name)))
         return readings, [*(first_hand or second_hand), *absent]
 
+    def _take_part(self, place: str) -> None:
+        """Takes part in a call, and tells so."""
+        self._place, self._takes_part = place, True
+        self._news = count()
+        self.job.tell(self._here_key(self.job.index), "")
+
+    def _awaited_call(self, place: str, end: float) -> Outcome | None:
+        """What process 0 asks for in a call; None: it does not make it in time."""
+        self._place = place
+        text, _ = self._awaited(asked_key(place), 0, end, grace=0)
+        if text is None and (failure := self.failure()):
+            raise self._failed(failure).error
+        return None if text is None else Outcome.of_text(text)
+
     def _awaited(
-        self, index: int, end: float, *, grace: float
+        self, key: str, index: int, end: float, *, grace: float
     ) -> tuple[str | None, str]:
-        """What a process tells at the end, and its last news. Meanwhile, who is waited
-        for is logged.
+        """What a process tells, and its last news. Meanwhile, who is waited for is
+        logged.
 
         Args:
+            key: Under which it tells.
             index: Of the process.
             end: Until when it is waited for; then it is None that it tells.
             grace: How long it is waited for at most once any process has failed.
         """
-        key, seconds = self._key("end", index), LOOK_SECONDS
-        began, news, number = time.monotonic(), "", 0
+        began, news, number, seconds = time.monotonic(), "", 0, LOOK_SECONDS
         log_at = began + seconds
         while True:
             now = time.monotonic()
@@ -300,19 +407,35 @@ class JointRestore:
         self.job.tell(self._news_key(self.job.index, next(self._news)), news)
 
     def _news_key(self, index: int, number: int) -> str:
-        return f"{self._board}/news/{index}/{number}"
+        return f"{self._place}/news/{index}/{number}"
 
-    def _absence(self, index: int) -> Outcome:
+    def _here_key(self, index: int) -> str:
+        """Of what tells that a process takes part."""
+        return f"{self._place}/here/{index}"
+
+    def _absence(self, index: int, news: str = "") -> Outcome:
         """The verdict where a process does not begin."""
-        failure = absence(self.job, index, self._what, self._seconds)
-        return Outcome(failure=failure, reason=UnavailableError.__name__)
+        is_here = self.job.told(self._here_key(index)) is not None
+        why = (
+            f"is not ready to read after {self._seconds:g} s{news}; look for what "
+            "keeps it, or allow more time"
+            if is_here
+            else f"has not asked for it in {self._seconds:g} s; restore in all "
+            "processes of the job, or with processes='this'"
+        )
+        return Outcome(
+            failure=f"restore of {self._what}: {self._name(index)} of {self.job.count} "
+            f"{why}",
+            kind=UnavailableError.__name__,
+            is_absence=True,
+        )
 
     def _failed(self, *told: str) -> Outcome:
         """The verdict where processes have failed."""
         return Outcome(
             failure=f"restore of {self._what} was given up by another process "
             f"of the job: {_listed(told)}",
-            reason=GivenUpError.__name__,
+            kind=GivenUpError.__name__,
         )
 
 
@@ -324,12 +447,3 @@ def _listed(told: Sequence[str]) -> str:
     """What processes told, for messages."""
     more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return "; ".join(told[:_SHOWN]) + more
-
-
-def absence(job: Job, index: int, what: str, seconds: float) -> str:
-    """Returns what messages say of a process that does not read in time."""
-    return (
-        f"restore of {what}: {process_name(job, index)} of {job.count} has not asked "
-        f"for it in {seconds:g} s; restore in all processes of the job, or with "
-        "processes='this'"
-    )

@@ -1,7 +1,6 @@
 """A checkpoint that was opened: its manifest is here, its bytes are not yet."""
 
 import logging
-import math
 import threading
 from collections.abc import (
     Callable,
@@ -16,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 from storesvc.format.grids import Region, whole
 from storesvc.format.layout import RunPlaces
@@ -27,11 +26,11 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._bucket_reads import BucketSource
 from storesvc_client._channel import Connection
 from storesvc_client._direct import DirectSource
-from storesvc_client._durations import checked_length
+from storesvc_client._durations import NEVER, Deadline, checked_length
 from storesvc_client._entries import checked_patterns, checked_texts
 from storesvc_client._globs import Patterns, matching_keys, nearest_keys
-from storesvc_client._joint_reading import JointReading
-from storesvc_client._joint_restore import JointRestore
+from storesvc_client._jobs import Job
+from storesvc_client._joint_restore import JointRestore, together
 from storesvc_client._leasing import Lease
 from storesvc_client._options import DEFAULT_DEADLINE
 from storesvc_client._pausing import collector_paused
@@ -53,12 +52,11 @@ from storesvc_client.errors import (
 )
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh, PartitionSpec
+    from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
+    from storesvc_client._options import Rules, TargetOptions
     from storesvc_client.trees.restoring import Target
-
-    Rules = Sequence[tuple[str, PartitionSpec]] | Literal["recorded"]
 
 READ_AT_ONCE_BYTES: Final = 64 << 20
 """Leaves that ``read`` has in memory."""
@@ -95,12 +93,12 @@ class OpenCheckpoint:
         manifest: Manifest,
         *,
         held_by: Lease | None = None,
-        joint: JointReading | None = None,
+        job: Job | None = None,
     ) -> None:
         self.info = info
         """What the catalogue tells of it."""
         self._held_by = held_by
-        self._joint = joint
+        self._job = job
         self._connection = connection
         self._name = CheckpointName(run, info.step)
         self._manifest = manifest
@@ -141,37 +139,66 @@ class OpenCheckpoint:
         progress: OnProgress | None = None,
     ) -> Any:
         """Returns its state; see ``Run.restore``. Then ``report`` tells of it."""
+        with together(self._job, str(self._name.run)) as joint:
+            what = f"restore of {self.name}: deadline="
+            ends = Deadline.after(checked_length(what, deadline))
+            if joint is not None:
+                joint.begin(self.name, lambda: self._name.resource, ends)
+            return self.restored(
+                joint,
+                ends,
+                select=select,
+                spread=spread,
+                progress=progress,
+                like=like,
+                mesh=mesh,
+                rules=rules,
+                cast=cast,
+                missing=missing,
+            )
+
+    def restored(
+        self,
+        joint: JointRestore | None,
+        deadline: Deadline,
+        *,
+        select: Patterns | None,
+        spread: bool | None,
+        progress: OnProgress | None,
+        **options: "Unpack[TargetOptions]",
+    ) -> Any:
+        """Returns its state, of a restore that all processes have begun.
+
+        Args:
+            joint: Of them; None: this process restores alone.
+            deadline: Of all of it.
+            select: See ``Run.restore``, here and below.
+            spread: ...
+            progress: ...
+            **options: ...
+        """
         from storesvc_client.trees.restoring import Target
 
-        with self._restored_jointly() as joint:
-            with Meter("restore", self.name, progress) as meter:
-                length = checked_length(f"restore of {self.name}: deadline=", deadline)
-                with meter.phase("plan"):
-                    target = Target.choose(
-                        self._manifest.tree,
-                        self.name,
-                        rows=self._rows(select),
-                        like=like,
-                        mesh=mesh,
-                        rules=rules,
-                        cast=cast,
-                        missing=missing,
-                    )
-                with self._held():
-                    assembly = self._assembly(
-                        target.regions(), target.place, meter, length.total_seconds()
-                    )
-                    source = self._source()
-                    if joint is not None:  # last: others wait from here on
-                        with meter.phase("await others"):
-                            source = self._shared_source(source, target, joint, spread)
-                    since = meter.seconds
-                    with joint.telling(assembly.news) if joint else nullcontext():
-                        source.read(assembly.missing, assembly)
-                    reading_seconds = meter.seconds - since
-                with meter.phase("rebuild"):
-                    result = target.result()
-            self.report = _report(source, assembly, joint, reading_seconds)
+        with Meter("restore", self.name, progress) as meter:
+            with meter.phase("plan"):
+                target = Target.choose(
+                    self._manifest.tree, self.name, rows=self._rows(select), **options
+                )
+            with self._held():
+                assembly = self._assembly(
+                    target.regions(), target.place, meter, deadline
+                )
+                source = self._source()
+                if joint is not None:  # last: others wait from here on
+                    with meter.phase("await others"):
+                        source = self._shared_source(source, target, joint, spread)
+                since = meter.seconds
+                with joint.telling(assembly.news) if joint else nullcontext():
+                    source.read(assembly.missing, assembly)
+                reading_seconds = meter.seconds - since
+            with meter.phase("rebuild"):
+                result = target.result()
+        self.report = _report(source, assembly, joint, reading_seconds)
         return result
 
     def read(self, keys: Iterable[str]) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
@@ -262,7 +289,7 @@ class OpenCheckpoint:
     ) -> None:
         """Reads what is wanted."""
         meter = Meter("restore", self.name)
-        assembly = self._assembly(wanted, place, meter, math.inf)
+        assembly = self._assembly(wanted, place, meter, NEVER)
         self._source().read(assembly.missing, assembly)
 
     def _assembly(
@@ -270,7 +297,7 @@ class OpenCheckpoint:
         wanted: Iterable[tuple[int, Sequence[Region]]],
         place: Callable[[Buffer], None],
         meter: Meter,
-        seconds: float,
+        deadline: Deadline,
     ) -> Assembly:
         """The plan of what is wanted."""
         with collector_paused(), meter.phase("plan"):
@@ -280,25 +307,8 @@ class OpenCheckpoint:
                 name=self.name,
                 place=place,
                 meter=meter,
-                seconds=seconds,
+                deadline=deadline,
             )
-
-    @contextmanager
-    def _restored_jointly(self) -> "Generator[JointRestore | None]":
-        """The restore of all processes, who are told where this one fails; None: this
-        process is alone."""
-        if self._joint is None:
-            yield None
-            return
-        joint = self._joint.restore()
-        try:
-            yield joint
-        except BaseException as e:
-            others = joint.fail(e)
-            if others:
-                assert isinstance(e, UnavailableError)
-                raise UnavailableError(f"{e}; {others}", reason=e.reason) from e
-            raise
 
     def _shared_source(
         self,

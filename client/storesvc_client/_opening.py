@@ -1,18 +1,16 @@
 """Opening a checkpoint: its manifest comes, in parts, and is checked."""
 
-import math
-import time
-
 from storesvc.format.manifests import CorruptManifestError, unpack_manifest
 from storesvc.format.names import CheckpointName
 from storesvc_client._channel import Connection
-from storesvc_client._joint_reading import JointReading
+from storesvc_client._durations import NEVER, Deadline
+from storesvc_client._jobs import Job
 from storesvc_client._leasing import Lease
 from storesvc_client._opened import OpenCheckpoint
 from storesvc_client._pausing import collector_paused
 from storesvc_client._retrying import patiently
 from storesvc_client._values import Checkpoint
-from storesvc_client.errors import DataLossError, translated
+from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
@@ -23,8 +21,8 @@ def open_checkpoint(
     *,
     uid: str = "",
     held_by: Lease | None = None,
-    joint: JointReading | None = None,
-    seconds: float = math.inf,
+    job: Job | None = None,
+    deadline: Deadline = NEVER,
 ) -> OpenCheckpoint:
     """Returns a checkpoint with its manifest.
 
@@ -33,8 +31,8 @@ def open_checkpoint(
         name: Which one.
         uid: The very one of this uid, also where it was deleted; "": any.
         held_by: What holds it; None: each read holds it for itself.
-        joint: The processes that read it together; None: this one does.
-        seconds: How long it may take.
+        job: Whose processes read it together; None: this one does.
+        deadline: By when.
 
     Raises:
         NotFoundError: There is none.
@@ -42,13 +40,20 @@ def open_checkpoint(
         UnavailableError: It is not there in time.
     """
     request = api.ReadManifestRequest(name=name.resource, uid=uid)
-    end = time.monotonic() + seconds
-    for attempt in patiently(seconds=seconds):
-        with attempt:
-            left = max(0.0, end - time.monotonic())
-            message, data = _manifest_bytes(
-                connection, request, timeout=min(connection.timeout, left)
-            )
+    try:
+        for attempt in patiently(deadline=deadline):
+            with attempt:
+                message, data = _manifest_bytes(
+                    connection, request, timeout=connection.seconds(deadline)
+                )
+    except UnavailableError as e:
+        if deadline.left > 0:
+            raise
+        raise UnavailableError(
+            f"{name}: expected to be read after {deadline.seconds:g} s, but its "
+            f"manifest is outstanding ({e}); look for what makes its storage slow, or "
+            "allow more time"
+        ) from e
     try:
         with collector_paused():
             manifest = unpack_manifest(
@@ -63,7 +68,7 @@ def open_checkpoint(
         ) from e
     info = Checkpoint.from_message(message)
     return OpenCheckpoint(
-        connection, name.run, info, manifest, held_by=held_by, joint=joint
+        connection, name.run, info, manifest, held_by=held_by, job=job
     )
 
 

@@ -1,12 +1,26 @@
 """Options of saves and restores, as ``Run`` takes them and those pass on who call
 it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Final, Literal, SupportsFloat, TypeAlias, TypedDict
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    SupportsFloat,
+    TypeAlias,
+    TypedDict,
+)
 
 from storesvc.format.names import Which
 from storesvc_client._progress import OnProgress
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, PartitionSpec
+    from numpy.typing import DTypeLike
+
+    Rules = Sequence[tuple[str, PartitionSpec]] | Literal["recorded"]
 
 SnapshotMode: TypeAlias = Literal["host", "device", "auto", "none"]
 IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
@@ -14,6 +28,16 @@ Processes: TypeAlias = Literal["all", "this"]
 
 DEFAULT_DEADLINE: Final = timedelta(hours=1)
 """How long a restore may take."""
+
+
+class TargetOptions(TypedDict):
+    """See ``Run.restore``."""
+
+    like: Any
+    mesh: "Mesh | None"
+    rules: "Rules | None"
+    cast: "DTypeLike | None"
+    missing: Literal["error", "init"]
 
 
 class ReadOptions(TypedDict, total=False):

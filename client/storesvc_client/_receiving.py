@@ -7,7 +7,6 @@ of a chunk or by ``spread``. Nothing is believed: a piece that was not asked for
 refused, and every chunk is checked against the manifest.
 """
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +20,7 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
+from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._layouts import (
     Bytes,
     Goal,
@@ -126,7 +126,7 @@ class Assembly:
         name: str,
         place: Callable[[Buffer], None],
         meter: Meter | None = None,
-        seconds: float = math.inf,
+        deadline: Deadline = NEVER,
         within: "Assembly | None" = None,
     ) -> None:
         """Plans a restore.
@@ -138,7 +138,7 @@ class Assembly:
             place: Called with each buffer once it is filled and checked, from
                 the thread that brought its last piece.
             meter: Takes note of what is done; None: nobody asks.
-            seconds: How long all of it may take, from when the meter began.
+            deadline: By when all of it must be here.
             within: Of a restore that this is a part of, and whose deadline counts; its
                 meter takes note of all but the bytes.
         """
@@ -150,7 +150,7 @@ class Assembly:
         self._manifest = manifest
         self._name = name
         self._place = place
-        self._seconds = seconds
+        self._deadline = deadline
         self._lock = threading.Lock()
         self._chunks: dict[int, _Chunk] = {}
         layouts: dict[tuple[int, tuple[Region, ...]], Layout] = {}
@@ -343,7 +343,7 @@ class Assembly:
         """How long the rest may take."""
         if self._within is not None:
             return self._within.seconds_left
-        return self._seconds - self.meter.seconds
+        return self._deadline.left
 
     def check_time(self) -> None:
         """Refuses to go on where the restore takes longer than it may.
@@ -360,9 +360,9 @@ class Assembly:
         if not outstanding:
             return
         raise UnavailableError(
-            f"restore of {self._name}: expected to be done after {self._seconds:.3g} "
-            f"s, but {outstanding}; look for what makes its storage slow, or allow "
-            "more time"
+            f"restore of {self._name}: expected to be done after "
+            f"{self._deadline.seconds:g} s, but {outstanding}; look for what makes its "
+            "storage slow, or allow more time"
         )
 
     @property

@@ -1,8 +1,8 @@
 """Patience with a server that does not answer: how often, and how long between."""
 
-import math
 from typing import TYPE_CHECKING, Final
 
+from storesvc_client._durations import NEVER, Deadline
 from storesvc_client.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ BEGINNINGS: Final = 5
 
 
 def patiently(
-    least_attempts: int = LEAST_ATTEMPTS, *, seconds: float = math.inf
+    least_attempts: int = LEAST_ATTEMPTS, *, deadline: Deadline = NEVER
 ) -> "Retrying":
     """Returns attempts at a call that may be repeated.
 
@@ -27,7 +27,7 @@ def patiently(
 
     Args:
         least_attempts: That are made, however long each takes ...
-        seconds: ... up to so long.
+        deadline: ... until then.
 
     >>> for attempt in patiently():
     ...     with attempt:
@@ -47,7 +47,7 @@ def patiently(
     return Retrying(
         retry=retry_if_exception_type(UnavailableError),
         stop=stop_any(
-            stop_after_delay(seconds),
+            stop_after_delay(deadline.left),
             stop_all(
                 stop_after_delay(PATIENCE_SECONDS), stop_after_attempt(least_attempts)
             ),

@@ -1,13 +1,13 @@
 """A training run: its checkpoints, and how state goes in and out."""
 
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from storesvc.format.names import CheckpointName, Which
 from storesvc_client._collecting import RunUsage
-from storesvc_client._durations import checked_length
+from storesvc_client._durations import Deadline, checked_length
 from storesvc_client._entries import checked_choice
 from storesvc_client._globs import Patterns
 from storesvc_client._inspecting import RunInspection
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
-    from storesvc_client._joint_reading import JointReading
-    from storesvc_client._opened import OpenCheckpoint, Rules
-
-
-PATIENCE: Final = timedelta(minutes=5)
-"""How long a restore waits for a process that does not take part."""
+    from storesvc_client._joint_restore import JointRestore
+    from storesvc_client._opened import OpenCheckpoint
+    from storesvc_client._options import Rules
 
 
 class Run(
@@ -60,36 +57,23 @@ class Run(
             which: A step, "latest", or a tag.
             processes: Whether "all" processes of a ``jax.distributed`` job open the
                 same checkpoint, and restore it together, or "this" one reads it alone.
-            deadline: How long its manifest may take to come, and how long it may wait
-                for a process that does not open it.
+            deadline: How long it may take; five minutes at most, how long to wait for a
+                process that does not open it.
 
         Raises:
             NotFoundError: There is no such run or checkpoint.
+            InvalidRequestError: An argument is not usable, or process 0 opens another.
             DataLossError: Its manifest is damaged.
-            UnavailableError: Process 0 does not open it.
+            UnavailableError: It does not come in time, or a process of the job does not
+                open it; names it.
+            GivenUpError: Other processes of the job have failed; says why.
         """
-        # Late, as all that needs NumPy: lists of checkpoints must not wait for it.
-        from storesvc_client._opening import open_checkpoint
-
-        checked_choice(f"{self.name}: processes=", processes, Processes)
-        name = self._checkpoint_name(which)
-        patience = checked_length(f"{self.name}: deadline=", deadline)
-        joint = _joint_reading(str(name), patience) if processes == "all" else None
-        if joint is None:
-            return open_checkpoint(
-                self._connection, name, seconds=patience.total_seconds()
-            )
-        found = joint.agreed(lambda: self._fixed_name(which).resource)
-        try:
-            return open_checkpoint(
-                self._connection,
-                CheckpointName.from_resource(found),
-                joint=joint,
-                seconds=patience.total_seconds(),
-            )
-        except BaseException as e:
-            joint.restore().fail(e)  # which the others are about to begin
-            raise
+        with self._together(processes) as joint:
+            ends = self._ends(deadline)
+            opened = self._opened(which, joint, ends)
+            if joint is not None:
+                joint.check(opened.info.uid, "")
+        return opened
 
     def restore(
         self,
@@ -154,7 +138,8 @@ class Run(
         Raises:
             NotFoundError: There is no such run or checkpoint, or no leaf that a
                 glob or an expression matches.
-            InvalidRequestError: An argument is not usable.
+            InvalidRequestError: An argument is not usable, or the processes of the job
+                ask for different checkpoints, leaves or shardings; names them.
             MismatchError: The checkpoint does not fit; lists every leaf.
             DataLossError: Stored bytes are damaged; names leaf and chunk.
             UnavailableError: It is not done at the deadline; lists what is
@@ -162,20 +147,49 @@ class Run(
             GivenUpError: Other processes of the job have failed, or are not done at the
                 deadline; names them, and says why, or what they lack.
         """
-        began = time.monotonic()
-        opened = self.open(which, processes=processes, deadline=deadline)
-        took = timedelta(seconds=time.monotonic() - began)
-        return opened.restore(
-            like=like,
-            mesh=mesh,
-            rules=rules,
-            select=select,
-            cast=cast,
-            missing=missing,
-            spread=spread,
-            deadline=max(deadline - took, timedelta(milliseconds=1)),
-            progress=progress,
-        )
+        with self._together(processes) as joint:
+            ends = self._ends(deadline)
+            return self._opened(which, joint, ends).restored(
+                joint,
+                ends,
+                select=select,
+                spread=spread,
+                progress=progress,
+                like=like,
+                mesh=mesh,
+                rules=rules,
+                cast=cast,
+                missing=missing,
+            )
+
+    @contextmanager
+    def _together(self, processes: Processes) -> "Generator[JointRestore | None]":
+        """The restore of all processes of the job; None: of this one alone."""
+        # Late, as all that needs NumPy: lists of checkpoints must not wait for it.
+        from storesvc_client._joint_restore import together
+        from storesvc_client.trees.processes import job_of_process
+
+        checked_choice(f"{self.name}: processes=", processes, Processes)
+        job = job_of_process() if processes == "all" else None
+        with together(job, self.name) as joint:
+            yield joint
+
+    def _ends(self, deadline: timedelta) -> Deadline:
+        return Deadline.after(checked_length(f"{self.name}: deadline=", deadline))
+
+    def _opened(
+        self, which: Which, joint: "JointRestore | None", deadline: Deadline
+    ) -> "OpenCheckpoint":
+        """A checkpoint, which in a job is that of process 0."""
+        from storesvc_client._opening import open_checkpoint
+
+        name, job = self._checkpoint_name(which), None
+        if joint is not None:
+            found = joint.begin(
+                str(name), lambda: self._fixed_name(which, deadline).resource, deadline
+            )
+            name, job = CheckpointName.from_resource(found), joint.job
+        return open_checkpoint(self._connection, name, job=job, deadline=deadline)
 
     def checkpoints(self, *, on_damage: OnDamage = None) -> Iterator[Checkpoint]:
         """Yields the checkpoints, newest first.
@@ -247,16 +261,3 @@ class Run(
             DataLossError: Stored bytes are damaged; names leaf and chunk.
         """
         return self.open(which).read(keys)
-
-
-def _joint_reading(what: str, patience: timedelta) -> "JointReading | None":
-    """The reading of all processes of a job; None: this process is alone."""
-    from storesvc_client._joint_reading import JointReading
-    from storesvc_client.trees.processes import job_of_process
-
-    job = job_of_process()
-    return (
-        None
-        if job is None
-        else JointReading(job, what, patience=min(patience, PATIENCE))
-    )

@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
 from storesvc_client._channel import Connection
+from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._pages import OnDamage, rows
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -45,13 +46,14 @@ class RunBase:
         except InvalidNameError as e:
             raise InvalidRequestError(str(e)) from e
 
-    def _fixed_name(self, which: Which) -> CheckpointName:
+    def _fixed_name(self, which: Which, deadline: Deadline = NEVER) -> CheckpointName:
         """The name of a checkpoint by its step."""
         name = self._checkpoint_name(which)
         if isinstance(name.which, int):
             return name
         request = api.GetCheckpointRequest(name=name.resource)
-        found = self._ask(self._stub.GetCheckpoint, request).checkpoint
+        ask = self._connection.ask
+        found = ask(self._stub.GetCheckpoint, request, deadline).checkpoint
         return CheckpointName.from_resource(found.name)
 
     def _ask(self, method: Callable[..., T], request: Message) -> T:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client._client import Client
-    from storesvc_client._opened import OpenCheckpoint, Rules
+    from storesvc_client._opened import OpenCheckpoint
+    from storesvc_client._options import Rules
 
 __all__ = ["restore_model", "restore_state", "save_model", "save_state"]
 

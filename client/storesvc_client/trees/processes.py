@@ -47,13 +47,20 @@ class _JaxJob:
         self.count = jax.process_count()
         self._board = board
         self._lock = Lock()
-        self._asked: Counter[str] = Counter()
+        self._passed: Counter[str] = Counter()
 
-    def ordinal(self, what: str) -> int:
-        """See ``Job.ordinal``."""
+    def passed(self, what: str) -> int:
+        """See ``Job.passed``."""
         with self._lock:
-            self._asked[what] += 1
-            return self._asked[what] - 1
+            return self._passed[what]
+
+    def advance(self, what: str, passed: int, to: int) -> bool:
+        """See ``Job.advance``."""
+        with self._lock:
+            was_so = self._passed[what] == passed
+            if was_so:
+                self._passed[what] = to
+            return was_so
 
     def tell(self, key: str, text: str) -> None:
         """See ``Job.tell``."""

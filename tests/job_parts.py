@@ -232,6 +232,9 @@ def fails(target: str) -> list[str]:
         if index != 2:
             run.save(4, {"w": leaf(8)}, lease=lease).result()
 
+    def other_steps() -> None:
+        run.save(8 + index, {"w": leaf(8)}, lease=lease).result()
+
     def exists() -> None:
         run.save(0, {"w": leaf(8)}, lease=lease).result()
 
@@ -251,7 +254,7 @@ def fails(target: str) -> list[str]:
         run.save(0, {"w": leaf(8)}).result()
         acts = [
             *(another_plan, unsupported, refused, not_refused),
-            *(never_begun, never_called, exists, alone, elsewhere, well),
+            *(never_begun, never_called, other_steps, exists, alone, elsewhere, well),
         ]
         told = []
         for act in acts:

@@ -273,7 +273,7 @@ def test_a_board_that_is_gone_hides_no_failure() -> None:
     process = Unreachable(ThreadJob(2), 0)
 
     assert "" == JointRestore(process, "tests/run").fail(KeyboardInterrupt())
-    JointSave(process, "tests/run@1").fail(KeyboardInterrupt())
+    JointSave(process, "tests/run", 1).fail(KeyboardInterrupt())
 
 
 def test_the_last_word_of_a_progress_callback_is_before_the_end(tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
     told = run_job("tests.job_parts:fails", 3, devices=1, target=tmp_path.as_uri())
 
     another_plan, unsupported, refused, not_refused, *rest = zip(*told, strict=True)
-    never_begun, never_called, exists, alone, elsewhere, well = rest
+    never_begun, never_called, other_steps, *rest = rest
+    exists, alone, elsewhere, well = rest
 
     leaf = "leaf 'z': expected (3,) float64, got (4,) float64"
     assert all(leaf in each for each in another_plan), another_plan
@@ -144,6 +145,14 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
     assert all("process 0" in each for each in never_begun[1:]), never_begun
     assert all("process 2" in each for each in never_called[:2]), never_called
     assert all("not finished" in each for each in never_called[:2]), never_called
+    others = [rf"process {i} \S+ \(its last save is of step {8 + i}\)" for i in (1, 2)]
+    unfinished = f"@8: {others[0]}, {others[1]} of 3 processes have not finished"
+    assert re.search(unfinished, other_steps[0]), other_steps
+    for index in (1, 2):
+        never = (
+            rf"@{8 + index}: process 0 \S+ \(its last save is of step 8\) of 3 has not"
+        )
+        assert re.search(never, other_steps[index]), other_steps
     assert all("exists already" in each for each in exists), exists
     assert all("its array spans other processes" in each for each in alone), alone
     assert all("process 1" in each for each in (elsewhere[0], elsewhere[2]))
@@ -221,7 +230,7 @@ def test_a_board_that_is_gone_fails_no_save_that_is_committed(
     joined = threading.local()
     monkeypatch.setattr(_joint_part, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(
-        _saving, "_joint_save", lambda name: JointSave(joined.process, name)
+        _saving, "_joint_save", lambda *what: JointSave(joined.process, *what)
     )
     job = ThreadJob(3)
 

@@ -6,6 +6,7 @@ more than one other process.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -81,15 +82,38 @@ class Outcome:
 class JointSave:
     """One save of a job: what its processes tell each other of it."""
 
-    def __init__(self, job: Job, name: str) -> None:
-        """Begins.
+    def __init__(self, job: Job, run: str, step: int) -> None:
+        """Begins, and tells so.
 
         Args:
             job: The processes.
-            name: Of the checkpoint. Saved twice, it is two saves.
+            run: Of the checkpoint.
+            step: Its own. Saved twice, it is two saves.
         """
+        name = f"{run}@{step}"
         self.job = job
+        self._step = str(step)
+        self._steps = f"storesvc/steps/{run}"
         self._board = f"storesvc/save/{name}/{ordinal(job, name)}"
+        with suppress(StoreError):  # who is not told is told the rest
+            number = ordinal(job, self._steps)
+            job.tell(f"{self._steps}/{job.index}/{number}", self._step)
+
+    def other_step(self, index: int) -> str:
+        """Returns the step that another process has saved last, or is saving; "": it is
+        this one, or not known."""
+
+        def step(number: int) -> str | None:
+            return self.job.told(f"{self._steps}/{index}/{number}")
+
+        with suppress(StoreError):
+            beyond = 1
+            while step(beyond - 1) is not None:
+                beyond *= 2
+            saves = bisect_left(range(beyond), 1, key=lambda n: step(n) is None)
+            last = step(saves - 1)
+            return "" if last in (None, self._step) else str(last)
+        return ""
 
     def begin(self, upload: str) -> None:
         """Tells which upload process 0 has begun."""

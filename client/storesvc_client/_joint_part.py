@@ -37,6 +37,9 @@ from storesvc_proto.v1 import upload_service_pb2 as api
 LOOK_SECONDS: Final = 5.0
 """How often the store is asked what became of an upload; news of it come sooner."""
 
+TURN_SECONDS: Final = 0.1
+"""How often at most."""
+
 LOG_SECONDS: Final = 10.0
 """After which it is logged who is waited for; then after twice as long, and so on."""
 
@@ -99,7 +102,7 @@ class JointPart(Part):
                 raise
             raise ConflictError(
                 f"save of {self.described}: the upload that "
-                f"{process_name(self._joint.job, 0)} began is not, or not any more, in "
+                f"{self._name(0)} began is not, or not any more, in "
                 f"the store at {self._connection.address}; connect all processes to "
                 "one store, and save again"
             ) from e
@@ -155,9 +158,9 @@ class JointPart(Part):
         outcome = self._joint.begun(seconds=seconds)
         if outcome is None:
             raise UnavailableError(
-                f"save of {self.described}: {process_name(self._joint.job, 0)} of "
-                f"{self.writer_count} has not begun it in {seconds:g} s; every process "
-                "of the job must save each step, and run still"
+                f"save of {self.described}: {self._named(0)} of {self.writer_count} "
+                f"has not begun it in {seconds:g} s; every process of the job must "
+                "save each step, and run still"
             )
         self._check(outcome)
         return outcome.name
@@ -183,8 +186,8 @@ class JointPart(Part):
         lease = self.described.lease.total_seconds()
         last, since = None, self._meter.clock()
         begun, log_seconds = since, LOG_SECONDS
+        seconds = 0.0
         while True:
-            seconds = min(LOOK_SECONDS, lease / 4)
             outcome = self._ended(seconds=seconds)
             if outcome is not None:
                 self._check(outcome)
@@ -212,9 +215,11 @@ class JointPart(Part):
                 raise UnavailableError(
                     f"save of {self.described}: {self._missing(upload)} have not "
                     f"finished, and nothing was heard of them for {lease:g} s; start "
-                    "them again and save the step again, which goes on where this "
-                    "stopped"
+                    "them again and save the step again in all, which goes on where "
+                    "this stopped"
                 )
+            left = since + lease - self._meter.clock()
+            seconds = max(TURN_SECONDS, min(LOOK_SECONDS, lease / 4, left))
 
     def _ended(self, *, seconds: float = 0.0) -> Outcome | None:
         """How it ended, as the others tell; None: nothing in that time. Where they
@@ -237,14 +242,19 @@ class JointPart(Part):
                 f"{outcome.failure}"
             )
 
+    def _named(self, index: int) -> str:
+        """A process that is waited for."""
+        name, other = self._name(index), self._joint.other_step(index)
+        return f"{name} (its last save is of step {other})" if other else name
+
+    def _name(self, index: int) -> str:
+        return process_name(self._joint.job, index)
+
     def _missing(self, upload: api.Upload | None) -> str:
         """The processes that have not finished, for messages."""
         if upload is None:
             return "all processes"
-        named = [
-            process_name(self._joint.job, writer)
-            for writer in upload.unfinished_writers[:_SHOWN]
-        ]
+        named = [self._named(writer) for writer in upload.unfinished_writers[:_SHOWN]]
         more = self.writer_count - upload.finished_writer_count - len(named)
         rest = f" and {more} more" if more else ""
         return f"{', '.join(named)}{rest} of {self.writer_count} processes"

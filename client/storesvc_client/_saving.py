@@ -138,7 +138,7 @@ class RunSaving(RunBase):
         """
         checked_choice(f"save to {self.name}: processes=", processes, Processes)
         number = self._checked_step(step)
-        joint = _joint_save(f"{self._name}@{number}") if processes == "all" else None
+        joint = _joint_save(self.name, number) if processes == "all" else None
         try:
             self._connection.check_open()
             checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
@@ -375,13 +375,13 @@ class RunSaving(RunBase):
         )
 
 
-def _joint_save(name: str) -> "JointSave | None":
+def _joint_save(run: str, step: int) -> "JointSave | None":
     """The save of all processes of a job; None: this process is alone."""
     from storesvc_client._jobs import JointSave
     from storesvc_client.trees.processes import job_of_process
 
     job = job_of_process()
-    return None if job is None else JointSave(job, name)
+    return None if job is None else JointSave(job, run, step)
 
 
 def _part(

@@ -83,10 +83,15 @@ def storage_at(root: str) -> Storage:
     """Returns the storage at a root.
 
     Raises:
-        InvalidFieldError: The root is not a URI of a storage we know, or has an option
-            that this storage has not.
+        InvalidFieldError: The root is not a URI of a storage we know, has a fragment,
+            or an option that this storage has not, or one twice.
     """
     url = urlsplit(root)
+    if "#" in root:
+        raise InvalidFieldError(
+            f"root {root!r}: expected no fragment, got '#{url.fragment}'; write a '#' "
+            "of a name as %23"
+        )
     match url.scheme:
         case "file" if not url.netloc and url.path and not url.query:
             path = Path(unquote(url.path)).as_posix()
@@ -162,12 +167,18 @@ def _remote(
 
 
 def _options(root: str, url: SplitResult, known: Sequence[str]) -> dict[str, str]:
-    options = dict(parse_qsl(url.query, keep_blank_values=True))
+    given = parse_qsl(url.query, keep_blank_values=True)
+    options = dict(given)
     unknown = [name for name in options if name not in known]
     if unknown:
         raise InvalidFieldError(
             f"root {root!r}: expected the options {', '.join(known[:-1])} and "
             f"{known[-1]}, got {', '.join(unknown)}"
+        )
+    if len(options) < len(given):
+        raise InvalidFieldError(
+            f"root {root!r}: expected each option once, got {url.query!r}; leave all "
+            "but one out"
         )
     return options
 

@@ -600,6 +600,15 @@ def test_other_roots_are_refused(root: str) -> None:
         storage_at(root)
 
 
+@pytest.mark.parametrize("root", ["file:///a#b", "memory://#", "gs://bkt/x#b"])
+def test_a_root_with_a_fragment_is_refused(root: str) -> None:
+    fragment = root.partition("#")[2]
+    with pytest.raises(
+        InvalidFieldError, match=f"expected no fragment, got '#{fragment}'"
+    ):
+        storage_at(root)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -607,6 +616,7 @@ def test_other_roots_are_refused(root: str) -> None:
         ("concurrency=0", "concurrency=1 to 4096"),
         ("concurrency=many", "concurrency=1 to 4096"),
         ("concurency=9", "the options concurrency and driver, got concurency"),
+        ("concurrency=3&concurrency=4", "each option once, got 'concurrency=3&con"),
     ],
 )
 def test_options_that_a_bucket_has_not_are_refused(options: str, expected: str) -> None:

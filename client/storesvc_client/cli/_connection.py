@@ -72,7 +72,7 @@ class Connection:
     def _check_root(self) -> None:
         """Refuses a root without a store: opening it would make one there."""
         url = urlsplit(self.target)
-        if url.scheme == "file" and not url.netloc:
+        if url.scheme == "file" and not (url.netloc or url.query or url.fragment):
             root = str(Path(unquote(url.path)))
             is_store = (Path(root) / STORE).exists()
         elif url.scheme in _BUCKETS:

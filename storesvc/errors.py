@@ -46,7 +46,8 @@ class StoreError(Exception):
     """Base of every refusal."""
 
     def __init__(self, message: str, **metadata: str) -> None:
-        super().__init__(message)
+        # what a storage told at its end may have one, and others go on after it
+        super().__init__(message.removesuffix("."))
         self.metadata = metadata
         """Values for ``google.rpc.ErrorInfo.metadata``."""
 

@@ -301,6 +301,15 @@ def test_a_bucket_that_lets_nobody_in_is_told(
         gcs.allow(BUCKET)
 
 
+def test_the_full_stop_of_what_a_bucket_says_ends_no_sentence_of_ours(
+    served: tuple[ServerProcess, str], gcs: FakeGcs
+) -> None:
+    gcs.fault("GET /.*store", Status(400, message="The bucket is odd."), times=ALWAYS)
+    with pytest.raises(store.UnavailableError, match=r"is odd, or leave direct= out$"):
+        store.connect(served[0].address, direct=served[1])
+    gcs.clear()
+
+
 def test_without_the_packages_of_a_bucket_it_is_told_which_to_install(
     served: tuple[ServerProcess, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,7 @@
 """What the client refuses, and how it says so."""
 
+import math
+import re
 import socket
 import subprocess
 import sys
@@ -475,11 +477,39 @@ def test_a_save_whose_server_is_gone_says_so(
         "ftp://x",
         "file://host/x",
         "a:b:1",
+        "file:///a#b",
+        "gs://bucket/a?concurrency=3&concurrency=4",
     ],
 )
 def test_a_target_that_cannot_be_is_refused(target: str) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected"):
         store.connect(target)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, True, "5", None])
+def test_a_timeout_that_cannot_be_is_refused(server_address: str, timeout: Any) -> None:
+    got = re.escape(
+        f"timeout: expected seconds above 0, at most 31536000, got {timeout!r}"
+    )
+    with pytest.raises(store.InvalidRequestError, match=f"^{got}$"):
+        store.connect(server_address, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"ca": "a"}, {"cert": "a", "key": "b"}, {"insecure": True}],
+)
+@pytest.mark.parametrize(
+    "target", ["gs://bucket/a", "s3://bucket/a", "file:///a", "memory://"]
+)
+def test_what_secures_a_connection_is_refused_where_a_root_needs_none(
+    target: str, given: dict[str, Any]
+) -> None:
+    names = ", ".join(f"{name}=" for name in given)
+    with pytest.raises(
+        store.InvalidRequestError, match=f"store {target}: .* got {names};"
+    ):
+        store.connect(target, **given)
 
 
 @pytest.mark.parametrize("name", ["", "run", "a/b/c", "A/b", "../b"])

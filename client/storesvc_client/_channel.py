@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -29,6 +30,9 @@ T = TypeVar("T")
 
 MAX_FRAME_BYTES: Final = 2 << 20
 """Bytes of data in a frame: also the fastest size to ship bytes in."""
+
+MAX_TIMEOUT: Final = 365 * 24 * 3600
+"""Seconds that a call may be given: what gRPC cannot count, it takes for none."""
 
 DEFAULT_STAGING_BYTES: Final = 4 << 30
 """Host memory that saves may take."""
@@ -208,15 +212,25 @@ def open_connection(
     """Returns a connection to a target; nothing is sent yet.
 
     Raises:
-        InvalidRequestError: The target is neither a root nor HOST:PORT, or a
-            certificate cannot be used.
+        InvalidRequestError: The target is neither a root nor HOST:PORT, a certificate
+            cannot be used, or what is given for servers is given for a root, or the
+            timeout is none.
         UnavailableError: A name in a list of servers has no address.
     """
+    if (
+        not isinstance(timeout, Real)
+        or isinstance(timeout, bool)
+        or not 0 < timeout <= MAX_TIMEOUT
+    ):
+        raise InvalidRequestError(
+            f"timeout: expected seconds above 0, at most {MAX_TIMEOUT}, got {timeout!r}"
+        )
     if staging_bytes < MIN_BUDGET_BYTES:
         raise InvalidRequestError(
             f"staging_bytes: expected at least {MIN_BUDGET_BYTES}, got {staging_bytes}"
         )
     if is_root(target):
+        _check_bare(target, ca=ca, cert=cert, key=key, insecure=insecure)
         server = start_embedded(target)
         return Connection(
             lambda number: grpc.insecure_channel(
@@ -237,6 +251,17 @@ def open_connection(
         staging_bytes=staging_bytes,
         refusal=lambda: refusal(servers, tls) if tls else None,
     )
+
+
+def _check_bare(target: str, **given: object) -> None:
+    """Refuses what secures a connection where none leaves this process."""
+    useless = [f"{name}=" for name, value in given.items() if value]
+    if useless:
+        raise InvalidRequestError(
+            f"store {target}: expected nothing that secures a connection with a root, "
+            f"whose server is in this process, got {', '.join(useless)}; leave it out, "
+            "or give HOST:PORT"
+        )
 
 
 def _tls(

@@ -59,9 +59,10 @@ def connect(
             calls that begin then use what they hold.
         key: A PEM file with its private key, without a password.
         insecure: Whether to speak plaintext to another machine. To this machine
-            it is spoken anyway, unless ``ca`` or ``cert`` is given.
-        timeout: Seconds that a call may take. Saves and restores may take longer,
-            but not stall for longer than the server's limit.
+            it is spoken anyway, unless ``ca`` or ``cert`` is given. Neither this nor
+            certificates go with a root.
+        timeout: Seconds, above 0, that a call may take. Saves and restores may take
+            longer, but not stall for longer than the server's limit.
         direct: The root of the store that the server serves, ``file:///PATH`` where
             this machine has it too, ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``:
             then saves and restores write and read its data files by themselves,
@@ -71,8 +72,8 @@ def connect(
             for the next save. At least 128 MiB.
 
     Raises:
-        InvalidRequestError: The target or a certificate is not usable, or another
-            store, or none, is at ``direct``.
+        InvalidRequestError: The target, a certificate or the timeout is not usable, or
+            another store, or none, is at ``direct``.
         UnavailableError: The store does not answer, or its certificate or that of this
             client is refused, or the bucket at ``direct`` lets nobody in.
     """

@@ -6,8 +6,10 @@ server of the machine or pod (workload identity). Where there are none TensorSto
 on as nobody, silently, so this one is asked first.
 """
 
+import json
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from storesvc.errors import InvalidFieldError
@@ -16,6 +18,8 @@ from storesvc.storages import GRPC_DRIVER, Storage
 if TYPE_CHECKING:
     from google.auth.transport import Request
     from google.cloud.storage import Bucket
+
+FILE: Final = "GOOGLE_APPLICATION_CREDENTIALS"
 
 ENDPOINT: Final = "TENSORSTORE_GCS_HTTP_URL"
 TOKEN: Final = "GOOGLE_AUTH_TOKEN_FOR_TESTING"  # noqa: S105 - a name
@@ -33,7 +37,7 @@ def bucket_of(storage: Storage) -> "Bucket":
 
     Raises:
         InvalidFieldError: The packages that speak to it are not installed, or there
-            are no credentials.
+            are no credentials, or none in the file that the environment names.
     """
     try:
         from google.auth.credentials import AnonymousCredentials
@@ -69,12 +73,30 @@ def _credentials(storage: Storage) -> tuple[Any, str | None]:
 
     try:
         return google.auth.default(_SCOPES, request=_searching())
-    except DefaultCredentialsError as e:
+    # the others come of a file that cannot be read, or holds other JSON
+    except (DefaultCredentialsError, OSError, AttributeError) as e:
+        if file := os.environ.get(FILE):
+            raise InvalidFieldError(
+                f"root {storage.name}: expected credentials in the file that {FILE} "
+                f"names, got {file} ({_fault(file)}); correct one of them, or unset "
+                "the variable"
+            ) from e
         raise InvalidFieldError(
             f"root {storage.name}: expected Application Default Credentials, got none; "
             "run `gcloud auth application-default login`, or let the workload have an "
             "identity"
         ) from e
+
+
+def _fault(file: str) -> str:
+    """What is wrong with a file of credentials; tells nothing that it holds."""
+    try:
+        json.loads(Path(file).read_bytes())
+    except OSError as e:
+        return e.strerror or str(e)
+    except ValueError:
+        return "it is no JSON"
+    return "it is JSON, and not of whole credentials"
 
 
 def _searching() -> "Request":

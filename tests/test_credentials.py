@@ -125,6 +125,39 @@ def test_without_credentials_it_is_told_which_are_expected(
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (None, "No such file or directory"),
+        ("secret", "it is no JSON"),
+        ('["secret"]', "it is JSON, and not of whole credentials"),
+        ('{"type": "secret"}', "it is JSON, and not of whole credentials"),
+        ('{"type": "service_account"}', "it is JSON, and not of whole credentials"),
+    ],
+)
+def test_a_file_of_credentials_that_does_not_do_is_told_by_its_name_alone(
+    tokens: Tokens,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: str | None,
+    fault: str,
+) -> None:
+    del tokens
+    file, root = tmp_path / "key.json", gcs_root()
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+
+    with pytest.raises(store.InvalidRequestError) as told:
+        store.connect(root)
+
+    assert (
+        f"root {root}: expected credentials in the file that "
+        f"GOOGLE_APPLICATION_CREDENTIALS names, got {file} ({fault}); correct one of "
+        "them, or unset the variable"
+    ) == str(told.value)
+
+
 def test_grpc_is_for_googles_own_storage(gcs: FakeGcs) -> None:
     """Else its lists would be those of another."""
     del gcs

@@ -439,7 +439,7 @@ def test_no_server_is_one_sentence_with_the_address() -> None:
     assert time.monotonic() - began < 5
     assert (
         "store 127.0.0.1:1 cannot be reached (Connection refused); "
-        "is its server running?"
+        "start its server, or correct the address"
     ) == str(caught.value)
 
 

@@ -100,8 +100,17 @@ def test_a_server_need_not_ask_for_certificates(
 
     with store.connect(server.address, ca=setting.authority.certificate) as client:
         assert client.info().store_uid
-    with pytest.raises(store.UnavailableError):
-        store.connect(server.address)  # plaintext
+
+
+@pytest.mark.usefixtures("_endless_patience")
+def test_a_server_that_wants_tls_is_told_at_once(setting: Setting) -> None:
+    address = setting.server.address
+    with pytest.raises(store.UnavailableError) as told:
+        store.connect(address)
+    assert (
+        f"store {address}: {address} wants TLS: expected ca, a file with its "
+        "authorities, without insecure, got plaintext"
+    ) == str(told.value)
 
 
 @pytest.mark.usefixtures("_endless_patience")
@@ -160,7 +169,10 @@ def test_each_server_of_a_list_answers_to_the_name_of_the_first(
 def test_a_server_that_speaks_plaintext_is_told_at_once(
     setting: Setting, server_address: str
 ) -> None:
-    with pytest.raises(store.UnavailableError, match="does not speak TLS"):
+    expected = (
+        r"does not speak TLS \(WRONG_VERSION_NUMBER\); give it a cert.*, or insec"
+    )
+    with pytest.raises(store.UnavailableError, match=expected):
         store.connect(server_address, ca=setting.authority.certificate)
 
 

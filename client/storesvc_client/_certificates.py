@@ -94,14 +94,21 @@ class Tls:
         return {name: file for name, file in files.items() if file is not None}
 
 
-def refusal(target: Target, tls: Tls) -> str | None:
+def refusal(target: Target, tls: Tls | None) -> str | None:
     """Returns why a server and a client do not come together, where it is for their
-    certificates; asks the server, as gRPC does not always say.
+    certificates, or as one has none; asks the server, as gRPC does not always say.
 
     Raises:
         InvalidRequestError: The client's files cannot be used any more.
     """
     host, port = target.hosts[0]
+    if tls is None:
+        if not _speaks_tls(host, port):
+            return None
+        return (
+            f"store {target.text}: {host}:{port} wants TLS: expected ca, a file with "
+            "its authorities, without insecure, got plaintext"
+        )
     context = tls.context()
     try:
         with (
@@ -121,7 +128,8 @@ def refusal(target: Target, tls: Tls) -> str | None:
     except ssl.SSLError as e:
         if "ALERT" not in (e.reason or ""):
             return (
-                f"store {target.text}: {host}:{port} does not speak TLS ({_cause(e)})"
+                f"store {target.text}: {host}:{port} does not speak TLS ({_cause(e)}); "
+                "give it a certificate, or insecure in place of ca, cert and key"
             )
     except ConnectionResetError:
         pass
@@ -136,6 +144,22 @@ def refusal(target: Target, tls: Tls) -> str | None:
         f"store {target.text}: {host}:{port} refuses the certificate {tls.cert}; it is "
         "of another authority than the server trusts, or expired"
     )
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    """Whether a server does; it is told nothing, and not believed either."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection((host, port), _ASK_SECONDS) as plain,
+            context.wrap_socket(plain),
+        ):
+            return True
+    except OSError:  # it is not there, or slow, or speaks something else
+        return False
 
 
 def _read(name: str, file: Path) -> bytes:

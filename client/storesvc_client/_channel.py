@@ -249,7 +249,7 @@ def open_connection(
         timeout=timeout,
         end=lambda: None,
         staging_bytes=staging_bytes,
-        refusal=lambda: refusal(servers, tls) if tls else None,
+        refusal=lambda: refusal(servers, tls),
     )
 
 

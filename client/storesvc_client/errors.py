@@ -174,7 +174,8 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
         details = (e.details() or "no cause given").removesuffix(": OK")
         cause = details.rpartition(": ")[2].strip("[]")
         return UnavailableError(
-            f"store {address} cannot be reached ({cause}); is its server running?"
+            f"store {address} cannot be reached ({cause}); start its server, or "
+            "correct the address"
         )
     if e.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnavailableError(

@@ -27,6 +27,10 @@ RETRY_SECONDS: Final[dict[type[errors.StoreError], int]] = {
 }
 """After how long the same call may succeed, where that is all that it takes."""
 
+_ANSWERED: Final = ("grpc-retry-pushback-ms", "-1")
+"""Has gRPC not repeat by itself what is answered: its last try may come too late, and
+then hides why those before failed. Callers, who see that, repeat it."""
+
 _PREFIX: Final = "ERROR_REASON_"
 
 
@@ -162,5 +166,8 @@ async def refuse(
     context: "grpc.aio.ServicerContext[object, object]", error: errors.StoreError
 ) -> NoReturn:
     """Ends a call with an error."""
-    await context.abort_with_status(rpc_status.to_status(status_of(error)))
-    raise AssertionError("abort_with_status returned")
+    status = rpc_status.to_status(status_of(error))
+    await context.abort(
+        status.code, status.details, (*status.trailing_metadata, _ANSWERED)
+    )
+    raise AssertionError("abort returned")

@@ -255,7 +255,7 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
     gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(storages.RETRIES, "max_retries", 1)
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.0)
     with store.connect(root) as client:
         run = client.run("tests/gcs")
         run.save(1, {"x": 1}).result()
@@ -264,8 +264,25 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
         with pytest.raises(store.UnavailableError, match=f"{root}/.*storage failed"):
             run.checkpoint(1)
 
+        # of each call of ours TensorStore makes two, and gRPC no more
+        refused = [asked for asked in gcs.log if asked.status == 503]
+        assert 2 * _retrying.LEAST_ATTEMPTS == len(refused)
         gcs.clear()
         assert 1 == run.latest().step
+
+
+@pytest.mark.emulated
+def test_a_call_that_a_storage_keeps_a_server_from_answering_is_told_so(
+    gcs: FakeGcs, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.0)
+    server = ServerProcess(tmp_path, tmp_path, uri=root)
+    server.start()
+    with store.connect(server.address, timeout=4) as client:
+        gcs.fault("GET /", Stall(), times=ALWAYS)
+        with pytest.raises(store.UnavailableError, match="has waited for its storage"):
+            client.run("tests/gcs").checkpoint(1)
+    server.kill()
 
 
 @pytest.mark.emulated

@@ -15,6 +15,7 @@ from storesvc.errors import (
     InvalidFieldError,
     LimitExceededError,
     StalledError,
+    StorageUnavailableError,
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
@@ -35,6 +36,14 @@ TAKE_SECONDS: Final = 15.0
 CALL_SECONDS: Final = 60.0
 """How long a call that gathers a table may take."""
 
+WAY_SECONDS: Final = 1.0
+"""How long a last answer may be on its way."""
+
+_KEPT: Final = (
+    "the server has waited for its storage, or for the stream, as long as the call may "
+    "take; try again, or allow more time"
+)
+
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
@@ -53,14 +62,18 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def refusals(context: Context) -> AsyncIterator[None]:
-    """Ends the call with the status of any refusal raised inside."""
+    """Ends the call with the status of any refusal raised inside, and before its time
+    is over: who gives a call up hears nothing of what it was kept by."""
     try:
-        yield
+        async with asyncio.timeout(_answer_seconds(context)) as limit:
+            yield
     except InvalidNameError as e:
         await refuse(context, InvalidFieldError(str(e)))
     except StoreError as e:
         await refuse(context, e)
     except TimeoutError:
+        if limit.expired():
+            await refuse(context, StorageUnavailableError(_KEPT))
         late = f"the call took longer than {CALL_SECONDS:.0f} s; repeat it"
         await refuse(context, StalledError(late))
     except grpc.aio.AbortError:
@@ -72,6 +85,12 @@ async def refusals(context: Context) -> AsyncIterator[None]:
             grpc.StatusCode.INTERNAL,
             f"a bug of the server, {bug} in its log; please report it",
         )
+
+
+def _answer_seconds(context: Context) -> float | None:
+    """How long a call may take here; None: as long as it wants."""
+    left = context.time_remaining()
+    return None if left is None else left - min(left / 4, WAY_SECONDS)
 
 
 async def first(stream: AsyncIterator[T], part: str) -> T:

@@ -1,5 +1,10 @@
 """storectl ping: what probes ask."""
 
+import signal
+import socket
+import subprocess
+import sys
+
 import storesvc
 from tests.command_line import document, printed, refusal
 from tests.server_process import ServerProcess
@@ -18,3 +23,16 @@ def test_a_server_that_takes_calls_tells_what_it_serves(server: ServerProcess) -
 
 def test_a_server_that_is_gone_is_refused_in_a_sentence() -> None:
     assert "store 127.0.0.1:1 cannot be reached" in refusal("127.0.0.1:1", "ping")
+
+
+def test_ctrl_c_ends_a_command_in_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = (sys.executable, "-m", "storesvc_client.cli", "-s", address, "ping")
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            connection, _ = silent.accept()
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=60)
+        connection.close()
+
+    assert (130, "storectl: interrupted\n") == (process.returncode, told)

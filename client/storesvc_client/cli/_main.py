@@ -8,7 +8,7 @@ import click
 
 from storesvc_client.cli._arguments import store_target
 from storesvc_client.cli._connection import DEFAULT_TARGET, Connection
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli._refusal import Interrupted, Refusal
 
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "diff", "verify", "watch"),
@@ -30,6 +30,9 @@ class _Group(click.Group):
             if verbose and e.__cause__:
                 raise e.__cause__ from None
             raise
+        except KeyboardInterrupt as e:
+            told = ["interrupted", *getattr(e, "__notes__", [])]
+            raise Interrupted("; ".join(told)) from e
         except (click.ClickException, click.Abort, click.exceptions.Exit):
             raise
         except Exception as e:
@@ -140,7 +143,8 @@ def main(
       storectl get 'prod/llama-8b@latest:params/**/kernel' -o kernels.npz
       storectl tag prod/llama-8b@500 best
 
-    Exit code 0: done; 1: refused, for the reason on stderr; 2: wrong usage.
+    Exit code 0: done; 1: refused, for the reason on stderr; 2: wrong usage;
+    130: interrupted.
     Completion in bash: eval "$(_STORECTL_COMPLETE=bash_source storectl)"; zsh and
     fish alike.
     """

@@ -13,3 +13,9 @@ class Refusal(click.ClickException):
     def show(self, file: IO[Any] | None = None) -> None:
         """Prints the sentence."""
         click.echo(f"storectl: {self.format_message()}", file=file, err=file is None)
+
+
+class Interrupted(Refusal):
+    """Ctrl-C; its exit code is that of shells."""
+
+    exit_code = 130

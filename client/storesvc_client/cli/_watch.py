@@ -17,15 +17,12 @@ from storesvc_client.cli._output import (
     size_text,
 )
 from storesvc_client.cli._paths import NamespacePath, RunPath
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli._refusal import Interrupted, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from storesvc_client import Client, Event
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells count it."""
 
 
 @click.command()
@@ -70,7 +67,7 @@ def watch(
                 for event in islice(events, count):
                     click.echo(_json_line(event) if as_json else _line(event))
     except KeyboardInterrupt:
-        raise click.exceptions.Exit(INTERRUPTED) from None
+        raise click.exceptions.Exit(Interrupted.exit_code) from None
 
 
 @contextmanager

@@ -3,8 +3,10 @@
 import asyncio
 import mmap
 import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from storesvc_client import _retrying
 from storesvc_client._acknowledging import Acknowledging
 from storesvc_client._staging import Staging
 from tests.contract import tree_of
+from tests.server_process import ServerProcess
 
 MIB = 1 << 20
 
@@ -46,6 +49,51 @@ def test_a_save_that_fails_gives_all_its_staging_back(
     with pytest.raises(store.StoreError):
         run.save(2, state, base=None).result()
     assert 0 == local._connection.staging._used_bytes
+
+
+_INTERRUPTED = """
+import os, signal, sys
+import storesvc_client as store
+from storesvc_client._save import Save
+
+address, server, how = sys.argv[1:]
+waits = Save.wait
+
+def wait(save):
+    Save.wait = waits
+    signal.raise_signal(signal.SIGINT)
+
+Save.wait = wait
+client = store.connect(address)
+os.kill(int(server), signal.SIGSTOP)
+client.run("tests/stopped").save(1, {"x": 1})
+if how == "close":
+    client.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "exit"])
+def test_ctrl_c_gives_a_save_up_that_is_waited_for_and_says_so_once(
+    start_server: Callable[..., ServerProcess], how: str
+) -> None:
+    server = start_server()
+    ended = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, server.address, str(server.pid), how],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    said = (
+        "the save of tests/stopped@1 was given up; where the step is saved again it "
+        "goes on from what was stored\n"
+    )
+    if how == "exit":
+        assert f"storesvc_client: {said}" == ended.stderr
+    else:
+        assert ended.stderr.endswith(f"\nKeyboardInterrupt\n{said}")
+        assert 1 == ended.stderr.count("Traceback")
 
 
 def test_saves_that_fail_do_not_stop_the_next_one(

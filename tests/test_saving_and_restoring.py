@@ -462,7 +462,10 @@ def test_a_save_whose_server_is_gone_says_so(
     client = store.connect(server.address)
     server.kill()
 
-    with pytest.raises(store.UnavailableError, match=server.address):
+    named = "save of tests/gone@0, which goes on from what was stored where the step is"
+    with pytest.raises(
+        store.UnavailableError, match=f"{named} saved again: store {server.address} "
+    ):
         client.run("tests/gone").save(0, {"x": 1}).result()
     client.close()
 

@@ -194,7 +194,8 @@ class Client(ClientCollection):
     def close(self) -> None:
         """Waits for saves in the background, then ends the connection.
 
-        It ends whatever the saves come to.
+        It ends whatever the saves come to. Ctrl-C gives them up, which a note of its
+        ``KeyboardInterrupt`` tells.
 
         Raises:
             StoreError: What a save failed with, if nobody has seen it.
@@ -206,6 +207,14 @@ class Client(ClientCollection):
                     run.wait()
                 except Exception as e:  # noqa: BLE001 - every other save must end too
                     errors.append(e)
+        except KeyboardInterrupt as e:
+            for run in list(self._runs.values()):
+                for name in run.forget():
+                    e.add_note(
+                        f"the save of {name} was given up; where the step is saved "
+                        "again it goes on from what was stored"
+                    )
+            raise
         finally:
             self._connection.close()
         for other in errors[1:]:
@@ -230,6 +239,11 @@ class Client(ClientCollection):
             self.close()
         except Exception as unseen:  # noqa: BLE001 - it must not hide the first
             error.add_note(f"a save in the background failed too: {unseen}")
+        except KeyboardInterrupt as again:
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            for note in getattr(again, "__notes__", []):
+                error.add_note(note)
 
 
 def _close_at_exit(reference: "weakref.ref[Client]") -> None:
@@ -242,6 +256,9 @@ def _close_at_exit(reference: "weakref.ref[Client]") -> None:
                 client.close()
             except Exception as e:  # noqa: BLE001 - nobody is left to catch it
                 print(f"storesvc_client: {e}", file=sys.stderr)
+            except KeyboardInterrupt as e:
+                for note in getattr(e, "__notes__", []):
+                    print(f"storesvc_client: {note}", file=sys.stderr)
 
     # Not atexit: that comes after executors refuse work, and a save needs them.
     threading._register_atexit(close)  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public hook so early

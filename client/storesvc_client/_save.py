@@ -83,9 +83,13 @@ class Save:
         """Waits for the end, good or bad."""
         wait([self._future])
 
-    def drop(self) -> None:
-        """Waits for the end of a save whose caller knows that it was given up."""
+    def forget(self) -> None:
+        """Has nobody else told of its end, whose caller knows that it is given up."""
         self._observed = True
+
+    def drop(self) -> None:
+        """Forgets it, and waits for its end."""
+        self.forget()
         self.wait()
 
     def raise_unseen(self) -> None:

@@ -185,6 +185,14 @@ class RunSaving(RunBase):
         with self._lock:
             self._wait()
 
+    def forget(self) -> list[str]:
+        """Forgets the saves that are under way, as their connection ends; returns of
+        what checkpoints they are."""
+        forgotten = [save for save in self._under_way if not save.done()]
+        for save in forgotten:
+            save.forget()
+        return [f"{self.name}@{save.step}" for save in forgotten]
+
     def _wait(self) -> None:
         """Waits for all saves; raises the first error that nobody has seen."""
         try:
@@ -301,7 +309,7 @@ class RunSaving(RunBase):
     def _saved(
         self, upload: "Upload", plan: "Plan", base: str, meter: Meter
     ) -> "Saved":
-        with meter:
+        with meter, upload.named():
             self._written(upload, base)
             saved = upload.commit()
             self._last_saved = plan, saved
@@ -314,7 +322,7 @@ class RunSaving(RunBase):
     def _awaited(
         self, written: "Future[None]", upload: "Upload", plan: "Plan", meter: Meter
     ) -> "Saved":
-        with meter:
+        with meter, upload.named():
             written.result()
             saved = upload.commit()
             self._last_saved = plan, saved

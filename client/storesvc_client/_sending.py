@@ -6,9 +6,10 @@ chunks already, their sums are sent first, and only the chunks that it lacks fol
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -142,6 +143,19 @@ class Upload:
             self._explain(e)
             raise
         return Saved(checkpoint, self._report(), self._sums.result())
+
+    @contextmanager
+    def named(self) -> Generator[None]:
+        """Raises what is unavailable as an error of this save."""
+        try:
+            yield
+        except UnavailableError as e:
+            raise UnavailableError(
+                f"save of {self._part.described}, which goes on from what was stored "
+                f"where the step is saved again: {e}",
+                reason=e.reason,
+                metadata=e.metadata,
+            ) from e
 
     def claimable(self, known: Sums, chunks: I64) -> I64:
         """Returns those of some chunks that the store holds with known sums; none

@@ -104,10 +104,12 @@ def test_a_token_goes_on_with_another_client(
         again = another.run(run.name).watch(token)
         save(run, 3)
         assert [2, 3] == steps(again, 2)
-        with pytest.raises(store.InvalidRequestError, match="expected a token of"):
+        with pytest.raises(store.InvalidRequestError, match="one of its events, got"):
             another.run("tests/not-it").watch(token)
-        with pytest.raises(store.InvalidRequestError):
-            another.watch("tests", "yesterday")
+        for since in ("yesterday", ""):
+            wrong = f"watch of tests: expected since= 'now', .* got {since!r}$"
+            with pytest.raises(store.InvalidRequestError, match=wrong):
+                another.watch("tests", since)
         with pytest.raises(store.InvalidRequestError, match="namespace"):
             another.watch("No Such")
 

@@ -71,15 +71,22 @@ def watch(
     Raises:
         StoreError: As ``RunWatch.watch``.
     """
-    if not is_text(since):
-        raise InvalidRequestError(
-            f"watch of {parent}: expected since= 'now', 'latest' or a resume token, "
-            f"got {since!r}"
-        )
+    name = parent.removeprefix("namespaces/").replace("/runs/", "/")
+    wrong = (
+        f"watch of {name}: expected since= 'now', 'latest' or the resume_token of one "
+        f"of its events, got {since!r}"
+    )
+    if not is_text(since) or not since:
+        raise InvalidRequestError(wrong)
     events = _events(connection, parent, since, latest_of)
     # As far as the beginning: what happens after this call is seen, and closing a
     # generator ends the call only where the generator has begun.
-    next(events)
+    try:
+        next(events)
+    except InvalidRequestError as e:
+        if e.reason != "INVALID_RESUME_TOKEN":
+            raise
+        raise InvalidRequestError(wrong, reason=e.reason, metadata=e.metadata) from e
     return cast("Generator[Event]", events)
 
 

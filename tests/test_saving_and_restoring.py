@@ -404,8 +404,8 @@ def test_a_restore_lists_every_difference_at_once(run: store.Run) -> None:
     message = str(caught.value)
     for part in (
         f"{run.name}@0 does not fit the target",
-        "leaf 'missing' is missing from it: expected () bool",
-        "leaf 'unexpected' is not expected: got a Python scalar (int64)",
+        "leaf 'missing': expected () bool, got none",
+        "leaf 'unexpected': expected none, got a Python scalar (int64)",
         "leaf 'shape': expected (3, 2) float64, got (2, 3) float64",
         "leaf 'dtype': expected (2,) bfloat16, got (2,) float32",
         "leaf 'key': expected (2,) uint32, got PRNG keys () threefry2x32",

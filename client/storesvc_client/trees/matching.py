@@ -108,7 +108,7 @@ def match_like(
         saved = tree.leaves[row]
         leaf = by_key.get(key)
         if leaf is None:
-            problems.append(f"leaf {key!r} is not expected: got {_saved(saved)}")
+            problems.append(f"leaf {key!r}: expected none, got {_saved(saved)}")
             continue
         found = signature(leaf.value)
         if found is None or not _fits(saved, found, cast):
@@ -154,7 +154,7 @@ def cast_name(cast: Any) -> str | None:
 
 
 def _absence(leaf: NamedLeaf) -> str:
-    return f"leaf {leaf.key!r} is missing from it: expected {_describe(leaf)}"
+    return f"leaf {leaf.key!r}: expected {_describe(leaf)}, got none"
 
 
 def _kept(

@@ -4,8 +4,12 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import storesvc
+import storesvc_client as store
 from tests.command_line import document, printed, refusal
 from tests.server_process import ServerProcess
 
@@ -23,6 +27,18 @@ def test_a_server_that_takes_calls_tells_what_it_serves(server: ServerProcess) -
 
 def test_a_server_that_is_gone_is_refused_in_a_sentence() -> None:
     assert "store 127.0.0.1:1 cannot be reached" in refusal("127.0.0.1:1", "ping")
+
+
+def test_certificates_in_the_environment_are_for_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, file = (tmp_path / "store").as_uri(), tmp_path / "ca.pem"
+    file.touch()
+    store.connect(root).close()
+    monkeypatch.setenv("STORECTL_CA", str(file))
+
+    assert document(root, "ping")["store_uid"]
+    assert "got ca=; leave it out" in refusal(root, "--ca", str(file), "ping")
 
 
 def test_ctrl_c_ends_a_command_in_a_sentence() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 import click
+from click.core import ParameterSource
 
 from storesvc.format.layout import STORE
 from storesvc_client._pausing import collector_paused
@@ -62,12 +63,23 @@ class Connection:
             self._check_root()
             return storesvc_client.connect(
                 self.target,
-                ca=self.ca,
-                cert=self.cert,
-                key=self.key,
+                **self._certificates(),
                 insecure=self.insecure,
                 timeout=self.timeout,
             )
+
+    def _certificates(self) -> dict[str, Path | None]:
+        """Those to connect with: what stands in the environment is for servers."""
+        from storesvc_client._targets import is_root
+
+        files = {"ca": self.ca, "cert": self.cert, "key": self.key}
+        if not is_root(self.target):
+            return files
+        source = click.get_current_context().find_root().get_parameter_source
+        return {
+            name: None if source(name) is ParameterSource.ENVIRONMENT else file
+            for name, file in files.items()
+        }
 
     def _check_root(self) -> None:
         """Refuses a root without a store: opening it would make one there."""

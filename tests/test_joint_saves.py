@@ -146,8 +146,9 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
     assert all("process 2" in each for each in never_called[:2]), never_called
     assert all("not finished" in each for each in never_called[:2]), never_called
     others = [rf"process {i} \S+ \(its last save is of step {8 + i}\)" for i in (1, 2)]
-    unfinished = f"@8: {others[0]}, {others[1]} of 3 processes have not finished"
-    assert re.search(unfinished, other_steps[0]), other_steps
+    unfinished = f"{others[0]}, {others[1]} of 3 processes have not finished"
+    expected = f"UnavailableError: save of tests/job@8: {unfinished}"
+    assert re.match(expected, other_steps[0]), other_steps
     for index in (1, 2):
         never = (
             rf"@{8 + index}: process 0 \S+ \(its last save is of step 8\) of 3 has not"

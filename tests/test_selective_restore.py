@@ -103,6 +103,8 @@ def test_a_glob_that_selects_nothing_names_what_is_near(run: store.Run) -> None:
 
     with pytest.raises(store.NotFoundError, match=r"'moments/nu'.*nearest: moments/mu"):
         run.restore(0, select="moments/nu")
+    with pytest.raises(store.NotFoundError, match="'zzz'; list its leaves to see all"):
+        run.restore(0, select="zzz")
 
 
 def test_floating_leaves_are_cast_and_others_are_not(run: store.Run) -> None:

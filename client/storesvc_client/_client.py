@@ -209,7 +209,7 @@ class Client(ClientCollection):
                     errors.append(e)
         except KeyboardInterrupt as e:
             for run in list(self._runs.values()):
-                for name in run.forget():
+                for name in run._forget():  # noqa: SLF001 - of no use to others
                     e.add_note(
                         f"the save of {name} was given up; where the step is saved "
                         "again it goes on from what was stored"

@@ -275,9 +275,14 @@ class OpenCheckpoint:
         for glob in checked_patterns(f"restore of {self.name}: select=", select):
             keys = matching_keys(glob, by_key)
             if not keys:
-                nearest = ", ".join(nearest_keys(glob, by_key)) or "none"
+                nearest = ", ".join(nearest_keys(glob, by_key))
                 raise NotFoundError(
-                    f"no leaf of {self.name} matches {glob!r}; nearest: {nearest}"
+                    f"no leaf of {self.name} matches {glob!r}; "
+                    + (
+                        f"nearest: {nearest}"
+                        if nearest
+                        else "list its leaves to see all"
+                    )
                 )
             rows.update(by_key[key] for key in keys)
         return sorted(rows)

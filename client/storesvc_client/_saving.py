@@ -185,7 +185,7 @@ class RunSaving(RunBase):
         with self._lock:
             self._wait()
 
-    def forget(self) -> list[str]:
+    def _forget(self) -> list[str]:
         """Forgets the saves that are under way, as their connection ends; returns of
         what checkpoints they are."""
         forgotten = [save for save in self._under_way if not save.done()]

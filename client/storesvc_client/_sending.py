@@ -147,11 +147,14 @@ class Upload:
     @contextmanager
     def named(self) -> Generator[None]:
         """Raises what is unavailable as an error of this save."""
+        what = f"save of {self._part.described}"
         try:
             yield
         except UnavailableError as e:
+            if str(e).startswith(what):
+                raise
             raise UnavailableError(
-                f"save of {self._part.described}, which goes on from what was stored "
+                f"{what}, which goes on from what was stored "
                 f"where the step is saved again: {e}",
                 reason=e.reason,
                 metadata=e.metadata,

@@ -61,25 +61,27 @@ class Connection:
         # Much is imported, and all of it stays.
         with collector_paused(), _libraries_told():
             self._check_root()
+            ca, cert, key = self._certificates()
             return storesvc_client.connect(
                 self.target,
-                **self._certificates(),
+                ca=ca,
+                cert=cert,
+                key=key,
                 insecure=self.insecure,
                 timeout=self.timeout,
             )
 
-    def _certificates(self) -> dict[str, Path | None]:
-        """Those to connect with: what stands in the environment is for servers."""
+    def _certificates(self) -> list[Path | None]:
+        """The files to connect with: what stands in the environment is for servers."""
         from storesvc_client._targets import is_root
 
-        files = {"ca": self.ca, "cert": self.cert, "key": self.key}
-        if not is_root(self.target):
-            return files
         source = click.get_current_context().find_root().get_parameter_source
-        return {
-            name: None if source(name) is ParameterSource.ENVIRONMENT else file
-            for name, file in files.items()
-        }
+        return [
+            None
+            if is_root(self.target) and source(name) is ParameterSource.ENVIRONMENT
+            else file
+            for name, file in (("ca", self.ca), ("cert", self.cert), ("key", self.key))
+        ]
 
     def _check_root(self) -> None:
         """Refuses a root without a store: opening it would make one there."""

@@ -46,7 +46,8 @@ class Bucket(Protocol):
     """A storage.
 
     Every method raises ``StorageUnavailableError`` where the storage does not
-    answer, and ``StorageFullError`` where it is full.
+    answer, ``StorageDeniedError`` where it lets us not in, or not do this, and
+    ``StorageFullError`` where it is full.
     """
 
     async def read(self, place: str) -> Stored | None:

@@ -27,7 +27,7 @@ from storesvc.bucket import Bucket, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.endings import Ending, Endings
-from storesvc.errors import StorageUnavailableError, StoreError
+from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
 from storesvc.expiry import Expiry
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout
@@ -72,7 +72,7 @@ class Progress:
     postponed: str = ""
     """Why something was left for the next time."""
     is_unavailable: bool = False
-    """Whether that is because the storage did not answer."""
+    """Whether that is because the storage did not answer, or denied it."""
 
     def after(self, endings: Endings) -> "Progress":
         """Returns the progress once something ended."""
@@ -90,7 +90,9 @@ class Progress:
         return replace(
             self,
             postponed=str(error),
-            is_unavailable=isinstance(error, StorageUnavailableError),
+            is_unavailable=isinstance(
+                error, StorageDeniedError | StorageUnavailableError
+            ),
         )
 
     def knowing(self, garbage: Garbage, grace: timedelta) -> "Progress":
@@ -106,8 +108,9 @@ class Progress:
 
 
 class Patience:
-    """With a storage that does not answer, over the runs of a pass: it ends after a few
-    in a row, because each takes as long as a storage is waited for."""
+    """With a storage that does not answer, or denies us, over the runs of a pass: it
+    ends after a few in a row, because the others would meet the same, each for as long
+    as a storage is waited for."""
 
     def __init__(self) -> None:
         self._unanswered = 0
@@ -127,7 +130,7 @@ class Patience:
         return Progress(
             run=run,
             is_done=True,
-            postponed=f"the storage did not answer in {_RUNS_UNANSWERED} runs in a "
+            postponed=f"the storage did nothing for {_RUNS_UNANSWERED} runs in a "
             "row before this one; collect again later",
             is_unavailable=True,
         )

@@ -32,6 +32,7 @@ The tree::
     ├── FormatUnsupportedError
     ├── CorruptDataError
     ├── LimitExceededError
+    ├── StorageDeniedError
     ├── StorageFullError
     ├── StorageUnavailableError
     └── StalledError
@@ -166,6 +167,10 @@ class CorruptDataError(StoreError):
 
 class LimitExceededError(StoreError):
     """A limit of the server."""
+
+
+class StorageDeniedError(StoreError):
+    """The storage does not accept our credentials, or denies them something."""
 
 
 class StorageFullError(StoreError):

@@ -8,12 +8,13 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from storesvc import deadlines
-from storesvc.errors import StorageUnavailableError
+from storesvc.errors import StorageUnavailableError, StoreError
 from storesvc.gcs_client import bucket_of
 from storesvc.storage_errors import denied, no_bucket, translated, unaccepted
 from storesvc.storages import Storage
 
 if TYPE_CHECKING:
+    from google.auth.exceptions import GoogleAuthError
     from google.cloud.storage import Bucket
 
 RETRY_SECONDS: Final = 30.0
@@ -51,6 +52,7 @@ class GcsLists:
             after: Only those after this place.
 
         Raises:
+            StorageDeniedError: The storage lets us not in, or not do this.
             StorageUnavailableError: A page cannot be had.
         """
         found: list[str] = []
@@ -66,7 +68,8 @@ class GcsLists:
 
         Raises:
             InvalidFieldError: It is not.
-            StorageUnavailableError: It does not answer, or lets nobody in.
+            StorageDeniedError: It lets us not in.
+            StorageUnavailableError: It does not answer.
         """
         from google.api_core.exceptions import NotFound
 
@@ -111,16 +114,28 @@ class GcsLists:
         return []
 
 
-def _error(storage: Storage, prefix: str, cause: Exception) -> StorageUnavailableError:
+def _error(storage: Storage, prefix: str, cause: Exception) -> StoreError:
     from google.api_core.exceptions import Forbidden, Unauthorized
     from google.auth.exceptions import GoogleAuthError
 
     place, told = storage.describe(prefix), _told(cause)
-    if isinstance(cause, Unauthorized | GoogleAuthError):
+    is_about_tokens = isinstance(cause, GoogleAuthError) and not _is_passing(cause)
+    if is_about_tokens or isinstance(cause, Unauthorized):
         return unaccepted(place, told)
     if isinstance(cause, Forbidden):
         return denied(storage, place, told)
     return StorageUnavailableError(f"{place}: the storage failed: {told}")
+
+
+def _is_passing(cause: "GoogleAuthError") -> bool:
+    """Whether who hands out tokens has not answered, rather than refused."""
+    from google.auth.exceptions import GoogleAuthError, TransportError
+
+    while cause.args and isinstance(cause.args[0], GoogleAuthError):
+        cause = cause.args[0]
+    # beside its message it has what was answered
+    is_unanswered = isinstance(cause, TransportError) and len(cause.args) == 1
+    return cause.retryable or is_unanswered
 
 
 def _told(cause: object) -> str:

@@ -101,7 +101,8 @@ class KvBucket:
         Raises:
             InvalidFieldError: The root is not a URI of a storage we know, or of a
                 bucket that is not there.
-            StorageUnavailableError: The storage does not answer, or lets nobody in.
+            StorageDeniedError: The storage lets us not in.
+            StorageUnavailableError: It does not answer.
         """
         storage = storage_at(root)
         lists, deletes = None, None
@@ -442,7 +443,8 @@ async def _check_bucket(storage: Storage, root: "ts.KvStore") -> None:
 
     Raises:
         InvalidFieldError: It is not.
-        StorageUnavailableError: It does not answer, or lets nobody in.
+        StorageDeniedError: It lets us not in.
+        StorageUnavailableError: It does not answer.
     """
     with translated(storage, ""):
         try:

@@ -11,7 +11,11 @@ from contextlib import suppress
 from typing import Final, ParamSpec, TypeVar
 
 from storesvc.bucket import IF_ABSENT, Bucket, PreconditionError
-from storesvc.errors import StorageFullError, StorageUnavailableError
+from storesvc.errors import (
+    StorageDeniedError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 from storesvc.format import layout
 
 RESERVE_BYTES: Final = 1 << 20
@@ -44,8 +48,12 @@ class Reserve:
                 await self._bucket.write(
                     layout.RESERVE, bytes(RESERVE_BYTES), condition=IF_ABSENT
                 )
-            except (StorageFullError, StorageUnavailableError):
-                _log.warning("no space for %s yet", layout.RESERVE)
+            except (
+                StorageDeniedError,
+                StorageFullError,
+                StorageUnavailableError,
+            ) as e:
+                _log.warning("%s is not kept yet: %s", layout.RESERVE, e)
 
     async def spent_on(
         self,

@@ -86,7 +86,8 @@ class S3Deletes:
 
         Raises:
             PreconditionError: It is not.
-            StorageUnavailableError: The storage does not answer, or lets nobody in.
+            StorageDeniedError: The storage lets us not in, or not do this.
+            StorageUnavailableError: It failed, or does not answer.
         """
         loop = asyncio.get_running_loop()
         asked = loop.run_in_executor(self._threads, self._delete, place, generation)

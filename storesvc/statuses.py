@@ -113,6 +113,9 @@ WIRE: Final[dict[type[errors.StoreError], Wire]] = {
     errors.FormatUnsupportedError: Wire(
         code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_FORMAT_UNSUPPORTED
     ),
+    errors.StorageDeniedError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_STORAGE_DENIED
+    ),
     errors.CorruptDataError: Wire(code_pb2.DATA_LOSS, pb.ERROR_REASON_CORRUPT_DATA),
     errors.LimitExceededError: Wire(
         code_pb2.RESOURCE_EXHAUSTED, pb.ERROR_REASON_LIMIT_EXCEEDED

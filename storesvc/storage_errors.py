@@ -10,6 +10,7 @@ from typing import Final
 from storesvc.errors import (
     CorruptDataError,
     InvalidFieldError,
+    StorageDeniedError,
     StorageFullError,
     StorageUnavailableError,
     StoreError,
@@ -40,8 +41,9 @@ def translated(storage: Storage, place: str) -> Generator[None]:
 
     Raises:
         CorruptDataError: What is stored there is damaged, or shorter than it was.
-        StorageFullError: The storage is full.
-        StorageUnavailableError: It failed, does not answer, or lets nobody in.
+        StorageDeniedError: The storage lets us not in, or not do this.
+        StorageFullError: It is full.
+        StorageUnavailableError: It failed, or does not answer.
     """
     try:
         yield
@@ -78,17 +80,17 @@ def is_about_who_asks(text: str) -> bool:
     return any(sign in text for sign in _UNACCEPTED)
 
 
-def denied(storage: Storage, place: str, told: str) -> StorageUnavailableError:
+def denied(storage: Storage, place: str, told: str) -> StorageDeniedError:
     """Returns what is said where the storage knows who asks, and lets them not."""
-    return StorageUnavailableError(
+    return StorageDeniedError(
         f"{place}: the storage denies this to our credentials ({told}); let them read, "
         f"write, list and delete objects below {storage.name}"
     )
 
 
-def unaccepted(place: str, told: str) -> StorageUnavailableError:
+def unaccepted(place: str, told: str) -> StorageDeniedError:
     """Returns what is said where the storage does not know who asks."""
-    return StorageUnavailableError(
+    return StorageDeniedError(
         f"{place}: the storage does not accept our credentials ({told}); renew them, "
         "and see that their account exists and the clock is right"
     )

@@ -24,6 +24,8 @@ class MetadataServer:
         """Of the tokens from now on."""
         self.has_account = True
         """Whether there is a service account to hand out tokens of."""
+        self.is_busy = False
+        """Whether it answers nothing else than that it cannot now."""
         self.handed_out = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever)
@@ -47,6 +49,8 @@ class MetadataServer:
 
     def answer(self, path: str) -> tuple[HTTPStatus, str]:
         """Returns the status and the text of an answer."""
+        if self.is_busy:
+            return HTTPStatus.SERVICE_UNAVAILABLE, "busy"
         if path == "/":
             return HTTPStatus.OK, "computeMetadata/\n"
         if path == "/computeMetadata/v1/project/project-id":

@@ -185,7 +185,7 @@ def test_what_a_broken_save_had_written_is_not_written_again(
     run = direct.run("tests/broken")
     gcs.fault("POST /upload.*pool", Status(403), times=ALWAYS, after=8)
 
-    with pytest.raises(store.UnavailableError, match="denies this to our credentials"):
+    with pytest.raises(store.PreconditionError, match="denies this to our credentials"):
         run.save(0, tree).result()
     gcs.clear()
     report = run.save(0, tree).report()

@@ -238,14 +238,18 @@ def test_a_flipped_bit_is_data_loss_of_its_leaf(
 def test_who_may_not_read_is_told_so(run: store.Run, gcs: FakeGcs) -> None:
     gcs.fault("GET .*pool", Status(403), times=ALWAYS)
 
-    with pytest.raises(store.UnavailableError, match=r"denies this to our credentials"):
+    with pytest.raises(
+        store.PreconditionError, match=r"denies this to our credentials"
+    ):
         run.restore(0)
 
 
 def test_who_may_not_write_is_told_so(run: store.Run, gcs: FakeGcs) -> None:
     gcs.fault("POST /upload.*pool", Status(403), times=ALWAYS)
 
-    with pytest.raises(store.UnavailableError, match=r"denies this to our credentials"):
+    with pytest.raises(
+        store.PreconditionError, match=r"denies this to our credentials"
+    ):
         run.save(1, TREE, base=None).result()
 
     assert [0] == [checkpoint.step for checkpoint in run.checkpoints()]

@@ -10,7 +10,7 @@ import pytest
 
 from storesvc import deadlines, hedging
 from storesvc.bucket import IF_ABSENT, Condition, Stored
-from storesvc.errors import StorageUnavailableError, StoreError
+from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
 from storesvc.hedging import Limits
 from storesvc.kvbucket import KvBucket
 from storesvc.records import write_record
@@ -204,16 +204,37 @@ def test_what_creates_is_never_asked_beside_itself(
 
 
 REFUSALS = [
-    (Status(403, message="no storage.objects.get access"), "denies this to our cred"),
-    (Status(401, message="Invalid Credentials"), "does not accept our credentials"),
-    (Status(401, message="RequestTimeTooSkewed"), "the clock is right"),
-    (Status(400, message="Bucket is a requester pays bucket"), "the storage failed: "),
+    (
+        Status(403, message="no storage.objects.get access"),
+        StorageDeniedError,
+        "denies this to our credentials",
+    ),
+    (
+        Status(401, message="Invalid Credentials"),
+        StorageDeniedError,
+        "does not accept our credentials",
+    ),
+    (
+        Status(401, message="RequestTimeTooSkewed"),
+        StorageDeniedError,
+        "the clock is right",
+    ),
+    (
+        Status(400, message="Bucket is a requester pays bucket"),
+        StorageUnavailableError,
+        "the storage failed: ",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("refusal", "said"), REFUSALS)
+@pytest.mark.parametrize(("refusal", "error", "said"), REFUSALS)
 def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
-    within: Within, gcs: FakeGcs, root: str, refusal: Status, said: str
+    within: Within,
+    gcs: FakeGcs,
+    root: str,
+    refusal: Status,
+    error: type[StoreError],
+    said: str,
 ) -> None:
     async def test(bucket: KvBucket) -> None:
         for ask in (
@@ -226,7 +247,7 @@ def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
         ):
             gcs.clear()
             gcs.fault(".", refusal, times=ALWAYS)
-            with pytest.raises(StorageUnavailableError) as told:
+            with pytest.raises(error) as told:
                 await ask()
             sentence = str(told.value)
             assert sentence.startswith(f"{root}/")
@@ -242,9 +263,7 @@ def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
 def test_a_bucket_of_others_is_refused(gcs: FakeGcs, root: str) -> None:
     gcs.deny(BUCKET)
     try:
-        with pytest.raises(
-            StorageUnavailableError, match=f"delete objects below {root}"
-        ):
+        with pytest.raises(StorageDeniedError, match=f"delete objects below {root}"):
             asyncio.run(KvBucket.open(root))
     finally:
         gcs.allow(BUCKET)

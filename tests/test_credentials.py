@@ -8,6 +8,7 @@ file names: only ``make test-gcs`` sees those.
 import asyncio
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,6 @@ import storesvc_client as store
 from storesvc import gcs_client
 from storesvc.errors import InvalidFieldError
 from storesvc.kvbucket import KvBucket
-from storesvc_client import _retrying
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Tokens
 from tests.gcs_calls import BUCKET
@@ -81,11 +81,9 @@ def test_a_workload_with_an_identity_needs_nothing_else_and_renews_its_tokens(
     assert {"x": 2} == run.restore("latest")
 
 
-def test_credentials_that_are_revoked_are_told_in_a_sentence(
-    client: store.Client, metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch
+def test_credentials_that_are_revoked_are_told_at_once_in_a_sentence(
+    client: store.Client, metadata: MetadataServer
 ) -> None:
-    """Once patience is over: a metadata server may fail in passing."""
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.5)
     run = client.run("tests/identity")
     run.save(1, {"x": 1}).result()
 
@@ -94,15 +92,33 @@ def test_credentials_that_are_revoked_are_told_in_a_sentence(
 
     began = time.monotonic()
     for ask in (lambda: run.checkpoint(1), lambda: list(run.checkpoints())):
-        with pytest.raises(store.UnavailableError, match="not accept our cred") as told:
+        with pytest.raises(store.PreconditionError, match="accept our cred") as told:
             ask()
         assert re.match(f"gs://{BUCKET}/[^ ]*: ", str(told.value))
+        assert "STORAGE_DENIED" == told.value.reason
         assert "\n" not in str(told.value)
     assert time.monotonic() - began < 20
 
     metadata.has_account = True
     time.sleep(1.1)  # a token that still lasts is not renewed
     assert 1 == run.latest().step
+
+
+def test_a_metadata_server_that_fails_in_passing_is_asked_again(
+    client: store.Client, metadata: MetadataServer
+) -> None:
+    run = client.run("tests/identity")
+    run.save(1, {"x": 1}).result()
+
+    metadata.is_busy = True
+    metadata.tokens.revoke()
+    time.sleep(1.1)  # now they have to be renewed
+    ends = threading.Timer(3.0, lambda: setattr(metadata, "is_busy", False))
+    ends.start()
+
+    assert 1 == run.checkpoint(1).step
+    assert [1] == [found.step for found in run.checkpoints()]
+    ends.join()
 
 
 @pytest.mark.parametrize("driver", ["gcs", "gcs_grpc"])

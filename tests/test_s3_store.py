@@ -20,7 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import storesvc_client as store
 from storesvc import hedging, s3_deletes
 from storesvc.bucket import IF_ABSENT, PreconditionError
-from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
+from storesvc.errors import (
+    InvalidFieldError,
+    StorageDeniedError,
+    StorageUnavailableError,
+    StoreError,
+)
 from storesvc.hedging import Limits
 from storesvc.kvbucket import KvBucket
 from storesvc.records import write_record
@@ -243,15 +248,32 @@ def test_no_store_is_made_where_conditions_do_not_count(method: str) -> None:
 
 
 REFUSALS = [
-    (Status(403, message="no s3:GetObject"), "denies this to our credentials"),
-    (Status(403, message="RequestTimeTooSkewed"), "the clock is right"),
-    (Status(400, message="requester pays"), "the storage failed: "),
+    (
+        Status(403, message="no s3:GetObject"),
+        StorageDeniedError,
+        "denies this to our credentials",
+    ),
+    (
+        Status(403, message="RequestTimeTooSkewed"),
+        StorageDeniedError,
+        "the clock is right",
+    ),
+    (
+        Status(400, message="requester pays"),
+        StorageUnavailableError,
+        "the storage failed: ",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("refused", "said"), REFUSALS)
+@pytest.mark.parametrize(("refused", "error", "said"), REFUSALS)
 def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
-    within: Callable[..., None], s3: FakeS3, root: str, refused: Status, said: str
+    within: Callable[..., None],
+    s3: FakeS3,
+    root: str,
+    refused: Status,
+    error: type[StoreError],
+    said: str,
 ) -> None:
     name = root.partition("?")[0]
 
@@ -267,7 +289,7 @@ def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
         ):
             s3.clear()
             s3.fault(".", refused, times=ALWAYS)
-            with pytest.raises(StorageUnavailableError) as told:
+            with pytest.raises(error) as told:
                 await ask()
             sentence = str(told.value)
             assert sentence.startswith(f"{name}/")

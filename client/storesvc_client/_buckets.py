@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeAlias, TypeVar
 from storesvc import hedging
 from storesvc.errors import (
     CorruptDataError,
+    StorageDeniedError,
     StorageFullError,
     StorageUnavailableError,
 )
@@ -38,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 _REASONS: Final = {
     CorruptDataError: "CORRUPT_DATA",
+    StorageDeniedError: "STORAGE_DENIED",
     StorageFullError: "STORAGE_FULL",
     StorageUnavailableError: "STORAGE_UNAVAILABLE",
 }
@@ -84,7 +86,8 @@ class BucketRoot:
         """Returns what a place holds; None where it holds nothing.
 
         Raises:
-            UnavailableError: The storage failed, does not answer, or lets nobody in.
+            PreconditionError: The storage lets us not in, or not do this.
+            UnavailableError: It failed, or does not answer.
         """
         answers: Answers = queue.SimpleQueue()
         read = self._reads.begin(0, now=time.monotonic())
@@ -131,7 +134,8 @@ class BucketRoot:
             check: Raises an error where nobody wants it any more.
 
         Raises:
-            UnavailableError: The storage failed, does not answer, or lets nobody in.
+            PreconditionError: The storage lets us not in, or not do this.
+            UnavailableError: It failed, or does not answer.
         """
         asked = self._ask(
             place,
@@ -229,7 +233,8 @@ class Asked(Generic[T]):
 
         Raises:
             DataLossError: The object is shorter.
-            UnavailableError: The storage failed, does not answer, or lets nobody in.
+            PreconditionError: The storage lets us not in, or not do this.
+            UnavailableError: It failed, or does not answer.
         """
         with self._told():
             if self._settled is None:
@@ -275,6 +280,6 @@ def _told(storage: Storage, place: str) -> Generator[None]:
     try:
         with translated(storage, place):
             yield
-    except (CorruptDataError, StorageFullError, StorageUnavailableError) as e:
+    except tuple(_REASONS) as e:
         reason = _REASONS[type(e)]
         raise BY_REASON[reason](str(e), reason=reason) from e

@@ -75,7 +75,8 @@ def connect(
         InvalidRequestError: The target, a certificate or the timeout is not usable, or
             another store, or none, is at ``direct``.
         UnavailableError: The store does not answer, or its certificate or that of this
-            client is refused, or the bucket at ``direct`` lets nobody in.
+            client is refused.
+        PreconditionError: The bucket lets the store, or this process, not in.
     """
     connection = open_connection(
         target,

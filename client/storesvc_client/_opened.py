@@ -48,6 +48,7 @@ from storesvc_client._values import (
 from storesvc_client.errors import (
     LimitError,
     NotFoundError,
+    PreconditionError,
     UnavailableError,
 )
 
@@ -72,7 +73,9 @@ _SPREAD: Final = "spread"
 _APART: Final = "apart"
 """What processes choose, who read together."""
 
-_UNWRITABLE: Final = frozenset({"STORAGE_FULL", "STORAGE_UNAVAILABLE"})
+_UNWRITABLE: Final = frozenset(
+    {"STORAGE_DENIED", "STORAGE_FULL", "STORAGE_UNAVAILABLE"}
+)
 """Why a storage may take no hold, and still be read."""
 
 _log = logging.getLogger(__name__)
@@ -255,7 +258,7 @@ class OpenCheckpoint:
             holding.result(timeout=HOLD_SECONDS)
         except TimeoutError:
             _log.warning("%s: no answer about the hold on it; it expires", self.name)
-        except (LimitError, UnavailableError) as e:
+        except (LimitError, PreconditionError, UnavailableError) as e:
             if e.reason not in _UNWRITABLE:
                 raise
             _log.warning("%s is read without a hold on it: %s", self.name, e)

@@ -7,7 +7,11 @@ from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import STORE
 from storesvc.storages import Storage, storage_at
 from storesvc_client._targets import is_root
-from storesvc_client.errors import InvalidRequestError, UnavailableError
+from storesvc_client.errors import (
+    InvalidRequestError,
+    PreconditionError,
+    UnavailableError,
+)
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 if TYPE_CHECKING:
@@ -52,7 +56,8 @@ def check_root(root: Root, *, store_uid: str) -> None:
 
     Raises:
         InvalidRequestError: It is not.
-        UnavailableError: The bucket does not answer, or lets nobody in.
+        PreconditionError: The bucket lets us not in.
+        UnavailableError: It does not answer.
     """
     # Late, as all that only some need: lists of checkpoints read no file.
     from storesvc.format.seal import CorruptRecordError, FormatVersionError, unseal
@@ -81,10 +86,8 @@ def _record(root: Root, store_uid: str) -> bytes:
         found = (
             (root / STORE).read_bytes() if isinstance(root, Path) else root.read(STORE)
         )
-    except UnavailableError as e:  # an OSError too
-        raise UnavailableError(
-            f"{expected}: {e}, or leave direct= out", reason=e.reason
-        ) from e
+    except (PreconditionError, UnavailableError) as e:  # some are OSErrors too
+        raise type(e)(f"{expected}: {e}, or leave direct= out", reason=e.reason) from e
     except OSError as e:
         raise InvalidRequestError(
             f"{expected}, cannot read {root}/{STORE}: {e.strerror}; give its root on "

@@ -128,6 +128,7 @@ BY_REASON: Final[Mapping[str, type[StoreError]]] = {
     "FORMAT_UNSUPPORTED": PreconditionError,
     "CORRUPT_DATA": DataLossError,
     "LIMIT_EXCEEDED": LimitError,
+    "STORAGE_DENIED": PreconditionError,
     "STORAGE_FULL": LimitError,
     "STORAGE_UNAVAILABLE": UnavailableError,
     "STALLED": UnavailableError,

@@ -59,7 +59,7 @@ class ChunkServiceServicer(object):
         end; or there is no `uid`.
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
         * `CORRUPT_DATA`: the stored bytes are missing or short.
-        * `STORAGE_UNAVAILABLE`.
+        * `STORAGE_DENIED`, `STORAGE_UNAVAILABLE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

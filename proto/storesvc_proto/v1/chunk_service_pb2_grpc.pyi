@@ -73,7 +73,7 @@ class ChunkServiceStub(typing.Generic[_ChunkServiceReadChunksType]):
       end; or there is no `uid`.
     * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
     * `CORRUPT_DATA`: the stored bytes are missing or short.
-    * `STORAGE_UNAVAILABLE`.
+    * `STORAGE_DENIED`, `STORAGE_UNAVAILABLE`.
     """
 
 ChunkServiceAsyncStub: typing_extensions.TypeAlias = ChunkServiceStub[
@@ -104,7 +104,7 @@ class ChunkServiceServicer(metaclass=abc.ABCMeta):
           end; or there is no `uid`.
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
         * `CORRUPT_DATA`: the stored bytes are missing or short.
-        * `STORAGE_UNAVAILABLE`.
+        * `STORAGE_DENIED`, `STORAGE_UNAVAILABLE`.
         """
 
 def add_ChunkServiceServicer_to_server(servicer: ChunkServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -210,7 +210,7 @@ class UploadServiceServicer(object):
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
         * `CHECKPOINT_EXISTS`: the step is committed.
-        * `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
+        * `STORAGE_DENIED`, `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

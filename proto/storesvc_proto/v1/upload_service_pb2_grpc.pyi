@@ -404,7 +404,7 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     * `INVALID_FIELD`, `INVALID_CHUNK`.
     * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
     * `CHECKPOINT_EXISTS`: the step is committed.
-    * `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
+    * `STORAGE_DENIED`, `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
     """
 
     FinishWriter: _UploadServiceFinishWriterType
@@ -640,7 +640,7 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
         * `CHECKPOINT_EXISTS`: the step is committed.
-        * `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
+        * `STORAGE_DENIED`, `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
         """
 
     @abc.abstractmethod

@@ -1,0 +1,167 @@
+"""What a client is told of a bucket that denies the store something: at once, and by
+whichever way its bytes go."""
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from tests.conftest import gcs_root
+from tests.fake_gcs import ALWAYS, FakeGcs, Status
+from tests.server_process import ServerProcess
+
+PATIENCE_SECONDS = 30
+"""For so long a call is repeated that may succeed the next time."""
+
+TREE = {"x": np.arange(1 << 20, dtype=np.float32)}
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.fixture
+def root(gcs: FakeGcs) -> Iterator[str]:
+    """The root of a fresh store."""
+    gcs.clear()
+    yield gcs_root()
+    gcs.clear()
+
+
+@pytest.fixture
+def server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
+    """One that serves it."""
+    server = ServerProcess(tmp_path, tmp_path, uri=root)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["embedded", "served", "direct"])
+def client(request: pytest.FixtureRequest, root: str) -> Iterator[store.Client]:
+    """A client of it."""
+    if request.param == "embedded":
+        with store.connect(root) as connected:
+            yield connected
+        return
+    server = request.getfixturevalue("server")
+    direct = root if request.param == "direct" else None
+    with store.connect(server.address, direct=direct) as connected:
+        yield connected
+
+
+REFUSALS = [
+    (
+        Status(403, message="trainer does not have storage.objects access"),
+        "the storage denies this to our credentials (",
+        "); let them read, write, list and delete objects below ",
+    ),
+    (
+        Status(401, message="Invalid Credentials"),
+        "the storage does not accept our credentials (",
+        "); renew them, and see that their account exists and the clock is right",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said", "advice"), REFUSALS, ids=["denied", "unaccepted"]
+)
+def test_a_denial_is_told_at_once_in_a_sentence_that_names_the_bucket(
+    client: store.Client,
+    gcs: FakeGcs,
+    root: str,
+    refusal: Status,
+    said: str,
+    advice: str,
+) -> None:
+    run = client.run("tests/denied")
+    run.save(1, TREE).result()
+    opened = run.open(1)
+    gcs.fault(".", refusal, times=ALWAYS)
+
+    began = time.monotonic()
+    for ask in (
+        lambda: run.checkpoint(1),
+        lambda: list(run.checkpoints()),
+        lambda: list(client.runs()),
+        lambda: run.tag("best", 1),
+        lambda: run.delete(1),
+        opened.restore,
+        lambda: run.save(2, TREE).result(),
+    ):
+        with pytest.raises(store.PreconditionError) as told:
+            ask()
+        assert "STORAGE_DENIED" == told.value.reason
+        told.match(f"^{root}/[^ ]*: {re.escape(said)}[^\n]*{re.escape(advice)}")
+        assert "\n" not in str(told.value)
+    assert time.monotonic() - began < PATIENCE_SECONDS
+
+    gcs.clear()
+    run.save(2, TREE).result()
+    assert [2, 1] == [found.step for found in run.checkpoints()]
+
+
+def test_a_store_that_is_denied_cannot_be_opened(gcs: FakeGcs, root: str) -> None:
+    gcs.fault(".", Status(403), times=ALWAYS)
+
+    with pytest.raises(store.PreconditionError, match="denies this to our") as told:
+        store.connect(root)
+
+    assert "STORAGE_DENIED" == told.value.reason
+
+
+def test_who_is_denied_what_its_server_is_not_is_told_how_to_do_without(
+    gcs: FakeGcs, root: str, server: ServerProcess
+) -> None:
+    gcs.fault(".", Status(403), times=ALWAYS)
+
+    with pytest.raises(store.PreconditionError, match="or leave direct= out") as told:
+        store.connect(server.address, direct=root)
+
+    assert "STORAGE_DENIED" == told.value.reason
+
+
+@pytest.mark.parametrize("after", range(1, 10, 2))
+def test_a_denial_in_the_midst_of_a_save_fails_it_and_leaves_nothing_half_visible(
+    client: store.Client, gcs: FakeGcs, after: int
+) -> None:
+    run = client.run("tests/denied")
+    run.save(1, {"x": 1}).result()
+    gcs.fault("^(POST|PUT|DELETE) ", Status(403), times=ALWAYS, after=after)
+
+    began = time.monotonic()
+    try:
+        run.save(2, TREE).result()
+        steps = [2, 1]
+    except store.PreconditionError as e:
+        assert "STORAGE_DENIED" == e.reason
+        steps = [1]
+    assert time.monotonic() - began < PATIENCE_SECONDS
+
+    assert steps == [found.step for found in run.checkpoints()]
+    gcs.clear()
+    if steps == [1]:
+        run.save(2, TREE).result()
+    np.testing.assert_array_equal(TREE["x"], run.restore(2)["x"])
+
+
+def test_who_may_only_read_reads_without_a_hold(
+    client: store.Client, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = client.run("tests/denied")
+    run.save(1, TREE).result()
+    gcs.fault("^(POST|PUT|DELETE) ", Status(403), times=ALWAYS)
+
+    with caplog.at_level(logging.WARNING, logger="storesvc_client"):
+        back = run.restore(1)
+        leaves = dict(run.read(1, ["x"]))
+
+    np.testing.assert_array_equal(TREE["x"], back["x"])
+    assert ["x"] == [leaf.key for leaf in leaves]
+    told = [one for one in caplog.messages if "is read without a hold on it" in one]
+    assert 2 == len(told)
+    assert all("denies this to our credentials" in one for one in told)

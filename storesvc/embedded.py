@@ -8,13 +8,13 @@ one event loop, because gRPC's asyncio polls for one loop a process.
 import asyncio
 import tempfile
 import threading
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 from storesvc import server
 from storesvc.collecting import DEFAULT_INTERVAL, collecting
-from storesvc.errors import StoreError
+from storesvc.errors import StorageUnavailableError, StoreError
 from storesvc.format import layout
 from storesvc.kvbucket import KvBucket
 from storesvc.statuses import WIRE, reason_name
@@ -34,8 +34,12 @@ class StartError(Exception):
 class EmbeddedServer:
     """Serves the store at a root to this process alone."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, timeout: float) -> None:
         """Starts serving.
+
+        Args:
+            root: Of the store; one is made where there is none.
+            timeout: Seconds that it may take to open it.
 
         Raises:
             StartError: The root is not a URI of a storage we know, the store is
@@ -46,7 +50,7 @@ class EmbeddedServer:
         self._stack = AsyncExitStack()
         self.address = f"unix:{self._directory.name}/socket"
         try:
-            _run(self._start(root))
+            _run(self._start(root, timeout))
         except StoreError as e:
             self._directory.cleanup()
             raise StartError(e) from e
@@ -56,14 +60,19 @@ class EmbeddedServer:
         _run(self._stack.aclose())
         self._directory.cleanup()
 
-    async def _start(self, root: str) -> None:
-        store = await server.open_store(root)
+    async def _start(self, root: str, seconds: float) -> None:
+        async with _answering(root, seconds):
+            store = await server.open_store(root)
         await self._stack.enter_async_context(server.running(store, self.address))
         await self._stack.enter_async_context(collecting(store, DEFAULT_INTERVAL))
 
 
-def holds_store(root: str) -> bool:
+def holds_store(root: str, *, timeout: float) -> bool:
     """Returns whether a store is at a root; makes none.
+
+    Args:
+        root: Where to look.
+        timeout: Seconds that it may take.
 
     Raises:
         StartError: The root is not a URI of a storage we know, or the storage does
@@ -71,13 +80,27 @@ def holds_store(root: str) -> bool:
     """
 
     async def look() -> bool:
-        bucket = await KvBucket.open(root)
-        return await bucket.read(layout.STORE) is not None
+        async with _answering(root, timeout):
+            bucket = await KvBucket.open(root)
+            return await bucket.read(layout.STORE) is not None
 
     try:
         return _run(look())
     except StoreError as e:
         raise StartError(e) from e
+
+
+@asynccontextmanager
+async def _answering(root: str, seconds: float) -> AsyncIterator[None]:
+    """Ends what asks a storage inside once it takes too long."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as e:
+        raise StorageUnavailableError(
+            f"{root.partition('?')[0]}: the storage did not answer within "
+            f"{seconds:g} s; try again, or allow more time"
+        ) from e
 
 
 _starting = threading.Lock()
@@ -96,4 +119,9 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
+    running = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    try:
+        return running.result()
+    except BaseException:
+        running.cancel()  # Ctrl-C: nobody waits for it any more
+        raise

@@ -4,10 +4,10 @@ TensorStore's own lists are not for us: a page that is refused (400, 401, 403, 4
 one as if nothing followed. Who collects garbage by such a list deletes what is needed.
 """
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from storesvc import deadlines
+from storesvc.asides import aside
 from storesvc.errors import StorageUnavailableError, StoreError
 from storesvc.gcs_client import bucket_of
 from storesvc.storage_errors import denied, no_bucket, translated, unaccepted
@@ -41,7 +41,7 @@ class GcsLists:
             InvalidFieldError: The packages that speak to it are not installed, or
                 there are no credentials.
         """
-        bucket = await asyncio.to_thread(bucket_of, storage)
+        bucket = await aside(bucket_of, storage)
         return cls(storage, bucket, storage.spec["path"])
 
     async def names(self, prefix: str, *, after: str = "") -> list[str]:
@@ -83,7 +83,7 @@ class GcsLists:
 
     async def _page(self, pages: Any, prefix: str) -> list[str]:
         """The names of the next page; none: that was the last."""
-        asked = asyncio.to_thread(self._next, pages, prefix)
+        asked = aside(self._next, pages, prefix)
         return await deadlines.answer(self._storage, asked)
 
     def _pages(self, prefix: str, after: str, at_most: int | None = None) -> Any:

@@ -11,13 +11,13 @@ import re
 import time
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from storesvc import deadlines
+from storesvc.asides import aside
 from storesvc.bucket import Generation, PreconditionError
 from storesvc.errors import InvalidFieldError, StorageUnavailableError
 from storesvc.storage_errors import denied, is_about_who_asks, unaccepted
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS: Final = 10.0
 """Of one try."""
 
-THREADS: Final = 32
-"""That wait for answers: their own, as what is slow must keep nobody else waiting."""
+AT_ONCE: Final = 32
+"""Deletions under way, each of which waits in a thread."""
 
 PAUSES: Final = (0.1, 0.4, 1.6)
 """Before each further try of what failed in passing, in seconds."""
@@ -60,7 +60,7 @@ class S3Deletes:
     def __init__(self, storage: Storage, store: "S3Store") -> None:
         self._storage = storage
         self._store = store
-        self._threads = ThreadPoolExecutor(THREADS, "storesvc-delete")
+        self._turns = asyncio.Semaphore(AT_ONCE)
 
     @classmethod
     async def of(cls, storage: Storage) -> Self:
@@ -72,7 +72,7 @@ class S3Deletes:
         """
         deletes = cls(storage, _signer(storage))
         try:
-            await deadlines.answer(storage, asyncio.to_thread(deletes._signed, ""))
+            await deadlines.answer(storage, aside(deletes._signed, ""))
         except _UnsignedError as e:
             raise InvalidFieldError(
                 f"root {storage.name}: expected credentials of S3, got none ({e}); set "
@@ -89,10 +89,13 @@ class S3Deletes:
             StorageDeniedError: The storage lets us not in, or not do this.
             StorageUnavailableError: It failed, or does not answer.
         """
-        loop = asyncio.get_running_loop()
-        asked = loop.run_in_executor(self._threads, self._delete, place, generation)
+        asked = self._in_turn(place, generation)
         if not await deadlines.answer(self._storage, asked):
             raise PreconditionError(place)
+
+    async def _in_turn(self, place: str, generation: Generation) -> bool:
+        async with self._turns:
+            return await aside(self._delete, place, generation)
 
     def _delete(self, place: str, generation: Generation) -> bool:
         for pause in PAUSES:

@@ -133,7 +133,7 @@ def root(template: Path, tmp_path: Path) -> Iterator[Path]:
 @contextmanager
 def embedded(root: Path) -> Iterator[str]:
     """Serves a root in this process; yields the address."""
-    server = EmbeddedServer(root.as_uri())
+    server = EmbeddedServer(root.as_uri(), timeout=60)
     try:
         yield server.address
     finally:

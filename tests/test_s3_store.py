@@ -181,7 +181,7 @@ def test_deletions_that_stall_keep_nobody_else_waiting(
     monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)
 
     async def test(bucket: KvBucket) -> None:
-        names = [f"a/{n}" for n in range(s3_deletes.THREADS)]
+        names = [f"a/{n}" for n in range(s3_deletes.AT_ONCE)]
         made = [await bucket.write(name, b"1") for name in names]
         s3.clear()
         s3.fault("DELETE ", Stall(), times=len(names))

@@ -82,8 +82,12 @@ class BucketRoot:
     def __str__(self) -> str:
         return self.storage.name
 
-    def read(self, place: str) -> bytes | None:
+    def read(self, place: str, *, timeout: float) -> bytes | None:
         """Returns what a place holds; None where it holds nothing.
+
+        Args:
+            place: To read.
+            timeout: Seconds that it may take.
 
         Raises:
             PreconditionError: The storage lets us not in, or not do this.
@@ -93,9 +97,10 @@ class BucketRoot:
         read = self._reads.begin(0, now=time.monotonic())
         what = self.storage.describe(place)
         asked = self._ask(place, lambda: self._store.read(place), read, what, answers)
+        end = time.monotonic() + timeout
         try:
-            while not asked.is_settled:
-                asked.await_answer()
+            while not asked.is_settled and (left := end - time.monotonic()) > 0:
+                asked.await_answer(at_most=left)
             result = asked.result()
         finally:
             asked.end()

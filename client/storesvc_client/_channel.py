@@ -231,7 +231,7 @@ def open_connection(
         )
     if is_root(target):
         _check_bare(target, ca=ca, cert=cert, key=key, insecure=insecure)
-        server = start_embedded(target)
+        server = start_embedded(target, timeout=timeout)
         return Connection(
             lambda number: grpc.insecure_channel(
                 server.address, _numbered(_EMBEDDED_OPTIONS, number)

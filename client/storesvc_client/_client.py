@@ -61,8 +61,9 @@ def connect(
         insecure: Whether to speak plaintext to another machine. To this machine
             it is spoken anyway, unless ``ca`` or ``cert`` is given. Neither this nor
             certificates go with a root.
-        timeout: Seconds, above 0, that a call may take. Saves and restores may take
-            longer, but not stall for longer than the server's limit.
+        timeout: Seconds, above 0, that a call may take, and to open a root in this
+            process. Saves and restores may take longer, but not stall for longer than
+            the server's limit.
         direct: The root of the store that the server serves, ``file:///PATH`` where
             this machine has it too, ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``:
             then saves and restores write and read its data files by themselves,
@@ -92,7 +93,7 @@ def connect(
         info = _greeted(connection)
         root = direct_root(target, direct)
         if root is not None:
-            check_root(root, store_uid=info.store_uid)
+            check_root(root, store_uid=info.store_uid, timeout=timeout)
         connection.files = root
     except BaseException:
         client.close()

@@ -10,8 +10,12 @@ if TYPE_CHECKING:
     from storesvc.embedded import EmbeddedServer
 
 
-def start_embedded(root: str) -> "EmbeddedServer":
+def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
     """Returns a started server over the store at a root; one is made where none is.
+
+    Args:
+        root: Of the store.
+        timeout: Seconds that it may take to open it.
 
     Raises:
         InvalidRequestError: The root is not a URI of a storage we know, or the
@@ -21,11 +25,15 @@ def start_embedded(root: str) -> "EmbeddedServer":
     with _refused(root):
         from storesvc.embedded import EmbeddedServer
 
-        return EmbeddedServer(root)
+        return EmbeddedServer(root, timeout=timeout)
 
 
-def holds_store(root: str) -> bool:
+def holds_store(root: str, *, timeout: float) -> bool:
     """Returns whether a store is at a root; none is made.
+
+    Args:
+        root: Where to look.
+        timeout: Seconds that it may take.
 
     Raises:
         InvalidRequestError: As of ``start_embedded``.
@@ -34,7 +42,7 @@ def holds_store(root: str) -> bool:
     with _refused(root):
         from storesvc import embedded
 
-        return embedded.holds_store(root)
+        return embedded.holds_store(root, timeout=timeout)
 
 
 @contextmanager

@@ -51,8 +51,13 @@ def direct_root(target: str, direct: object) -> "Root | None":
     return root
 
 
-def check_root(root: Root, *, store_uid: str) -> None:
+def check_root(root: Root, *, store_uid: str, timeout: float) -> None:
     """Refuses a root that is not that of the store of a server.
+
+    Args:
+        root: To look at.
+        store_uid: Of the store.
+        timeout: Seconds that a bucket may take to answer.
 
     Raises:
         InvalidRequestError: It is not.
@@ -63,7 +68,7 @@ def check_root(root: Root, *, store_uid: str) -> None:
     from storesvc.format.seal import CorruptRecordError, FormatVersionError, unseal
 
     try:
-        found = unseal(_record(root, store_uid), pb.StoreRecord).uid
+        found = unseal(_record(root, store_uid, timeout), pb.StoreRecord).uid
     except (CorruptRecordError, FormatVersionError) as e:
         raise InvalidRequestError(
             f"direct: expected the record of store {store_uid} at {root}/{STORE}: {e}; "
@@ -77,14 +82,16 @@ def check_root(root: Root, *, store_uid: str) -> None:
         )
 
 
-def _record(root: Root, store_uid: str) -> bytes:
+def _record(root: Root, store_uid: str, timeout: float) -> bytes:
     """The record of the store at a root."""
     expected = (
         f"direct: expected the root of store {store_uid}, which the server serves"
     )
     try:
         found = (
-            (root / STORE).read_bytes() if isinstance(root, Path) else root.read(STORE)
+            (root / STORE).read_bytes()
+            if isinstance(root, Path)
+            else root.read(STORE, timeout=timeout)
         )
     except (PreconditionError, UnavailableError) as e:  # some are OSErrors too
         raise type(e)(f"{expected}: {e}, or leave direct= out", reason=e.reason) from e

@@ -93,7 +93,7 @@ class Connection:
             from storesvc_client._embedded import holds_store
 
             root = self.target.partition("?")[0]
-            is_store = holds_store(self.target)
+            is_store = holds_store(self.target, timeout=self.timeout)
         else:
             return
         if not is_store:

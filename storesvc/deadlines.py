@@ -1,9 +1,11 @@
 """Deadlines: how long a storage on the network may keep us waiting."""
 
 import asyncio
-from collections.abc import Awaitable
+import logging
+from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
+from storesvc.sparing import Sparing
 from storesvc.storages import Storage
 
 ANSWER_SECONDS: Final = 60.0
@@ -12,7 +14,13 @@ ANSWER_SECONDS: Final = 60.0
 LEAST_BYTES_PER_SECOND: Final = 1 << 20
 """... and how slowly bytes may come and go meanwhile."""
 
+LATE_SECONDS: Final = 15.0
+"""After which the log tells, where nothing comes nor goes."""
+
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+_lines = Sparing()
 
 
 def seconds_of(storage: Storage, *, size_bytes: int = 0) -> float | None:
@@ -37,5 +45,16 @@ async def answer(storage: Storage, asked: Awaitable[T], *, size_bytes: int = 0) 
     seconds = seconds_of(storage, size_bytes=size_bytes)
     if seconds is None:
         return await asked
-    async with asyncio.timeout(seconds):
-        return await asked
+    late_seconds = seconds - ANSWER_SECONDS + LATE_SECONDS
+    loop = asyncio.get_running_loop()
+    late = loop.call_later(late_seconds, _tell_late, storage, late_seconds, loop.time)
+    try:
+        async with asyncio.timeout(seconds):
+            return await asked
+    finally:
+        late.cancel()
+
+
+def _tell_late(storage: Storage, seconds: float, clock: Callable[[], float]) -> None:
+    if _lines.admits(storage.name, now=clock()):
+        _log.warning("%s has not answered for %.0f s", storage.name, seconds)

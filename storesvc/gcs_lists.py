@@ -10,7 +10,13 @@ from storesvc import deadlines
 from storesvc.asides import aside
 from storesvc.errors import StorageUnavailableError, StoreError
 from storesvc.gcs_client import bucket_of
-from storesvc.storage_errors import denied, no_bucket, translated, unaccepted
+from storesvc.storage_errors import (
+    denied,
+    failed,
+    no_bucket,
+    translated,
+    unaccepted,
+)
 from storesvc.storages import Storage
 
 if TYPE_CHECKING:
@@ -118,13 +124,13 @@ def _error(storage: Storage, prefix: str, cause: Exception) -> StoreError:
     from google.api_core.exceptions import Forbidden, Unauthorized
     from google.auth.exceptions import GoogleAuthError
 
-    place, told = storage.describe(prefix), _told(cause)
+    told = _told(cause)
     is_about_tokens = isinstance(cause, GoogleAuthError) and not _is_passing(cause)
     if is_about_tokens or isinstance(cause, Unauthorized):
-        return unaccepted(place, told)
+        return unaccepted(storage, prefix, told)
     if isinstance(cause, Forbidden):
-        return denied(storage, place, told)
-    return StorageUnavailableError(f"{place}: the storage failed: {told}")
+        return denied(storage, prefix, told)
+    return failed(storage, prefix, told)
 
 
 def _is_passing(cause: "GoogleAuthError") -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from storesvc.hedging import Asked, Hedging, Limits, Step
+from storesvc.sparing import Sparing
 
 T = TypeVar("T")
 
@@ -17,6 +18,7 @@ class HedgedCalls:
 
     def __init__(self, limits: Limits) -> None:
         self._hedging = Hedging(limits)
+        self._lines = Sparing()
 
     async def answer(
         self, ask: Callable[[], Awaitable[T]], *, size_bytes: int, name: str
@@ -31,7 +33,7 @@ class HedgedCalls:
         Raises:
             TimeoutError: There was none in time.
         """
-        call = _Call(ask, self._hedging, size_bytes, name)
+        call = _Call(ask, self._hedging, size_bytes, name, self._lines)
         try:
             return await call.answer()
         finally:
@@ -47,10 +49,12 @@ class _Call(Generic[T]):
         hedging: Hedging,
         size_bytes: int,
         name: str,
+        lines: Sparing,
     ) -> None:
         self._ask = ask
         self._clock = asyncio.get_running_loop().time
         self._name = name
+        self._lines = lines
         self._under_way: set[asyncio.Future[T]] = set()
         self._asked: Asked = hedging.begin(size_bytes, now=self._clock())
         self._is_answered = False
@@ -88,11 +92,16 @@ class _Call(Generic[T]):
                 self._begin()
             case Step.ANEW:
                 self._give_up()
-                seconds = self._clock() - self._asked.began
-                _log.warning(
-                    "%s has not answered for %.0f s, asked again", self._name, seconds
-                )
+                self._tell_late()
                 self._begin()
+
+    def _tell_late(self) -> None:
+        now = self._clock()
+        if self._lines.admits("late", now=now):
+            seconds = now - self._asked.began
+            _log.warning(
+                "%s has not answered for %.0f s, asked again", self._name, seconds
+            )
 
     def _begin(self) -> None:
         self._under_way.add(asyncio.ensure_future(self._ask()))

@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from storesvc import deadlines
 from storesvc.asides import aside
 from storesvc.bucket import Generation, PreconditionError
-from storesvc.errors import InvalidFieldError, StorageUnavailableError
-from storesvc.storage_errors import denied, is_about_who_asks, unaccepted
+from storesvc.errors import InvalidFieldError
+from storesvc.storage_errors import (
+    denied,
+    failed,
+    is_about_who_asks,
+    unaccepted,
+)
 from storesvc.storages import Storage
 
 if TYPE_CHECKING:
@@ -106,15 +111,13 @@ class S3Deletes:
         try:
             return self._try(place, generation)
         except _PassingError as e:
-            raise StorageUnavailableError(
-                f"{self._storage.describe(place)}: the storage failed: {e}"
-            ) from e
+            raise failed(self._storage, place, str(e)) from e
 
     def _try(self, place: str, generation: Generation) -> bool:
         try:
             url = self._signed(place)
         except _UnsignedError as e:
-            raise unaccepted(self._storage.describe(place), str(e)) from e
+            raise unaccepted(self._storage, place, str(e)) from e
         # TensorStore's word for the ETag, behind what kind of word it is
         etag = generation[1:].decode()
         request = urllib.request.Request(  # noqa: S310 - of an endpoint over HTTP
@@ -142,14 +145,14 @@ class S3Deletes:
             raise _UnsignedError(str(e).partition("\n")[0]) from e
 
     def _refused(self, place: str, cause: urllib.error.HTTPError) -> Exception:
-        where, told = self._storage.describe(place), _told(cause)
+        told = _told(cause)
         if cause.code in _PASSING:
             return _PassingError(told)
         if cause.code == HTTPStatus.UNAUTHORIZED or is_about_who_asks(told):
-            return unaccepted(where, told)
+            return unaccepted(self._storage, place, told)
         if cause.code == HTTPStatus.FORBIDDEN:
-            return denied(self._storage, where, told)
-        return StorageUnavailableError(f"{where}: the storage failed: {told}")
+            return denied(self._storage, place, told)
+        return failed(self._storage, place, told)
 
 
 def _told(cause: urllib.error.HTTPError) -> str:

@@ -51,28 +51,31 @@ def translated(storage: Storage, place: str) -> Generator[None]:
         raise
     except TimeoutError as e:
         raise StorageUnavailableError(
-            f"{storage.describe(place)}: the storage did not answer in time; try again"
+            f"{storage.describe(place)}: the storage did not answer in time; try again",
+            storage=storage.name,
         ) from e
     except (ValueError, RuntimeError, OSError, KeyError) as e:
-        raise _error(storage, storage.describe(place), str(e)) from e
+        raise _error(storage, place, str(e)) from e
 
 
 def _error(storage: Storage, place: str, text: str) -> StoreError:
-    told = text.partition(" [")[0]
+    where, told = storage.describe(place), text.partition(" [")[0]
     # of a bucket it is a quota of requests, which passes
     is_full = text.startswith("RESOURCE_EXHAUSTED") and not storage.is_remote
     if is_full or "No space left" in text:
-        return StorageFullError(f"{place}: the storage is full; free space and retry")
+        return StorageFullError(
+            f"{where}: the storage is full; free space and retry", storage=storage.name
+        )
     if text.startswith(_DENIED):
         why = told.partition(": ")[2]
         if is_about_who_asks(text):
-            return unaccepted(place, why)
+            return unaccepted(storage, place, why)
         return denied(storage, place, why)
     if text.startswith(_DAMAGE):
         return CorruptDataError(
-            f"{place} is damaged or cut off ({told}); use another checkpoint"
+            f"{where} is damaged or cut off ({told}); use another checkpoint"
         )
-    return StorageUnavailableError(f"{place}: the storage failed: {told}")
+    return failed(storage, place, told)
 
 
 def is_about_who_asks(text: str) -> bool:
@@ -80,19 +83,29 @@ def is_about_who_asks(text: str) -> bool:
     return any(sign in text for sign in _UNACCEPTED)
 
 
-def denied(storage: Storage, place: str, told: str) -> StorageDeniedError:
-    """Returns what is said where the storage knows who asks, and lets them not."""
-    return StorageDeniedError(
-        f"{place}: the storage denies this to our credentials ({told}); let them read, "
-        f"write, list and delete objects below {storage.name}"
+def failed(storage: Storage, place: str, told: str) -> StorageUnavailableError:
+    """Returns what is said where the storage could not do what was asked."""
+    return StorageUnavailableError(
+        f"{storage.describe(place)}: the storage failed: {told}", storage=storage.name
     )
 
 
-def unaccepted(place: str, told: str) -> StorageDeniedError:
+def denied(storage: Storage, place: str, told: str) -> StorageDeniedError:
+    """Returns what is said where the storage knows who asks, and lets them not."""
+    return StorageDeniedError(
+        f"{storage.describe(place)}: the storage denies this to our credentials "
+        f"({told}); let them read, write, list and delete objects below {storage.name}",
+        storage=storage.name,
+    )
+
+
+def unaccepted(storage: Storage, place: str, told: str) -> StorageDeniedError:
     """Returns what is said where the storage does not know who asks."""
     return StorageDeniedError(
-        f"{place}: the storage does not accept our credentials ({told}); renew them, "
-        "and see that their account exists and the clock is right"
+        f"{storage.describe(place)}: the storage does not accept our credentials "
+        f"({told}); renew them, and see that their account exists and the clock is "
+        "right",
+        storage=storage.name,
     )
 
 

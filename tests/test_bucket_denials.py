@@ -96,6 +96,7 @@ def test_a_denial_is_told_at_once_in_a_sentence_that_names_the_bucket(
         with pytest.raises(store.PreconditionError) as told:
             ask()
         assert "STORAGE_DENIED" == told.value.reason
+        assert {"storage": root} == dict(told.value.metadata)
         told.match(f"^{root}/[^ ]*: {re.escape(said)}[^\n]*{re.escape(advice)}")
         assert "\n" not in str(told.value)
     assert time.monotonic() - began < PATIENCE_SECONDS

@@ -2,6 +2,7 @@
 for ever, and nothing comes back that was not saved."""
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import storesvc_client as store
 from storesvc import hedging
 from storesvc.hedging import Limits
 from storesvc.rpc import handling
+from storesvc.sparing import PAUSE_SECONDS
 from storesvc_client import _bucket_writes
 from storesvc_client._staging import MIN_BUDGET_BYTES
 from tests.conftest import gcs_root
@@ -116,16 +118,18 @@ def test_a_server_asks_twice_too(limits: Limits, run: store.Run, gcs: FakeGcs) -
 def test_reads_that_stall_are_asked_anew_and_told_of(
     limits: Limits, run: store.Run, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = data_file(run, "05")
+    files = "|".join(data_file(run, leaf) for leaf in TREE)
     gcs.fault("GET .*pool", Stall(), times=len(TREE))
 
+    began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         assert_equal(run.restore(0))
+    seconds = time.monotonic() - began
 
-    assert any(
-        f"restore of tests/faults@0: data file {file} has not answered for" in message
-        for message in caplog.messages
-    )
+    told = [message for message in caplog.messages if "asked again" in message]
+    assert 1 <= len(told) <= 1 + seconds / PAUSE_SECONDS
+    late = f"restore of tests/faults@0: data file ({files}) has not answered for"
+    assert all(re.match(late, message) for message in told)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,16 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeAlias, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+)
 
 from storesvc import hedging
 from storesvc.errors import (
@@ -23,6 +32,7 @@ from storesvc.errors import (
 )
 from storesvc.gcs_client import bucket_of
 from storesvc.hedging import Hedging
+from storesvc.sparing import Sparing
 from storesvc.storage_errors import translated
 from storesvc.storages import GRPC_DRIVER, Storage
 from storesvc_client.errors import BY_REASON, InvalidRequestError
@@ -53,6 +63,7 @@ class BucketRoot:
         self._store = store
         self._reads = Hedging(hedging.READS)
         self._writes = Hedging(hedging.WRITES)
+        self._lines = Sparing()
 
     @classmethod
     def open(cls, storage: Storage) -> Self:
@@ -165,7 +176,17 @@ class BucketRoot:
         what: str,
         answers: "Answers",
     ) -> "Asked[T]":
-        return Asked(ask, call, what, answers, partial(_told, self.storage, place))
+        return Asked(
+            ask,
+            call,
+            partial(self._tell_late, what),
+            answers,
+            partial(_told, self.storage, place),
+        )
+
+    def _tell_late(self, what: str, seconds: float, *, now: float) -> None:
+        if self._lines.admits("late", now=now):
+            _log.warning("%s has not answered for %.0f s, asked again", what, seconds)
 
 
 class Asked(Generic[T]):
@@ -179,14 +200,14 @@ class Asked(Generic[T]):
         self,
         ask: "Callable[[], ts.Future[T]]",
         call: hedging.Asked,
-        what: str,
+        tell_late: "TellLate",
         answers: "Answers",
         told: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Asks."""
         self._ask = ask
         self._call = call
-        self._what = what
+        self._tell_late = tell_late
         self._answers = answers
         self._told = told
         self._under_way: dict[Any, Callable[[Any], None]] = {}
@@ -230,7 +251,8 @@ class Asked(Generic[T]):
                 self._begin()
             case hedging.Step.ANEW:
                 self._give_up()
-                _log_again(self._what, time.monotonic() - self._call.began)
+                now = time.monotonic()
+                self._tell_late(now - self._call.began, now=now)
                 self._begin()
 
     def result(self) -> T:
@@ -271,12 +293,15 @@ class Asked(Generic[T]):
 
 AskedRange: TypeAlias = "Asked[ts.KvStore.ReadResult]"
 
+
+class TellLate(Protocol):
+    """Tells the log of what is late."""
+
+    def __call__(self, seconds: float, *, now: float) -> None: ...
+
+
 Answers: TypeAlias = "queue.SimpleQueue[tuple[Asked[Any], Any]]"
 """What was asked, and each answer to it."""
-
-
-def _log_again(what: str, seconds: float) -> None:
-    _log.warning("%s has not answered for %.0f s, asked again", what, seconds)
 
 
 @contextmanager
@@ -287,4 +312,4 @@ def _told(storage: Storage, place: str) -> Generator[None]:
             yield
     except tuple(_REASONS) as e:
         reason = _REASONS[type(e)]
-        raise BY_REASON[reason](str(e), reason=reason) from e
+        raise BY_REASON[reason](str(e), reason=reason, metadata=e.metadata) from e

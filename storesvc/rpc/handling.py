@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
+from storesvc.sparing import Sparing
 from storesvc.statuses import refuse
 
 MAX_MESSAGE_BYTES: Final = 4 << 20
@@ -58,6 +60,7 @@ S = TypeVar("S")
 T = TypeVar("T", bound=_Parted)
 
 _log = logging.getLogger(__name__)
+_lines = Sparing()
 
 
 @asynccontextmanager
@@ -70,6 +73,7 @@ async def refusals(context: Context) -> AsyncIterator[None]:
     except InvalidNameError as e:
         await refuse(context, InvalidFieldError(str(e)))
     except StoreError as e:
+        _tell_trouble(e)
         await refuse(context, e)
     except TimeoutError:
         if limit.expired():
@@ -92,6 +96,13 @@ def _answer_seconds(context: Context) -> float | None:
     # None, whatever its types say, where the client has set no deadline
     left = cast("float | None", context.time_remaining())
     return None if left is None else left - min(left / 4, WAY_SECONDS)
+
+
+def _tell_trouble(error: StoreError) -> None:
+    """Tells the log what a storage has failed a call with."""
+    storage = error.metadata.get("storage")
+    if storage and _lines.admits((type(error), storage), now=time.monotonic()):
+        _log.warning("%s", error)
 
 
 async def first(stream: AsyncIterator[T], part: str) -> T:

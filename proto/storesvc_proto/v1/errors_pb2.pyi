@@ -113,7 +113,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     ERROR_REASON_STORAGE_DENIED: _ErrorReason.ValueType  # 33
     """`FAILED_PRECONDITION`: the storage does not accept the credentials of the server, or
-    denies them this. Not to be retried before somebody has mended that.
+    denies them this; metadata `storage` names it. Not to be retried before somebody
+    has mended that.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -209,7 +210,8 @@ ERROR_REASON_PLAN_MISMATCH: ErrorReason.ValueType  # 32
 """
 ERROR_REASON_STORAGE_DENIED: ErrorReason.ValueType  # 33
 """`FAILED_PRECONDITION`: the storage does not accept the credentials of the server, or
-denies them this. Not to be retried before somebody has mended that.
+denies them this; metadata `storage` names it. Not to be retried before somebody
+has mended that.
 """
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 

@@ -1,0 +1,18 @@
+"""Of many lines that tell alike, the log gets one in a while."""
+
+from storesvc.sparing import PAUSE_SECONDS, Sparing
+
+
+def test_of_lines_that_tell_alike_one_in_a_while_is_admitted() -> None:
+    lines = Sparing()
+    told = [now for now in range(100) if lines.admits("late", now=float(now))]
+
+    assert list(range(0, 100, int(PAUSE_SECONDS))) == told
+
+
+def test_lines_that_tell_something_else_are_admitted_beside_them() -> None:
+    lines = Sparing()
+
+    assert lines.admits("late", now=0.0)
+    assert lines.admits("denied", now=1.0)
+    assert not lines.admits("late", now=1.0)

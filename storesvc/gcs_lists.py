@@ -121,9 +121,11 @@ class GcsLists:
 
 
 def _error(storage: Storage, prefix: str, cause: Exception) -> StoreError:
-    from google.api_core.exceptions import Forbidden, Unauthorized
+    from google.api_core.exceptions import Forbidden, RetryError, Unauthorized
     from google.auth.exceptions import GoogleAuthError
 
+    if isinstance(cause, RetryError) and cause.cause is not None:
+        cause = cause.cause  # it says itself no more than how long it has tried
     told = _told(cause)
     is_about_tokens = isinstance(cause, GoogleAuthError) and not _is_passing(cause)
     if is_about_tokens or isinstance(cause, Unauthorized):

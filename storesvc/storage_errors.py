@@ -94,7 +94,8 @@ def denied(storage: Storage, place: str, told: str) -> StorageDeniedError:
     """Returns what is said where the storage knows who asks, and lets them not."""
     return StorageDeniedError(
         f"{storage.describe(place)}: the storage denies this to our credentials "
-        f"({told}); let them read, write, list and delete objects below {storage.name}",
+        f"({told.removesuffix('.')}); let them read, write, list and delete objects "
+        f"below {storage.name}",
         storage=storage.name,
     )
 
@@ -103,8 +104,8 @@ def unaccepted(storage: Storage, place: str, told: str) -> StorageDeniedError:
     """Returns what is said where the storage does not know who asks."""
     return StorageDeniedError(
         f"{storage.describe(place)}: the storage does not accept our credentials "
-        f"({told}); renew them, and see that their account exists and the clock is "
-        "right",
+        f"({told.removesuffix('.')}); renew them, and see that their account exists "
+        "and the clock is right",
         storage=storage.name,
     )
 

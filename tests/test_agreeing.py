@@ -4,7 +4,6 @@ import logging
 import re
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ def restore_of(
 ) -> JointRestore:
     """A restore that a process has begun."""
     joint = JointRestore(process, "tests/run")
-    joint.begin(what, lambda: "runs/1", Deadline.after(timedelta(seconds=seconds)))
+    joint.begin(what, lambda: "runs/1", Deadline.after(seconds))
     return joint
 
 

@@ -4,7 +4,6 @@ import logging
 import re
 import threading
 from collections.abc import Collection
-from datetime import timedelta
 
 import pytest
 from hypothesis import example, given, settings
@@ -30,7 +29,7 @@ def restored(
             assert joint is not None
             if error:
                 raise store.InvalidRequestError(error)
-            deadline = Deadline.after(timedelta(seconds=seconds))
+            deadline = Deadline.after(seconds)
             found = joint.begin(what, lambda: f"{what} of {process.index}", deadline)
             joint.check("plan", "")
             return found

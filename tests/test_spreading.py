@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ class Reading:
     def read(self, *, seconds: float | None = None, **options: Any) -> None:
         options = {"place": self.keep, **options}
         if seconds is not None:
-            options["deadline"] = Deadline.after(timedelta(seconds=seconds))
+            options["deadline"] = Deadline.after(seconds)
         manifest = self._opened._manifest
         assembly = Assembly(manifest, self.rows, name="it", **options)
         self.source.read(assembly.missing, assembly)

@@ -1,6 +1,7 @@
 """Connections: from a target to a channel, and what every call shares."""
 
 import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -112,6 +113,7 @@ class Connection:
         timeout: float,
         end: Callable[[], None],
         staging_bytes: int,
+        patience: float = math.inf,
         refusal: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.channel = dial(0)
@@ -121,7 +123,9 @@ class Connection:
         self.address = address
         """What messages call the store."""
         self.timeout = timeout
-        """Seconds that a call may take, streams excepted."""
+        """Seconds that a call may take, streams excepted ..."""
+        self._patience = patience
+        """... and one that is repeated."""
         self.files: Path | BucketRoot | None = None
         """The root of the store, where this process may reach its data files by
         itself; None: they come and go through the server."""
@@ -173,6 +177,8 @@ class Connection:
             StoreError: What the store says, or that it does not answer, for longer
                 than a restart takes, or until the deadline.
         """
+        ends = Deadline.after(self._patience)
+        deadline = min(deadline, ends, key=lambda each: each.end)
         try:  # who is answered needs nothing of what patience imports
             return self.call(method, request, deadline)
         except UnavailableError:
@@ -240,6 +246,7 @@ def open_connection(
             timeout=timeout,
             end=server.close,
             staging_bytes=staging_bytes,
+            patience=timeout,  # it does not come back from a restart
         )
     servers = Target.parse(target)
     tls = _tls(servers, ca=ca, cert=cert, key=key, insecure=insecure)

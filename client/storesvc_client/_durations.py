@@ -45,9 +45,9 @@ class Deadline:
     """When that is over, of ``time.monotonic()``."""
 
     @classmethod
-    def after(cls, length: timedelta) -> Self:
+    def after(cls, seconds: float) -> Self:
         """Returns the deadline of what begins now."""
-        return cls(length.total_seconds(), time.monotonic() + length.total_seconds())
+        return cls(seconds, time.monotonic() + seconds)
 
     @property
     def left(self) -> float:

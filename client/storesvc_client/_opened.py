@@ -144,7 +144,7 @@ class OpenCheckpoint:
         """Returns its state; see ``Run.restore``. Then ``report`` tells of it."""
         with together(self._job, str(self._name.run)) as joint:
             what = f"restore of {self.name}: deadline="
-            ends = Deadline.after(checked_length(what, deadline))
+            ends = Deadline.after(checked_length(what, deadline).total_seconds())
             if joint is not None:
                 joint.begin(self.name, lambda: self._name.resource, ends)
             return self.restored(

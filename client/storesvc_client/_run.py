@@ -175,7 +175,8 @@ class Run(
             yield joint
 
     def _ends(self, deadline: timedelta) -> Deadline:
-        return Deadline.after(checked_length(f"{self.name}: deadline=", deadline))
+        length = checked_length(f"{self.name}: deadline=", deadline)
+        return Deadline.after(length.total_seconds())
 
     def _opened(
         self, which: Which, joint: "JointRestore | None", deadline: Deadline

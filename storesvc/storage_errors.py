@@ -54,6 +54,8 @@ def translated(storage: Storage, place: str) -> Generator[None]:
             f"{storage.describe(place)}: the storage did not answer in time; try again",
             storage=storage.name,
         ) from e
+    except PermissionError as e:
+        raise denied(storage, place, e.strerror or str(e)) from e
     except (ValueError, RuntimeError, OSError, KeyError) as e:
         raise _error(storage, place, str(e)) from e
 
@@ -92,9 +94,12 @@ def failed(storage: Storage, place: str, told: str) -> StorageUnavailableError:
 
 def denied(storage: Storage, place: str, told: str) -> StorageDeniedError:
     """Returns what is said where the storage knows who asks, and lets them not."""
+    who, what = ("our credentials", "objects")
+    if not storage.is_remote:
+        who, what = ("the user of this process", "files")
     return StorageDeniedError(
-        f"{storage.describe(place)}: the storage denies this to our credentials "
-        f"({told.removesuffix('.')}); let them read, write, list and delete objects "
+        f"{storage.describe(place)}: the storage denies this to {who} "
+        f"({told.removesuffix('.')}); let them read, write, list and delete {what} "
         f"below {storage.name}",
         storage=storage.name,
     )

@@ -10,6 +10,9 @@ import storesvc.errors
 import storesvc.statuses
 import storesvc_client as store
 import storesvc_client.errors
+from storesvc import storage_errors
+from storesvc.errors import StorageDeniedError
+from storesvc.storages import storage_at
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -91,3 +94,12 @@ def test_a_status_says_when_to_try_again_where_time_is_all_that_it_takes() -> No
     retry = error_details_pb2.RetryInfo()
     assert [detail.Unpack(retry) for detail in status.details] == [False, True]
     assert retry.retry_delay.seconds == 60
+
+
+def test_what_the_user_of_a_server_may_not_touch_is_denied() -> None:
+    told = r"the user of this process \(Permission denied\); let them .* files below"
+    with (
+        pytest.raises(StorageDeniedError, match=rf"^runs: .* {told} .*/store"),
+        storage_errors.translated(storage_at("file:///store"), "runs"),
+    ):
+        raise PermissionError(13, "Permission denied", "/store/runs")

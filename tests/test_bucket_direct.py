@@ -293,7 +293,7 @@ def test_a_bucket_that_lets_nobody_in_is_told(
     gcs.deny(BUCKET)
     try:
         with pytest.raises(
-            store.UnavailableError,
+            store.PreconditionError,
             match=rf"direct: expected .*{served[1]}/store.binpb: .*credentials",
         ):
             store.connect(served[0].address, direct=served[1])

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
+    from storesvc_client._jobs import Job
     from storesvc_client._joint_restore import JointRestore
     from storesvc_client._opened import OpenCheckpoint
     from storesvc_client._options import Rules
@@ -165,12 +166,11 @@ class Run(
     @contextmanager
     def _together(self, processes: Processes) -> "Generator[JointRestore | None]":
         """The restore of all processes of the job; None: of this one alone."""
+        checked_choice(f"{self.name}: processes=", processes, Processes)
+        job = _job() if processes == "all" else None
         # Late, as all that needs NumPy: lists of checkpoints must not wait for it.
         from storesvc_client._joint_restore import together
-        from storesvc_client.trees.processes import job_of_process
 
-        checked_choice(f"{self.name}: processes=", processes, Processes)
-        job = job_of_process() if processes == "all" else None
         with together(job, self.name) as joint:
             yield joint
 
@@ -262,3 +262,10 @@ class Run(
             DataLossError: Stored bytes are damaged; names leaf and chunk.
         """
         return self.open(which).read(keys)
+
+
+def _job() -> "Job | None":
+    """The job that this process is of; None: it is alone."""
+    from storesvc_client.trees.processes import job_of_process  # it needs jax
+
+    return job_of_process()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client import _joint_restore
+from storesvc_client import _joint_restore, _looks
 from storesvc_client._durations import Deadline
 from storesvc_client._jobs import JointSave
 from storesvc_client._joint_restore import JointRestore
@@ -59,14 +59,21 @@ def test_a_process_that_fails_first_is_named_at_once() -> None:
 def test_process_0_does_not_begin_without_one_that_waited_too_long_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = ThreadJob(2)
-    first, second = (restore_of(job.process(index), 0.01) for index in range(2))
-
     monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.1)
-    with pytest.raises(store.UnavailableError, match="process 0 of 2 is not ready"):
-        second.check("plan", "")
-    with pytest.raises(store.UnavailableError, match="process 0 of 2 is not ready"):
-        first.check("plan", "")
+    has_waited = threading.Event()
+
+    def part(process: ThreadProcess) -> None:
+        joint = restore_of(process, 1.0)
+        if process.index == 0:
+            has_waited.wait(60)
+        try:
+            joint.check("plan", "")
+        finally:
+            has_waited.set()
+
+    for told in ThreadJob(2).run(part):
+        assert isinstance(told, store.UnavailableError), told
+        assert "process 0 of 2 is not ready to read after 1 s" in str(told)
 
 
 def test_processes_that_come_one_after_another_are_not_waited_for_in_turn() -> None:
@@ -174,7 +181,7 @@ def test_a_failure_that_another_process_told_is_not_told_again() -> None:
 def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_joint_restore, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(_looks, "LOOK_SECONDS", 0.05)
     by_first = (
         r"restore of tests/run@1 waits for process 1 of 3, for \d s now: it reads"
     )

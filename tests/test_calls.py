@@ -3,14 +3,15 @@
 import logging
 import re
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client import _calls, _joint_restore
+from storesvc_client import _joint_restore, _looks
 from storesvc_client._durations import Deadline
 from storesvc_client._joint_restore import together
 from tests.thread_job import ThreadJob, ThreadProcess
@@ -21,19 +22,37 @@ ALL = (0, 1, 2)
 
 
 def restored(
-    process: ThreadProcess, what: str, seconds: float, *, error: str = ""
+    process: ThreadProcess,
+    what: str,
+    seconds: float,
+    *,
+    refusal: BaseException | None = None,
+    absence: store.StoreError | None = None,
 ) -> str:
-    """What a process restores, or what it is told instead."""
+    """What a process restores, or what it is told instead.
+
+    Args:
+        process: Which.
+        what: It asks for.
+        seconds: It may take.
+        refusal: Of this process, before it asks for anything.
+        absence: What process 0 finds.
+    """
+
+    def resolve() -> str:
+        if absence is not None:
+            raise absence
+        return f"{what} of {process.index}"
+
     try:
         with together(process, RUN) as joint:
             assert joint is not None
-            if error:
-                raise store.InvalidRequestError(error)
-            deadline = Deadline.after(seconds)
-            found = joint.begin(what, lambda: f"{what} of {process.index}", deadline)
+            if refusal is not None:
+                raise refusal
+            found = joint.begin(what, resolve, Deadline.after(seconds))
             joint.check("plan", "")
             return found
-    except store.StoreError as e:
+    except (store.StoreError, KeyboardInterrupt) as e:
         return f"{type(e).__name__}: {e}"
 
 
@@ -50,7 +69,8 @@ class Job:
         what: str = "x",
         others: str = "",
         other_caller: int = -1,
-        error: str = "",
+        refusal: BaseException | None = None,
+        absence: store.StoreError | None = None,
         seconds: float = LONG,
     ) -> list[str]:
         """Has processes restore the same, but for one that asks for something else, or
@@ -63,7 +83,8 @@ class Job:
                 self.processes[index],
                 others if is_other and others else what,
                 seconds,
-                error=error if is_other else "",
+                refusal=refusal if is_other else None,
+                absence=absence,
             )
 
         threads = [threading.Thread(target=part, args=(index,)) for index in callers]
@@ -74,25 +95,65 @@ class Job:
         return list(told.values())
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.sampled_from([(0,), (1,), (0, 2), (1, 2)]), max_size=4))
-@example([(0,), (0,), (1,)])
-def test_calls_of_some_leave_those_of_all_in_step(calls: list[Collection[int]]) -> None:
+REFUSED = store.InvalidRequestError("deadline= is not a length")
+ABSENT = store.NotFoundError("x is not there")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([(0,), (1,), (0, 2), (1, 2)]),
+            st.sampled_from([None, REFUSED, KeyboardInterrupt()]),
+            st.sampled_from([None, ABSENT]),
+        ),
+        max_size=4,
+    )
+)
+@example([((0,), None, None), ((0,), None, ABSENT), ((1,), None, None)])
+@example([((0,), REFUSED, None), ((1,), REFUSED, None), ((1, 2), None, None)])
+def test_calls_of_some_leave_those_of_all_in_step(
+    calls: list[tuple[Sequence[int], BaseException | None, store.StoreError | None],],
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_joint_restore, "GRACE_SECONDS", AT_ONCE)
+        patch.setattr(_joint_restore, "REFUSED_SECONDS", AT_ONCE)
         job = Job()
-        for number, callers in enumerate(calls):
-            for told in job.call(*callers, what=f"x{number}", seconds=AT_ONCE):
-                assert told.startswith("UnavailableError: restore of x"), told
+        for callers, refusal, absence in calls:
+            told = job.call(
+                *callers,
+                other_caller=callers[0],
+                refusal=refusal,
+                absence=absence,
+                seconds=AT_ONCE,
+            )
+            assert not [each for each in told if " of 0" == each[-5:]], told
         for _ in range(2):
             assert ["y of 0"] * 3 == job.call(*ALL, what="y")
+
+
+def test_what_process_0_does_not_find_is_told_to_those_who_come_late() -> None:
+    job = Job()
+
+    def late() -> None:
+        time.sleep(0.5)
+        told.append(restored(job.processes[2], "x", LONG))
+
+    told = list[str]()
+    thread = threading.Thread(target=late)
+    thread.start()
+    told += job.call(0, 1, absence=ABSENT)
+    thread.join()
+
+    assert ["NotFoundError: x is not there"] * 3 == told
+    assert ["x of 0"] * 3 == job.call(*ALL)
 
 
 @pytest.mark.parametrize("refused", ALL)
 def test_what_is_refused_in_one_process_is_told_to_all(refused: int) -> None:
     job = Job()
 
-    told = job.call(*ALL, other_caller=refused, error="deadline= is not a length")
+    told = job.call(*ALL, other_caller=refused, refusal=REFUSED)
 
     for index in ALL:
         kind = "InvalidRequestError" if index == refused else "GivenUpError"
@@ -116,21 +177,23 @@ def test_one_that_asks_for_something_else_is_told_to_all(other: int) -> None:
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
-def test_who_comes_too_late_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_calls, "AGAIN_SECONDS", AT_ONCE)
+@pytest.mark.parametrize("late", [1, 2])
+def test_who_is_interrupted_is_named_and_others_go_on_without_it_later(
+    late: int,
+) -> None:
     job = Job()
-    job.call(0, 1, seconds=AT_ONCE)
 
-    (late,) = job.call(2)
+    told = job.call(*ALL, other_caller=late, refusal=KeyboardInterrupt(), seconds=1)
 
-    assert "process 2 of 3 has not asked for it in 0.05 s" in late
+    for index in {*ALL} - {late}:
+        assert told[index].startswith("GivenUpError") or "has not asked" in told[index]
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
 def test_who_waits_for_a_process_that_does_not_call_logs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_joint_restore, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(_looks, "LOOK_SECONDS", 0.05)
 
     with caplog.at_level(logging.WARNING):
         Job().call(1, what="by 1", seconds=0.5)

@@ -399,7 +399,9 @@ def test_adapters_that_were_added_are_initialised_when_asked(run: store.Run) -> 
         store.MismatchError, match=r"the module itself: expected .*Plain"
     ):
         restore_state(run, model=Adapted, missing="init")
-    with pytest.raises(store.MismatchError, match="lora_a/value': expected .*, got none"):
+    with pytest.raises(
+        store.MismatchError, match=r"lora_a/value': expected .*, got none"
+    ):
         restore_state(run, model=Adapted, structure="report")
     back = restore_state(run, model=Adapted, missing="init", structure="report")
 

@@ -1,31 +1,22 @@
-"""Calls that the processes of a job make together, and how each finds those of the
-others.
+"""Calls that the processes of a job make together, and how those of one find those of
+the others.
 
-Process 0 leads: it numbers its calls, and tells what each is for. The others take part
-in them in their order, so that what fails in one process fails the same call of all.
-
-One that calls alone, by mistake, must not put all later calls out of step. Where
-process 0 does not come, its next call is still the next one. Where process 0 waited for
-another in vain, that one passes over the call, once process 0 has called again for what
-it wants itself.
+Process 0 leads. Each other process tells of each of its calls, and waits; process 0
+gives to each the place on the board where they meet, once it makes a call itself, and
+takes the calls of each process in their order. A call that it has not taken can be
+taken back. So one that a process makes alone, by mistake, leaves nothing behind that
+later calls, which all make, could meet instead of each other.
 """
 
-import time
-from collections.abc import Callable
 from typing import Final
 
-from storesvc_client._jobs import Job, Outcome, ordinal
+from storesvc_client._jobs import Job
 
-AGAIN_SECONDS: Final = 5.0
-"""How long who comes too late for a call waits for the next."""
+_TAKEN_BACK: Final = "-"
 
 
 class Calls:
-    """The calls of a job of one kind, seen from one of its processes.
-
-    Each call has a place on the board, under which stand what process 0 ``asked`` for
-    and its ``verdict`` on the beginning.
-    """
+    """The calls of a job of one kind, seen from one of its processes."""
 
     def __init__(self, job: Job, kind: str) -> None:
         """Knows of none yet.
@@ -38,75 +29,61 @@ class Calls:
         self._kind = f"storesvc/{kind}"
 
     def lead(self) -> str:
-        """Returns the place of the next call of process 0, which makes it."""
-        return self._place(ordinal(self._job, self._kind))
-
-    def next(self) -> str:
-        """Returns the place of the next call, which this process takes part in whatever
-        it is."""
+        """Returns the place of a call that process 0 makes."""
         while True:
             number = self._job.passed(self._kind)
-            while self._was_in_vain(number):
-                number += 1
-            if self._take(number):
-                return self._place(number)
+            if self._job.advance(self._kind, number):
+                return f"{self._kind}/{number}"
 
-    def follow(
-        self, asked: str, end: float, awaited: Callable[[str, float], Outcome | None]
-    ) -> tuple[str, Outcome] | None:
-        """Returns the place of the call of process 0 that this one takes part in, and
-        what it asks for; None: there is none in time.
+    def take(self, index: int, place: str, *, seconds: float = 0.0) -> bool:
+        """Gives a place to the next call of another process; False: it makes none in
+        that time.
 
         Args:
-            asked: What this process asks for.
-            end: Until when to wait, of ``time.monotonic()``.
-            awaited: Waits until then for what process 0 asks for at a place.
+            index: Of the process.
+            place: Of the call of process 0.
+            seconds: How long to wait for it.
         """
+        taken = f"{self._kind}/taken/{index}"
         while True:
-            number = self._job.passed(self._kind)
-            told = awaited(self._place(number), end)
-            if told is None:
-                return None
-            if self._was_in_vain(number):
-                number, told = self._again(number, told, asked, end)
-            if self._take(number):
-                return self._place(number), told
+            number = self._job.passed(taken)
+            if self._job.told(self._call(index, number), seconds=seconds) is None:
+                return False
+            settled = self._settled(index, number, place)
+            self._job.advance(taken, number)
+            if settled == place:
+                return True
 
-    def _again(
-        self, number: int, told: Outcome, asked: str, end: float
-    ) -> tuple[int, Outcome]:
-        """The later call of process 0 for the same as this process asks for, or else
-        the one that it came too late for, and what process 0 asked for there."""
-        later, end = number, min(end, time.monotonic() + AGAIN_SECONDS)
+    def begin(self) -> int:
+        """Tells process 0 of a call; returns its number."""
+        made = f"{self._kind}/made"
         while True:
-            later += 1
-            left = max(0.0, end - time.monotonic())
-            text = self._job.told(asked_key(self._place(later)), seconds=left)
-            if text is None:
-                return number, told
-            again = Outcome.of_text(text)
-            if again.asked == asked and not self._was_in_vain(later):
-                return later, again
+            number = self._job.passed(made)
+            # told first: what is counted and never told would be waited for for ever
+            self._job.tell(self._call(self._job.index, number), "")
+            if self._job.advance(made, number):
+                return number
 
-    def _was_in_vain(self, number: int) -> bool:
-        """Whether process 0 has given up a call, as another did not come."""
-        text = self._job.told(verdict_key(self._place(number)))
-        return text is not None and Outcome.of_text(text).is_absence
+    def place_key(self, number: int) -> str:
+        """Returns where process 0 tells the place of a call of this process."""
+        return self._place_key(self._job.index, number)
 
-    def _take(self, number: int) -> bool:
-        """Has a call behind this process; False: another thread had, or a later one."""
-        passed = self._job.passed(self._kind)
-        return number >= passed and self._job.advance(self._kind, passed, number + 1)
+    def take_back(self, number: int) -> str:
+        """Takes back a call; returns its place where process 0 was faster, or else
+        ""."""
+        settled = self._settled(self._job.index, number, _TAKEN_BACK)
+        return "" if settled == _TAKEN_BACK else settled
 
-    def _place(self, number: int) -> str:
-        return f"{self._kind}/{number}"
+    def _settled(self, index: int, number: int, place: str) -> str:
+        """What became of a call: this, or what was told before."""
+        key = self._place_key(index, number)
+        self._job.tell(key, place)
+        settled = self._job.told(key)
+        assert settled is not None
+        return settled
 
+    def _call(self, index: int, number: int) -> str:
+        return f"{self._kind}/calls/{index}/{number}"
 
-def asked_key(place: str) -> str:
-    """Returns where process 0 tells what it asks for."""
-    return f"{place}/asked"
-
-
-def verdict_key(place: str) -> str:
-    """Returns where it is told whether a call begins."""
-    return f"{place}/begin/0"
+    def _place_key(self, index: int, number: int) -> str:
+        return f"{self._kind}/places/{index}/{number}"

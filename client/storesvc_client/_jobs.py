@@ -36,8 +36,8 @@ class Job(Protocol):
         """Returns how many things of a kind are behind this process: the processes of a
         job do the same things in the same order."""
 
-    def advance(self, what: str, passed: int, to: int) -> bool:
-        """Has more of them behind it; False: it was not so many before."""
+    def advance(self, what: str, passed: int) -> bool:
+        """Has one more of them behind it; False: it was not so many before."""
 
     def tell(self, key: str, text: str) -> None:
         """Writes a text under a key; where one is there already, that stays."""
@@ -61,8 +61,6 @@ class Outcome:
     """The name of the error that it is."""
     asked: str = ""
     """What was asked for, as messages call it."""
-    is_absence: bool = False
-    """Whether it was given up as a process had not come."""
 
     def to_text(self) -> str:
         """Returns it as it is written on the board."""
@@ -159,7 +157,7 @@ def ordinal(job: Job, what: str) -> int:
     """Returns how many things of a kind were behind a process, before this one is."""
     while True:
         passed = job.passed(what)
-        if job.advance(what, passed, passed + 1):
+        if job.advance(what, passed):
             return passed
 
 

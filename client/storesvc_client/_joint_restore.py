@@ -21,9 +21,10 @@ from dataclasses import asdict
 from itertools import count
 from typing import Final
 
-from storesvc_client._calls import Calls, asked_key, verdict_key
+from storesvc_client._calls import Calls
 from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._jobs import Job, Outcome, process_name
+from storesvc_client._looks import Looks
 from storesvc_client._values import ProcessReading
 from storesvc_client.errors import (
     GivenUpError,
@@ -35,11 +36,9 @@ from storesvc_client.errors import (
 PATIENCE_SECONDS: Final = 300.0
 """How long a process is waited for that does not come, at most."""
 
-LOOK_SECONDS: Final = 10.0
-"""After which the first news are told; the next come after twice as long, and so on,"""
-
-MOST_LOOK_SECONDS: Final = 120.0
-"""up to this."""
+REFUSED_SECONDS: Final = 10.0
+"""How long who is refused before it asks for anything waits for the others, to tell
+them."""
 
 TURN_SECONDS: Final = 1.0
 """How often who waits looks whether another process has failed."""
@@ -94,11 +93,12 @@ class JointRestore:
         self._calls = Calls(job, f"read/{run}")
         self._what = run
         self._place = ""
-        """On the board."""
-        self._takes_part = False
-        """Whether that is the place of a call that this process takes part in."""
-        self._has_missed = False
-        """Whether process 0 did not call."""
+        """On the board, where the processes meet; "": not known yet."""
+        self._number: int | None = None
+        """Of the call of this process, which waits for its place; process 0 has
+        none."""
+        self._absent = set(range(1, job.count))
+        """Who does not take part yet, as far as process 0 knows."""
         self._deadline = NEVER
         self._seconds = math.inf
         """How long a process is waited for that does not come ..."""
@@ -133,28 +133,18 @@ class JointRestore:
         self._seconds = min(deadline.seconds, PATIENCE_SECONDS)
         self._end = min(deadline.end, time.monotonic() + PATIENCE_SECONDS)
         if self.job.index == 0:
-            self._take_part(self._calls.lead())
-            try:
-                told = Outcome(name=resolve(), asked=asked)
-            except StoreError as e:
-                refusal = Outcome(
-                    failure=str(e), kind=type(e).__name__, reason=e.reason, asked=asked
-                )
-                self.job.tell(asked_key(self._place), refusal.to_text())
-                raise
-            self.job.tell(asked_key(self._place), told.to_text())
-            return told.name
-        call = self._calls.follow(asked, self._end, self._awaited_call)
-        if call is None:
-            self._has_missed = True
-            raise UnavailableError(self._absence(0).failure)
-        place, told = call
-        self._take_part(place)
+            return self._lead(resolve)
+        self._number = self._calls.begin()
+        key = self._calls.place_key(self._number)
+        place, _ = self._awaited(key, 0, self._end, grace=math.inf)
+        self._place = place or self._calls.take_back(self._number)
+        if not self._place:
+            raise self._absence(0).error
+        text = self.job.told(self._asked_key)
+        assert text is not None  # it is told before any place is
+        told = Outcome.of_text(text)
         if told.failure:
             raise told.error
-        verdict = self.job.told(verdict_key(self._place))
-        if verdict is not None and (given_up := Outcome.of_text(verdict)).failure:
-            raise given_up.error
         if told.asked != asked:
             raise InvalidRequestError(
                 f"restore of {asked}: {self._name(0)} asks for {told.asked} at the "
@@ -182,10 +172,10 @@ class JointRestore:
             self._tell("begin", Outcome(name=digest))
             # process 0 may have come later, and waited as long for some of the others
             end = min(self._end + self._seconds, self._deadline.end) + GRACE_SECONDS
-            key = verdict_key(self._place)
+            key = self._key("begin", 0)
             text, news = self._awaited(key, 0, end, grace=2 * GRACE_SECONDS)
             if text is None:
-                verdict = self._stands("begin", self._absence(0, news))
+                verdict = self._stands("begin", self._lateness(0, news))
             else:
                 verdict = Outcome.of_text(text)
         if verdict.failure:
@@ -210,8 +200,8 @@ class JointRestore:
             verdict = self._stands("end", self._slowest(own, end))
         else:
             self._tell("end", _outcome(own))
-            # it may have begun later, by as long as it was waited for, and waited
-            end += 2 * self._seconds + GRACE_SECONDS
+            # it may have begun later, by as long as it was waited for
+            end += self._seconds + GRACE_SECONDS
             text, news = self._awaited(
                 self._key("end", 0), 0, end, grace=2 * GRACE_SECONDS
             )
@@ -235,24 +225,19 @@ class JointRestore:
         """Tells why this process has failed, and returns why others have, as far as
         that is known; "": it is not.
 
-        Where it was to begin already, or had ended well, it changes nothing. Where it
-        was refused before it asked for anything, this is its part in the next call.
+        Where it was to begin already, or had ended well, it changes nothing.
         """
         others: list[str] = []
-        if self._has_missed:
-            return ""
         with suppress(StoreError):  # the error that this is about is the one to raise
             told = f"{self.own_name}: {str(error) or type(error).__name__}"
             is_second_hand = isinstance(error, GivenUpError)
-            is_first = self.job.index == 0
-            if not self._takes_part:
-                self._take_part(self._calls.lead() if is_first else self._calls.next())
+            if not self._place and not self._met_late(error):
+                return ""
             if not is_second_hand:
                 self.job.tell(self._failure_key, told)
+            is_first = self.job.index == 0
             if is_first:
-                verdict = self._failed(told)
-                self.job.tell(asked_key(self._place), verdict.to_text())
-                self._tell("begin", verdict)
+                self._tell("begin", self._failed(told))
             else:
                 self._tell("begin", Outcome(failure=told))
                 reason = _SECOND_HAND if is_second_hand else ""
@@ -275,11 +260,11 @@ class JointRestore:
         ended = threading.Event()
 
         def tell() -> None:
-            seconds = LOOK_SECONDS
+            looks = Looks()
             with suppress(StoreError):  # who is not told news is told the end
-                while not ended.wait(seconds):
-                    self._tell_news(describe())
-                    seconds = min(2 * seconds, MOST_LOOK_SECONDS)
+                while not ended.wait(looks.left):
+                    if looks.are_due():
+                        self._tell_news(describe())
 
         thread = threading.Thread(target=tell, name="storesvc-news", daemon=True)
         thread.start()
@@ -289,6 +274,74 @@ class JointRestore:
             ended.set()
             thread.join()
 
+    def _lead(self, resolve: Callable[[], str]) -> str:
+        """The name of the checkpoint, once all others take part and are told it."""
+        refusal: StoreError | None = None
+        try:
+            told = Outcome(name=resolve(), asked=self._what)
+        except StoreError as e:
+            refusal = e
+            told = Outcome(failure=str(e), kind=type(e).__name__, reason=e.reason)
+        self._open(told)
+        if refusal is not None:
+            # they may come much later, and would wait for a call that was made already
+            self._gather(self._end, grace=math.inf)
+            raise refusal
+        self._gather(self._end, grace=REFUSED_SECONDS)
+        if failure := self.failure():
+            raise self._stands("begin", self._failed(failure)).error
+        if self._absent:
+            raise self._stands("begin", self._absence(min(self._absent))).error
+        return told.name
+
+    def _open(self, told: Outcome) -> None:
+        """Makes a place for all, and tells there what process 0 asks for."""
+        place = self._calls.lead()
+        self.job.tell(f"{place}/asked", told.to_text())
+        self._place = place
+
+    def _gather(self, end: float, *, grace: float) -> None:
+        """Gives all others the place. Meanwhile, who is waited for is logged.
+
+        Args:
+            end: Until when the others are waited for.
+            grace: How long at most once one has failed, which is told to those who are
+                here, and to those who come.
+        """
+        looks = Looks()
+        seconds = 0.0
+        while True:
+            for index in sorted(self._absent):
+                if self._calls.take(index, self._place, seconds=seconds):
+                    self._absent.remove(index)
+                seconds = 0.0
+            if self._failed_at == math.inf and (failure := self.failure()):
+                self._failed_at = time.monotonic()
+                self._stands("begin", self._failed(failure))
+            left = min(end, self._failed_at + grace) - time.monotonic()
+            if not self._absent or left <= 0:
+                return
+            seconds = min(left, TURN_SECONDS, looks.left)
+            if looks.are_due():
+                self._log_wait(min(self._absent), looks, "")
+
+    def _met_late(self, error: BaseException) -> bool:
+        """Whether the others are met by a process that has failed before it met them,
+        so that they can be told; waits for them where it was refused at once."""
+        is_first, is_refused = self.job.index == 0, self._number is None
+        waits = is_refused and isinstance(error, Exception)
+        end = time.monotonic() + (REFUSED_SECONDS if waits else 0.0)
+        if is_first:
+            told = f"{self.own_name}: {str(error) or type(error).__name__}"
+            self._open(self._failed(told))
+            self._gather(end, grace=math.inf)
+            return True
+        if self._number is None:
+            self._number = self._calls.begin()
+            self._awaited(self._calls.place_key(self._number), 0, end, grace=math.inf)
+        self._place = self._calls.take_back(self._number)
+        return bool(self._place)
+
     def _name(self, index: int) -> str:
         """What messages call a process."""
         return process_name(self.job, index)
@@ -297,6 +350,11 @@ class JointRestore:
     def _failure_key(self) -> str:
         """Of what the first process that failed has told."""
         return f"{self._place}/failure"
+
+    @property
+    def _asked_key(self) -> str:
+        """Of what process 0 asks for."""
+        return f"{self._place}/asked"
 
     def _key(self, part: str, index: int) -> str:
         """Of what a process tells at the beginning or end: process 0, the verdict."""
@@ -319,7 +377,9 @@ class JointRestore:
             text, news = self._awaited(key, index, self._end, grace=0)
             if text is None:
                 failure = self.failure()
-                return self._failed(failure) if failure else self._absence(index, news)
+                if failure:
+                    return self._failed(failure)
+                return self._lateness(index, news)
             told = Outcome.of_text(text)
             if told.failure:
                 return self._failed(self.failure() or told.failure)
@@ -354,21 +414,12 @@ class JointRestore:
                 (second_hand if is_second_hand else first_hand).append(outcome.failure)
             else:
                 readings.append(ProcessReading(**json.loads(outcome.name)))
-        return readings, [*(first_hand or second_hand), *absent]
-
-    def _take_part(self, place: str) -> None:
-        """Takes part in a call, and tells so."""
-        self._place, self._takes_part = place, True
-        self._news = count()
-        self.job.tell(self._here_key(self.job.index), "")
-
-    def _awaited_call(self, place: str, end: float) -> Outcome | None:
-        """What process 0 asks for in a call; None: it does not make it in time."""
-        self._place = place
-        text, _ = self._awaited(asked_key(place), 0, end, grace=0)
-        if text is None and (failure := self.failure()):
-            raise self._failed(failure).error
-        return None if text is None else Outcome.of_text(text)
+        told = first_hand or second_hand
+        failure = self.failure()
+        is_new = not failure.startswith(f"{self.own_name}: ") and failure not in told
+        if absent and failure and is_new:  # of one that had read all of its own
+            told = [failure, *told]
+        return readings, [*told, *absent]
 
     def _awaited(
         self, key: str, index: int, end: float, *, grace: float
@@ -382,26 +433,29 @@ class JointRestore:
             end: Until when it is waited for; then it is None that it tells.
             grace: How long it is waited for at most once any process has failed.
         """
-        began, news, number, seconds = time.monotonic(), "", 0, LOOK_SECONDS
-        log_at = began + seconds
+        looks, news, number = Looks(), "", 0
         while True:
             now = time.monotonic()
             left = max(0.0, min(end, self._failed_at + grace) - now)
-            text = self.job.told(key, seconds=min(left, TURN_SECONDS, log_at - now))
-            while told := self.job.told(self._news_key(index, number)):
+            text = self.job.told(key, seconds=min(left, TURN_SECONDS, looks.left))
+            while self._place and (
+                told := self.job.told(self._news_key(index, number))
+            ):
                 news, number = f": {told}", number + 1
             if text is not None or not left:
                 return text, news
-            if self._failed_at == math.inf and self.failure():
+            if self._place and self._failed_at == math.inf and self.failure():
                 self._failed_at = time.monotonic()
-            if time.monotonic() >= log_at:
-                waited = f"for {time.monotonic() - began:.0f} s now"
-                waits = f"{self._name(index)} of {self.job.count}, {waited}{news}"
-                _log.warning("restore of %s waits for %s", self._what, waits)
-                with suppress(StoreError):  # who is not told news is told the end
-                    self._tell_news(f"it waits for {waits}")
-                seconds = min(2 * seconds, MOST_LOOK_SECONDS)
-                log_at = time.monotonic() + seconds
+            if looks.are_due():
+                self._log_wait(index, looks, news)
+
+    def _log_wait(self, index: int, looks: Looks, news: str) -> None:
+        waited = f"for {looks.waited:.0f} s now"
+        waits = f"{self._name(index)} of {self.job.count}, {waited}{news}"
+        _log.warning("restore of %s waits for %s", self._what, waits)
+        if self._place:
+            with suppress(StoreError):  # who is not told news is told the end
+                self._tell_news(f"it waits for {waits}")
 
     def _tell_news(self, news: str) -> None:
         self.job.tell(self._news_key(self.job.index, next(self._news)), news)
@@ -409,25 +463,27 @@ class JointRestore:
     def _news_key(self, index: int, number: int) -> str:
         return f"{self._place}/news/{index}/{number}"
 
-    def _here_key(self, index: int) -> str:
-        """Of what tells that a process takes part."""
-        return f"{self._place}/here/{index}"
-
-    def _absence(self, index: int, news: str = "") -> Outcome:
-        """The verdict where a process does not begin."""
-        is_here = self.job.told(self._here_key(index)) is not None
-        why = (
-            f"is not ready to read after {self._seconds:g} s{news}; look for what "
-            "keeps it, or allow more time"
-            if is_here
-            else f"has not asked for it in {self._seconds:g} s; restore in all "
-            "processes of the job, or with processes='this'"
+    def _absence(self, index: int) -> Outcome:
+        """What is told where a process does not ask."""
+        return self._late(
+            index,
+            f"has not asked for it in {self._seconds:g} s; restore in all processes of "
+            "the job, or with processes='this'",
         )
+
+    def _lateness(self, index: int, news: str) -> Outcome:
+        """The verdict where a process that has asked does not begin."""
+        return self._late(
+            index,
+            f"is not ready to read after {self._seconds:g} s{news}; look for what "
+            "keeps it, or allow more time",
+        )
+
+    def _late(self, index: int, why: str) -> Outcome:
+        who = f"{self._name(index)} of {self.job.count}"
         return Outcome(
-            failure=f"restore of {self._what}: {self._name(index)} of {self.job.count} "
-            f"{why}",
+            failure=f"restore of {self._what}: {who} {why}",
             kind=UnavailableError.__name__,
-            is_absence=True,
         )
 
     def _failed(self, *told: str) -> Outcome:

@@ -51,9 +51,11 @@ class EmbeddedServer:
         self.address = f"unix:{self._directory.name}/socket"
         try:
             _run(self._start(root, timeout))
-        except StoreError as e:
-            self._directory.cleanup()
-            raise StartError(e) from e
+        except BaseException as e:  # Ctrl-C too
+            self.close()
+            if isinstance(e, StoreError):
+                raise StartError(e) from e
+            raise
 
     def close(self) -> None:
         """Drains and stops."""

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from storesvc_client import UnavailableError, _retrying
+from storesvc_client._durations import Deadline
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +48,19 @@ def test_what_another_attempt_cannot_mend_is_told_at_once() -> None:
     with pytest.raises(ValueError, match="wrong"):
         calls.make()
     assert 1 == calls.made
+
+
+def test_what_a_deadline_cuts_off_hides_no_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 60)
+    deadline, made = Deadline.after(0.3), list[str]()
+
+    def act() -> None:
+        made.append("did not answer in time" if deadline.left <= 0 else "refused")
+        raise UnavailableError(made[-1])
+
+    with pytest.raises(UnavailableError, match="refused"):
+        _retrying.until(deadline, act)
+
+    assert "did not answer in time" == made[-1]

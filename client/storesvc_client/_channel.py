@@ -15,7 +15,7 @@ from storesvc_client._certificates import Tls, refusal
 from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._embedded import start_embedded
 from storesvc_client._renewing import RenewedChannel
-from storesvc_client._retrying import LEAST_ATTEMPTS, patiently
+from storesvc_client._retrying import LEAST_ATTEMPTS, until
 from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
 from storesvc_client._targets import Target, is_root
 from storesvc_client.errors import (
@@ -184,10 +184,11 @@ class Connection:
         except UnavailableError:
             if deadline.left <= 0:
                 raise
-        for attempt in patiently(LEAST_ATTEMPTS - 1, deadline=deadline):
-            with attempt:
-                return self.call(method, request, deadline)
-        raise AssertionError
+        return until(
+            deadline,
+            lambda: self.call(method, request, deadline),
+            least_attempts=LEAST_ATTEMPTS - 1,
+        )
 
     def seconds(self, deadline: Deadline) -> float:
         """Returns how long a call may take."""

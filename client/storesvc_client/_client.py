@@ -210,6 +210,8 @@ class Client(ClientCollection):
                 except Exception as e:  # noqa: BLE001 - every other save must end too
                     errors.append(e)
         except KeyboardInterrupt as e:
+            for other in errors:
+                e.add_note(f"a save in the background failed: {other}")
             for run in list(self._runs.values()):
                 for name in run._forget():  # noqa: SLF001 - of no use to others
                     e.add_note(

@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from storesvc.format.names import CheckpointName
 from storesvc_client._channel import Connection
-from storesvc_client._durations import duration_message
+from storesvc_client._durations import Deadline, duration_message
 from storesvc_client._entries import checked_text
 from storesvc_client._retrying import patiently
 from storesvc_client.errors import (
@@ -142,8 +142,8 @@ class Lease:
                 self._renewing.release()
         request = api.DeleteHoldRequest(name=self._hold.name)
         try:
-            with translated(self._connection.address):
-                self._stub.DeleteHold(request, timeout=self._timeout)
+            ends = Deadline.after(self._timeout)
+            self._connection.ask(self._stub.DeleteHold, request, ends)
         except StoreError as e:
             _log.warning("%s stays until it expires: %s", self._hold.name, e)
 

@@ -8,7 +8,7 @@ from storesvc_client._jobs import Job
 from storesvc_client._leasing import Lease
 from storesvc_client._opened import OpenCheckpoint
 from storesvc_client._pausing import collector_paused
-from storesvc_client._retrying import patiently
+from storesvc_client._retrying import until
 from storesvc_client._values import Checkpoint
 from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -41,11 +41,12 @@ def open_checkpoint(
     """
     request = api.ReadManifestRequest(name=name.resource, uid=uid)
     try:
-        for attempt in patiently(deadline=deadline):
-            with attempt:
-                message, data = _manifest_bytes(
-                    connection, request, timeout=connection.seconds(deadline)
-                )
+        message, data = until(
+            deadline,
+            lambda: _manifest_bytes(
+                connection, request, timeout=connection.seconds(deadline)
+            ),
+        )
     except UnavailableError as e:
         if deadline.left > 0:
             raise

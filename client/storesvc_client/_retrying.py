@@ -1,6 +1,7 @@
 """Patience with a server that does not answer: how often, and how long between."""
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from storesvc_client._durations import NEVER, Deadline
 from storesvc_client.errors import UnavailableError
@@ -13,6 +14,8 @@ PATIENCE_SECONDS: Final = 30.0
 
 LEAST_ATTEMPTS: Final = 2
 """However long each takes: a server that stops may keep a call as long as it likes."""
+
+T = TypeVar("T")
 
 BEGINNINGS: Final = 5
 """How often that begins which a server's end cuts off, and which goes on nowhere."""
@@ -44,6 +47,7 @@ def patiently(
         wait_random_exponential,
     )
 
+    pause = wait_random_exponential(multiplier=0.1, max=5)
     return Retrying(
         retry=retry_if_exception_type(UnavailableError),
         stop=stop_any(
@@ -52,6 +56,28 @@ def patiently(
                 stop_after_delay(PATIENCE_SECONDS), stop_after_attempt(least_attempts)
             ),
         ),
-        wait=wait_random_exponential(multiplier=0.1, max=5),
+        wait=lambda state: min(pause(state), max(0.0, deadline.left)),
         reraise=True,
     )
+
+
+def until(
+    deadline: Deadline, act: Callable[[], T], *, least_attempts: int = LEAST_ATTEMPTS
+) -> T:
+    """Returns what an act returns, which is repeated as of ``patiently``.
+
+    Raises:
+        UnavailableError: Of its last attempt; or, where the deadline has cut that off,
+            of the one before, which tells more.
+    """
+    told: UnavailableError | None = None
+    for attempt in patiently(least_attempts, deadline=deadline):
+        with attempt:
+            try:
+                return act()
+            except UnavailableError as e:
+                if told is not None and deadline.left <= 0:
+                    raise told from e
+                told = e
+                raise
+    raise AssertionError

@@ -22,6 +22,7 @@ from storesvc.format.names import UploadName
 from storesvc_client._acknowledging import Acknowledging, Stream
 from storesvc_client._buckets import BucketRoot
 from storesvc_client._channel import Connection
+from storesvc_client._durations import Deadline
 from storesvc_client._framing import frames
 from storesvc_client._keeping import KeptAlive
 from storesvc_client._outbox import Outbox, Wanted
@@ -54,6 +55,9 @@ T = TypeVar("T")
 
 STREAMS: Final = min(4, max(2, (os.cpu_count() or 1) // 2))
 """Streams that a save sends chunks in at most, each over a socket of its own."""
+
+_ABORT_SECONDS: Final = 5.0
+"""How long a save that has failed tries to say so."""
 
 _Method: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, api.WriteChunksResponse]"
 
@@ -369,7 +373,8 @@ class Upload:
     def _abort(self, ref: api.WriterRef) -> None:
         request = api.AbortUploadRequest(name=ref.upload)
         try:
-            self._connection.call(self._stub.AbortUpload, request)
+            ends = Deadline.after(_ABORT_SECONDS)
+            self._connection.ask(self._stub.AbortUpload, request, ends)
         except StoreError:  # its lease ends, too
             return
 

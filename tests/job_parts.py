@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
 from storesvc_client.trees.gathering import all_gather
+from storesvc_client.trees.processes import job_of_process
 
 RUN = "tests/job"
 MIB = 1 << 20
@@ -141,6 +143,9 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
     index, where = jax.process_index(), mesh(rows, columns)
     expected = state_on(where)
     outcome: dict[str, Any] = {"wrong": [], "read_bytes": []}
+    with ThreadPoolExecutor(8) as pool:  # threads whose first restores are at once
+        jobs = pool.map(lambda _: id(job_of_process()), range(8))
+    outcome["jobs"] = len(set(jobs))
 
     def latest() -> int:
         if index == 1:

@@ -5,6 +5,8 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 from hypothesis import example, given, settings
@@ -203,3 +205,86 @@ def test_who_waits_for_a_process_that_does_not_call_logs_it(
     assert re.search("restore of by 1 waits for process 0 of 3, for 0 s", logged)
     assert re.search("restore of by 0 waits for process 1 of 3, for 0 s", logged)
     assert re.search("by 0 waits for process 0 of 3, .* it waits for process 1", logged)
+
+
+class Faulty:
+    """A process whose board fails once, or that is interrupted there."""
+
+    def __init__(self, process: ThreadProcess, at: int, fault: BaseException) -> None:
+        self.index, self.count = process.index, process.count
+        self.passed, self.advance = process.passed, process.advance
+        self._process, self._left, self._fault = process, at, fault
+
+    def tell(self, key: str, text: str) -> None:
+        """See ``Job.tell``; it may be told all the same."""
+        self._process.tell(key, text)
+        self._fail()
+
+    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
+        """See ``Job.told``."""
+        self._fail()
+        return self._process.told(key, seconds=seconds)
+
+    def _fail(self) -> None:
+        self._left -= 1
+        if self._left == -1:
+            raise self._fault
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(ALL),
+    st.integers(0, 25),
+    st.sampled_from([store.UnavailableError("no board"), KeyboardInterrupt()]),
+    st.sampled_from([None, REFUSED]),
+    st.sampled_from([None, ABSENT]),
+)
+def test_wherever_a_process_is_interrupted_later_calls_meet(
+    index: int,
+    at: int,
+    fault: BaseException,
+    refusal: BaseException | None,
+    absence: store.StoreError | None,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_joint_restore, "GRACE_SECONDS", AT_ONCE)
+        patch.setattr(_joint_restore, "REFUSED_SECONDS", AT_ONCE)
+        job = Job()
+        sound = job.processes[index]
+        job.processes[index] = cast("ThreadProcess", Faulty(sound, at, fault))
+        job.call(
+            *ALL, other_caller=index, refusal=refusal, absence=absence, seconds=0.3
+        )
+        job.processes[index] = sound
+        for _ in range(2):
+            assert ["y of 0"] * 3 == job.call(*ALL, what="y", seconds=5)
+
+
+def test_who_fails_first_is_blamed_and_not_who_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.1)
+    job = Job()
+
+    def part(process: ThreadProcess) -> str:
+        try:
+            with together(process, RUN) as joint:
+                assert joint is not None
+                joint.begin("x", lambda: "x", Deadline.after(LONG))
+                if process.index == 1:
+                    raise store.MismatchError("leaf w: shape")
+                if process.index == 0:
+                    time.sleep(2)  # it reads its manifest
+                joint.check("plan", "")
+                return ""
+        except store.StoreError as e:
+            return f"{type(e).__name__}: {e}"
+
+    with ThreadPoolExecutor(3) as pool:
+        told = list(pool.map(part, job.processes))
+
+    assert "MismatchError: leaf w: shape" == told[1]
+    for each in (told[0], told[2]):
+        assert each.startswith("GivenUpError") or "Mismatch" in each, told
+        assert "process 1: leaf w: shape" in each
+        assert "not ready" not in each

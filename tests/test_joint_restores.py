@@ -27,6 +27,7 @@ def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not
         "tests.job_parts:reads", 4, devices=2, target=target, rows=2, columns=4
     )
 
+    assert [1] * 4 == [each["jobs"] for each in told]
     assert [[]] * 4 == [each["wrong"] for each in told]
     spread, each_its_own, by_default = zip(
         *(each["read_bytes"] for each in told), strict=True

@@ -8,9 +8,12 @@ taken back. So one that a process makes alone, by mistake, leaves nothing behind
 later calls, which all make, could meet instead of each other.
 """
 
+from contextlib import suppress
+from secrets import token_hex
 from typing import Final
 
 from storesvc_client._jobs import Job
+from storesvc_client.errors import StoreError
 
 _TAKEN_BACK: Final = "-"
 
@@ -29,11 +32,8 @@ class Calls:
         self._kind = f"storesvc/{kind}"
 
     def lead(self) -> str:
-        """Returns the place of a call that process 0 makes."""
-        while True:
-            number = self._job.passed(self._kind)
-            if self._job.advance(self._kind, number):
-                return f"{self._kind}/{number}"
+        """Returns the place of a call that process 0 makes; nobody has met there."""
+        return f"{self._kind}/{token_hex(8)}"
 
     def take(self, index: int, place: str, *, seconds: float = 0.0) -> bool:
         """Gives a place to the next call of another process; False: it makes none in
@@ -56,12 +56,20 @@ class Calls:
 
     def begin(self) -> int:
         """Tells process 0 of a call; returns its number."""
-        made = f"{self._kind}/made"
+        made, token = f"{self._kind}/made", token_hex(8)
         while True:
             number = self._job.passed(made)
+            key = self._call(self._job.index, number)
             # told first: what is counted and never told would be waited for for ever
-            self._job.tell(self._call(self._job.index, number), "")
-            if self._job.advance(made, number):
+            try:
+                self._job.tell(key, token)
+                is_own = self._job.told(key) == token
+            except BaseException:
+                with suppress(StoreError):
+                    self.take_back(number)
+                raise
+            self._job.advance(made, number)
+            if is_own:  # and not that of another thread
                 return number
 
     def place_key(self, number: int) -> str:

@@ -181,13 +181,15 @@ class Connection:
         deadline = min(deadline, ends, key=lambda each: each.end)
         try:  # who is answered needs nothing of what patience imports
             return self.call(method, request, deadline)
-        except UnavailableError:
+        except UnavailableError as e:
             if deadline.left <= 0:
                 raise
+            told = e
         return until(
             deadline,
             lambda: self.call(method, request, deadline),
             least_attempts=LEAST_ATTEMPTS - 1,
+            told=told,
         )
 
     def seconds(self, deadline: Deadline) -> float:

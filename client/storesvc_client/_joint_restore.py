@@ -15,9 +15,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from itertools import count
 from typing import Final
 
@@ -26,6 +25,7 @@ from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._jobs import Job, Outcome, process_name
 from storesvc_client._looks import Looks
 from storesvc_client._values import ProcessReading
+from storesvc_client._verdicts import absent, failed, late, listed, outcome_of
 from storesvc_client.errors import (
     GivenUpError,
     InvalidRequestError,
@@ -40,6 +40,10 @@ REFUSED_SECONDS: Final = 10.0
 """How long who is refused before it asks for anything waits for the others, to tell
 them."""
 
+FAILED_SECONDS: Final = 60.0
+"""How long process 0 waits, once it knows of a failure, for those who have not asked:
+they would take its next call for this one."""
+
 TURN_SECONDS: Final = 1.0
 """How often who waits looks whether another process has failed."""
 
@@ -49,9 +53,6 @@ slow for many processes at a time."""
 
 _SECOND_HAND: Final = "second hand"
 """Why a process has failed that was told so by another."""
-
-_SHOWN: Final = 4
-"""Processes that a message lists."""
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +137,9 @@ class JointRestore:
             return self._lead(resolve)
         self._number = self._calls.begin()
         key = self._calls.place_key(self._number)
-        place, _ = self._awaited(key, 0, self._end, grace=math.inf)
+        # process 0 may have waited for its store as long
+        end = self._end + GRACE_SECONDS
+        place, _ = self._awaited(key, 0, end, grace=math.inf)
         self._place = place or self._calls.take_back(self._number)
         if not self._place:
             raise self._absence(0).error
@@ -175,7 +178,9 @@ class JointRestore:
             key = self._key("begin", 0)
             text, news = self._awaited(key, 0, end, grace=2 * GRACE_SECONDS)
             if text is None:
-                verdict = self._stands("begin", self._lateness(0, news))
+                failure = self.failure()
+                why = self._failed(failure) if failure else self._lateness(0, news)
+                verdict = self._stands("begin", why)
             else:
                 verdict = Outcome.of_text(text)
         if verdict.failure:
@@ -199,7 +204,7 @@ class JointRestore:
         if self.job.index == 0:
             verdict = self._stands("end", self._slowest(own, end))
         else:
-            self._tell("end", _outcome(own))
+            self._tell("end", outcome_of(own))
             # it may have begun later, by as long as it was waited for
             end += self._seconds + GRACE_SECONDS
             text, news = self._awaited(
@@ -229,15 +234,16 @@ class JointRestore:
         """
         others: list[str] = []
         with suppress(StoreError):  # the error that this is about is the one to raise
-            told = f"{self.own_name}: {str(error) or type(error).__name__}"
-            is_second_hand = isinstance(error, GivenUpError)
             if not self._place and not self._met_late(error):
                 return ""
+            told = self._own_failure(error)
+            is_second_hand = isinstance(error, GivenUpError)
             if not is_second_hand:
                 self.job.tell(self._failure_key, told)
             is_first = self.job.index == 0
             if is_first:
                 self._tell("begin", self._failed(told))
+                self._gather(-math.inf, grace=0)  # who asks now is told, too
             else:
                 self._tell("begin", Outcome(failure=told))
                 reason = _SECOND_HAND if is_second_hand else ""
@@ -248,7 +254,7 @@ class JointRestore:
                     _, others = self._heard(time.monotonic() + GRACE_SECONDS)
             finally:
                 self._tell("end", self._failed(told, *others))
-        return _listed(others)
+        return listed(others)
 
     @contextmanager
     def telling(self, describe: Callable[[], str]) -> Generator[None]:
@@ -287,7 +293,7 @@ class JointRestore:
             # they may come much later, and would wait for a call that was made already
             self._gather(self._end, grace=math.inf)
             raise refusal
-        self._gather(self._end, grace=REFUSED_SECONDS)
+        self._gather(self._end, grace=FAILED_SECONDS)
         if failure := self.failure():
             raise self._stands("begin", self._failed(failure)).error
         if self._absent:
@@ -308,8 +314,7 @@ class JointRestore:
             grace: How long at most once one has failed, which is told to those who are
                 here, and to those who come.
         """
-        looks = Looks()
-        seconds = 0.0
+        looks, has_told, seconds = Looks(), False, 0.0
         while True:
             for index in sorted(self._absent):
                 if self._calls.take(index, self._place, seconds=seconds):
@@ -321,6 +326,9 @@ class JointRestore:
             left = min(end, self._failed_at + grace) - time.monotonic()
             if not self._absent or left <= 0:
                 return
+            if not has_told:
+                self._tell_wait(min(self._absent), looks, "")
+                has_told = True
             seconds = min(left, TURN_SECONDS, looks.left)
             if looks.are_due():
                 self._log_wait(min(self._absent), looks, "")
@@ -332,15 +340,21 @@ class JointRestore:
         waits = is_refused and isinstance(error, Exception)
         end = time.monotonic() + (REFUSED_SECONDS if waits else 0.0)
         if is_first:
-            told = f"{self.own_name}: {str(error) or type(error).__name__}"
-            self._open(self._failed(told))
+            self._open(self._failed(self._own_failure(error)))
             self._gather(end, grace=math.inf)
             return True
-        if self._number is None:
-            self._number = self._calls.begin()
-            self._awaited(self._calls.place_key(self._number), 0, end, grace=math.inf)
-        self._place = self._calls.take_back(self._number)
+        try:
+            if self._number is None:
+                self._number = self._calls.begin()
+                key = self._calls.place_key(self._number)
+                self._awaited(key, 0, end, grace=math.inf)
+        finally:  # Ctrl-C, too
+            if self._number is not None:
+                self._place = self._calls.take_back(self._number)
         return bool(self._place)
+
+    def _own_failure(self, error: BaseException) -> str:
+        return f"{self.own_name}: {str(error) or type(error).__name__}"
 
     def _name(self, index: int) -> str:
         """What messages call a process."""
@@ -398,7 +412,7 @@ class JointRestore:
         readings, failures = self._heard(end)
         if failures:
             return self._failed(*failures)
-        return _outcome(max([own, *readings], key=lambda each: each.seconds))
+        return outcome_of(max([own, *readings], key=lambda each: each.seconds))
 
     def _heard(self, end: float) -> tuple[list[ProcessReading], list[str]]:
         """What the others read, and why some have not: first those who say why."""
@@ -450,12 +464,17 @@ class JointRestore:
                 self._log_wait(index, looks, news)
 
     def _log_wait(self, index: int, looks: Looks, news: str) -> None:
+        waits = self._tell_wait(index, looks, news)
+        _log.warning("restore of %s waits for %s", self._what, waits)
+
+    def _tell_wait(self, index: int, looks: Looks, news: str) -> str:
+        """Tells those who wait for this process who it waits for itself; returns it."""
         waited = f"for {looks.waited:.0f} s now"
         waits = f"{self._name(index)} of {self.job.count}, {waited}{news}"
-        _log.warning("restore of %s waits for %s", self._what, waits)
         if self._place:
             with suppress(StoreError):  # who is not told news is told the end
                 self._tell_news(f"it waits for {waits}")
+        return waits
 
     def _tell_news(self, news: str) -> None:
         self.job.tell(self._news_key(self.job.index, next(self._news)), news)
@@ -465,41 +484,15 @@ class JointRestore:
 
     def _absence(self, index: int) -> Outcome:
         """What is told where a process does not ask."""
-        return self._late(
-            index,
-            f"has not asked for it in {self._seconds:g} s; restore in all processes of "
-            "the job, or with processes='this'",
-        )
+        return absent(self._what, self._one_of_all(index), self._seconds)
 
     def _lateness(self, index: int, news: str) -> Outcome:
         """The verdict where a process that has asked does not begin."""
-        return self._late(
-            index,
-            f"is not ready to read after {self._seconds:g} s{news}; look for what "
-            "keeps it, or allow more time",
-        )
-
-    def _late(self, index: int, why: str) -> Outcome:
-        who = f"{self._name(index)} of {self.job.count}"
-        return Outcome(
-            failure=f"restore of {self._what}: {who} {why}",
-            kind=UnavailableError.__name__,
-        )
+        return late(self._what, self._one_of_all(index), self._seconds, news)
 
     def _failed(self, *told: str) -> Outcome:
         """The verdict where processes have failed."""
-        return Outcome(
-            failure=f"restore of {self._what} was given up by another process "
-            f"of the job: {_listed(told)}",
-            kind=GivenUpError.__name__,
-        )
+        return failed(self._what, told)
 
-
-def _outcome(reading: ProcessReading) -> Outcome:
-    return Outcome(name=json.dumps(asdict(reading)))
-
-
-def _listed(told: Sequence[str]) -> str:
-    """What processes told, for messages."""
-    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return "; ".join(told[:_SHOWN]) + more
+    def _one_of_all(self, index: int) -> str:
+        return f"{self._name(index)} of {self.job.count}"

@@ -62,15 +62,24 @@ def patiently(
 
 
 def until(
-    deadline: Deadline, act: Callable[[], T], *, least_attempts: int = LEAST_ATTEMPTS
+    deadline: Deadline,
+    act: Callable[[], T],
+    *,
+    least_attempts: int = LEAST_ATTEMPTS,
+    told: UnavailableError | None = None,
 ) -> T:
     """Returns what an act returns, which is repeated as of ``patiently``.
+
+    Args:
+        deadline: Until when.
+        act: May be repeated.
+        least_attempts: That are made, up to then.
+        told: What it has failed with before.
 
     Raises:
         UnavailableError: Of its last attempt; or, where the deadline has cut that off,
             of the one before, which tells more.
     """
-    told: UnavailableError | None = None
     for attempt in patiently(least_attempts, deadline=deadline):
         with attempt:
             try:

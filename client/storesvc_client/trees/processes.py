@@ -21,10 +21,20 @@ _TAKEN: Final = "ALREADY_EXISTS"
 _LATE: Final = "DEADLINE_EXCEEDED"
 
 
-@cache
 def job_of_process() -> Job | None:
     """Returns the job that this process is of; None: it is alone."""
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+    if not jax.distributed.is_initialized():
+        return None
+    with _making:  # two threads must not count what they do apart
+        return _job_of_process()
+
+
+_making = Lock()
+
+
+@cache
+def _job_of_process() -> Job | None:
+    if jax.process_count() == 1:
         return None
     job = _JaxJob(_board())
     introduce(job, socket.gethostname())

@@ -195,6 +195,7 @@ def test_who_is_interrupted_is_named_and_others_go_on_without_it_later(
 def test_who_waits_for_a_process_that_does_not_call_logs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", AT_ONCE)
     monkeypatch.setattr(_looks, "LOOK_SECONDS", 0.05)
 
     with caplog.at_level(logging.WARNING):

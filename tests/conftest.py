@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import random
+import shutil
 import signal
 import uuid
 from collections.abc import Callable, Iterator
@@ -87,12 +88,13 @@ def start_server(
     tmp_path: Path, fresh_servers: Callable[[], ServerProcess]
 ) -> Iterator[Callable[..., ServerProcess]]:
     """Starts a server over a fresh root, or over one that is given."""
+    fresh: list[ServerProcess] = []
     started: list[ServerProcess] = []
 
     def start(*arguments: str, root: Path | None = None) -> ServerProcess:
         if not arguments and root is None:
-            started.append(fresh_servers())
-            return started[-1]
+            fresh.append(fresh_servers())
+            return fresh[-1]
         directory = tmp_path / f"server-{len(started)}"
         directory.mkdir()
         server = ServerProcess(root or tmp_path / "store", directory, *arguments)
@@ -103,6 +105,8 @@ def start_server(
     yield start
     for server in started:
         server.kill()
+    for server in fresh:
+        _end(server)
 
 
 GIVEN_BUCKET = os.environ.get("STORESVC_TEST_BUCKET", "").rstrip("/")
@@ -182,7 +186,14 @@ def server(fresh_servers: Callable[[], ServerProcess]) -> Iterator[ServerProcess
     """A server that the tests of a module share."""
     process = fresh_servers()
     yield process
-    process.kill()
+    _end(process)
+
+
+def _end(server: ServerProcess) -> None:
+    """Kills it and deletes its store: pytest keeps the directory until the last test,
+    and all stores together are nine GB."""
+    server.kill()
+    shutil.rmtree(server.root, ignore_errors=True)  # clients may still write to it
 
 
 @pytest.fixture(scope="module")

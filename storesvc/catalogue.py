@@ -81,7 +81,7 @@ class Catalogue:
             after: Only those after it.
             limit: At most so many.
         """
-        names = await self._run_names(namespace)
+        names = await self.run_names(namespace)
         names = [name for name in names if after is None or name > after]
 
         async def look(name: RunName) -> RunSummary | None:
@@ -89,6 +89,13 @@ class Catalogue:
             return summary if summary and _is_listed(summary) else None
 
         return await rows(look, names, limit=limit)
+
+    async def run_names(self, namespace: str | None) -> list[RunName]:
+        """Returns the runs of a namespace; None: of all. Those included that no list
+        shows, because they have no checkpoint."""
+        prefix = layout.RUNS if namespace is None else f"{layout.RUNS}{namespace}/"
+        found = await self._bucket.list(prefix)
+        return sorted(name for place in found if (name := layout.run_of_record(place)))
 
     async def checkpoints(
         self,
@@ -287,11 +294,6 @@ class Catalogue:
         found = await self.slot(run, step)
         return found[0] if found and found[0].state in states else None
 
-    async def _run_names(self, namespace: str | None) -> list[RunName]:
-        prefix = layout.RUNS if namespace is None else f"{layout.RUNS}{namespace}/"
-        found = await self._bucket.list(prefix)
-        return sorted(name for place in found if (name := layout.run_of_record(place)))
-
     async def _exists(self, name: RunName) -> bool:
         try:
             summary = await self._summary(name)
@@ -311,7 +313,7 @@ class Catalogue:
 
     async def _run_not_found(self, name: RunName) -> RunNotFoundError:
         # of its own namespace: others are not even named to it
-        names = [str(n) for n in await self._run_names(name.namespace) if n != name]
+        names = [str(n) for n in await self.run_names(name.namespace) if n != name]
         nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
         known = f"nearest: {', '.join(nearest)}" if nearest else "no run is similar"
         return RunNotFoundError(

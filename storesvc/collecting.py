@@ -141,7 +141,7 @@ async def _pass(store: Store, lease: Lease) -> None:
     """Makes one pass over all runs; what fails in one of them keeps no other."""
     keeping = asyncio.create_task(lease.keep())
     try:
-        runs, patience = await store.collector.runs(None), Patience()
+        runs, patience = await store.catalogue.run_names(None), Patience()
         for run in runs:
             with _logged(f"the collection of {run}"):
                 await _collect(store, run, patience)

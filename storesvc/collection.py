@@ -30,7 +30,6 @@ from storesvc.endings import Ending, Endings
 from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
 from storesvc.expiry import Expiry
 from storesvc.failpoints import Failpoint, reach
-from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.garbage import Garbage, Search
 from storesvc.gathering import each
@@ -166,13 +165,6 @@ class Collector:
         self._search = Search(
             bucket, catalogue, self._snapshots, expiry, seen, clock=clock
         )
-
-    async def runs(self, namespace: str | None) -> list[RunName]:
-        """Returns the runs of a namespace; None: of all. Those included that no list
-        shows, because they have no checkpoint."""
-        prefix = layout.RUNS if namespace is None else f"{layout.RUNS}{namespace}/"
-        found = map(layout.run_of_record, await self._bucket.list(prefix))
-        return sorted(name for name in found if name is not None)
 
     async def collect(
         self, run: RunName, *, grace: timedelta

@@ -8,8 +8,10 @@ is in ``receiving``, how it becomes a checkpoint in ``commits``.
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import chain
 from typing import Final
 
 from cachetools import LRUCache
@@ -35,7 +37,7 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
-from storesvc.gathering import rows
+from storesvc.gathering import AT_ONCE, each, rows
 from storesvc.kvbucket import KvBucket
 from storesvc.leaf_tables import LeafTables
 from storesvc.plans import difference
@@ -271,16 +273,27 @@ class Uploads:
         return frozenset(map(places.writer_of, receipts))
 
     async def live(
-        self, run: RunName, *, after: str, limit: int
+        self, runs: Sequence[RunName], *, after: UploadName | None, limit: int
     ) -> list[tuple[UploadName, Fate | CorruptDataError]]:
-        """Returns live uploads of a run, by id; of one whose records are damaged,
-        that.
+        """Returns live uploads of runs, by run and id; of one whose records are
+        damaged, that.
 
         Args:
-            run: The run.
-            after: Only those after this id.
+            runs: The runs, ascending.
+            after: Only those after this one.
             limit: At most so many.
         """
+        found: list[tuple[UploadName, Fate | CorruptDataError]] = []
+        left = [run for run in runs if after is None or run >= after.run]
+        while left and len(found) < limit:
+            batch, left = left[:AT_ONCE], left[AT_ONCE:]
+            begun = chain.from_iterable(await each(self._begun, batch))
+            names = [name for name in begun if after is None or name > after]
+            found += await rows(self._live, names, limit=limit - len(found))
+        return found
+
+    async def _begun(self, run: RunName) -> list[UploadName]:
+        """The uploads of a run that live, or have left something."""
         places = RunPlaces(run)
         # A record stays for long after its upload has ended. A live upload has a leaf
         # table too, below its name, which it wrote before its slot.
@@ -291,8 +304,7 @@ class Uploads:
                 if (id_ := places.upload_of(place)) and place != places.upload(id_)
             }
         )
-        names = [UploadName(run, id_) for id_ in ids if id_ > after]
-        return await rows(self._live, names, limit=limit)
+        return [UploadName(run, id_) for id_ in ids]
 
     async def _live(self, name: UploadName) -> Fate | None:
         try:

@@ -54,9 +54,11 @@ class Usages:
             RunNotFoundError: With the most similar names.
             CorruptDataError: The file table of a checkpoint is missing or damaged.
         """
-        await self._catalogue.check_run(run)
         slots = [slot for slot, _ in (await self._snapshots.slots(run)).values()]
         held = [slot for slot in slots if slot.state in CHECKPOINTS]
+        uploads = sum(slot.state == UPLOADING for slot in slots)
+        if not (held or uploads):
+            await self._catalogue.check_run(run)
         largest: dict[str, int] = {}
 
         async def add(record: pb.CheckpointRecord) -> None:
@@ -68,7 +70,7 @@ class Usages:
         return Usage(
             checkpoints=committed,
             deleted_checkpoints=len(held) - committed,
-            uploads=sum(slot.state == UPLOADING for slot in slots),
+            uploads=uploads,
             logical_bytes=sum(slot.size_bytes for slot in held),
             stored_bytes=sum(slot.stored_bytes for slot in held),
             distinct_bytes=sum(largest.values()),

@@ -5,7 +5,14 @@ import gc
 import tracemalloc
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -112,6 +119,10 @@ def runs(after: RunName | None) -> Task:
     return lambda s: s.catalogue.runs(None, after=after, limit=PAGE)
 
 
+def live_uploads(of: Sequence[RunName]) -> Task:
+    return lambda s: s.uploads.live(of, after=None, limit=PAGE)
+
+
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
@@ -133,9 +144,14 @@ def runs(after: RunName | None) -> Task:
             id="last page of runs",
         ),
         pytest.param(
-            lambda s: s.uploads.live(LARGE, after="", limit=PAGE),
+            live_uploads([LARGE]),
             {"list": 1},
             id="live uploads",
+        ),
+        pytest.param(
+            live_uploads(MANY),
+            {"list": len(MANY)},
+            id="live uploads of many runs",
         ),
         pytest.param(
             lambda s: s.journal.following("scale", STEPS, limit=1000),

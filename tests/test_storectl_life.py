@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -409,6 +410,46 @@ def test_live_uploads_are_listed_and_aborted(
     assert [] == ask("uploads", saved.name)
 
 
+def test_uploads_of_all_runs_are_listed_even_of_those_without_a_checkpoint(
+    server_address: str,
+    saved: store.Run,
+    tell: Callable[..., str],
+    ask: Callable[..., Any],
+) -> None:
+    namespace = f"uploads-{uuid.uuid4().hex[:8]}"
+    began = {}
+    for name in (f"{namespace}/a", f"{namespace}/b", saved.name):
+        writer = Writer(server_address, name, 40)
+        began[name] = writer.begin().name.rpartition("/")[2]
+
+    header, first, second = table(tell("uploads", namespace))
+    everywhere = {found["run"]: found["id"] for found in ask("uploads")}
+
+    assert ["RUN", "UPLOAD", "STEP"] == header[:3]
+    of_namespace = [[n, i, "40"] for n, i in began.items() if n != saved.name]
+    assert of_namespace == [first[:3], second[:3]]
+    assert began == {name: everywhere[name] for name in began}
+    none = storectl(server_address, "uploads", f"{namespace}-other")
+    assert (0, "", "storectl: no uploads\n") == (
+        none.exit_code,
+        none.stdout,
+        none.stderr,
+    )
+
+
+def test_du_tells_of_a_run_whose_first_save_is_under_way(
+    server_address: str, tell: Callable[..., str], ask: Callable[..., Any]
+) -> None:
+    namespace = f"uploads-{uuid.uuid4().hex[:8]}"
+    Writer(server_address, f"{namespace}/first", 1).begin()
+
+    header, row = table(tell("du", namespace))
+
+    assert ["RUN", "CHECKPOINTS", "UPLOADS"] == header[:3]
+    assert [f"{namespace}/first", "0", "1"] == row[:3]
+    assert 1 == ask("du", f"{namespace}/first")["upload_count"]
+
+
 def test_only_a_live_upload_can_be_aborted(
     server_address: str,
     saved: store.Run,
@@ -459,7 +500,9 @@ def test_only_a_live_upload_can_be_aborted(
         ["rm", "a/b@10", "--purge-delay", "3d", "--purge"],
         ["rm", "a/b@10", "--yes"],
         ["undelete", "a/b@latest"],
-        ["uploads", "a"],
+        ["uploads", "a", "--abort", "0" * 32],
+        ["uploads", "--abort", "0" * 32],
+        ["uploads", "a/b@10"],
     ],
 )
 def test_what_makes_no_sense_is_wrong_usage(arguments: list[str]) -> None:

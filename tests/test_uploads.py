@@ -394,6 +394,18 @@ def test_receipts_out_of_order_are_refused(begin: Callable[..., Writer]) -> None
         writer.finish(receipt)
 
 
+def pages_of(writer: Writer, parent: str, size: int = 2) -> list[list[str]]:
+    """The names of live uploads, page by page."""
+    request = api.ListUploadsRequest(parent=parent, page_size=size)
+    pages = []
+    while True:
+        page = writer.stub.ListUploads(request, timeout=30)
+        pages.append([upload.name for upload in page.uploads])
+        if not page.next_page_token:
+            return pages
+        request.page_token = page.next_page_token
+
+
 class TestTheLifeOfAnUpload:
     """GetUpload, ListUploads, KeepUploadAlive."""
 
@@ -439,28 +451,41 @@ class TestTheLifeOfAnUpload:
     ) -> None:
         live = [begin(step) for step in range(5)]
         begin(9).abort()
-        request = api.ListUploadsRequest(
-            parent=RunName.parse(name).resource, page_size=2
-        )
-        found, pages = [], 0
-        while True:
-            page = live[0].stub.ListUploads(request, timeout=30)
-            found += [upload.name for upload in page.uploads]
-            pages += 1
-            if not page.next_page_token:
-                break
-            request.page_token = page.next_page_token
+        pages = pages_of(live[0], RunName.parse(name).resource)
 
-        assert (sorted(w.name for w in live), 3) == (found, pages)
+        assert [2, 2, 1] == list(map(len, pages))
+        assert sorted(w.name for w in live) == [n for page in pages for n in page]
+
+    def test_live_uploads_of_a_namespace_are_listed_by_run(
+        self, server_address: str
+    ) -> None:
+        namespace = f"uploads-{uuid.uuid4().hex[:8]}"
+        runs = [f"{namespace}/{run}" for run in ("a", "b", "b-2", "c")]
+        writers = [
+            Writer(server_address, run, step) for run in runs for step in range(3)
+        ]
+        live = [writer.begin().name for writer in writers]
+        writers[3].abort()
+        live.remove(writers[3].name)
+        pages = pages_of(writers[0], f"namespaces/{namespace}")
+        everywhere = pages_of(writers[0], "namespaces/-", size=1000)
+
+        def by_run(name: str) -> tuple[str, str]:
+            run, _, upload = name.rpartition("/uploads/")
+            return run, upload
+
+        assert [2, 2, 2, 2, 2, 1] == list(map(len, pages))
+        assert sorted(live, key=by_run) == [n for page in pages for n in page]
+        assert {*live} < {n for page in everywhere for n in page}
 
     def test_a_page_token_of_another_list_is_refused(
         self, begin: Callable[..., Writer], name: str
     ) -> None:
         writer = begin()
-        for token in ("x", "!", page_token(RunName.parse(name).resource, "0" * 32)):
-            request = api.ListUploadsRequest(
-                parent=RunName.parse(name).resource, page_token=token
-            )
+        parent = RunName.parse(name).resource
+        others = page_token(parent, "0" * 32), page_token(f"{parent}/uploads", "0")
+        for token in ("x", "!", *others):
+            request = api.ListUploadsRequest(parent=parent, page_token=token)
             with refused("INVALID_PAGE_TOKEN"):
                 writer.stub.ListUploads(request, timeout=30)
         request = api.ListUploadsRequest(

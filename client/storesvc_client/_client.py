@@ -21,6 +21,7 @@ from storesvc_client._names import namespace_resource, run_name
 from storesvc_client._pages import OnDamage, rows
 from storesvc_client._roots import check_root, direct_root
 from storesvc_client._run import Run
+from storesvc_client._uploading import ClientUploads
 from storesvc_client._values import Event, RunInfo, ServerInfo
 from storesvc_client._watching import watch
 from storesvc_client.errors import UnavailableError
@@ -117,7 +118,7 @@ def _info(connection: Connection, ask: Callable[..., Any]) -> ServerInfo:
     return ServerInfo(version=answer.version, store_uid=answer.store_uid)
 
 
-class Client(ClientCollection):
+class Client(ClientCollection, ClientUploads):
     """A connection to one store; made by ``connect``. Threads may share it."""
 
     def __init__(self, connection: Connection) -> None:

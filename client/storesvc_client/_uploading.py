@@ -1,10 +1,12 @@
-"""The uploads of a run: checkpoints that are being written."""
+"""Uploads: checkpoints that are being written."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from storesvc.format.names import InvalidNameError, UploadName
 from storesvc_client._channel import Connection
-from storesvc_client._pages import OnDamage
+from storesvc_client._names import parent_resource
+from storesvc_client._pages import OnDamage, rows
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import UploadInfo
 from storesvc_client.errors import (
@@ -14,6 +16,37 @@ from storesvc_client.errors import (
 )
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+
+
+class ClientUploads:
+    """Tells of the uploads of a store."""
+
+    _connection: Connection
+
+    def uploads(
+        self, parent: str | None = None, *, on_damage: OnDamage = None
+    ) -> Iterator[UploadInfo]:
+        """Yields live uploads, by run and id; of a run that does not exist, none.
+
+        Args:
+            parent: A run, a namespace, or None for all. Those of a run that has no
+                checkpoint yet are told, too, which is in no list of runs.
+            on_damage: Called, with the error, for each one whose records are damaged;
+                None raises it in its place.
+
+        Raises:
+            InvalidRequestError: The parent is none.
+            DataLossError: The records of the next one are damaged.
+            UnavailableError: The server does not answer, for longer than a restart
+                takes.
+        """
+        found = rows(
+            partial(self._connection.ask, _stub(self._connection).ListUploads),
+            api.ListUploadsRequest(parent=parent_resource(parent)),
+            lambda page: page.uploads,
+            on_damage,
+        )
+        yield from map(UploadInfo.from_message, found)
 
 
 class RunUploads(RunBase):

@@ -311,6 +311,8 @@ _UPLOAD_STATES: Final[Mapping[int, UploadState]] = {
 class UploadInfo:
     """An upload: a checkpoint that is being written, or was."""
 
+    run: str
+    """``namespace/run``."""
     id: str
     """The uid of the checkpoint that it becomes."""
     step: int
@@ -338,8 +340,10 @@ class UploadInfo:
     @classmethod
     def from_message(cls, message: upload_api.Upload) -> "UploadInfo":
         """Returns an upload of the contract, as GetUpload and ListUploads answer."""
+        name = UploadName.from_resource(message.name)
         return cls(
-            id=UploadName.from_resource(message.name).upload,
+            run=str(name.run),
+            id=name.upload,
             step=message.step,
             state=_UPLOAD_STATES.get(message.state, UNKNOWN),
             writer_count=message.writer_count,

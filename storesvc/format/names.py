@@ -173,7 +173,7 @@ class HoldName:
         return f"{self.run} hold {self.hold}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class UploadName:
     """An upload to a run."""
 

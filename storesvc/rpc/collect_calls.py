@@ -49,10 +49,10 @@ class CollectCalls:
         """The runs below a parent; a run that nothing was ever saved to is refused."""
         if "/runs/" in parent:
             run = RunName.from_resource(parent)
-            if run not in await self._store.collector.runs(run.namespace):
+            if run not in await self._store.catalogue.run_names(run.namespace):
                 await self._store.catalogue.check_run(run)
             return [run]
-        return await self._store.collector.runs(fields.namespace_of(parent))
+        return await self._store.catalogue.run_names(fields.namespace_of(parent))
 
 
 async def _passes(

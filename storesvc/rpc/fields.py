@@ -19,6 +19,7 @@ from storesvc.errors import InvalidFieldError, InvalidPageTokenError
 from storesvc.format.names import (
     InvalidNameError,
     RunName,
+    UploadName,
     check_id,
     parse_step,
 )
@@ -167,6 +168,19 @@ def last_step(parent: str, token: str) -> int | None:
     last = last_of_page(parent, token)
     try:
         return None if last is None else parse_step(last)
+    except InvalidNameError as e:
+        raise _invalid_token(parent) from e
+
+
+def last_upload(parent: str, token: str) -> UploadName | None:
+    """Returns the last upload of the page before; None for the first page.
+
+    Raises:
+        InvalidPageTokenError: The token was not made for a list of that parent.
+    """
+    last = last_of_page(parent, token)
+    try:
+        return None if last is None else UploadName.from_resource(last)
     except InvalidNameError as e:
         raise _invalid_token(parent) from e
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Final
 
 from storesvc import leaf_tables
@@ -113,24 +114,28 @@ class UploadService:
         self, request: upload_api.ListUploadsRequest, context: Context
     ) -> upload_api.ListUploadsResponse:
         async with refusals(context):
-            run = RunName.from_resource(request.parent)
+            runs = await self._runs_of(request.parent)
             size = fields.page_size(request.page_size)
             listed = f"{request.parent}/uploads"
-            last = fields.last_of_page(listed, request.page_token)
-            found = await self._store.uploads.live(
-                run, after=last or "", limit=size + 1
-            )
+            last = fields.last_upload(listed, request.page_token)
+            found = await self._store.uploads.live(runs, after=last, limit=size + 1)
             made = page(
                 listed,
                 found,
                 size=size,
-                key=lambda name: name.upload,
+                key=attrgetter("resource"),
                 show=lambda _, fate: messages.fate_message(fate),
             )
             return upload_api.ListUploadsResponse(
                 uploads=made.rows, damaged=made.damaged, next_page_token=made.token
             )
         raise AssertionError
+
+    async def _runs_of(self, parent: str) -> list[RunName]:
+        """The runs below a parent; a run that there may not be is one, too."""
+        if "/runs/" in parent:
+            return [RunName.from_resource(parent)]
+        return await self._store.catalogue.run_names(fields.namespace_of(parent))
 
     async def KeepUploadAlive(
         self, request: upload_api.KeepUploadAliveRequest, context: Context

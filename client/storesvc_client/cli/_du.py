@@ -1,5 +1,7 @@
 """``storectl du``: how many bytes checkpoints and runs take."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _RUNS: Final = (
     Column("RUN", folds=True),
     Column("CHECKPOINTS", right=True),
+    Column("UPLOADS", right=True),
     Column("LOGICAL", right=True),
     Column("STORED", right=True),
     Column("DISTINCT", right=True),
@@ -65,6 +68,7 @@ def du(
     """Tell how many bytes runs and checkpoints take.
 
     \b
+    UPLOADS   checkpoints that are being written; bytes do not count them
     LOGICAL   of all leaves
     STORED    of the chunks that they are stored in
     OWN       of the chunks that came with this checkpoint
@@ -95,7 +99,9 @@ def du(
 
 
 def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> None:
-    usages = [client.run(run.name).usage() for run in client.runs(namespace)]
+    names = {run.name for run in client.runs(namespace)}
+    names |= {upload.run for upload in client.uploads(namespace)}
+    usages = list(_usages(client, sorted(names)))
     if as_json:
         print_json(usages)
     elif usages:
@@ -104,9 +110,19 @@ def _print_runs(client: "Client", namespace: str | None, *, as_json: bool) -> No
         print_note("no runs")
 
 
+def _usages(client: "Client", names: Iterable[str]) -> "Iterator[Usage]":
+    from storesvc_client import NotFoundError
+
+    for name in names:
+        with suppress(NotFoundError):  # its first save was given up meanwhile
+            yield client.run(name).usage()
+
+
 def _print_run(client: "Client", name: str, *, as_json: bool) -> None:
     run = client.run(name)
-    usage, checkpoints = run.usage(), list(run.checkpoints())
+    usage = run.usage()
+    # of a run that has none yet, a list of them is refused
+    checkpoints = list(run.checkpoints()) if usage.checkpoint_count else []
     if as_json:
         values = list(map(_checkpoint_value, checkpoints))
         print_json(json_value(usage) | {"checkpoints": values})
@@ -130,6 +146,7 @@ def _run_row(usage: "Usage") -> tuple[str, ...]:
     return (
         usage.run,
         str(usage.checkpoint_count),
+        str(usage.upload_count),
         size_text(usage.logical_bytes),
         size_text(usage.stored_bytes),
         size_text(usage.distinct_bytes),

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client.cli._arguments import json_option, run_path
+from storesvc_client.cli._arguments import json_option, parent_path
 from storesvc_client.cli._connection import Connection, pass_connection
 from storesvc_client.cli._listing import Listing
 from storesvc_client.cli._output import Column, print_json, time_text
-from storesvc_client.cli._paths import RunPath
+from storesvc_client.cli._paths import NamespacePath, RunPath
 from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
-    from storesvc_client import DataLossError, Run, UploadInfo
+    from storesvc_client import Client, DataLossError, Run, UploadInfo
 
 
 _SHOWN: Final = 4
@@ -36,7 +36,7 @@ def _named(writers: Sequence[int]) -> str:
     return f"{shown}, ..." if len(writers) > _SHOWN else shown
 
 
-_UPLOADS: Final = Listing(
+_OF_RUN: Final = Listing(
     noun="upload",
     row=_row,
     columns=(
@@ -48,10 +48,15 @@ _UPLOADS: Final = Listing(
         Column("WAITS FOR"),
     ),
 )
+_OF_RUNS: Final["Listing[UploadInfo]"] = Listing(
+    noun="upload",
+    row=lambda upload: (upload.run, *_row(upload)),
+    columns=(Column("RUN", folds=True), *_OF_RUN.columns),
+)
 
 
 @click.command()
-@click.argument("path", type=run_path, metavar="RUN")
+@click.argument("path", type=parent_path, metavar="[PATH]", required=False)
 @click.option(
     "--abort",
     metavar="UPLOAD",
@@ -60,33 +65,47 @@ _UPLOADS: Final = Listing(
 @json_option
 @pass_connection
 def uploads(
-    connection: Connection, *, path: RunPath, abort: str | None, as_json: bool
+    connection: Connection,
+    *,
+    path: NamespacePath | RunPath | None,
+    abort: str | None,
+    as_json: bool,
 ) -> None:
     """List checkpoints that are being written, or give one up.
 
+    Without PATH: those of all runs. Runs are among them that have no checkpoint yet.
     WRITERS counts those that have finished, WAITS FOR numbers the first of the others:
     the processes of a job. An upload that gives no more sign of life is given up by
     the server.
 
     \b
     Examples:
+      storectl uploads
+      storectl uploads prod
       storectl uploads prod/llama-8b
       storectl uploads prod/llama-8b --abort 0d2f6c1e9a5b4c3d8e7f60718293a4b5
     """
+    if abort is not None and not isinstance(path, RunPath):
+        raise click.UsageError("--abort wants the run of the upload, not all")
     with connection.open() as client:
-        run = client.run(path.run)
         if abort is None:
-            _show(run, as_json=as_json)
-        else:
-            _abort(run, abort, as_json=as_json)
+            _show(client, path, as_json=as_json)
+        elif isinstance(path, RunPath):
+            _abort(client.run(path.run), abort, as_json=as_json)
 
 
-def _show(run: "Run", *, as_json: bool) -> None:
+def _show(
+    client: "Client", path: NamespacePath | RunPath | None, *, as_json: bool
+) -> None:
     damaged: list[DataLossError] = []
-    found = list(run.uploads(on_damage=damaged.append))
-    if not found and not damaged:
-        run.info()  # a run that does not exist has no uploads either
-    _UPLOADS.show(found, as_json=as_json, damaged=damaged)
+    parent = None if path is None else str(path)
+    found = list(client.uploads(parent, on_damage=damaged.append))
+    listing = _OF_RUNS
+    if isinstance(path, RunPath):
+        listing = _OF_RUN
+        if not found and not damaged:
+            client.run(path.run).info()  # one that there is not has none either
+    listing.show(found, as_json=as_json, damaged=damaged)
 
 
 def _abort(run: "Run", upload: str, *, as_json: bool) -> None:

@@ -649,7 +649,9 @@ class ListUploadsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     parent: builtins.str
-    """`namespaces/{namespace}/runs/{run}`."""
+    """`namespaces/{namespace}/runs/{run}`, `namespaces/{namespace}`, or
+    `namespaces/-` for all.
+    """
     page_size: builtins.int
     """At most 1000, which larger values are taken for; 0 takes 100; negative is
     INVALID_FIELD.

@@ -147,7 +147,7 @@ class UploadServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListUploads(self, request, context):
-        """Lists the live uploads of a run, by name.
+        """Lists the live uploads of one run or of many, by run and name.
 
         Deadline: 30 s.
 

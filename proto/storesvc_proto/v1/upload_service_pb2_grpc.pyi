@@ -350,7 +350,7 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     """
 
     ListUploads: _UploadServiceListUploadsType
-    """Lists the live uploads of a run, by name.
+    """Lists the live uploads of one run or of many, by run and name.
 
     Deadline: 30 s.
 
@@ -571,7 +571,7 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         request: storesvc_proto.v1.upload_service_pb2.ListUploadsRequest,
         context: _ServicerContext,
     ) -> typing.Union[storesvc_proto.v1.upload_service_pb2.ListUploadsResponse, collections.abc.Awaitable[storesvc_proto.v1.upload_service_pb2.ListUploadsResponse]]:
-        """Lists the live uploads of a run, by name.
+        """Lists the live uploads of one run or of many, by run and name.
 
         Deadline: 30 s.
 

@@ -434,7 +434,7 @@ ARRAYS = st.dictionaries(
 
 
 @settings(
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -311,7 +311,7 @@ _numbers: Callable[[], int] = iter(range(10**9)).__next__
 
 
 @settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -766,7 +766,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=100, stateful_step_count=60, deadline=None, print_blob=True
+    max_examples=60, stateful_step_count=60, deadline=None, print_blob=True
 )
 
 
@@ -780,7 +780,7 @@ class GcsStoreMachine(StoreMachine):
 TestGcsStore = pytest.mark.usefixtures("bucket_storage")(GcsStoreMachine.TestCase)
 TestGcsStore.settings = settings(
     # a real bucket takes half a minute for one
-    max_examples=2 if GIVEN_BUCKET else 8,
+    max_examples=2 if GIVEN_BUCKET else 6,
     stateful_step_count=40,
     deadline=None,
     print_blob=True,

@@ -387,7 +387,7 @@ def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:
             "runs", left[:1001], size=1000, key=str, show=lambda _, run: run
         )
         assert 0 < sum(row.ByteSize() for row in made.rows) <= pages.MAX_PAGE_BYTES
-        last = fields.last_of_page("runs", made.token)
+        last = fields.last_of_page("runs", made.token, str)
         assert last == (str(left[len(made.rows) - 1][0]) if made.token else None)
         found += made.rows
         left = left[len(made.rows) :]

@@ -4,7 +4,7 @@ import asyncio
 from typing import Final
 
 from storesvc.format import trees
-from storesvc.format.names import CheckpointName, RunName
+from storesvc.format.names import CheckpointName, RunName, parse_step
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals, write
 from storesvc.rpc.pages import page
@@ -29,7 +29,9 @@ class CatalogueCalls:
             size = fields.page_size(request.page_size)
             found = await self._store.catalogue.runs(
                 fields.namespace_of(request.parent),
-                after=fields.last_run(request.parent, request.page_token),
+                after=fields.last_of_page(
+                    request.parent, request.page_token, RunName.parse
+                ),
                 limit=size + 1,
             )
             made = page(
@@ -60,7 +62,7 @@ class CatalogueCalls:
             run = RunName.from_resource(request.parent)
             size = fields.page_size(request.page_size)
             listed = f"{request.parent}{' with deleted' * request.show_deleted}"
-            last = fields.last_step(listed, request.page_token)
+            last = fields.last_of_page(listed, request.page_token, parse_step)
             found = await self._store.catalogue.checkpoint_rows(
                 run, before=last, limit=size + 1, show_deleted=request.show_deleted
             )

@@ -8,7 +8,7 @@ import hashlib
 import uuid
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Final, TypeAlias, TypeVar
 
@@ -18,14 +18,12 @@ from google.protobuf.message import Message
 from storesvc.errors import InvalidFieldError, InvalidPageTokenError
 from storesvc.format.names import (
     InvalidNameError,
-    RunName,
-    UploadName,
     check_id,
-    parse_step,
 )
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 ChangeRequest: TypeAlias = (
     catalogue_api.SetTagRequest
@@ -146,47 +144,13 @@ def page_token(parent: str, last: str) -> str:
     return urlsafe_b64encode(_token_check(parent, last) + last.encode()).decode()
 
 
-def last_run(parent: str, token: str) -> RunName | None:
-    """Returns the last run of the page before; None for the first page.
+def last_of_page(parent: str, token: str, parse: Callable[[str], T]) -> T | None:
+    """Returns the last row of the page before; None for the first page.
 
-    Raises:
-        InvalidPageTokenError: The token was not made for a list of that parent.
-    """
-    last = last_of_page(parent, token)
-    try:
-        return None if last is None else RunName.parse(last)
-    except InvalidNameError as e:
-        raise _invalid_token(parent) from e
-
-
-def last_step(parent: str, token: str) -> int | None:
-    """Returns the last step of the page before; None for the first page.
-
-    Raises:
-        InvalidPageTokenError: The token was not made for a list of that parent.
-    """
-    last = last_of_page(parent, token)
-    try:
-        return None if last is None else parse_step(last)
-    except InvalidNameError as e:
-        raise _invalid_token(parent) from e
-
-
-def last_upload(parent: str, token: str) -> UploadName | None:
-    """Returns the last upload of the page before; None for the first page.
-
-    Raises:
-        InvalidPageTokenError: The token was not made for a list of that parent.
-    """
-    last = last_of_page(parent, token)
-    try:
-        return None if last is None else UploadName.from_resource(last)
-    except InvalidNameError as e:
-        raise _invalid_token(parent) from e
-
-
-def last_of_page(parent: str, token: str) -> str | None:
-    """The last row of the page before; None for the first page.
+    Args:
+        parent: What is listed.
+        token: Of the page.
+        parse: What the row is of its text.
 
     Raises:
         InvalidPageTokenError: The token was not made for a list of that parent.
@@ -200,7 +164,10 @@ def last_of_page(parent: str, token: str) -> str | None:
         check, last = b"", ""
     if check != _token_check(parent, last):
         raise _invalid_token(parent)
-    return last
+    try:
+        return parse(last)
+    except InvalidNameError as e:
+        raise _invalid_token(parent) from e
 
 
 def _invalid_token(parent: str) -> InvalidPageTokenError:

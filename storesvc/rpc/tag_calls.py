@@ -54,7 +54,7 @@ class TagCalls:
         async with refusals(context):
             run = RunName.from_resource(request.parent)
             size, listed = fields.page_size(request.page_size), f"{request.parent}/tags"
-            after = fields.last_of_page(listed, request.page_token) or ""
+            after = fields.last_of_page(listed, request.page_token, str) or ""
             found = await self._store.tags.list(run, after=after, limit=size + 1)
             made = page(
                 listed,
@@ -112,7 +112,7 @@ class TagCalls:
                 fields.page_size(request.page_size),
                 f"{request.parent}/holds",
             )
-            after = fields.last_of_page(listed, request.page_token) or ""
+            after = fields.last_of_page(listed, request.page_token, str) or ""
             found = await self._store.holds.list(run, after=after, limit=size + 1)
             made = page(
                 listed,

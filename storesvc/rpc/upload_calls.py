@@ -117,7 +117,9 @@ class UploadService:
             runs = await self._runs_of(request.parent)
             size = fields.page_size(request.page_size)
             listed = f"{request.parent}/uploads"
-            last = fields.last_upload(listed, request.page_token)
+            last = fields.last_of_page(
+                listed, request.page_token, UploadName.from_resource
+            )
             found = await self._store.uploads.live(runs, after=last, limit=size + 1)
             made = page(
                 listed,

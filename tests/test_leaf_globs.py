@@ -1,5 +1,7 @@
 """Paths and globs of storectl: what they name, and what they refuse."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +14,8 @@ from storesvc_client.cli._paths import (
     LeafPath,
     NamespacePath,
     RunPath,
-    check_target,
     parse_path,
+    parse_target,
 )
 
 KEYS = [
@@ -149,10 +151,40 @@ def test_a_path_that_nothing_can_have_is_refused_with_the_rule(text: str) -> Non
     "target", ["127.0.0.1:7070", "[::1]:7070", "file:///ckpts", "gs://bucket/prefix"]
 )
 def test_a_store_stays_as_it_was_typed(target: str) -> None:
-    assert target == check_target(target)
+    assert target == parse_target(target)
 
 
-@pytest.mark.parametrize("target", ["memory://", "/ckpts", "./ckpts", "~/ckpts"])
-def test_a_store_that_no_command_can_work_with_is_refused(target: str) -> None:
+@pytest.mark.parametrize(
+    ("typed", "target"),
+    [
+        ("/ckpts", "file:///ckpts"),
+        ("/with space/100%", "file:///with%20space/100%25"),
+        ("./ckpts", f"{Path.cwd().as_uri()}/ckpts"),
+        ("..", Path.cwd().parent.as_uri()),
+        ("~/ckpts", f"{Path.home().as_uri()}/ckpts"),
+    ],
+)
+def test_a_path_is_a_root(typed: str, target: str) -> None:
+    assert target == parse_target(typed)
+
+
+@pytest.mark.parametrize(
+    ("typed", "target"),
+    [
+        ("ckpt.example", "ckpt.example:7070"),
+        ("10.0.0.1,10.0.0.2:7171", "10.0.0.1:7070,10.0.0.2:7171"),
+        ("[::1]", "[::1]:7070"),
+    ],
+)
+def test_a_server_without_a_port_has_the_one_of_serve(typed: str, target: str) -> None:
+    assert target == parse_target(typed)
+
+
+@pytest.mark.parametrize("typed", ["", "a:", "a:b", "me@a", "a/b", "[::1", "a:99999"])
+def test_what_is_no_server_stays_as_typed_for_connect_to_refuse(typed: str) -> None:
+    assert typed == parse_target(typed)
+
+
+def test_a_store_that_no_command_can_work_with_is_refused() -> None:
     with pytest.raises(InvalidNameError, match="expected host:port"):
-        check_target(target)
+        parse_target("memory://")

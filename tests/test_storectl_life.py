@@ -1,6 +1,7 @@
 """What storectl does to checkpoints: tags, updates, deletion, undeletion, purges."""
 
 import errno
+import json
 import os
 import pty
 import subprocess
@@ -244,9 +245,11 @@ def test_rm_takes_several_and_goes_on_after_a_refusal(
     result = storectl(server_address, "rm", *paths, "--json")
 
     assert 1 == result.exit_code
-    one, other = result.stderr.splitlines()
-    assert one.startswith(f"storectl: {paths[0]} is kept by tag best; ")
-    assert other.startswith(f"storectl: {paths[2]} does not exist; ")
+    one, other = (
+        json.loads(line)["error"]["message"] for line in result.stderr.splitlines()
+    )
+    assert one.startswith(f"{paths[0]} is kept by tag best; ")
+    assert other.startswith(f"{paths[2]} does not exist; ")
     assert [30, 20] == steps(ask("ls", saved.name, "--deleted"))
     assert [20, 30] == steps(ask("undelete", paths[1], paths[3]))
 

@@ -312,4 +312,4 @@ def _told(storage: Storage, place: str) -> Generator[None]:
             yield
     except tuple(_REASONS) as e:
         reason = _REASONS[type(e)]
-        raise BY_REASON[reason](str(e), reason=reason, metadata=e.metadata) from e
+        raise BY_REASON[reason](str(e), reason=reason, metadata=e.metadata) from None

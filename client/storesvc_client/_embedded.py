@@ -58,4 +58,5 @@ def _refused(root: str) -> Generator[None]:
     try:
         yield
     except StartError as e:
-        raise BY_REASON[e.reason](str(e), reason=e.reason, metadata=e.metadata) from e
+        kind = BY_REASON[e.reason]
+        raise kind(str(e), reason=e.reason, metadata=e.metadata) from None

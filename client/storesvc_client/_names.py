@@ -14,7 +14,7 @@ def run_name(name: object) -> RunName:
     try:
         return RunName.parse(text)
     except InvalidNameError as e:
-        raise InvalidRequestError(str(e)) from e
+        raise InvalidRequestError(str(e)) from None
 
 
 def namespace_resource(namespace: object) -> str:
@@ -27,7 +27,7 @@ def namespace_resource(namespace: object) -> str:
     try:
         check_id(text, "namespace")
     except InvalidNameError as e:
-        raise InvalidRequestError(str(e)) from e
+        raise InvalidRequestError(str(e)) from None
     return f"namespaces/{text}"
 
 

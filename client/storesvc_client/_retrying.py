@@ -1,13 +1,14 @@
 """Patience with a server that does not answer: how often, and how long between."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from storesvc_client._durations import NEVER, Deadline
-from storesvc_client.errors import UnavailableError
+from storesvc_client._tracebacks import trim
+from storesvc_client.errors import StoreError, UnavailableError
 
 if TYPE_CHECKING:
-    from tenacity import Retrying
+    from tenacity import AttemptManager
 
 PATIENCE_SECONDS: Final = 30.0
 """How long a call is repeated that makes no progress: a server's restart."""
@@ -23,8 +24,8 @@ BEGINNINGS: Final = 5
 
 def patiently(
     least_attempts: int = LEAST_ATTEMPTS, *, deadline: Deadline = NEVER
-) -> "Retrying":
-    """Returns attempts at a call that may be repeated.
+) -> "Iterator[AttemptManager]":
+    """Yields attempts at a call that may be repeated.
 
     Only ``UnavailableError`` is worth another; the last one is raised.
 
@@ -48,7 +49,7 @@ def patiently(
     )
 
     pause = wait_random_exponential(multiplier=0.1, max=5)
-    return Retrying(
+    attempts = Retrying(
         retry=retry_if_exception_type(UnavailableError),
         stop=stop_any(
             stop_after_delay(deadline.left),
@@ -59,6 +60,11 @@ def patiently(
         wait=lambda state: min(pause(state), max(0.0, deadline.left)),
         reraise=True,
     )
+    try:
+        yield from attempts
+    except StoreError as e:
+        trim(e)
+        raise
 
 
 def until(

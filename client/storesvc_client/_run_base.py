@@ -44,7 +44,7 @@ class RunBase:
                 f"{self.name}: expected a step (int), 'latest' or a tag, got {which!r}"
             ) from e
         except InvalidNameError as e:
-            raise InvalidRequestError(str(e)) from e
+            raise InvalidRequestError(str(e)) from None
 
     def _fixed_name(self, which: Which, deadline: Deadline = NEVER) -> CheckpointName:
         """The name of a checkpoint by its step."""

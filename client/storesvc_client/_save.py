@@ -3,6 +3,7 @@
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
+from storesvc_client._tracebacks import trim
 from storesvc_client._values import Checkpoint, SaveReport
 
 if TYPE_CHECKING:
@@ -65,9 +66,10 @@ class Save:
     def _wait(self, timeout: float | None) -> "Saved":
         try:
             return self._future.result(timeout)
-        except BaseException:
+        except BaseException as e:
             # a wait that was interrupted, or ran out, has not seen the end
             self._observed = self._future.done()
+            trim(e)
             raise
 
     @property

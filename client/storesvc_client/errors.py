@@ -21,6 +21,7 @@ the contract (``proto/storesvc/v1/errors.proto``), or "" for causes on this side
 Messages are for people; no program needs to read them.
 """
 
+import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -29,6 +30,8 @@ from typing import Final
 import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+
+_log = logging.getLogger(__name__)
 
 
 class StoreError(Exception):
@@ -151,18 +154,21 @@ _BY_CODE: Final[Mapping[grpc.StatusCode, type[StoreError]]] = {
 def translated(address: str) -> Generator[None]:
     """Raises this library's error for any ``grpc.RpcError`` raised inside.
 
-    Use it around the iteration of a stream too: a stream fails late.
+    Use it around the iteration of a stream too: a stream fails late. What gRPC raised
+    is not chained to it: the sentence has its cause, and a user reads one traceback. It
+    is in the log at level DEBUG.
     """
     try:
         yield
     except grpc.RpcError as e:
-        raise _error(e, address) from e
+        _log.debug("call of %s failed", address, exc_info=e)
+        raise _error(e, address) from None
     except ValueError as e:  # what gRPC says of a channel that was closed
         if "closed" not in str(e):
             raise
         raise InvalidRequestError(
             f"the client of {address} is closed; connect again"
-        ) from e
+        ) from None
 
 
 def _error(e: grpc.RpcError, address: str) -> StoreError:

@@ -17,8 +17,9 @@ from storesvc_client.cli._paths import (
     NamespacePath,
     RunPath,
     StorePath,
-    check_target,
     parse_path,
+    parse_root,
+    parse_target,
 )
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -107,9 +108,14 @@ def leaf_path(text: str) -> LeafPath:
 def store_target(text: str) -> str:
     """Returns the store to connect to."""
     try:
-        return check_target(text)
+        return parse_target(text)
     except InvalidNameError as e:
         raise click.BadParameter(str(e)) from e
+
+
+def store_root(text: str) -> str:
+    """Returns the root of a store as a URI."""
+    return parse_root(text)
 
 
 def duration(text: str) -> timedelta:

@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 import click
-from click.core import ParameterSource
 
 from storesvc.format.layout import STORE
 from storesvc_client._pausing import collector_paused
+from storesvc_client.cli._native_log import native_log_hidden
 from storesvc_client.cli._refusal import Refusal
 
 if TYPE_CHECKING:
     from storesvc_client import Client
 
 DEFAULT_TARGET: Final = "127.0.0.1:7070"
+
+VERBOSE: Final = "storesvc_client.verbose"
+"""Key of ``Context.meta``: whether ``--verbose`` is given."""
 
 _BUCKETS: Final = ("gs", "s3")
 """Schemes of roots in buckets."""
@@ -45,6 +48,8 @@ class Connection:
     ca: Path | None
     cert: Path | None
     key: Path | None
+    from_environment: frozenset[str]
+    """Names of those of the three files that stand in the environment."""
     insecure: bool
     timeout: float
     """Seconds that one call may take."""
@@ -58,8 +63,9 @@ class Connection:
         """
         import storesvc_client
 
+        shown = bool(click.get_current_context().meta.get(VERBOSE))
         # Much is imported, and all of it stays.
-        with collector_paused(), _libraries_told():
+        with collector_paused(), _libraries_told(), native_log_hidden(shown=shown):
             self._check_root()
             ca, cert, key = self._certificates()
             return storesvc_client.connect(
@@ -75,11 +81,8 @@ class Connection:
         """The files to connect with: what stands in the environment is for servers."""
         from storesvc_client._targets import is_root
 
-        source = click.get_current_context().find_root().get_parameter_source
         return [
-            None
-            if is_root(self.target) and source(name) is ParameterSource.ENVIRONMENT
-            else file
+            None if is_root(self.target) and name in self.from_environment else file
             for name, file in (("ca", self.ca), ("cert", self.cert), ("key", self.key))
         ]
 

@@ -26,6 +26,7 @@ _NEEDED: Final = ("flax", "jax", "optax", "tensorstore")
 )
 @click.option(
     "--store",
+    "-s",
     type=store_target,
     metavar="HOST:PORT",
     help="Train on the store of this server, as a new run, and not on one of its own.",
@@ -41,7 +42,7 @@ def demo(connection: Connection, *, keep: Path | None, store: str | None) -> Non
     Examples:
       storectl demo
       storectl demo --keep /tmp/demo
-      storectl --ca ca.pem demo --store ckpt.example:7070
+      storectl demo --store ckpt.example:7070 --ca ca.pem
     """
     if keep and store:
         raise click.UsageError("--keep keeps a store of its own, and --store has none")

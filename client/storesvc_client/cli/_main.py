@@ -1,14 +1,16 @@
 """The command group, the options before every command, and its refusals."""
 
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
-from storesvc_client.cli._arguments import store_target
-from storesvc_client.cli._connection import DEFAULT_TARGET, Connection
-from storesvc_client.cli._refusal import Interrupted, Refusal
+from storesvc_client.cli._connection import VERBOSE, Connection
+from storesvc_client.cli._global_options import accept_global_options, global_options
+from storesvc_client.cli._refusal import Interrupted, Refusal, json_line
 
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "diff", "verify", "watch"),
@@ -18,28 +20,60 @@ COMMANDS: Final = (
 """In the order in which one meets them; each has a module of its own."""
 
 
+_JSON: Final = "storesvc_client.json"
+"""Key of ``Context.meta``: whether errors are printed as JSON."""
+
+
 class _Group(click.Group):
     """Commands that end in a sentence where the store refuses; each is imported when
     it is asked for."""
 
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Parses the options; click itself would call Ctrl-C an abort."""
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the options, and looks whether the command is asked for JSON."""
+        ends = args.index("--") if "--" in args else None
+        ctx.meta[_JSON] = "--json" in args[:ends]
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
-        verbose = ctx.params["verbose"]
+        """Runs the command; any error of the store ends in a sentence, or in JSON."""
+        try:
+            return self._invoke(ctx)
+        except click.ClickException as e:
+            if ctx.meta[_JSON]:
+                click.echo(json_line(e), err=True)
+                ctx.exit(e.exit_code)
+            raise
+
+    def _invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except Refusal as e:
-            if verbose and e.__cause__:
+            if ctx.meta[VERBOSE] and e.__cause__:
                 raise e.__cause__ from None
             raise
         except KeyboardInterrupt as e:
-            told = ["interrupted", *getattr(e, "__notes__", [])]
-            raise Interrupted("; ".join(told)) from e
+            parts = ["interrupted", *getattr(e, "__notes__", [])]
+            raise Interrupted("; ".join(parts)) from e
         except (click.ClickException, click.Abort, click.exceptions.Exit):
             raise
         except Exception as e:
             # Imported this late, because a command that worked need not have it.
             from storesvc_client import StoreError
 
-            if isinstance(e, StoreError) and not verbose:
+            if isinstance(e, StoreError) and not ctx.meta[VERBOSE]:
                 raise Refusal(str(e)) from e
             raise
 
@@ -53,11 +87,15 @@ class _Group(click.Group):
         cmd_name: str,
     ) -> click.Command | None:
         """Returns a command; None where there is none."""
-        if cmd_name not in COMMANDS:
-            return None
-        module = import_module(f"storesvc_client.cli._{cmd_name}")
-        command: click.Command = getattr(module, cmd_name)
-        return command
+        return _command(cmd_name) if cmd_name in COMMANDS else None
+
+
+@cache
+def _command(name: str) -> click.Command:
+    module = import_module(f"storesvc_client.cli._{name}")
+    command: click.Command = getattr(module, name)
+    accept_global_options(command)
+    return command
 
 
 @click.group(
@@ -65,54 +103,7 @@ class _Group(click.Group):
     cls=_Group,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.option(
-    "--store",
-    "-s",
-    type=store_target,
-    metavar="TARGET",
-    envvar="STORECTL_STORE",
-    show_envvar=True,
-    default=DEFAULT_TARGET,
-    show_default=True,
-    help="host:port of a server, or of several with commas between, or the URI of a "
-    "store to open here: file:///path, gs://bucket/prefix.",
-)
-@click.option(
-    "--ca",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    envvar="STORECTL_CA",
-    show_envvar=True,
-    help="Certificates (PEM) to trust, in place of the system's.",
-)
-@click.option(
-    "--cert",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    envvar="STORECTL_CERT",
-    show_envvar=True,
-    help="Certificate (PEM) to show to a server that asks for one.",
-)
-@click.option(
-    "--key",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    envvar="STORECTL_KEY",
-    show_envvar=True,
-    help="Its private key (PEM).",
-)
-@click.option(
-    "--insecure", is_flag=True, help="Talk plaintext to a server on another machine."
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Longest wait for one answer.",
-)
-@click.option("--verbose", is_flag=True, help="Show where in the code an error arose.")
+@global_options
 @click.version_option(package_name="storesvc", message="storectl %(version)s")
 @click.pass_context
 def main(
@@ -124,7 +115,7 @@ def main(
     key: Path | None,
     insecure: bool,
     timeout: float,
-    verbose: bool,  # noqa: ARG001 - _Group.invoke asks for it
+    verbose: bool,
 ) -> None:
     """Look into a checkpoint store, look after it, or serve one.
 
@@ -143,11 +134,26 @@ def main(
       storectl get 'prod/llama-8b@latest:params/**/kernel' -o kernels.npz
       storectl tag prod/llama-8b@500 best
 
+    The options below may stand after the command, too. With --json an error is one
+    line of JSON on stderr.
+
     Exit code 0: done; 1: refused, for the reason on stderr; 2: wrong usage;
     130: interrupted.
     Completion in bash: eval "$(_STORECTL_COMPLETE=bash_source storectl)"; zsh and
     fish alike.
     """
+    context.meta[VERBOSE] = verbose
+    source = context.get_parameter_source
     context.obj = Connection(
-        target=store, ca=ca, cert=cert, key=key, insecure=insecure, timeout=timeout
+        target=store,
+        ca=ca,
+        cert=cert,
+        key=key,
+        from_environment=frozenset(
+            name
+            for name in ("ca", "cert", "key")
+            if source(name) is ParameterSource.ENVIRONMENT
+        ),
+        insecure=insecure,
+        timeout=timeout,
     )

@@ -15,8 +15,11 @@ tree that is a single leaf is empty: ``prod/rng@latest:`` names that leaf, where
 'params/**/kernel'
 """
 
+import os
 from dataclasses import dataclass
-from typing import TypeAlias
+from pathlib import Path
+from typing import Final, TypeAlias
+from urllib.parse import urlsplit
 
 from storesvc.format.names import (
     InvalidNameError,
@@ -86,8 +89,17 @@ def parse_path(text: str) -> StorePath:
     return LeafPath(checkpoint, glob) if colon else checkpoint
 
 
-def check_target(text: str) -> str:
-    """Returns the store to connect to, as it was given.
+DEFAULT_PORT: Final = 7070
+
+
+def parse_target(text: str) -> str:
+    """Returns the store to connect to: the URI of a root, or HOST:PORT.
+
+    A path becomes a URI, and a server without a port gets the one that ``serve``
+    listens at:
+
+    >>> parse_target("/ckpts"), parse_target("ckpt.example,other:7171")
+    ('file:///ckpts', 'ckpt.example:7070,other:7171')
 
     Raises:
         InvalidNameError: No command can work with it.
@@ -97,11 +109,30 @@ def check_target(text: str) -> str:
             f"store {text!r}: a memory store ends with the command that opens it; "
             "expected host:port, or a URI such as file:///ckpts"
         )
-    if text.startswith(("/", "./", "../", "~")):
-        raise InvalidNameError(
-            f"store {text!r}: expected host:port, or a URI such as file:///ckpts"
+    root = parse_root(text)
+    return root if "://" in root else ",".join(map(_with_port, root.split(",")))
+
+
+def parse_root(text: str) -> str:
+    """Returns the root of a store as a URI, where it is given as a path."""
+    if not text.startswith(("/", "./", "../", "~/")) and text not in (".", "..", "~"):
+        return text
+    return Path(os.path.abspath(Path(text).expanduser())).as_uri()  # noqa: PTH100 - resolve() would follow links
+
+
+def _with_port(server: str) -> str:
+    """A server of a list; what is none is refused by whoever connects."""
+    try:
+        url = urlsplit(f"//{server}")
+        is_bare = (
+            url.hostname
+            and url.port is None
+            and url.username is None
+            and url.netloc == server
         )
-    return text
+    except ValueError:
+        return server
+    return f"{server}:{DEFAULT_PORT}" if is_bare and server[-1] != ":" else server
 
 
 def _parse_run(text: str) -> NamespacePath | RunPath:

@@ -1,12 +1,13 @@
 """``storectl serve``: a server of one store."""
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
 import click
 
-from storesvc_client.cli._arguments import duration
+from storesvc_client.cli._arguments import duration, store_root
 from storesvc_client.cli._refusal import Refusal
 
 _LEVELS: Final = ("debug", "info", "warning", "error")
@@ -14,7 +15,11 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
 
 @click.command()
 @click.option(
-    "--root", required=True, metavar="URI", help="The store: file:///path, gs://..."
+    "--root",
+    type=store_root,
+    required=True,
+    metavar="URI",
+    help="The store: /path, file:///path, gs://...",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS")
 @click.option(
@@ -94,7 +99,7 @@ def serve(
 
     \b
     Examples:
-      storectl serve --root file:///ckpts
+      storectl serve --root /ckpts
       storectl serve --root gs://bucket/prefix --host 0.0.0.0 \\
           --tls-cert chain.pem --tls-key key.pem --tls-client-ca clients.pem
     """
@@ -102,6 +107,8 @@ def serve(
         raise click.UsageError("--tls-cert and --tls-key go together")
     if tls_client_ca is not None and tls_cert is None:
         raise click.UsageError("--tls-client-ca needs --tls-cert and --tls-key")
+    # before gRPC is loaded: it would log each handshake that a client fails
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     _require_server()
     from storesvc import serving
     from storesvc.certificates import Tls

@@ -8,7 +8,7 @@ import click
 from storesvc_client.cli._connection import Connection
 from storesvc_client.cli._output import print_json, print_note
 from storesvc_client.cli._paths import CheckpointPath
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli._refusal import Refusal, json_line
 
 if TYPE_CHECKING:
     from storesvc_client import Run
@@ -55,6 +55,9 @@ def change_each(
     if as_json and documents:
         print_json(documents)
     for refusal in refused[:-1]:
-        print_note(str(refusal))
+        if as_json:
+            click.echo(json_line(refusal), err=True)
+        else:
+            print_note(str(refusal))
     if refused:
         raise refused[-1]

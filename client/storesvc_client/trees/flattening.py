@@ -246,7 +246,7 @@ class _Names:
             try:
                 check_key(key)
             except InvalidKeyError as e:
-                raise UnsupportedLeafError(str(e)) from e
+                raise UnsupportedLeafError(str(e)) from None
             found = self._known[path] = key, kinds + _kind(path[-1])
         return found
 

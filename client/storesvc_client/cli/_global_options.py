@@ -1,0 +1,103 @@
+"""The options of storectl itself, which may stand before a command or after it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from storesvc_client.cli._arguments import store_target
+from storesvc_client.cli._connection import DEFAULT_TARGET, VERBOSE, Connection
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+_OPTIONS: Final[dict[tuple[str, ...], dict[str, Any]]] = {
+    ("--store", "-s"): {
+        "type": store_target,
+        "metavar": "TARGET",
+        "envvar": "STORECTL_STORE",
+        "show_envvar": True,
+        "default": DEFAULT_TARGET,
+        "show_default": True,
+        "help": "HOST[:PORT] of a server, or of several with commas between, or the "
+        "root of a store to open here: /path, file:///path, gs://bucket/prefix.",
+    },
+    ("--ca",): {
+        "type": _FILE,
+        "metavar": "FILE",
+        "envvar": "STORECTL_CA",
+        "show_envvar": True,
+        "help": "Certificates (PEM) to trust, in place of the system's.",
+    },
+    ("--cert",): {
+        "type": _FILE,
+        "metavar": "FILE",
+        "envvar": "STORECTL_CERT",
+        "show_envvar": True,
+        "help": "Certificate (PEM) to show to a server that asks for one.",
+    },
+    ("--key",): {
+        "type": _FILE,
+        "metavar": "FILE",
+        "envvar": "STORECTL_KEY",
+        "show_envvar": True,
+        "help": "Its private key (PEM).",
+    },
+    ("--insecure",): {
+        "is_flag": True,
+        "help": "Talk plaintext to a server on another machine.",
+    },
+    ("--timeout",): {
+        "type": click.FloatRange(min=0, min_open=True),
+        "default": 30.0,
+        "show_default": True,
+        "metavar": "SECONDS",
+        "help": "Longest wait for one answer.",
+    },
+    ("--verbose",): {
+        "is_flag": True,
+        "help": "Show where in the code an error arose, and what native libraries log.",
+    },
+}
+
+
+def global_options(function: _F) -> _F:
+    """Gives the group its options."""
+    for names, settings in reversed(_OPTIONS.items()):
+        function = click.option(*names, **settings)(function)
+    return function
+
+
+def accept_global_options(command: click.Command) -> None:
+    """Makes a command take the options of the group, too; there they override.
+
+    One that the command has itself, such as ``serve --insecure``, stays its own.
+    """
+    own = {name for parameter in command.params for name in parameter.opts}
+    command.params.extend(_repeated(own))
+
+
+def _repeated(own: set[str]) -> Iterator[click.Option]:
+    for names, settings in _OPTIONS.items():
+        if own.isdisjoint(names):
+            kept = {k: v for k, v in settings.items() if k in ("type", "is_flag")}
+            yield click.Option(
+                names, expose_value=False, hidden=True, callback=_override, **kept
+            )
+
+
+def _override(context: click.Context, option: click.Parameter, value: Any) -> None:
+    name = str(option.name)
+    if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+        return
+    if name == "verbose":
+        context.meta[VERBOSE] = True
+    elif isinstance(context.obj, Connection):
+        field = "target" if name == "store" else name
+        changes: dict[str, Any] = {field: value}
+        changes["from_environment"] = context.obj.from_environment - {name}
+        context.obj = replace(context.obj, **changes)

@@ -1,0 +1,170 @@
+"""How storectl reports errors: as JSON, at Ctrl-C, and without lines of libraries."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import storesvc_client as store
+from storesvc_client.cli import main
+from storesvc_client.cli._main import COMMANDS
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A store on disk with one checkpoint."""
+    with store.connect((tmp_path / "store").as_uri()) as client:
+        client.run("prod/tiny").save(1, {"w": np.ones(3)}).result()
+    return tmp_path / "store"
+
+
+def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Result:
+    return CliRunner(env=environment).invoke(main, arguments)
+
+
+# --- options anywhere -------------------------------------------------------------
+
+
+def test_the_store_may_be_named_before_or_behind_a_command(root: Path) -> None:
+    before = run("-s", str(root), "ls")
+    behind = run("ls", "-s", str(root))
+
+    assert (0, before.output) == (behind.exit_code, behind.output)
+
+
+def test_a_store_named_behind_a_command_overrides_one_before(root: Path) -> None:
+    assert 0 == run("-s", "127.0.0.1:1", "ls", "prod", "-s", str(root)).exit_code
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_takes_the_store_behind_it(command: str) -> None:
+    result = run(command, "-s", "memory://", "--help")
+
+    assert (0, True) == (result.exit_code, "Examples" in result.output)
+
+
+def test_what_follows_a_held_command_is_its_own(root: Path) -> None:
+    held = [sys.executable, "-c", "import sys; sys.exit(len(sys.argv))", "-s", "x"]
+
+    assert 3 == run("hold", "prod/tiny@1", "-s", str(root), "--", *held).exit_code
+
+
+def test_certificates_in_the_environment_are_passed_over_for_a_root_behind(
+    root: Path, tmp_path: Path
+) -> None:
+    pem = tmp_path / "ca.pem"
+    pem.write_text("")
+
+    result = run("ls", "-s", str(root), environment={"STORECTL_CA": str(pem)})
+
+    assert 0 == result.exit_code
+
+
+# --- JSON -------------------------------------------------------------------------
+
+
+def test_an_error_is_json_where_json_is_asked_for(root: Path) -> None:
+    result = run("stat", "prod/tiny@7", "--json", "-s", str(root))
+
+    error = json.loads(result.stderr)["error"]
+    assert (1, "", "NotFoundError", "CHECKPOINT_NOT_FOUND") == (
+        *(result.exit_code, result.stdout),
+        *(error["kind"], error["reason"]),
+    )
+    assert "prod/tiny@7" in error["message"]
+
+
+def test_wrong_usage_is_json_where_json_is_asked_for() -> None:
+    result = run("ls", "Not/A/Run", "--json")
+
+    assert (2, "BadParameter") == (
+        result.exit_code,
+        json.loads(result.stderr)["error"]["kind"],
+    )
+
+
+def test_each_refusal_of_several_is_a_line_of_json(root: Path) -> None:
+    result = run("rm", "prod/tiny@7", "prod/tiny@8", "--json", "-s", str(root))
+
+    messages = [json.loads(line)["error"] for line in result.stderr.splitlines()]
+    assert ["CHECKPOINT_NOT_FOUND"] * 2 == [each["reason"] for each in messages]
+
+
+def test_an_error_is_a_sentence_where_a_held_command_is_asked_for_json() -> None:
+    result = run("-s", "127.0.0.1:1", "--timeout", "1", "hold", "a/b@1", "--", "--json")
+
+    assert result.stderr.startswith("storectl: ")
+
+
+# --- processes --------------------------------------------------------------------
+
+
+def test_ctrl_c_during_imports_is_a_sentence_and_exit_code_130(tmp_path: Path) -> None:
+    # A module that storectl imports, found first; Ctrl-C comes while it is imported.
+    (tmp_path / "click.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+
+    process = subprocess.run(
+        [sys.executable, "-m", "storesvc_client.cli", "ls"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (130, "storectl: interrupted\n") == (process.returncode, process.stderr)
+
+
+def test_ctrl_c_during_the_imports_of_a_command_is_exit_code_130(
+    root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "grpc.py").write_text("import time\nprint(flush=True)\ntime.sleep(60)")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "storesvc_client.cli", "ls", "-s", str(root)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.1)
+
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate()
+
+    assert (130, "storectl: interrupted\n") == (process.returncode, stderr)
+
+
+def test_no_line_of_a_native_library_comes_before_the_sentence(tmp_path: Path) -> None:
+    # TensorStore's AWS SDK logs that these files are missing.
+    missing = {
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+        "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "key",
+    }
+    line = ["-s", "s3://bucket/x?endpoint=http://127.0.0.1:1", "--timeout", "1", "ls"]
+
+    def stderr(*options: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-m", "storesvc_client.cli", *options, *line],
+            env={**os.environ, **missing},
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stderr
+
+    quiet = stderr()
+    assert quiet.startswith("storectl: s3://bucket/x")
+    assert 1 == quiet.count("\n")
+    assert "AWS_ERROR_FILE_INVALID_PATH" in stderr("--verbose")

@@ -246,6 +246,7 @@ class Commits:
             attempt=made.attempt,
             files_digest=made.files_digest,
             own_bytes=made.own_bytes,
+            owner=slot.owner,
         )
 
     async def _after_conflict(

@@ -14,6 +14,14 @@ from typing import Final, Self
 
 from storesvc.format.checksums import Buffer
 
+HOW_TO_FREE_SPACE: Final = (
+    "free space: 'storectl rm RUN@STEP --purge' ends a checkpoint, 'storectl uploads "
+    "RUN --abort UPLOAD' a save that has failed, and 'storectl gc --grace 0s' removes "
+    "what they leave"
+)
+"""What to do about a full disk, on either side. Without a grace period, the collection
+removes what was purged just now, too."""
+
 _PARTS_AT_ONCE: Final = 1024
 """What Linux takes in one call (IOV_MAX)."""
 

@@ -14,6 +14,7 @@ whatever the clocks, and however many processes, do:
 """
 
 from collections.abc import Mapping
+from datetime import UTC
 
 import numpy as np
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -75,6 +76,7 @@ def reservation(upload: str, record: pb.UploadRecord) -> pb.CheckpointRecord:
         upload=upload,
         epoch=record.epoch,
         create_time=record.create_time,
+        owner=record.owner,
     )
 
 
@@ -178,7 +180,10 @@ def check_complete(
 def exists(run: RunName, slot: pb.CheckpointRecord) -> CheckpointExistsError:
     """Returns the refusal of a second commit."""
     if slot.state == COMMITTED:
-        text = "exists already, and checkpoints are write-once; save another step"
+        text = (
+            f"exists already, saved{_by(slot)} at {_moment(slot.commit_time)}, and "
+            "checkpoints are write-once; save another step"
+        )
     else:
         text = "was deleted; undelete it, purge it, or save another step"
     return CheckpointExistsError(
@@ -194,10 +199,13 @@ def lost(
     if slot is None or slot.upload == name.upload or never_held:
         return absent(name)
     return UploadSupersededError(
-        f"{name}: step {record.step} was taken over by upload {slot.upload} (epoch "
-        f"{slot.epoch}, this one has {record.epoch}); begin a new upload",
+        f"{name}: {name.run}@{record.step} is being saved{_by(slot)} since "
+        f"{_moment(slot.create_time)}, as upload {slot.upload}, which took the step "
+        "over from this one; let one job alone save this run, and do not repeat this "
+        "save",
         upload=name.upload,
         owner=slot.upload,
+        by=slot.owner,
         epoch=str(slot.epoch),
     )
 
@@ -211,10 +219,20 @@ def not_begun(
     if slot.state in CHECKPOINTS:
         return exists(name.run, slot)
     return ConflictError(
-        f"{name}: another upload of step {record.step} began at the same moment; begin "
-        "a new one",
+        f"{name}: {name.run}@{record.step} is being saved{_by(slot)}, which began at "
+        "the same moment; let one job alone save this run",
         upload=name.upload,
+        by=slot.owner,
     )
+
+
+def _by(slot: pb.CheckpointRecord) -> str:
+    """Who writes or wrote a slot, where that is known."""
+    return f" by {slot.owner}" if slot.owner else ""
+
+
+def _moment(time: Timestamp) -> str:
+    return time.ToDatetime(UTC).isoformat(sep=" ", timespec="seconds")
 
 
 def absent(name: UploadName) -> UploadNotFoundError:

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final
 
+from storesvc.datafiles import HOW_TO_FREE_SPACE
 from storesvc.errors import (
     CorruptDataError,
     InvalidFieldError,
@@ -66,7 +67,8 @@ def _error(storage: Storage, place: str, text: str) -> StoreError:
     is_full = text.startswith("RESOURCE_EXHAUSTED") and not storage.is_remote
     if is_full or "No space left" in text:
         return StorageFullError(
-            f"{where}: the storage is full; free space and retry", storage=storage.name
+            f"{where}: the storage is full; {HOW_TO_FREE_SPACE}, then try again",
+            storage=storage.name,
         )
     if text.startswith(_DENIED):
         why = told.partition(": ")[2]

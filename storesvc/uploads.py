@@ -66,6 +66,8 @@ class NewUpload:
     """Whose chunks may be claimed."""
     body: bytes
     """What the request said, to tell it from another with the same id."""
+    owner: str = ""
+    """Who writes it, for people; "": an earlier client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +407,7 @@ class Uploads:
             metrics=new.metrics,
             create_time=timestamp(self._clock.now()),
             lease_duration=duration(new.lease),
+            owner=new.owner,
             request_digest=digest(new.body + tree_digest),
         )
         base = await self._base(new)

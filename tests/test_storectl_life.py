@@ -398,13 +398,14 @@ def test_live_uploads_are_listed_and_aborted(
     refused: Callable[..., str],
 ) -> None:
     writer = Writer(server_address, saved.name, 40, writers=2)
-    upload = writer.begin().name.rpartition("/")[2]
+    upload = writer.begin(owner="host a").name.rpartition("/")[2]
 
     header, row = table(tell("uploads", saved.name))
     (found,) = ask("uploads", saved.name)
 
-    assert ["UPLOAD", "STEP", "BEGAN", "LAST SIGN", "WRITERS", "WAITS FOR"] == (header)
-    assert [upload, "40", "0 of 2", "0, 1"] == [row[0], row[1], row[4], row[5]]
+    titles = ["UPLOAD", "STEP", "BEGAN", "LAST SIGN", "WRITERS", "WAITS FOR", "OWNER"]
+    assert titles == header
+    assert [upload, "40", "0 of 2", "0, 1", "host a"] == [*row[:2], *row[4:7]]
     assert [0, 1] == found["unfinished_writers"]
     assert [upload, "live", "600s"] == [found[k] for k in ("id", "state", "lease")]
     abort = ["uploads", saved.name, "--abort", upload]

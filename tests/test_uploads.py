@@ -1,6 +1,7 @@
 """Uploads, call by call: what the contract promises and refuses."""
 
 import itertools
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,9 +35,9 @@ def name() -> str:
 def begin(server_address: str, name: str) -> Callable[..., Writer]:
     """Begins uploads to one run of this test."""
 
-    def begin(step: int = 1, *, writers: int = 1) -> Writer:
+    def begin(step: int = 1, *, writers: int = 1, owner: str = "") -> Writer:
         writer = Writer(server_address, name, step, writers=writers)
-        writer.begin()
+        writer.begin(owner=owner)
         return writer
 
     return begin
@@ -253,6 +254,46 @@ def test_a_later_upload_takes_the_step_over_for_good(
     assert WHOLE == content(client, name)
     with refused("CHECKPOINT_EXISTS"):
         first.commit()
+
+
+def test_a_save_that_loses_its_step_names_the_owner_of_the_one_that_has_it(
+    begin: Callable[..., Writer], name: str
+) -> None:
+    first = begin(owner="host a, process 1")
+    second = begin(owner="host b, process 2, job 7")
+
+    with refused(
+        "UPLOAD_SUPERSEDED",
+        rf"{name}@1 is being saved by host b, process 2, job 7 since \d{{4}}-.*; let "
+        "one job alone save this run",
+    ):
+        first.keep_alive()
+    second.write(frame(0, 1, 2))
+    second.finish(sums(0, 1, 2))
+    second.commit()
+    with refused(
+        "CHECKPOINT_EXISTS",
+        rf"{name}@1 exists already, saved by host b, process 2, job 7 at \d{{4}}-",
+    ):
+        first.commit()
+
+
+def test_a_client_names_its_host_process_and_job(
+    client: store.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    client.run(name).save(1, {"x": np.zeros(3)}).result()
+
+    with pytest.raises(
+        store.AlreadyExistsError,
+        match=rf"saved by host \S+, process {os.getpid()}, job 4711 at",
+    ):
+        client.run(name).save(1, {"x": np.zeros(3)}).result()
+
+
+def test_an_owner_that_is_too_long_is_refused(begin: Callable[..., Writer]) -> None:
+    with refused("INVALID_FIELD", "upload.owner: expected at most 256 bytes, got 257"):
+        begin(owner="x" * 257)
 
 
 def test_an_epoch_that_is_not_the_uploads_is_refused(

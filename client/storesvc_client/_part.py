@@ -13,6 +13,7 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc_client._channel import Connection
 from storesvc_client._durations import duration_message
+from storesvc_client._owner import owner
 from storesvc_client._progress import Meter
 from storesvc_client._retrying import patiently
 from storesvc_client._values import Checkpoint
@@ -122,6 +123,7 @@ class Part:
                 metrics=described.metrics,
                 lease_duration=duration_message(described.lease, "lease="),
                 base=described.base.resource if described.base else "",
+                owner=owner(),
             ),
             leaf_count=len(self._tree.leaves),
         )

@@ -87,7 +87,8 @@ class FilePool:
 def _translated(e: OSError, pool: Path) -> StoreError:
     if e.errno == errno.ENOSPC:
         return LimitError(
-            f"{pool}: the storage is full; free space and save again",
+            f"{pool}: the storage is full; {datafiles.HOW_TO_FREE_SPACE}, then save "
+            "again",
             reason="STORAGE_FULL",
         )
     if e.errno in _DENIED:

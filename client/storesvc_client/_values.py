@@ -330,6 +330,8 @@ class UploadInfo:
     """Of the checkpoint whose chunks it may share; None: it has none."""
     resumes: bool
     """Whether it took an unfinished upload of the same step over."""
+    owner: str
+    """Who writes it, such as its host, process and job; "": an earlier client."""
     create_time: datetime
     """When it began."""
     renew_time: datetime
@@ -353,6 +355,7 @@ class UploadInfo:
             metrics=dict(message.metrics),
             base_step=_step_of(message.base) if message.base else None,
             resumes=message.resumes,
+            owner=message.owner,
             create_time=message.create_time.ToDatetime(UTC),
             renew_time=message.renew_time.ToDatetime(UTC),
             lease=message.lease_duration.ToTimedelta(),

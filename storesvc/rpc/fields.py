@@ -182,6 +182,20 @@ def _token_check(parent: str, last: str) -> bytes:
     return hashlib.blake2b(made_of, digest_size=_TOKEN_CHECK_BYTES).digest()
 
 
+def checked_owner(field: str, owner: str) -> str:
+    """Returns who does something, for people.
+
+    Raises:
+        InvalidFieldError: The text is too long.
+    """
+    size = len(owner.encode())
+    if size > MAX_TEXT_BYTES:
+        raise InvalidFieldError(
+            f"{field}: expected at most {MAX_TEXT_BYTES} bytes, got {size}"
+        )
+    return owner
+
+
 def check_entries(field: str, entries: Mapping[str, str | float]) -> None:
     if len(entries) > MAX_ENTRIES:
         raise InvalidFieldError(

@@ -48,6 +48,7 @@ def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Uplo
         create_time=record.create_time,
         base=base,
         resumes=bool(record.predecessor),
+        owner=record.owner,
         state=upload_api.Upload.STATE_LIVE,
     )
 

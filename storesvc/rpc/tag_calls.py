@@ -78,7 +78,7 @@ class TagCalls:
             record = await self._store.holds.create(
                 name,
                 checkpoint,
-                owner=owner_of(request),
+                owner=fields.checked_owner("owner", request.owner),
                 ttl=ttl_of(request),
                 uid=request.uid,
             )
@@ -142,20 +142,6 @@ def checkpoint_of(
             "checkpoints of its own run"
         )
     return checkpoint
-
-
-def owner_of(request: catalogue_api.CreateHoldRequest) -> str:
-    """Returns who holds.
-
-    Raises:
-        InvalidFieldError: It is too long.
-    """
-    if len(request.owner.encode()) > fields.MAX_TEXT_BYTES:
-        raise InvalidFieldError(
-            f"owner: expected at most {fields.MAX_TEXT_BYTES} bytes, got "
-            f"{len(request.owner.encode())}"
-        )
-    return request.owner
 
 
 def ttl_of(request: catalogue_api.CreateHoldRequest) -> timedelta:

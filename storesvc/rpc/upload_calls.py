@@ -280,6 +280,7 @@ def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:
         metrics=dict(sorted(upload.metrics.items())),
         lease=lease or DEFAULT_LEASE,
         base=base_of(run, upload.base),
+        owner=fields.checked_owner("upload.owner", upload.owner),
         body=upload.SerializeToString(deterministic=True),
     )
 

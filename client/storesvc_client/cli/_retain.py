@@ -1,7 +1,7 @@
 """``storectl retain``: which checkpoints of a run stay."""
 
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -17,6 +17,7 @@ from storesvc_client.cli._output import (
     print_note,
     print_table,
     size_text,
+    time_text,
 )
 from storesvc_client.cli._paths import RunPath
 
@@ -108,13 +109,19 @@ def retain(
             _print_decisions(
                 run.preview_retention(wanted), "would be deleted", as_json=as_json
             )
+            if not as_json:
+                _print_when(f"{_delay(run)} after they are deleted")
             return
         if wanted is not None or clear:
             run.retain(wanted, purge_delay=purge_delay)
         elif purge_delay is not None:
             run.configure(purge_delay=purge_delay)
         if now:
-            _print_decisions(run.apply_retention(), "deleted", as_json=as_json)
+            decisions = run.apply_retention()
+            _print_decisions(decisions, "deleted", as_json=as_json)
+            ends = _last_purge(run, decisions)
+            if ends and not as_json:
+                _print_when(f"after {time_text(ends)}")
         else:
             _print_policy(run, as_json=as_json)
 
@@ -127,6 +134,33 @@ def _print_policy(run: "Run", *, as_json: bool) -> None:
         print_note(f"{run.name} has no retention policy: all its checkpoints stay")
     else:
         click.echo(str(kept))
+        _print_when(f"{_delay(run)} after a server has deleted what goes")
+
+
+def _delay(run: "Run") -> str:
+    from storesvc_client._durations import duration_text
+
+    delay = run.info().purge_delay
+    return "the server's purge delay" if delay is None else duration_text(delay)
+
+
+def _last_purge(
+    run: "Run", decisions: Sequence["RetentionDecision"]
+) -> datetime | None:
+    """When the last one of those that were deleted may be purged."""
+    if all(decision.kept for decision in decisions):
+        return None
+    damaged: list[Exception] = []  # named by ls
+    ends = (c.purge_time for c in run.deleted(on_damage=damaged.append))
+    return max(filter(None, ends), default=None)
+
+
+def _print_when(when: str) -> None:
+    """Says when the space of what is deleted comes back."""
+    print_note(
+        f"space comes back {when}, with the next collection; at once by 'storectl rm "
+        "RUN@STEP --purge', then 'storectl gc --grace 0s'"
+    )
 
 
 def _print_decisions(

@@ -8,7 +8,7 @@ import click
 from storesvc_client.cli._arguments import json_option, parent_path
 from storesvc_client.cli._connection import Connection, pass_connection
 from storesvc_client.cli._listing import Listing
-from storesvc_client.cli._output import Column, print_json, time_text
+from storesvc_client.cli._output import ABSENT, Column, print_json, time_text
 from storesvc_client.cli._paths import NamespacePath, RunPath
 from storesvc_client.cli._refusal import Refusal
 
@@ -28,6 +28,7 @@ def _row(upload: "UploadInfo") -> tuple[str, ...]:
         time_text(upload.renew_time),
         f"{upload.finished_writer_count} of {upload.writer_count}",
         _named(upload.unfinished_writers),
+        upload.owner or ABSENT,
     )
 
 
@@ -46,6 +47,7 @@ _OF_RUN: Final = Listing(
         Column("LAST SIGN"),
         Column("WRITERS"),
         Column("WAITS FOR"),
+        Column("OWNER", folds=True),
     ),
 )
 _OF_RUNS: Final["Listing[UploadInfo]"] = Listing(
@@ -75,8 +77,8 @@ def uploads(
 
     Without PATH: those of all runs. Runs are among them that have no checkpoint yet.
     WRITERS counts those that have finished, WAITS FOR numbers the first of the others:
-    the processes of a job. An upload that gives no more sign of life is given up by
-    the server.
+    the processes of a job; OWNER is who began it. An upload that gives no more sign of
+    life is given up by the server.
 
     \b
     Examples:

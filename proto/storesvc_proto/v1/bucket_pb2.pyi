@@ -598,6 +598,7 @@ class CheckpointRecord(google.protobuf.message.Message):
     COMMIT_SEQUENCE_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
     WRITE_ID_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     state: Global___CheckpointRecord.State.ValueType
     """What the slot holds."""
     step: builtins.int
@@ -637,6 +638,8 @@ class CheckpointRecord(google.protobuf.message.Message):
     """Of the last change after the commit, as `RunRecord.write_id`; of one that the
     service made by itself, a UUID.
     """
+    owner: builtins.str
+    """`Upload.owner` of the upload. Empty in records of earlier releases."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the owner began."""
@@ -687,9 +690,10 @@ class CheckpointRecord(google.protobuf.message.Message):
         commit_sequence: builtins.int = ...,
         sequence: builtins.int = ...,
         write_id: builtins.str = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "purge_time", b"purge_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "pinned", b"pinned", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "chunk_count", b"chunk_count", "commit_sequence", b"commit_sequence", "commit_time", b"commit_time", "create_time", b"create_time", "delete_time", b"delete_time", "epoch", b"epoch", "files_digest", b"files_digest", "labels", b"labels", "leaf_count", b"leaf_count", "manifest_bytes", b"manifest_bytes", "manifest_digest", b"manifest_digest", "metrics", b"metrics", "own_bytes", b"own_bytes", "owner", b"owner", "pinned", b"pinned", "purge_time", b"purge_time", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "stored_bytes", b"stored_bytes", "upload", b"upload", "write_id", b"write_id"]) -> None: ...
 
 Global___CheckpointRecord: typing_extensions.TypeAlias = CheckpointRecord
 
@@ -743,6 +747,7 @@ class UploadRecord(google.protobuf.message.Message):
     BASE_STEP_FIELD_NUMBER: builtins.int
     BASE_FIELD_NUMBER: builtins.int
     PREDECESSOR_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The training step."""
     epoch: builtins.int
@@ -763,6 +768,8 @@ class UploadRecord(google.protobuf.message.Message):
     """The upload that held the slot, unfinished, when this one took it over: what it
     stored may be claimed too. Empty: there was none.
     """
+    owner: builtins.str
+    """`Upload.owner`."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Carried to the checkpoint."""
@@ -796,9 +803,10 @@ class UploadRecord(google.protobuf.message.Message):
         base_step: builtins.int = ...,
         base: builtins.str = ...,
         predecessor: builtins.str = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "lease_duration", b"lease_duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "base_step", b"base_step", "create_time", b"create_time", "epoch", b"epoch", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "predecessor", b"predecessor", "request_digest", b"request_digest", "step", b"step", "tree_digest", b"tree_digest", "writer_count", b"writer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "base_step", b"base_step", "create_time", b"create_time", "epoch", b"epoch", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "owner", b"owner", "predecessor", b"predecessor", "request_digest", b"request_digest", "step", b"step", "tree_digest", b"tree_digest", "writer_count", b"writer_count"]) -> None: ...
 
 Global___UploadRecord: typing_extensions.TypeAlias = UploadRecord
 

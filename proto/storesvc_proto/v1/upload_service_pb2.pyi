@@ -130,6 +130,7 @@ class Upload(google.protobuf.message.Message):
     RENEW_TIME_FIELD_NUMBER: builtins.int
     FINISHED_WRITER_COUNT_FIELD_NUMBER: builtins.int
     UNFINISHED_WRITERS_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/uploads/{upload}`. Output only. The id
     is the `request_id` without its hyphens.
@@ -154,6 +155,10 @@ class Upload(google.protobuf.message.Message):
     """What became of it. Output only."""
     finished_writer_count: builtins.int
     """How many writers have finished. Output only, of GetUpload and ListUploads."""
+    owner: builtins.str
+    """Who writes it, for people: such as its host, process and job. At most 256 bytes. A
+    save that loses its step names the owner of the one that has it.
+    """
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Labels of the checkpoint: at most 64, keys and values of at most 256 bytes."""
@@ -197,9 +202,10 @@ class Upload(google.protobuf.message.Message):
         renew_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         finished_writer_count: builtins.int = ...,
         unfinished_writers: collections.abc.Iterable[builtins.int] | None = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "lease_duration", b"lease_duration", "renew_time", b"renew_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "create_time", b"create_time", "epoch", b"epoch", "finished_writer_count", b"finished_writer_count", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "name", b"name", "renew_time", b"renew_time", "resumes", b"resumes", "state", b"state", "step", b"step", "unfinished_writers", b"unfinished_writers", "writer_count", b"writer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "create_time", b"create_time", "epoch", b"epoch", "finished_writer_count", b"finished_writer_count", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "name", b"name", "owner", b"owner", "renew_time", b"renew_time", "resumes", b"resumes", "state", b"state", "step", b"step", "unfinished_writers", b"unfinished_writers", "writer_count", b"writer_count"]) -> None: ...
 
 Global___Upload: typing_extensions.TypeAlias = Upload
 

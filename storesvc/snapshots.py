@@ -17,7 +17,7 @@ from storesvc.catalogue import Catalogue
 from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPlaces
-from storesvc.format.names import RunName
+from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.gathering import each
 from storesvc.marking import Snapshot, unnamed
 from storesvc.records import read_record
@@ -77,9 +77,12 @@ class Snapshots:
         if not place.removesuffix(".binpb").endswith(digest(stored.data).hex()):
             raise CorruptDataError(f"{place} is damaged: its digest is another")
         try:
-            return pb.FileTable.FromString(stored.data)
-        except DecodeError as e:
+            table = pb.FileTable.FromString(stored.data)
+            for file in table.file:
+                check_data_file(file)
+        except (DecodeError, InvalidNameError) as e:
             raise CorruptDataError(f"{place} is damaged: {e}") from e
+        return table
 
     async def slots(
         self, run: RunName

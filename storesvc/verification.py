@@ -38,7 +38,7 @@ from storesvc.errors import (
 from storesvc.format.chunks import Places
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
-from storesvc.format.names import RunName
+from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.format.reads import Read, plan_reads
 from storesvc.kvbucket import KvBucket, Place
 from storesvc.tallies import Report, Tally
@@ -151,7 +151,10 @@ class _Reading:
         shown = None
         try:
             shown = await space.places()
-        except CorruptDataError as e:
+            if shown is not None:
+                await asyncio.to_thread(_check_files, shown)
+        except (CorruptDataError, InvalidNameError) as e:
+            shown = None
             _log.warning("%s@%d: %s", self._run, self._record.step, e)
         if shown is None:
             await self._check_slot()
@@ -309,6 +312,16 @@ def _metadata_places(
             sharing.setdefault(shown[key], []).append(row)
     places = Places.of_rows(list(sharing))
     return list(unshown.values()), list(sharing.values()), places
+
+
+def _check_files(shown: Mapping[str, Place]) -> None:
+    """Refuses a key space that shows values outside the data files of its pool.
+
+    Raises:
+        InvalidNameError: It does.
+    """
+    for file in {place.file for place in shown.values()}:
+        check_data_file(file)
 
 
 def _checked(check: Check, values: Sequence[int], data: bytes) -> list[Damage]:

@@ -151,10 +151,13 @@ def moved(by: int) -> Callable[[tree_pb2.ChunkTable], Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda table: table.files.__setitem__(0, f"../{FILE}"), "expected data files"),
+        (lambda table: table.files.__setitem__(0, f"../{FILE}"), "expected UPLOAD/ID"),
         (lambda table: table.files.__setitem__(0, f"{'b' * 32}/{FILE}"), "called"),
-        (lambda table: table.files.__setitem__(0, table.files[0] + "x"), "hex digits"),
-        (lambda table: table.files.append(table.files[0] + "x"), "32 hex digits"),
+        (
+            lambda table: table.files.__setitem__(0, table.files[0] + "x"),
+            "hexadecimal digits",
+        ),
+        (lambda table: table.files.append(table.files[0] + "x"), "32 lower-case"),
         (lambda table: table.files.append(table.files[0][:-1] + "b"), "no chunk"),
         (lambda table: table.length.__setitem__(1, 1003), "expected 1004 bytes, got"),
         (lambda table: table.ordinal.__setitem__(1, 3), "the tree has 3 chunks"),

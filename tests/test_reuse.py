@@ -300,7 +300,7 @@ def test_what_rots_after_a_save_began_costs_it_its_claims(
                     file=[0],
                     offset=[0],
                     length=[9],
-                    files=["x"],
+                    files=[f"{'a' * 32}/{'b' * 32}"],
                 ).SerializeToString()
             )
         ),

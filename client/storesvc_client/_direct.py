@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -122,12 +122,6 @@ class DirectSource:
     @contextmanager
     def _file(self, read: Read) -> Iterator[int]:
         """Opens the file of a read, and names what storage says about it."""
-        if not _is_plain(read.file):
-            raise DataLossError(
-                f"{self._name}: expected data files below the pool of its run, got "
-                f"{read.file!r}; use another checkpoint",
-                reason="CORRUPT_DATA",
-            )
         path = self._pool / read.file
         try:
             file = os.open(path, os.O_RDONLY)
@@ -181,15 +175,3 @@ class _Staging(threading.local):
         if len(self._memory) < size_bytes:
             self._memory = allocate(size_bytes)
         return self._memory[:size_bytes]
-
-
-def _is_plain(file: str) -> bool:
-    """Whether a file's name stays below where it is."""
-    path = PurePosixPath(file)
-    return (
-        bool(path.parts)
-        and path.as_posix() == file
-        and not path.is_absolute()
-        and ".." not in path.parts
-        and "\0" not in file
-    )

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.format.checksums import DIGEST_BYTES
+from storesvc.format.names import InvalidNameError, check_data_file
 from storesvc_proto.v1 import tree_pb2 as pb
 
 MAX_PART_ROWS: Final = 32768
@@ -183,7 +184,8 @@ def unpack_places(table: pb.ChunkTable) -> Places:
     """Returns the places of a table.
 
     Raises:
-        InvalidChunksError: A column has another length, or names no file.
+        InvalidChunksError: A column has another length, a row names no file, or a
+            file has a name that the format never makes.
     """
     file = _column(table.file, "file")
     offset = _column(table.offset, "offset")
@@ -192,6 +194,11 @@ def unpack_places(table: pb.ChunkTable) -> Places:
         raise InvalidChunksError("the columns of places differ in length")
     if len(file) and file.max() >= len(table.files):
         raise InvalidChunksError("a place names a file that is not listed")
+    try:
+        for name in table.files:
+            check_data_file(name)
+    except InvalidNameError as e:
+        raise InvalidChunksError(str(e)) from e
     return Places(files=tuple(table.files), file=file, offset=offset, length=length)
 
 

@@ -19,12 +19,15 @@ MAX_STEP: Final = 2**63 - 1
 
 _ID: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _HEX_ID: Final = re.compile(r"[0-9a-f]{32}")
+_DATA_FILE: Final = re.compile(r"(?:d|[0-9a-f]{32})/[0-9a-f]{32}")
 _STEP: Final = re.compile(r"0|[1-9][0-9]{0,18}")
 
 _ID_RULE: Final = (
     "1 to 63 lower-case letters, digits and hyphens, "
     "with a letter or a digit at both ends"
 )
+
+_SHOWN_CHARACTERS: Final = 80
 
 
 class InvalidNameError(ValueError):
@@ -232,6 +235,22 @@ def check_hold(text: str) -> None:
         InvalidNameError: It does.
     """
     _check_hex_id(text, "hold")
+
+
+def check_data_file(text: str) -> None:
+    """Refuses the name of a data file that this format never makes.
+
+    Names are relative to the pool: the id of an upload, or ``d`` in the first release,
+    and the id of the file. Nothing else is read, so no name leads out of the pool.
+
+    Raises:
+        InvalidNameError: It is such a name.
+    """
+    if not _DATA_FILE.fullmatch(text):
+        raise InvalidNameError(
+            f"data file {text[:_SHOWN_CHARACTERS]!r}: expected UPLOAD/ID, each of 32 "
+            "lower-case hexadecimal digits"
+        )
 
 
 def parse_which(text: str) -> Which:

@@ -1,0 +1,21 @@
+"""A manifest that says other than was committed, and the record that vouches for it."""
+
+from collections.abc import Callable
+
+from storesvc.format.checksums import digest
+from storesvc.format.seal import seal
+from storesvc_proto.v1 import tree_pb2
+from tests.saved_checkpoint import Saved
+
+
+def forge_manifest(saved: Saved, change: Callable[[tree_pb2.Manifest], object]) -> None:
+    """Changes the manifest of a checkpoint, as anyone can who may write the bucket."""
+    record = saved.record
+    old = saved.root / saved.places.manifest(record.upload, record.manifest_digest)
+    manifest = tree_pb2.Manifest.FromString(old.read_bytes())
+    change(manifest)
+    data = manifest.SerializeToString(deterministic=True)
+    record.manifest_digest, record.manifest_bytes = digest(data), len(data)
+    new = saved.root / saved.places.manifest(record.upload, record.manifest_digest)
+    new.write_bytes(data)
+    saved.slot.write_bytes(seal(record))

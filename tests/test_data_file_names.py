@@ -1,0 +1,207 @@
+"""Only names that the format makes are read: no name leads out of a run's pool."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+import storesvc_client as store
+from storesvc.format import ocdbt
+from storesvc.format.checksums import digest
+from storesvc.format.chunks import Places
+from storesvc.format.names import InvalidNameError, check_data_file
+from storesvc.format.seal import seal, unseal
+from storesvc_client.cli import main
+from storesvc_client.errors import translated
+from storesvc_proto.v1 import bucket_pb2, tree_pb2
+from storesvc_proto.v1 import chunk_service_pb2 as api
+from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
+from tests.contract import Writer, frame, sums
+from tests.forged_manifest import forge_manifest
+from tests.saved_checkpoint import CHUNKS, Saved
+from tests.server_process import ServerProcess
+
+ID = "0123456789abcdef" * 2
+HOSTILE = (
+    "../../../../../secret",
+    f"../{ID}",
+    f"{ID}/../../../../../secret",
+    f"{ID}/..",
+    f"../pool/{ID}/{ID}",
+    "/etc/passwd",
+    f"/{ID}/{ID}",
+    "",
+    ".",
+    f"./{ID}",
+    f"{ID}/",
+    f"{ID}//{ID}",
+    f"{ID}/{ID}/",
+    f"{ID}/{ID}\n",
+    f"{ID}/{ID}\0",
+    f"{ID}\\{ID}",
+    f"..\\{ID}",
+    f"{ID}/{ID.upper()}",
+    f"{ID}/{ID}0",
+    f"{ID}/{ID}/{ID}",
+    ID,
+    f"d/{ID[:-1]}\N{FULLWIDTH DIGIT ONE}",
+    f"{ID}/" + "a" * 5000,
+    "../" * 2000 + "etc/passwd",
+)
+"""Names of data files that nobody makes, but who wants another file than his own."""
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_name_that_the_format_never_makes_is_refused(name: str) -> None:
+    with pytest.raises(InvalidNameError, match="expected UPLOAD/ID"):
+        check_data_file(name)
+
+
+@pytest.mark.parametrize("name", [f"{ID}/{ID}", f"d/{ID}"])
+def test_names_of_this_release_and_of_the_first_are_read(name: str) -> None:
+    check_data_file(name)
+
+
+def name_file(saved: Saved, name: str) -> None:
+    def change(manifest: tree_pb2.Manifest) -> None:
+        manifest.chunks.files[:] = [name]
+
+    forge_manifest(saved, change)
+
+
+@contextmanager
+def corrupt() -> Iterator[None]:
+    """Expects that what lies in the store is called corrupt."""
+    with (
+        pytest.raises(store.DataLossError, match="data file") as lost,
+        translated("here"),
+    ):
+        yield
+    assert "CORRUPT_DATA" == lost.value.reason
+
+
+# The most telling ones: each costs a save, and the rule is one function.
+MANIFESTS = (HOSTILE[0], HOSTILE[2], "/etc/passwd", "", ".", HOSTILE[11], HOSTILE[-1])
+
+
+@pytest.mark.parametrize("name", MANIFESTS, ids=range(len(MANIFESTS)))
+def test_a_manifest_with_such_a_name_is_corrupt_data_to_every_call(
+    server: ServerProcess, run: store.Run, saved: Saved, name: str
+) -> None:
+    (server.root / "secret").write_bytes(b"secret" * 1000)
+    uid = run.open(3).info.uid
+    name_file(saved, name)
+
+    with grpc.insecure_channel(server.address) as channel:
+        request = api.ReadChunksRequest(
+            name=f"{saved.name.resource}/checkpoints/3", uid=uid, chunk=[0]
+        )
+        with corrupt():
+            list(ChunkServiceStub(channel).ReadChunks(request, timeout=30))
+    with corrupt():
+        run.verify(3)
+    with corrupt():
+        run.restore(3)
+    arguments = ["--store", server.address, "verify", f"{run.name}@3"]
+    assert 1 == CliRunner().invoke(main, arguments).exit_code
+
+    Writer(server.address, run.name, 4, chunks=CHUNKS).save(range(CHUNKS))
+    with corrupt():
+        run.diff(3, 4)
+
+
+@pytest.mark.parametrize("name", MANIFESTS, ids=range(len(MANIFESTS)))
+def test_a_direct_restore_refuses_such_a_name(
+    server: ServerProcess, run: store.Run, saved: Saved, name: str
+) -> None:
+    name_file(saved, name)
+
+    direct = store.connect(server.address, direct=server.root.as_uri())
+    with direct, corrupt():
+        direct.run(run.name).restore(3)
+
+
+def test_nothing_is_reused_from_a_base_with_such_a_name(
+    server: ServerProcess, run: store.Run, saved: Saved
+) -> None:
+    name_file(saved, HOSTILE[0])
+
+    writer = Writer(server.address, run.name, 4, chunks=CHUNKS)
+    writer.begin(base=f"{saved.name.resource}/checkpoints/3")
+
+    assert [] == writer.find(sums(*range(CHUNKS)))
+
+
+def renamed(receipt: bytes, name: str) -> bytes:
+    """Returns a sealed table of stored chunks that lie in another file."""
+    sealed = unseal(receipt, bucket_pb2.Receipt)
+    table = tree_pb2.ChunkTable.FromString(sealed.chunks)
+    table.files[:] = [name]
+    return seal(bucket_pb2.Receipt(chunks=table.SerializeToString()))
+
+
+@pytest.mark.parametrize("place", ["staging", "receipt"])
+def test_a_table_of_stored_chunks_with_such_a_name_is_corrupt_data(
+    server: ServerProcess, run: store.Run, place: str
+) -> None:
+    writer = Writer(server.address, run.name, 1)
+    writer.begin()
+    writer.write(frame(0, 1, 2))
+    folder = server.root / f"data/{run.name}"
+    if place == "staging":
+        (table,) = (folder / "staging").glob("*/0/*")
+    else:
+        writer.finish(sums(0, 1, 2))
+        (table,) = (folder / "uploads").glob("*/writers/0.binpb")
+    table.write_bytes(renamed(table.read_bytes(), HOSTILE[0]))
+
+    with corrupt():
+        writer.finish(sums(0, 1, 2)) if place == "staging" else writer.commit()
+
+
+def test_a_key_space_with_such_a_name_is_reported_as_damage(
+    server: ServerProcess, run: store.Run, saved: Saved
+) -> None:
+    """The metadata of a leaf is read from where the key space shows it."""
+    record = saved.record
+    node = f"{record.upload}/{ID}"
+    places = Places.of_rows([("../../../../../secret", 0, 404)])
+    view = ocdbt.encode(
+        ["x/zarr.json"], places, node_file=node, commit_time_ns=1, uuid=bytes(16)
+    )
+    (server.root / saved.places.pool / node).write_bytes(view.nodes)
+    (saved.tree / "manifest.ocdbt").write_bytes(view.manifest)
+    (server.root / "secret").write_bytes(b"secret" * 1000)
+
+    found = run.verify(3)
+
+    assert {"key_space"} == {damage.kind for damage in found.damages}
+    assert [] == [d for d in found.damages if "secret" in d.message]
+
+
+def test_a_file_table_with_such_a_name_lets_nothing_be_collected(
+    server: ServerProcess, client: store.Client, run: store.Run, saved: Saved
+) -> None:
+    """It is damaged, so what the checkpoint needs is not known."""
+    Writer(server.address, run.name, 4, chunks=CHUNKS).save(range(CHUNKS))
+    secret = server.root / "data" / "secret"
+    secret.write_bytes(b"secret")
+    slot = server.root / saved.places.checkpoint(3)
+    record = unseal(slot.read_bytes(), bucket_pb2.CheckpointRecord)
+    table = bucket_pb2.FileTable(file=[HOSTILE[0]], chunk_bytes=[0])
+    data = table.SerializeToString()
+    record.files_digest = digest(data)
+    place = saved.places.file_table(record.upload, record.files_digest)
+    (server.root / place).write_bytes(data)
+    slot.write_bytes(seal(record))
+    run.delete(4)
+
+    before = sorted((server.root / saved.places.pool).glob("*/*"))
+    (told,) = client.collect(run.name, grace=timedelta(0))
+
+    assert "is damaged: data file" in told.postponed
+    assert secret.exists()
+    assert before == sorted((server.root / saved.places.pool).glob("*/*"))

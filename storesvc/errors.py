@@ -28,6 +28,7 @@ The tree::
     ├── ResumeTokenExpiredError
     ├── WriterUnfinishedError
     ├── PlanMismatchError
+    ├── ProcessesDifferError
     ├── ChunksIncompleteError
     ├── FormatUnsupportedError
     ├── CorruptDataError
@@ -151,6 +152,11 @@ class WriterUnfinishedError(StoreError):
 
 class PlanMismatchError(StoreError):
     """The writers of an upload planned different trees."""
+
+
+class ProcessesDifferError(StoreError):
+    """Two writers of an upload hold different values of a leaf that one of them
+    writes."""
 
 
 class ChunksIncompleteError(StoreError):

@@ -1,4 +1,8 @@
-"""Leaf tables of uploads: checked when they come, kept in the bucket and in memory."""
+"""Leaf tables of uploads: checked when they come, kept in the bucket and in memory.
+
+Beside the table of an upload are the digests of the leaves that its writer 0 holds,
+which those of the other writers are compared with.
+"""
 
 import asyncio
 from operator import attrgetter
@@ -10,7 +14,7 @@ from storesvc import slots
 from storesvc.bucket import Bucket
 from storesvc.caching import TREES_BYTES, ByteCache
 from storesvc.errors import CorruptDataError, InvalidTreeError, LimitExceededError
-from storesvc.format.checksums import digest
+from storesvc.format.checksums import DIGEST_BYTES, digest
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import UploadName
 from storesvc.format.trees import InvalidTreeError as InvalidTableError
@@ -75,6 +79,27 @@ class LeafTables:
             tree_digest, lambda: self._stored(name, tree_digest)
         )
 
+    async def write_values(self, name: UploadName, digests: bytes) -> None:
+        """Writes the leaf digests of writer 0."""
+        await self._bucket.write(
+            RunPlaces(name.run).values(name.upload, digest(digests)), digests
+        )
+
+    async def values(self, name: UploadName, values_digest: bytes) -> bytes:
+        """Returns the leaf digests of writer 0.
+
+        Raises:
+            UploadNotFoundError: The upload was aborted.
+            CorruptDataError: The leaf digests are damaged.
+        """
+        place = RunPlaces(name.run).values(name.upload, values_digest)
+        stored = await self._bucket.read(place)
+        if stored is None:
+            raise slots.absent(name)
+        if digest(stored.data) != values_digest:
+            raise CorruptDataError(f"{name}: its leaf digests are damaged")
+        return stored.data
+
     async def _stored(self, name: UploadName, tree_digest: bytes) -> Tree:
         stored = await self._bucket.read(
             RunPlaces(name.run).tree(name.upload, tree_digest)
@@ -104,6 +129,22 @@ def _parsed(name: UploadName, table: bytes) -> Tree:
             f"{name}: expected at most {MAX_CHUNKS} chunks, got {tree.chunk_count}"
         )
     return tree
+
+
+def check_digests(
+    name: UploadName, digests: bytes | bytearray, leaf_count: int
+) -> None:
+    """Refuses leaf digests that are not one for each leaf; none at all are accepted.
+
+    Raises:
+        InvalidTreeError: They are another number of bytes.
+    """
+    if digests and len(digests) != leaf_count * DIGEST_BYTES:
+        raise InvalidTreeError(
+            f"{name}: expected {DIGEST_BYTES} bytes of leaf_digests for each of "
+            f"{leaf_count} leaves, got {len(digests)} bytes; send them with all parts "
+            "of the leaf table, or with none"
+        )
 
 
 def check_limits(name: UploadName, table: tree_pb2.LeafTable) -> None:

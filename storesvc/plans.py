@@ -1,11 +1,16 @@
-"""Plans of several writers: whether they are the same, and where they are not.
+"""Compares the plans and the values of several writers, and finds where they differ.
 
 Each process of a job plans a save for itself, from the same program. One that runs
-another version of it, or of jax, would store other chunks under the same names.
+another version of it, or of jax, would store other chunks under the same names. And
+where several processes hold a leaf that one of them writes, such as a Python number,
+another value than that one's would be lost.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.trees import Leaf, SavedSharding, Tree
 
 
@@ -20,6 +25,22 @@ def difference(expected: Tree, got: Tree) -> tuple[str, str]:
     if expected.structure != got.structure:
         return "", "structure: expected the same document, got another one"
     return "", "leaf table: expected the same bytes, got others that say the same"
+
+
+def differing_rows(expected: bytes, got: bytes) -> list[int]:
+    """Returns the rows of the leaves that two writers hold different values of.
+
+    Args:
+        expected: The leaf digests of one writer; 16 zero bytes: it compares none.
+        got: Those of another, of the same leaves.
+    """
+    one, other = (
+        np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+        for digests in (expected, got)
+    )
+    is_compared = one.any(axis=1) & other.any(axis=1)
+    found: list[int] = np.flatnonzero(is_compared & (one != other).any(axis=1)).tolist()
+    return found
 
 
 def _leaf(tree: Tree, key: str) -> Leaf | None:

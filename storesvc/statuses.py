@@ -107,6 +107,9 @@ WIRE: Final[dict[type[errors.StoreError], Wire]] = {
     errors.PlanMismatchError: Wire(
         code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_PLAN_MISMATCH
     ),
+    errors.ProcessesDifferError: Wire(
+        code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_PROCESSES_DIFFER
+    ),
     errors.ChunksIncompleteError: Wire(
         code_pb2.FAILED_PRECONDITION, pb.ERROR_REASON_CHUNKS_INCOMPLETE
     ),

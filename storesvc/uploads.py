@@ -26,6 +26,7 @@ from storesvc.errors import (
     ConflictError,
     CorruptDataError,
     PlanMismatchError,
+    ProcessesDifferError,
     RequestIdReusedError,
     RunNotFoundError,
     UploadNotFoundError,
@@ -40,7 +41,7 @@ from storesvc.format.trees import Tree
 from storesvc.gathering import AT_ONCE, each, rows
 from storesvc.kvbucket import KvBucket
 from storesvc.leaf_tables import LeafTables
-from storesvc.plans import difference
+from storesvc.plans import difference, differing_rows
 from storesvc.records import duration, read_record, timestamp, write_record
 from storesvc.runs import Runs
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -119,9 +120,15 @@ class Uploads:
         self._signs: LRUCache[UploadName, _Sign] = LRUCache(_KEPT_SIGNS)
 
     async def begin(
-        self, name: UploadName, new: NewUpload, table: bytes
+        self, name: UploadName, new: NewUpload, table: bytes, digests: bytes = b""
     ) -> pb.UploadRecord:
         """Reserves a step for an upload of the tree that a leaf table describes.
+
+        Args:
+            name: The upload.
+            new: What it is.
+            table: The leaf table, serialised.
+            digests: Of the leaves that other writers hold, too; b"": of none.
 
         Raises:
             InvalidTreeError: The table contradicts itself.
@@ -134,9 +141,10 @@ class Uploads:
             ConflictError: Another upload of the step began at the same moment.
         """
         tree_digest = await self._leaf_tables.check(name, table)
+        values_digest = digest(digests) if digests else b""
         # 1. The slot says which epoch is next, or that a retry is done already.
         slot = await self._catalogue.slot(name.run, new.step)
-        record = await self._own_record(name, new.body + tree_digest)
+        record = await self._own_record(name, new.body + tree_digest + values_digest)
         if record and slot and slots.holds(name, record, slot[0]):
             await self._bucket.settle(RunPlaces(name.run).checkpoint(new.step))
             return record
@@ -145,7 +153,7 @@ class Uploads:
         predecessor = slots.predecessor(slot and slot[0])
         # 2. Record before tree before slot: whoever sees the slot finds the others.
         if record is None:
-            described = await self._described(new, tree_digest)
+            described = await self._described(new, tree_digest, values_digest)
             described.epoch, described.predecessor = epoch, predecessor
             await reach(Failpoint.BEGIN_BEFORE_RECORD)
             record = await self._create_record(name, new, described)
@@ -155,6 +163,8 @@ class Uploads:
             raise slots.lost(name, record, slot and slot[0])
         await reach(Failpoint.BEGIN_BEFORE_TREE)
         await self._leaf_tables.write(name, tree_digest, table)
+        if digests:
+            await self._leaf_tables.write_values(name, digests)
         # 3. The slot, while it still holds what was read.
         await reach(Failpoint.BEGIN_BEFORE_SLOT)
         if not await self._reserve(name, record, slot and slot[1]):
@@ -179,10 +189,23 @@ class Uploads:
         return True
 
     async def join(
-        self, name: UploadName, *, writer: int, writer_count: int, table: bytes
+        self,
+        name: UploadName,
+        *,
+        writer: int,
+        writer_count: int,
+        table: bytes,
+        digests: bytes = b"",
     ) -> pb.UploadRecord:
         """Returns the record of an upload that another writer began, for one that has
         planned the same.
+
+        Args:
+            name: The upload.
+            writer: The writer that joins.
+            writer_count: How many writers it expects.
+            table: Its leaf table, serialised.
+            digests: Of the leaves that other writers hold, too; b"": of none.
 
         Raises:
             InvalidTreeError: The leaf table contradicts itself.
@@ -191,6 +214,7 @@ class Uploads:
             UploadSupersededError: It lost its slot.
             CheckpointExistsError: Another upload committed the step.
             PlanMismatchError: The writer planned another tree, or number of writers.
+            ProcessesDifferError: It and writer 0 hold different values of a leaf.
         """
         record = await self.record(name)
         slots.check_owner(name, record, await self.slot(name.run, record.step))
@@ -210,7 +234,27 @@ class Uploads:
                 "same program on every process",
                 leaf=leaf,
             )
+        # A client of an earlier release sends no digests.
+        if digests and record.values_digest not in (b"", digest(digests)):
+            await self._compare(name, record, writer, digests)
         return record
+
+    async def _compare(
+        self, name: UploadName, record: pb.UploadRecord, writer: int, digests: bytes
+    ) -> None:
+        """Refuses a writer whose values differ from those of writer 0."""
+        expected = await self._leaf_tables.values(name, record.values_digest)
+        rows = differing_rows(expected, digests)
+        if not rows:
+            return
+        leaf = (await self.tree(name, record)).leaves[rows[0]].key
+        more = f", as {len(rows) - 1} more leaves do" if len(rows) > 1 else ""
+        raise ProcessesDifferError(
+            f"{name}: leaf {leaf!r}: processes 0 and {writer} hold different values of "
+            f"it{more}, and only one of them would be saved; give it the same value on "
+            "every process, or save it as an array that is sharded over the processes",
+            leaf=leaf,
+        )
 
     async def open(self, name: UploadName, epoch: int) -> OpenUpload:
         """Returns an upload that owns its slot and may still be written.
@@ -397,7 +441,9 @@ class Uploads:
             )
         return found
 
-    async def _described(self, new: NewUpload, tree_digest: bytes) -> pb.UploadRecord:
+    async def _described(
+        self, new: NewUpload, tree_digest: bytes, values_digest: bytes
+    ) -> pb.UploadRecord:
         """The record, but for what the slot says."""
         record = pb.UploadRecord(
             step=new.step,
@@ -408,7 +454,8 @@ class Uploads:
             create_time=timestamp(self._clock.now()),
             lease_duration=duration(new.lease),
             owner=new.owner,
-            request_digest=digest(new.body + tree_digest),
+            request_digest=digest(new.body + tree_digest + values_digest),
+            values_digest=values_digest,
         )
         base = await self._base(new)
         if base is not None:
@@ -438,7 +485,8 @@ class Uploads:
                 condition=IF_ABSENT,
             )
         except PreconditionError:
-            found = await self._own_record(name, new.body + record.tree_digest)
+            identity = new.body + record.tree_digest + record.values_digest
+            found = await self._own_record(name, identity)
             if found is None:
                 raise slots.absent(name) from None
             return found

@@ -81,6 +81,8 @@ class Writer:
         self._upload = api.Upload(step=step, writer_count=writers)
         self._tree = tree_of(chunks)
         self.name, self.epoch = "", 0
+        self.leaf_digests = b""
+        """Of its one leaf; b"": it sends none."""
 
     def begin(self, **changes: Any) -> api.Upload:
         """Begins, with changed fields of the upload; remembers name and epoch."""
@@ -97,7 +99,9 @@ class Writer:
             )
             for part in pack_leaves(self._tree):
                 leaves = tree_pb2.LeafTable.FromString(part)
-                yield api.BeginUploadRequest(leaves=leaves)
+                yield api.BeginUploadRequest(
+                    leaves=leaves, leaf_digests=self.leaf_digests
+                )
 
         begun: api.Upload = self.stub.BeginUpload(requests(), timeout=30).upload
         self.name, self.epoch = begun.name, begun.epoch

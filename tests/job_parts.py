@@ -407,3 +407,48 @@ def saves_on(target: str, steps: int, told: str) -> None:
                 print("failed", step, e, file=notes, flush=True)
                 raise
             print("saved", step, file=notes, flush=True)
+
+
+def disagrees(target: str) -> list[str]:
+    """Saves trees of which one leaf differs between the processes, one kind of leaf
+    after another, then one that is the same everywhere; returns what each save raised
+    here."""
+    index, where = jax.process_index(), mesh(jax.process_count(), 1)
+    lease = timedelta(seconds=20)
+
+    def replicated(full: np.ndarray) -> jax.Array:
+        sharding = NamedSharding(where, PartitionSpec())
+        return jax.make_array_from_callback(full.shape, sharding, lambda at: full[at])
+
+    def on_process_0() -> Any:
+        devices = [d for d in jax.devices() if d.process_index == 0]
+        sharding = NamedSharding(Mesh(np.array(devices), ("x",)), PartitionSpec())
+        full = np.ones(3)
+        return jax.make_array_from_callback(
+            full.shape, sharding, lambda at: full[at], dtype=full.dtype
+        )
+
+    odd = int(index == 2)
+    leaves: dict[str, Callable[[], Any]] = {
+        "python": lambda: {"count": odd},
+        "numpy": lambda: {"count": np.full((1000, 30), odd)},
+        "local": lambda: {"count": jax.numpy.full(3, odd)},
+        "key": lambda: {"count": jax.random.key(odd)},
+        "replicated": lambda: {"count": replicated(np.full(5, odd))},
+        "first": lambda: {"count": int(index == 0)},
+        "same": lambda: {
+            "count": np.full((3, 2), np.nan)[:, index % 2 :][:, :1],
+            "key": jax.random.key(7),
+            "one": on_process_0(),
+            "replicated": replicated(np.arange(4)),
+        },
+    }
+    with store.connect(target) as client:
+        run = client.run(RUN)
+
+        def raised(step: int, name: str) -> str:
+            sync_global_devices(name)
+            tree = {"rng": leaves[name](), "w": replicated(np.arange(8))}
+            return _told(lambda: run.save(step, tree, lease=lease).result())
+
+        return [raised(step, name) for step, name in enumerate(leaves)]

@@ -32,13 +32,19 @@ def upload(server_address: str) -> Writer:
 
 
 def join(
-    upload: Writer, writer: int = 1, *, count: int = 3, tree: Tree | None = None
+    upload: Writer,
+    writer: int = 1,
+    *,
+    count: int = 3,
+    tree: Tree | None = None,
+    digests: bytes = b"",
 ) -> api.Upload:
     def requests() -> Iterator[api.JoinUploadRequest]:
         opening = api.JoinOpening(upload=upload.name, writer=writer, writer_count=count)
         yield api.JoinUploadRequest(open=opening, leaf_count=1)
         for part in pack_leaves(tree or tree_of()):
-            yield api.JoinUploadRequest(leaves=tree_pb2.LeafTable.FromString(part))
+            leaves = tree_pb2.LeafTable.FromString(part)
+            yield api.JoinUploadRequest(leaves=leaves, leaf_digests=digests)
 
     joined: api.Upload = upload.stub.JoinUpload(requests(), timeout=30).upload
     return joined
@@ -67,6 +73,52 @@ def test_another_number_of_writers_is_refused(upload: Writer) -> None:
 def test_a_writer_that_does_not_exist_is_refused(upload: Writer) -> None:
     with refused("INVALID_FIELD", "expected 0 to 2, got 3"):
         join(upload, 3)
+
+
+def begun_with(address: str, digests: bytes) -> Writer:
+    """An upload of three writers whose writer 0 sent leaf digests."""
+    writer = Writer(address, f"tests/join-{uuid.uuid4().hex}", 1, writers=3)
+    writer.leaf_digests = digests
+    writer.begin()
+    return writer
+
+
+def test_another_value_of_a_leaf_is_refused_by_leaf_and_processes(
+    server_address: str,
+) -> None:
+    upload = begun_with(server_address, b"\1" * 16)
+
+    with refused(
+        "PROCESSES_DIFFER", "leaf 'x': processes 0 and 2 hold different values"
+    ):
+        join(upload, 2, digests=b"\2" * 16)
+    assert upload.name == join(upload, 1, digests=b"\1" * 16).name
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        pytest.param(b"", b"\2" * 16, id="an-older-client-began"),
+        pytest.param(b"\1" * 16, b"", id="an-older-client-joins"),
+        pytest.param(bytes(16), b"\2" * 16, id="writer-0-holds-none-of-it"),
+        pytest.param(b"\1" * 16, bytes(16), id="the-other-holds-none-of-it"),
+    ],
+)
+def test_what_one_of_two_writers_sends_no_digest_of_is_not_compared(
+    server_address: str, first: bytes, other: bytes
+) -> None:
+    upload = begun_with(server_address, first)
+
+    assert upload.name == join(upload, 2, digests=other).name
+
+
+def test_digests_of_another_number_of_leaves_are_refused(
+    upload: Writer, server_address: str
+) -> None:
+    with refused("INVALID_TREE", "16 bytes of leaf_digests for each of 1 leaves"):
+        join(upload, digests=bytes(15))
+    with refused("INVALID_TREE", "16 bytes of leaf_digests for each of 1 leaves"):
+        begun_with(server_address, bytes(32))
 
 
 def test_an_upload_that_ended_cannot_be_joined(upload: Writer) -> None:

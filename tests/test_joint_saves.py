@@ -211,6 +211,25 @@ def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
         assert client.run(job_parts.RUN).verify(2).ok
 
 
+def test_a_leaf_that_differs_between_processes_is_refused_by_leaf_and_processes(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path.as_uri()
+
+    told = run_job("tests.job_parts:disagrees", 3, devices=1, target=target)
+
+    *kinds, first, same = zip(*told, strict=True)
+    one = "leaf 'rng/count': processes 0 and 2 hold different values"
+    assert 5 == len(kinds)
+    assert all(one in each for kind in kinds for each in kind), kinds
+    assert all(kind[2].startswith("PreconditionError") for kind in kinds), kinds
+    either = r"leaf 'rng/count': processes 0 and [12] hold different values"
+    assert all(re.search(either, each) for each in first), first
+    assert ("", "", "") == same
+    with store.connect(target) as client:
+        assert [6] == [c.step for c in client.run(job_parts.RUN).checkpoints()]
+
+
 class Forgetful(ThreadProcess):
     """A process whose board is gone once it has begun a save."""
 

@@ -170,10 +170,12 @@ class JointPart(Part):
             upload=name, writer=self.writer, writer_count=self.writer_count
         )
 
+        parts = self._leaves()
+
         def requests() -> Iterator[api.JoinUploadRequest]:
             yield api.JoinUploadRequest(open=opening, leaf_count=len(self._tree.leaves))
-            for leaves in self._leaves():
-                yield api.JoinUploadRequest(leaves=leaves)
+            for leaves, digests in parts:
+                yield api.JoinUploadRequest(leaves=leaves, leaf_digests=digests)
 
         with translated(self._connection.address):
             response = self._stub.JoinUpload(

@@ -5,9 +5,11 @@ Where one process saves by itself, its part is the whole.
 
 import uuid
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 
+from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.chunks import Sums, pack_sums
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.trees import Tree, pack_leaves
@@ -46,6 +48,9 @@ class Part:
     writer = 0
     """Which writer of the upload this process is."""
     writer_count = 1
+    leaf_digests: Future[bytes] | None = None
+    """Brings the digests of the leaves that other processes hold, too; None: this
+    process is alone."""
     last_process = ""
     """Which was the last to finish, as messages call it; "": not known, or alone."""
 
@@ -128,10 +133,12 @@ class Part:
             leaf_count=len(self._tree.leaves),
         )
 
+        parts = self._leaves()
+
         def requests() -> Iterator[api.BeginUploadRequest]:
             yield first
-            for leaves in self._leaves():
-                yield api.BeginUploadRequest(leaves=leaves)
+            for leaves, digests in parts:
+                yield api.BeginUploadRequest(leaves=leaves, leaf_digests=digests)
 
         with translated(self._connection.address):
             response = self._stub.BeginUpload(
@@ -139,8 +146,20 @@ class Part:
             )
         return response.upload
 
-    def _leaves(self) -> Iterator[tree_pb2.LeafTable]:
-        return map(tree_pb2.LeafTable.FromString, pack_leaves(self._tree))
+    def _leaves(self) -> Iterator[tuple[tree_pb2.LeafTable, bytes]]:
+        """Returns the parts of the leaf table, each with the digests of its leaves."""
+        # Here, as gRPC would only cancel the call for what its iterator raises.
+        digests = self.leaf_digests.result() if self.leaf_digests else b""
+
+        def parts() -> Iterator[tuple[tree_pb2.LeafTable, bytes]]:
+            at = 0
+            for packed in pack_leaves(self._tree):
+                part = tree_pb2.LeafTable.FromString(packed)
+                end = at + len(part.key) * DIGEST_BYTES
+                yield part, digests[at:end]
+                at = end
+
+        return parts()
 
     def _finish(self, ref: api.WriterRef, sums: Sums) -> api.FinishWriterResponse:
         def requests() -> Iterator[api.FinishWriterRequest]:

@@ -91,7 +91,11 @@ class RunSaving(RunBase):
         In a ``jax.distributed`` job every process calls this, with the same tree: each
         writes a part of what its devices hold, every byte once, and the checkpoint is
         there when the last one is done. Labels, metrics and base are those of process
-        0, and so is what lies on hosts, as NumPy arrays and Python numbers do.
+        0. What every process holds for itself, as NumPy arrays, Python numbers and
+        arrays on its own devices, must be the same in all of them, and so must
+        replicated arrays: a value that differs from that of process 0 is refused by
+        leaf and processes. Replicated arrays of more than 1 MiB are not compared, nor
+        are those that are replicated over some axes of a mesh and sharded over others.
 
         Args:
             step: The training step, >= 0; written once.
@@ -274,11 +278,13 @@ class RunSaving(RunBase):
         known, known_base = self._known(part.described, plan, upload)
         with meter.phase("snapshot"):
             copies = copied_on_device(values, mode)
-        save = self._submit(upload, part, plan, known_base, meter)
         source = TreeSource(plan, values if copies is None else copies)
         snapshot = Snapshot(source, plan.slabs, outbox, known, meter, is_lent=is_lent)
         if self._copier is None:
             self._copier = ThreadPoolExecutor(1, f"storesvc-copy-{self._name.run}")
+        if part.writer_count > 1:  # before the caller may change the tree, too
+            part.leaf_digests = self._copier.submit(source.leaf_digests)
+        save = self._submit(upload, part, plan, known_base, meter)
         # One after another: one that takes memory before a save is written that waits
         # for some would wait for ever.
         copying = self._copier.submit(snapshot.take)

@@ -127,6 +127,7 @@ BY_REASON: Final[Mapping[str, type[StoreError]]] = {
     "CONFLICT": ConflictError,
     "WRITER_UNFINISHED": PreconditionError,
     "PLAN_MISMATCH": PreconditionError,
+    "PROCESSES_DIFFER": PreconditionError,
     "CHUNKS_INCOMPLETE": PreconditionError,
     "FORMAT_UNSUPPORTED": PreconditionError,
     "CORRUPT_DATA": DataLossError,

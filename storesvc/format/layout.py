@@ -149,6 +149,10 @@ class RunPlaces:
         """Returns the place of an upload's leaf table with that digest."""
         return f"{self.root}uploads/{upload}/tree-{digest.hex()}{_SUFFIX}"
 
+    def values(self, upload: str, digest: bytes) -> str:
+        """Returns the place of the leaf digests of an upload's writer 0."""
+        return f"{self.root}uploads/{upload}/values-{digest.hex()}.bin"
+
     def receipts(self, upload: str) -> str:
         """Returns what the receipts of an upload lie below."""
         return f"{self.root}uploads/{upload}/writers/"

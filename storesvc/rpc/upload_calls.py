@@ -67,10 +67,10 @@ class UploadService:
             name = upload_name(opening.parent, opening.request_id)
             new = new_upload(name.run, opening.upload)
             async with self._large_call():
-                table = await _joined_leaves(
+                table, digests = await _leaves_and_digests(
                     name, request_iterator, count=opening.leaf_count
                 )
-                record = await self._store.uploads.begin(name, new, table)
+                record = await self._store.uploads.begin(name, new, table, digests)
             return upload_api.BeginUploadResponse(
                 upload=messages.upload_message(name, record)
             )
@@ -87,7 +87,7 @@ class UploadService:
             name = UploadName.from_resource(join.upload)
             fields.check_writer("open.writer", join.writer, join.writer_count)
             async with self._large_call():
-                table = await _joined_leaves(
+                table, digests = await _leaves_and_digests(
                     name, request_iterator, count=opening.leaf_count
                 )
                 record = await self._store.uploads.join(
@@ -95,6 +95,7 @@ class UploadService:
                     writer=join.writer,
                     writer_count=join.writer_count,
                     table=table,
+                    digests=digests,
                 )
             return upload_api.JoinUploadResponse(
                 upload=messages.upload_message(name, record)
@@ -322,6 +323,28 @@ async def _stored_parts(
         else:
             check_part(request, "frame", "placed")
             yield request.placed
+
+
+async def _leaves_and_digests(
+    name: UploadName,
+    stream: AsyncIterator[upload_api.BeginUploadRequest | upload_api.JoinUploadRequest],
+    *,
+    count: int,
+) -> tuple[bytes, bytes]:
+    """Returns the serialised leaf table of a stream, and the digests of its leaves."""
+    digests = bytearray()
+
+    async def messages_of_leaves() -> AsyncIterator[
+        upload_api.BeginUploadRequest | upload_api.JoinUploadRequest
+    ]:
+        async for message in stream:
+            digests.extend(message.leaf_digests)
+            check_size("leaf digests", len(digests))
+            yield message
+
+    table = await _joined_leaves(name, messages_of_leaves(), count=count)
+    leaf_tables.check_digests(name, digests, count)
+    return table, bytes(digests)
 
 
 async def _joined_leaves(

@@ -8,7 +8,7 @@ same plan but for what it is to write.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -39,6 +39,11 @@ from storesvc_client.trees.flattening import (
 from storesvc_client.trees.layouts import Layout, layout_of
 from storesvc_proto.v1 import tree_pb2 as pb
 
+MAX_COMPARED_BYTES: Final = 1 << 20
+"""Bytes of a replicated leaf that is compared between processes. Each process writes
+other chunks of it, so that to compare a large one it would have to be brought from the
+devices once more by every process."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LeafPlan:
@@ -67,6 +72,9 @@ class Plan:
     """Ordinals of the chunks that this process writes, ascending."""
     slabs: list[Slab]
     """Of those."""
+    compared: tuple[int, ...]
+    """Rows of the leaves that this process holds as a whole, and other processes of the
+    job do, too."""
     is_remote: bool
     """Whether any leaf lies on devices whose memory the host does not share."""
     forms: tuple[tuple[Any, ...], ...]
@@ -125,6 +133,12 @@ class Planner:
             keys=tuple(leaf.key for leaf in rows),
             own=own,
             slabs=slabs_of(planned, own),
+            compared=tuple(
+                row
+                for row, (leaf, _) in enumerate(found)
+                if self._job is not None
+                and _is_compared(leaf.value, planned.grids[row].leaf_bytes)
+            ),
             is_remote=any(is_remote(leaf.value) for leaf in named),
             forms=_forms([leaf.value for leaf in named]),
             treedef=treedef,
@@ -195,7 +209,7 @@ def _held(value: Any, found: Signature, job: Job | None) -> Held | None:
     """Which processes hold which part of a leaf; None: it is no matter of several.
 
     What lies on the host, or on devices of each process alone, every process has for
-    itself: that of the first one counts.
+    itself: the first one writes it, once it is known to be the same on all of them.
     """
     if job is None or not isinstance(value, jax.Array):
         return None
@@ -208,6 +222,14 @@ def _held(value: Any, found: Signature, job: Job | None) -> Held | None:
         for n, shard in zip(found.shape, shard_shape, strict=True)
     )
     return Held(shard_shape=shard_shape, counts=counts, holders=holders)
+
+
+def _is_compared(value: Any, size_bytes: int) -> bool:
+    """Whether this process holds the whole of a leaf that other processes hold, too."""
+    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        return True
+    is_held = value.is_fully_replicated and bool(value.sharding.addressable_devices)
+    return is_held and size_bytes <= MAX_COMPARED_BYTES
 
 
 @lru_cache(maxsize=1024)  # a tree has many leaves, and few shardings

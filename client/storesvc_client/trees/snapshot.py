@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.format.checksums import Digesting
+from storesvc.format.checksums import DIGEST_BYTES, Digesting, digest
 from storesvc.format.trees import Tree
 from storesvc_client._staging import Bytes
 from storesvc_client.errors import UnavailableError
@@ -77,6 +77,30 @@ class TreeSource:
         for run in runs:
             summing.add(run.data)
         return summing.digest
+
+    def leaf_digests(self) -> bytes:
+        """Returns the digests of the leaves that other processes hold, too, and zeros
+        for the others; b"": other processes hold none."""
+        rows = self._plan.compared
+        if not rows:
+            return b""
+        # All are on their way before the first is waited for.
+        wholes = _on_host([self._whole(row) for row in rows])
+        digests = bytearray(len(self.tree.leaves) * DIGEST_BYTES)
+        for row, whole in zip(rows, wholes, strict=True):
+            array = np.asarray(whole, self._plan.leaves[row].dtype, order="C")
+            at = row * DIGEST_BYTES
+            digests[at : at + DIGEST_BYTES] = digest(_flat(array).data)
+        return bytes(digests)
+
+    def _whole(self, row: int) -> Any:
+        """A leaf of which this process holds all elements."""
+        value = self._values[row]
+        if self._plan.leaves[row].is_key:
+            value = jax.random.key_data(value)
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return value.addressable_data(0)  # it is replicated
+        return value
 
     def _in_order(self, ordinal: int) -> "Sequence[Bytes] | None":
         row, within = self.tree.locate(ordinal)

@@ -17,6 +17,7 @@ What lies in a store's bucket. The layout, below the root:
         uploads/<upload>.binpb                        Sealed(UploadRecord)
         uploads/<upload>/lease.binpb                  Sealed(LeaseRecord)
         uploads/<upload>/tree-<digest>.binpb          LeafTable
+        uploads/<upload>/values-<digest>.bin          writer 0's `leaf_digests`
         uploads/<upload>/writers/<writer>.binpb       Sealed(Receipt)
         staging/<upload>/<writer>/<id>.binpb          Sealed(Receipt), in part
         trees/<upload>-<attempt>/manifest.ocdbt       a checkpoint's key space
@@ -748,6 +749,7 @@ class UploadRecord(google.protobuf.message.Message):
     BASE_FIELD_NUMBER: builtins.int
     PREDECESSOR_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
+    VALUES_DIGEST_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The training step."""
     epoch: builtins.int
@@ -758,7 +760,8 @@ class UploadRecord(google.protobuf.message.Message):
     """XXH3-128 of the leaf table."""
     request_digest: builtins.bytes
     """XXH3-128 of the request's upload, serialised with its fields and map keys in
-    order, followed by `tree_digest`: tells a retry from a reused request id.
+    order, followed by `tree_digest` and `values_digest`: tells a retry from a reused
+    request id.
     """
     base_step: builtins.int
     """The step of the checkpoint whose chunks it may claim."""
@@ -770,6 +773,10 @@ class UploadRecord(google.protobuf.message.Message):
     """
     owner: builtins.str
     """`Upload.owner`."""
+    values_digest: builtins.bytes
+    """XXH3-128 of the digests of leaves that writer 0 sent, which other writers' are
+    compared with; empty: it sent none.
+    """
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Carried to the checkpoint."""
@@ -804,9 +811,10 @@ class UploadRecord(google.protobuf.message.Message):
         base: builtins.str = ...,
         predecessor: builtins.str = ...,
         owner: builtins.str = ...,
+        values_digest: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "lease_duration", b"lease_duration"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "base_step", b"base_step", "create_time", b"create_time", "epoch", b"epoch", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "owner", b"owner", "predecessor", b"predecessor", "request_digest", b"request_digest", "step", b"step", "tree_digest", b"tree_digest", "writer_count", b"writer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "base_step", b"base_step", "create_time", b"create_time", "epoch", b"epoch", "labels", b"labels", "lease_duration", b"lease_duration", "metrics", b"metrics", "owner", b"owner", "predecessor", b"predecessor", "request_digest", b"request_digest", "step", b"step", "tree_digest", b"tree_digest", "values_digest", b"values_digest", "writer_count", b"writer_count"]) -> None: ...
 
 Global___UploadRecord: typing_extensions.TypeAlias = UploadRecord
 

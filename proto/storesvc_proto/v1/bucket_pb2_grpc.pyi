@@ -17,6 +17,7 @@ What lies in a store's bucket. The layout, below the root:
         uploads/<upload>.binpb                        Sealed(UploadRecord)
         uploads/<upload>/lease.binpb                  Sealed(LeaseRecord)
         uploads/<upload>/tree-<digest>.binpb          LeafTable
+        uploads/<upload>/values-<digest>.bin          writer 0's `leaf_digests`
         uploads/<upload>/writers/<writer>.binpb       Sealed(Receipt)
         staging/<upload>/<writer>/<id>.binpb          Sealed(Receipt), in part
         trees/<upload>-<attempt>/manifest.ocdbt       a checkpoint's key space

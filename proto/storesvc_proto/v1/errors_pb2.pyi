@@ -116,6 +116,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     denies them this; metadata `storage` names it. Not to be retried before somebody
     has mended that.
     """
+    ERROR_REASON_PROCESSES_DIFFER: _ErrorReason.ValueType  # 35
+    """`FAILED_PRECONDITION`: two writers of an upload hold different values of a leaf that
+    only one of them writes; metadata `leaf` names the first such leaf.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The precise cause of a failure, finer than its gRPC status code.
@@ -212,6 +216,10 @@ ERROR_REASON_STORAGE_DENIED: ErrorReason.ValueType  # 33
 """`FAILED_PRECONDITION`: the storage does not accept the credentials of the server, or
 denies them this; metadata `storage` names it. Not to be retried before somebody
 has mended that.
+"""
+ERROR_REASON_PROCESSES_DIFFER: ErrorReason.ValueType  # 35
+"""`FAILED_PRECONDITION`: two writers of an upload hold different values of a leaf that
+only one of them writes; metadata `leaf` names the first such leaf.
 """
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 

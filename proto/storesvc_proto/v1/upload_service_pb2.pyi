@@ -220,6 +220,7 @@ class BeginUploadRequest(google.protobuf.message.Message):
     UPLOAD_FIELD_NUMBER: builtins.int
     LEAVES_FIELD_NUMBER: builtins.int
     LEAF_COUNT_FIELD_NUMBER: builtins.int
+    LEAF_DIGESTS_FIELD_NUMBER: builtins.int
     parent: builtins.str
     """`namespaces/{namespace}/runs/{run}`. In the first message."""
     request_id: builtins.str
@@ -227,6 +228,12 @@ class BeginUploadRequest(google.protobuf.message.Message):
     leaf_count: builtins.int
     """Number of rows of all parts. In the first message; a stream that is cut off is
     told by it from one that has ended.
+    """
+    leaf_digests: builtins.bytes
+    """For each leaf of `leaves`, in order, the XXH3-128 (seed 0, canonical) of all its
+    elements in C order, little-endian, as this writer holds them: 16 bytes each; 16
+    zero bytes for a leaf that is not compared. In all messages with leaves or in none;
+    none: no leaf is compared.
     """
     @property
     def upload(self) -> Global___Upload:
@@ -244,9 +251,10 @@ class BeginUploadRequest(google.protobuf.message.Message):
         upload: Global___Upload | None = ...,
         leaves: storesvc_proto.v1.tree_pb2.LeafTable | None = ...,
         leaf_count: builtins.int = ...,
+        leaf_digests: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["leaves", b"leaves", "part", b"part", "upload", b"upload"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["leaf_count", b"leaf_count", "leaves", b"leaves", "parent", b"parent", "part", b"part", "request_id", b"request_id", "upload", b"upload"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leaf_count", b"leaf_count", "leaf_digests", b"leaf_digests", "leaves", b"leaves", "parent", b"parent", "part", b"part", "request_id", b"request_id", "upload", b"upload"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["upload", "leaves"] | None: ...
 
 Global___BeginUploadRequest: typing_extensions.TypeAlias = BeginUploadRequest
@@ -281,8 +289,11 @@ class JoinUploadRequest(google.protobuf.message.Message):
     OPEN_FIELD_NUMBER: builtins.int
     LEAVES_FIELD_NUMBER: builtins.int
     LEAF_COUNT_FIELD_NUMBER: builtins.int
+    LEAF_DIGESTS_FIELD_NUMBER: builtins.int
     leaf_count: builtins.int
     """Number of rows of all parts. In the first message, as in BeginUpload."""
+    leaf_digests: builtins.bytes
+    """As in BeginUpload, of this writer."""
     @property
     def open(self) -> Global___JoinOpening:
         """In the first message only."""
@@ -297,9 +308,10 @@ class JoinUploadRequest(google.protobuf.message.Message):
         open: Global___JoinOpening | None = ...,
         leaves: storesvc_proto.v1.tree_pb2.LeafTable | None = ...,
         leaf_count: builtins.int = ...,
+        leaf_digests: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["leaves", b"leaves", "open", b"open", "part", b"part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["leaf_count", b"leaf_count", "leaves", b"leaves", "open", b"open", "part", b"part"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leaf_count", b"leaf_count", "leaf_digests", b"leaf_digests", "leaves", b"leaves", "open", b"open", "part", b"part"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["open", "leaves"] | None: ...
 
 Global___JoinUploadRequest: typing_extensions.TypeAlias = JoinUploadRequest

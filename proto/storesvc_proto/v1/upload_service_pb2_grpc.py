@@ -122,13 +122,16 @@ class UploadServiceServicer(object):
 
         The first message MUST hold `open`; the following ones hold `leaves`, the leaf table
         as this writer planned it, which MUST be the one that the upload began with, byte by
-        byte. Changes nothing. Deadline: 60 s, also at the server.
+        byte. Where both this writer and writer 0 sent the digest of a leaf, the digests MUST
+        be equal: one of them writes the leaf, and the other's value would be lost. Changes
+        nothing. Deadline: 60 s, also at the server.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_TREE`, `LIMIT_EXCEEDED`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
         * `PLAN_MISMATCH`: this writer planned another tree, or another number of writers;
         names the first leaf that differs.
+        * `PROCESSES_DIFFER`: this writer and writer 0 hold different values of a leaf.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -233,7 +233,7 @@ def test_storectl_tries_and_applies_a_policy(
     assert "3 of 6 checkpoints would be deleted, with" in dry.stderr
     first, second = dry.stderr.splitlines()
     assert first.endswith(" of their own, which kept ones may share")
-    assert second.startswith("storectl: space comes back the server's purge delay ")
+    assert second.startswith("storectl: deleted checkpoints are purged after ")
     assert 6 == len(steps(saved))
 
     arguments = [saved.name, "latest(2) | steps(10)", "--apply", "--json"]

@@ -82,8 +82,11 @@ def test_an_error_is_json_where_json_is_asked_for(root: Path) -> None:
     assert "prod/tiny@7" in error["message"]
 
 
-def test_wrong_usage_is_json_where_json_is_asked_for() -> None:
-    result = run("ls", "Not/A/Run", "--json")
+@pytest.mark.parametrize(
+    "line", [["ls", "Not/A/Run"], ["--timeout", "x", "ls"], ["-s", "memory://", "ls"]]
+)
+def test_wrong_usage_is_json_where_json_is_asked_for(line: list[str]) -> None:
+    result = run(*line, "--json")
 
     assert (2, "BadParameter") == (
         result.exit_code,

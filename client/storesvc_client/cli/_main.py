@@ -1,5 +1,7 @@
 """The command group, the options before every command, and its refusals."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +22,25 @@ COMMANDS: Final = (
 """In the order in which one meets them; each has a module of its own."""
 
 
+@contextmanager
+def _reported(*, as_json: bool) -> Generator[None]:
+    """Reports an error as JSON, where that is asked for; click prints the others.
+
+    Ctrl-C is an error here, as click itself would call it an abort.
+    """
+    try:
+        try:
+            yield
+        except KeyboardInterrupt as e:
+            parts = ["interrupted", *getattr(e, "__notes__", [])]
+            raise Interrupted("; ".join(parts)) from e
+    except click.ClickException as e:
+        if not as_json:
+            raise
+        click.echo(json_line(e), err=True)
+        raise click.exceptions.Exit(e.exit_code) from e
+
+
 _JSON: Final = "storesvc_client.json"
 """Key of ``Context.meta``: whether errors are printed as JSON."""
 
@@ -35,27 +56,17 @@ class _Group(click.Group):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        """Parses the options; click itself would call Ctrl-C an abort."""
-        try:
-            return super().make_context(info_name, args, parent, **extra)
-        except KeyboardInterrupt:
-            raise Interrupted("interrupted") from None
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the options, and looks whether the command is asked for JSON."""
-        ends = args.index("--") if "--" in args else None
-        ctx.meta[_JSON] = "--json" in args[:ends]
-        return super().parse_args(ctx, args)
+        """Parses the options of the group."""
+        as_json = "--json" in args[: args.index("--") if "--" in args else None]
+        with _reported(as_json=as_json):
+            context = super().make_context(info_name, args, parent, **extra)
+            context.meta[_JSON] = as_json
+            return context
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; any error of the store ends in a sentence, or in JSON."""
-        try:
+        with _reported(as_json=ctx.meta[_JSON]):
             return self._invoke(ctx)
-        except click.ClickException as e:
-            if ctx.meta[_JSON]:
-                click.echo(json_line(e), err=True)
-                ctx.exit(e.exit_code)
-            raise
 
     def _invoke(self, ctx: click.Context) -> Any:
         try:
@@ -64,9 +75,6 @@ class _Group(click.Group):
             if ctx.meta[VERBOSE] and e.__cause__:
                 raise e.__cause__ from None
             raise
-        except KeyboardInterrupt as e:
-            parts = ["interrupted", *getattr(e, "__notes__", [])]
-            raise Interrupted("; ".join(parts)) from e
         except (click.ClickException, click.Abort, click.exceptions.Exit):
             raise
         except Exception as e:

@@ -110,7 +110,7 @@ def retain(
                 run.preview_retention(wanted), "would be deleted", as_json=as_json
             )
             if not as_json:
-                _print_when(f"{_delay(run)} after they are deleted")
+                _print_when(_delay(run))
             return
         if wanted is not None or clear:
             run.retain(wanted, purge_delay=purge_delay)
@@ -121,7 +121,7 @@ def retain(
             _print_decisions(decisions, "deleted", as_json=as_json)
             ends = _last_purge(run, decisions)
             if ends and not as_json:
-                _print_when(f"after {time_text(ends)}")
+                _print_when(time_text(ends))
         else:
             _print_policy(run, as_json=as_json)
 
@@ -134,7 +134,7 @@ def _print_policy(run: "Run", *, as_json: bool) -> None:
         print_note(f"{run.name} has no retention policy: all its checkpoints stay")
     else:
         click.echo(str(kept))
-        _print_when(f"{_delay(run)} after a server has deleted what goes")
+        _print_when(_delay(run))
 
 
 def _delay(run: "Run") -> str:
@@ -155,11 +155,12 @@ def _last_purge(
     return max(filter(None, ends), default=None)
 
 
-def _print_when(when: str) -> None:
-    """Says when the space of what is deleted comes back."""
+def _print_when(purged_after: str) -> None:
+    """Prints when the space of what is deleted comes back."""
     print_note(
-        f"space comes back {when}, with the next collection; at once by 'storectl rm "
-        "RUN@STEP --purge', then 'storectl gc --grace 0s'"
+        f"deleted checkpoints are purged after {purged_after}, and their space comes "
+        "back with the next collection; at once: 'storectl rm RUN@STEP --purge', then "
+        "'storectl gc --grace 0s'"
     )
 
 

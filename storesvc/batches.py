@@ -21,6 +21,10 @@ BATCH_SECONDS: Final = 5.0
 """A batch ends when it is so old, so that a slow client is acknowledged and holds its
 place no longer than others do."""
 
+BATCH_CHUNKS: Final = 10_000
+"""A batch ends once it holds so many: their rows take 4 MiB, also where their bytes are
+in a file."""
+
 CHUNK_SECONDS: Final = 60.0
 """A chunk must be complete so long after its first byte."""
 
@@ -80,7 +84,9 @@ class Batch:
     def is_ripe(self, now: float) -> bool:
         """Whether to end it without waiting for more."""
         return self.is_whole and (
-            self.size_bytes >= BATCH_BYTES or now - self.began >= BATCH_SECONDS
+            self.size_bytes >= BATCH_BYTES
+            or len(self._rows) >= BATCH_CHUNKS
+            or now - self.began >= BATCH_SECONDS
         )
 
     def check_progress(self, now: float) -> None:

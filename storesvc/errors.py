@@ -174,6 +174,13 @@ class CorruptDataError(StoreError):
 class LimitExceededError(StoreError):
     """A limit of the server."""
 
+    def __init__(
+        self, message: str, *, retry_seconds: int | None = None, **metadata: str
+    ) -> None:
+        super().__init__(message, **metadata)
+        self.retry_seconds = retry_seconds
+        """After how long the same call may succeed; None: never."""
+
 
 class StorageDeniedError(StoreError):
     """The storage does not accept our credentials, or denies them something."""

@@ -94,6 +94,11 @@ class KvBucket:
         """Whether its API is spoken by others than who made it, for better or worse."""
         return bool(self._storage.spec["driver"] == S3_DRIVER)
 
+    @property
+    def has_files(self) -> bool:
+        """Whether its objects are files of this machine."""
+        return self._directories.path("") is not None
+
     @classmethod
     async def open(cls, root: str) -> "KvBucket":
         """Returns the bucket at a root.
@@ -265,7 +270,14 @@ class KvBucket:
                 await self._put(new.place, new.parts)
             else:
                 file, new.file = new.file, None
-                await asyncio.to_thread(file.keep)
+                keeping = asyncio.ensure_future(asyncio.to_thread(file.keep))
+                try:
+                    await asyncio.shield(keeping)
+                except asyncio.CancelledError:
+                    # its thread goes on, and closes the file; one that was cancelled
+                    # before it began would leave it open
+                    keeping.add_done_callback(_retrieve)
+                    raise
                 await self._directories.sync(new.place)
 
     async def adopt(self, place: str) -> None:
@@ -453,6 +465,12 @@ async def _check_bucket(storage: Storage, root: "ts.KvStore") -> None:
             if not str(e).startswith("NOT_FOUND"):
                 raise
             raise no_bucket(storage) from e
+
+
+def _retrieve(ended: "asyncio.Future[None]") -> None:
+    """Takes the error of a future that nobody awaits: asyncio would log it."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _discard(making: "asyncio.Future[NewFile]") -> None:

@@ -1,29 +1,42 @@
 """Receiving chunks: from frames of a stream to data files.
 
 A frame is checked and written while the next one comes, and a batch of them is made
-durable while the next one is filled. Batches are counted over all streams of the
-process: that is the bound on the memory that uploads take, on storages without files.
-A writer that reaches the storage itself puts data files into the pool, and only tells
-of them.
+durable while the next one is filled. ``BatchPlaces`` bounds the batches of all streams
+of the process: that is the bound on the memory that uploads take on storages without
+files, and on the open files elsewhere. A writer that reaches the storage itself puts
+data files into the pool, and sends only their tables.
+
+A call can be cancelled at each ``await``. So what a stream holds is given back by
+functions without one; while a thread writes to a batch, the batch belongs to it.
 """
 
 import asyncio
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from storesvc.batch_places import (
+    LEAST_BYTES_PER_SECOND,
+    RETRY_SECONDS,
+    BatchPlaces,
+    Place,
+)
 from storesvc.batches import Batch
 from storesvc.errors import (
     ChunksIncompleteError,
     CorruptDataError,
     InvalidChunkError,
+    LimitExceededError,
     StorageUnavailableError,
+    StoreError,
 )
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.chunks import I64, Places, Sums, merge
@@ -38,7 +51,11 @@ from storesvc.uploads import OpenUpload, Uploads
 from storesvc_proto.v1 import tree_pb2
 
 MAX_BATCHES: Final = 4
-"""Batches in memory, over all streams of a process."""
+"""Batches in memory, over all streams of a process; those that are being made durable,
+on files too; and those of one stream, and its tables."""
+
+MAX_FILES: Final = 64
+"""Batches that are written to files, over all streams of a process."""
 
 TICK_SECONDS: Final = 1.0
 """How often a stream looks at its batch while no frame comes."""
@@ -53,8 +70,12 @@ class Receiver:
         self._bucket = bucket
         self._uploads = uploads
         self._reuse = reuse
-        self.batches = asyncio.Semaphore(MAX_BATCHES)
-        """Those in memory."""
+        self.places = BatchPlaces(MAX_FILES if bucket.has_files else MAX_BATCHES)
+        """Those of batches."""
+        self._stores = asyncio.Semaphore(MAX_BATCHES)
+        # a slow disk must not take the threads that small calls need
+        self.threads = ThreadPoolExecutor(MAX_BATCHES, "storesvc-batches")
+        """Write frames to batches."""
 
     async def write(
         self,
@@ -62,7 +83,9 @@ class Receiver:
         writer: int,
         parts: AsyncIterator[Frame | tree_pb2.ChunkTable],
         watch: Stopwatch | None = None,
+        *,
         storing: Callable[[], None] = lambda: None,
+        peer: str = "",
     ) -> AsyncGenerator[int]:
         """Stores the chunks of frames, and writes down those that tables say the
         writer stored; yields how many are durable, each time that some have become so.
@@ -73,27 +96,28 @@ class Receiver:
             parts: What comes.
             watch: Times it; None: nobody asks.
             storing: Called now and then, while something of it is made durable.
+            peer: The host that sends them.
 
         Raises:
             InvalidChunkError: A frame or a table does not fit the tree.
+            LimitExceededError: Too many others send chunks; or they do, and this
+                stream sends too slowly.
+            StalledError: A chunk took too long.
         """
-        stream = _Stream(self, upload, writer, watch or Stopwatch())
+        stream = _Stream(self, upload, writer, watch or Stopwatch(), peer)
         coming = asyncio.ensure_future(anext(parts, None))
         durable = 0
         try:
             while True:
-                await asyncio.wait(
-                    {coming, *islice(stream.writing, 1)},
-                    timeout=TICK_SECONDS if stream.filling or stream.writing else None,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+                await stream.wait(coming)
                 if stream.writing:
                     storing()
                 if stream.writing and stream.writing[0].done():
                     durable += stream.writing.popleft().result()
                     await self._uploads.renew(upload)
-                    yield durable
-                if coming.done():
+                    with stream.awaiting_client():
+                        yield durable
+                if coming.done() and not stream.is_full:
                     part = coming.result()
                     if part is None:
                         break
@@ -108,10 +132,12 @@ class Receiver:
                 await self._uploads.renew(upload)
                 yield durable
         finally:
+            stream.drop()
             coming.cancel()
-            await stream.drop()
-            # where the stream failed, let no write outlive it
-            await asyncio.gather(coming, *stream.writing, return_exceptions=True)
+            coming.add_done_callback(_retrieve)
+            # Where the stream failed, no write outlives it, unless this is cancelled:
+            # they end by themselves. gather would cancel them.
+            await asyncio.wait({coming, *stream.writing})
 
     async def finish(self, upload: OpenUpload, writer: int, sums: Sums) -> Places:
         """Records what a writer stored, and returns where it lies.
@@ -193,24 +219,36 @@ class Receiver:
         """Makes a batch durable, and returns how many chunks it completed."""
         await reach(Failpoint.WRITE_BEFORE_BATCH)
         with filling.watch.phase("storage"):
-            await self._bucket.keep(filling.new)
+            async with self._stores:
+                await self._bucket.keep(filling.new)
             sums, places = await asyncio.to_thread(filling.batch.table, filling.file)
             await stage(self._bucket, upload.name, writer, sums, places)
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return filling.batch.completed
 
     async def begin(
-        self, upload: OpenUpload, *, now: float, watch: Stopwatch
+        self, upload: OpenUpload, place: Place, *, watch: Stopwatch
     ) -> "_Filling":
-        """Returns a new batch, once there is a place for it."""
-        await self.batches.acquire()
+        """Returns a new batch in a place, which is given back where this fails."""
         try:
             file = upload.places.data_prefix(upload.name.upload) + uuid.uuid4().hex
             new = await self._bucket.create(upload.places.data_file(file))
         except BaseException:
-            self.batches.release()
+            self.places.give_back(place)
             raise
-        return _Filling(file, new, Batch(upload.tree, now=now), watch)
+        now = asyncio.get_running_loop().time()
+        return _Filling(file, new, Batch(upload.tree, now=now), place, watch)
+
+    def drop(self, filling: "_Filling") -> None:
+        """Discards a batch that nothing writes to, and gives its place back."""
+        if filling.new.file is None:  # it is kept, or never was a file
+            self.places.give_back(filling.place)
+            return
+        # a thread: to delete a file may take long
+        loop = asyncio.get_running_loop()
+        discarding = loop.run_in_executor(self.threads, filling.new.discard)
+        discarding.add_done_callback(_retrieve)
+        discarding.add_done_callback(lambda _: self.places.give_back(filling.place))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,6 +259,7 @@ class _Filling:
     """Its name, relative to the pool."""
     new: NewObject
     batch: Batch
+    place: Place
     watch: Stopwatch
 
     def add(self, frame: Frame, now: float) -> None:
@@ -236,35 +275,79 @@ class _Stream:
     """What one stream has brought, and what of it is being written."""
 
     def __init__(
-        self, receiver: Receiver, upload: OpenUpload, writer: int, watch: Stopwatch
+        self,
+        receiver: Receiver,
+        upload: OpenUpload,
+        writer: int,
+        watch: Stopwatch,
+        peer: str,
     ) -> None:
         self._watch = watch
         self._receiver = receiver
         self._upload = upload
         self._writer = writer
-        self._clock = asyncio.get_running_loop().time
+        self._peer = peer
+        self._loop = asyncio.get_running_loop()
         self._adding: asyncio.Future[None] | None = None
+        self._cut: asyncio.Future[StoreError] = self._loop.create_future()
+        """Why the stream must end, once others need its place."""
         self.filling: _Filling | None = None
         self.writing: deque[asyncio.Task[int]] = deque()
         """What is being made durable, in the order in which it came."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it takes nothing before something is durable: tables take memory,
+        too."""
+        return len(self.writing) >= MAX_BATCHES
+
+    async def wait(self, coming: asyncio.Future[Any]) -> None:
+        """Waits for the next part, or for the first write to end; not for long, while
+        there is a batch.
+
+        Raises:
+            LimitExceededError: Others need the place of the batch.
+        """
+        waits: set[asyncio.Future[Any]] = {self._cut, *islice(self.writing, 1)}
+        if not self.is_full:
+            waits.add(coming)
+        with nullcontext() if self.is_full else self.awaiting_client():
+            await asyncio.wait(
+                waits,
+                timeout=TICK_SECONDS if self.filling or self.writing else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        if self._cut.done():
+            raise self._cut.result()
+
+    def awaiting_client(self) -> AbstractContextManager[None]:
+        """Counts the time of a context as that of the client."""
+        if self.filling is None:
+            return nullcontext()
+        return self.filling.place.awaiting_client()
 
     async def take(self, part: Frame | tree_pb2.ChunkTable) -> None:
         """Takes what came next."""
         if isinstance(part, tree_pb2.ChunkTable):
             self.end()
-            if len(self.writing) >= MAX_BATCHES:  # tables take memory, too
-                await asyncio.wait({self.writing[0]})
             self.writing.append(asyncio.create_task(self._adopt(part)))
             return
         if self.filling is None:
-            now = self._clock()
-            self.filling = await self._receiver.begin(
-                self._upload, now=now, watch=self._watch
+            place = await self._receiver.places.take(
+                peer=self._peer,
+                namespace=self._upload.name.run.namespace,
+                recall=self._recalled,
             )
-        add = asyncio.to_thread(self.filling.add, part, self._clock())
-        self._adding = asyncio.ensure_future(add)
-        # its thread goes on, whoever gives up
+            self.filling = await self._receiver.begin(
+                self._upload, place, watch=self._watch
+            )
+        self._adding = self._loop.run_in_executor(
+            self._receiver.threads, self.filling.add, part, self._loop.time()
+        )
+        self._adding.add_done_callback(_retrieve)
+        # its thread goes on where this is cancelled
         await asyncio.shield(self._adding)
+        self.filling.place.count(len(part.data))
 
     async def _adopt(self, table: tree_pb2.ChunkTable) -> int:
         with self._watch.phase("storage"):
@@ -275,8 +358,8 @@ class _Stream:
     def start_ripe(self) -> None:
         """Ends the batch, if it is time to."""
         if self.filling is not None:
-            self.filling.batch.check_progress(self._clock())
-            if self.filling.batch.is_ripe(self._clock()):
+            self.filling.batch.check_progress(self._loop.time())
+            if self.filling.batch.is_ripe(self._loop.time()):
                 self._start(self.filling)
 
     def end(self) -> None:
@@ -293,14 +376,35 @@ class _Stream:
             )
         self._start(self.filling)
 
-    async def drop(self) -> None:
-        """Gives up what is not being made durable."""
-        if self._adding is not None:
-            await asyncio.gather(self._adding, return_exceptions=True)
-        if self.filling is not None:
-            filling, self.filling = self.filling, None
-            self._receiver.batches.release()
-            await asyncio.to_thread(filling.new.discard)
+    def drop(self) -> None:
+        """Discards the batch that is being filled, once no thread writes to it."""
+        filling, self.filling = self.filling, None
+        if filling is None:
+            return
+        if self._adding is None or self._adding.done():
+            self._receiver.drop(filling)
+        else:
+            self._adding.add_done_callback(lambda _: self._receiver.drop(filling))
+
+    def _recalled(self) -> None:
+        """Ends the batch, as others need its place and the client is slow; and the
+        stream, where that is within a chunk."""
+        if self.filling is None:
+            return
+        if self.filling.batch.is_whole:
+            self._start(self.filling)
+            return
+        self.drop()
+        if not self._cut.done():
+            self._cut.set_result(
+                LimitExceededError(
+                    f"{self._upload.name}: others wait to send chunks, and this stream "
+                    f"sent less than {LEAST_BYTES_PER_SECOND >> 10} KiB a second "
+                    "within a chunk, or kept the server waiting for too long; send "
+                    "what was not acknowledged in a new one",
+                    retry_seconds=RETRY_SECONDS,
+                )
+            )
 
     def _start(self, filling: _Filling) -> None:
         """Begins to make a batch durable, which gives its place back when it has ended,
@@ -308,12 +412,15 @@ class _Stream:
         self.filling = None
         stored = self._receiver.store(self._upload, self._writer, filling)
         task = asyncio.create_task(stored)
-        task.add_done_callback(lambda _: self._end(filling))
+        task.add_done_callback(_retrieve)
+        task.add_done_callback(lambda _: self._receiver.drop(filling))
         self.writing.append(task)
 
-    def _end(self, filling: _Filling) -> None:
-        self._receiver.batches.release()
-        filling.new.discard()  # where it was not kept
+
+def _retrieve(ended: "asyncio.Future[Any]") -> None:
+    """Takes the error of a future that nobody may await: asyncio would log it."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def check_ordinals(upload: OpenUpload, sums: Sums) -> None:

@@ -147,8 +147,9 @@ def status_of(error: errors.StoreError) -> status_pb2.Status:
         metadata={k: _cut(v, MAX_METADATA_BYTES) for k, v in error.metadata.items()},
     )
     details: list[Message] = [info]
-    if type(error) in RETRY_SECONDS:
-        delay = Duration(seconds=RETRY_SECONDS[type(error)])
+    seconds = _retry_seconds(error)
+    if seconds is not None:
+        delay = Duration(seconds=seconds)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(
         code=wire.code, message=_cut(str(error), MAX_MESSAGE_BYTES)
@@ -156,6 +157,13 @@ def status_of(error: errors.StoreError) -> status_pb2.Status:
     for detail in details:
         status.details.add().Pack(detail)
     return status
+
+
+def _retry_seconds(error: errors.StoreError) -> int | None:
+    """After how long the same call may succeed; None: time alone does not help."""
+    if isinstance(error, errors.LimitExceededError):
+        return error.retry_seconds
+    return RETRY_SECONDS.get(type(error))
 
 
 def _cut(text: str, size: int) -> str:

@@ -29,7 +29,7 @@ from storesvc_client._outbox import Outbox, Wanted
 from storesvc_client._part import Part
 from storesvc_client._placing import Placing
 from storesvc_client._progress import Meter
-from storesvc_client._retrying import patiently
+from storesvc_client._retrying import is_transient, patiently
 from storesvc_client._slabs import Filled
 from storesvc_client._staging import STREAM_BYTES
 from storesvc_client._sums import SumsInProgress
@@ -350,6 +350,7 @@ class Upload:
 
         Raises:
             UnavailableError: Nothing became durable.
+            LimitError: As above, as the server had no room.
         """
 
         def requests() -> Iterator[bytes]:
@@ -363,7 +364,7 @@ class Upload:
                     stream.acknowledge(response.durable_count - durable)
                     durable = response.durable_count
         except StoreError as e:
-            is_retried = durable and isinstance(e, UnavailableError)
+            is_retried = durable and is_transient(e)
             if sent.error is None and not is_retried:
                 raise
         finally:

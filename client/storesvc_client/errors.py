@@ -43,12 +43,16 @@ class StoreError(Exception):
         *,
         reason: str = "",
         metadata: Mapping[str, str] = MappingProxyType({}),
+        retry_seconds: float | None = None,
     ) -> None:
         super().__init__(message)
         self.reason = reason
         """The name of an ``ErrorReason`` without its prefix, or ""."""
         self.metadata = metadata
         """What the message mentions, for programs."""
+        self.retry_seconds = retry_seconds
+        """After how long the server expects that a retry may succeed; None: it did not
+        say."""
 
 
 class InvalidRequestError(StoreError, ValueError):
@@ -174,10 +178,15 @@ def translated(address: str) -> Generator[None]:
 
 def _error(e: grpc.RpcError, address: str) -> StoreError:
     assert isinstance(e, grpc.Call)  # gRPC raises them as one object
-    info = _info(e)
+    info, retry_seconds = _details(e)
     if info is not None:
         kind = BY_REASON.get(info.reason) or _BY_CODE.get(e.code(), StoreError)
-        return kind(e.details(), reason=info.reason, metadata=dict(info.metadata))
+        return kind(
+            e.details(),
+            reason=info.reason,
+            metadata=dict(info.metadata),
+            retry_seconds=retry_seconds,
+        )
     if e.code() is grpc.StatusCode.UNAVAILABLE:
         details = (e.details() or "no cause given").removesuffix(": OK")
         cause = details.rpartition(": ")[2].strip("[]")
@@ -197,14 +206,20 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
     return kind(f"store {address} failed: {e.code().name}: {e.details()}")
 
 
-def _info(e: grpc.Call) -> error_details_pb2.ErrorInfo | None:
-    """The ``ErrorInfo`` of an answer of a storesvc server."""
+def _details(
+    e: grpc.Call,
+) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+    """The ``ErrorInfo`` of an answer of a storesvc server, and its retry delay in
+    seconds."""
     try:
         status = rpc_status.from_call(e)
     except ValueError:  # details that contradict the status: not from our server
-        return None
+        return None, None
+    found, seconds = None, None
     for detail in status.details if status else ():
-        info = error_details_pb2.ErrorInfo()
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if detail.Unpack(info) and info.domain == "storesvc":
-            return info
-    return None
+            found = info
+        elif detail.Unpack(retry):
+            seconds = retry.retry_delay.ToTimedelta().total_seconds()
+    return found, seconds

@@ -188,8 +188,9 @@ class UploadService:
                 opening.open.writer,
                 _stored_parts(requests),
                 watch,
-                # who has used up its memory sends nothing before it is acknowledged
+                # a client without free memory sends nothing before it is acknowledged
                 storing=patience.renew,
+                peer=host_of(context.peer()),
             )
             async with aclosing(written):
                 async for count in written:
@@ -254,6 +255,11 @@ class UploadService:
         )
         fields.check_writer("open.writer", ref.writer, upload.record.writer_count)
         return upload
+
+
+def host_of(peer: str) -> str:
+    """Returns the host of a peer as gRPC names it, without its port."""
+    return peer.rpartition(":")[0] if peer.startswith("ip") else peer
 
 
 def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:

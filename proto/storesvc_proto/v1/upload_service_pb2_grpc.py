@@ -209,10 +209,17 @@ class UploadServiceServicer(object):
         stored, or a chunk is not complete 60 s after its first byte. A stream that
         ends early loses only what was not acknowledged.
 
+        A server fills a bounded number of batches at a time. A stream that finds no
+        place for one within 20 s ends with `LIMIT_EXCEEDED` and a `RetryInfo`. So does,
+        while others wait, one that sends less than 64 KiB a second within a chunk, or
+        has kept the server waiting for 15 s in one batch: the client SHOULD send what
+        was not acknowledged in a new stream, after that delay.
+
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
         * `CHECKPOINT_EXISTS`: the step is committed.
+        * `LIMIT_EXCEEDED`: too many others send chunks now.
         * `STORAGE_DENIED`, `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

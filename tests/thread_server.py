@@ -1,0 +1,56 @@
+"""A server over a real socket in a thread of this process, with its store at hand."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from storesvc import server
+from storesvc.store import Store
+
+T = TypeVar("T")
+
+SECONDS = 60.0
+
+
+class ThreadServer:
+    """Serves the store at a root while the context lasts."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._ready = threading.Event()
+        self._stop = asyncio.Event()
+        self.address = ""
+        self.store: Store
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Returns what a coroutine returns, run by the loop of the server."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(SECONDS)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(SECONDS)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(SECONDS)
+        self.loop.close()
+
+    def _serve(self) -> None:
+        self.loop.run_until_complete(self._run())
+
+    async def _run(self) -> None:
+        self.store = await server.open_store(self._root)
+        async with server.running(self.store, "127.0.0.1:0") as port:
+            self.address = f"127.0.0.1:{port}"
+            self._ready.set()
+            await self._stop.wait()

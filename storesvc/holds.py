@@ -200,7 +200,9 @@ class Holds:
         """Writes a hold; None: it was written since it was read, be it by ourselves."""
         place = RunPlaces(name.run).hold(name.hold)
         try:
-            return await self._bucket.write(place, sealed(record), condition=condition)
+            return await self._bucket.write(
+                place, sealed(place, record), condition=condition
+            )
         except PreconditionError:
             return None
 

@@ -174,10 +174,8 @@ class Receiver:
         places = await asyncio.to_thread(_places_of, upload, sums, claims, stored)
         receipt = await asyncio.to_thread(pack_table, sums, places)
         await reach(Failpoint.FINISH_BEFORE_RECEIPT)
-        await self._bucket.write(
-            upload.places.receipt(upload.name.upload, writer),
-            seal(receipt),
-        )
+        place = upload.places.receipt(upload.name.upload, writer)
+        await self._bucket.write(place, seal(receipt, place=place))
         await self._uploads.renew(upload)
         await reach(Failpoint.FINISH_BEFORE_REPLY)
         return places

@@ -32,14 +32,14 @@ async def read_record(
             removing the object.
 
     Raises:
-        CorruptDataError: Its bytes are not those that were written.
+        CorruptDataError: It does not hold the record that was written there.
         FormatUnsupportedError: It is of another version of the format.
     """
     stored = await bucket.read(place)
     if stored is None:
         return None
     try:
-        return unseal(stored.data, kind), stored.generation
+        return unseal(stored.data, kind, place=place), stored.generation
     except CorruptRecordError as e:
         raise damaged(place, str(e), of=of) from e
     except FormatVersionError as e:
@@ -76,9 +76,10 @@ def sound(found: T | CorruptDataError) -> T:
     return found
 
 
-def sealed(record: Message) -> bytes:
-    """Returns the object that holds a record, unlike that of any other write."""
-    return seal(record, os.urandom(_NONCE_BYTES))
+def sealed(place: str, record: Message) -> bytes:
+    """Returns the object that holds the record of a place, unlike that of any other
+    write."""
+    return seal(record, place=place, nonce=os.urandom(_NONCE_BYTES))
 
 
 async def write_record(
@@ -93,7 +94,7 @@ async def write_record(
         PreconditionError: The condition did not hold, and the place does not hold
             this very record.
     """
-    data = sealed(record)
+    data = sealed(place, record)
     try:
         return await bucket.write(place, data, condition=condition)
     except PreconditionError:

@@ -42,7 +42,7 @@ async def stage(
 ) -> None:
     """Writes down that chunks are stored; durable when it returns."""
     place = RunPlaces(name.run).staged(name.upload, writer, uuid.uuid4().hex)
-    await bucket.write(place, seal(pack_table(sums, places)))
+    await bucket.write(place, seal(pack_table(sums, places), place=place))
 
 
 async def staged(

@@ -186,7 +186,9 @@ class Tags:
         no longer take it back; None: it changed meanwhile."""
         place = RunPlaces(name.run).tag(name.tag)
         try:
-            return await self._bucket.write(place, sealed(record), condition=generation)
+            return await self._bucket.write(
+                place, sealed(place, record), condition=generation
+            )
         except PreconditionError:
             return None
 

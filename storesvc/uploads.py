@@ -282,14 +282,11 @@ class Uploads:
         last = self._signs.get(upload.name)
         if last is None or elapsed - last.at >= length.total_seconds() / _SIGNS_A_LEASE:
             last = _Sign(self._clock.now(), elapsed)
-            await self._bucket.write(
-                upload.places.lease(upload.name.upload),
-                seal(
-                    pb.LeaseRecord(
-                        renew_time=timestamp(last.when), nonce=uuid.uuid4().hex
-                    )
-                ),
+            lease = pb.LeaseRecord(
+                renew_time=timestamp(last.when), nonce=uuid.uuid4().hex
             )
+            place = upload.places.lease(upload.name.upload)
+            await self._bucket.write(place, seal(lease, place=place))
             self._signs[upload.name] = last
         return last.when + length
 

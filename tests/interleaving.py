@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from google.protobuf.message import Message
+
 from storesvc.bucket import (
     ALWAYS,
     IF_ABSENT,
@@ -192,26 +194,27 @@ def world_of(seed: int, *, steps: int) -> World:
     rng = random.Random(seed)
     world = World(rng, slow_share=rng.choice((0.02, 0.1, 0.3)))
     when = timestamp(START - timedelta(days=1))
-    put(world, layout.run_record(RUN), seal(pb.RunRecord(uid="u", create_time=when)))
+    run = pb.RunRecord(uid="u", create_time=when)
+    put_record(world, layout.run_record(RUN), run)
     for step in range(steps):
         record = pb.CheckpointRecord(
             state=COMMITTED, step=step, upload=uid_of(step), epoch=1, commit_time=when
         )
-        put(world, RunPlaces(RUN).checkpoint(step), seal(record))
+        put_record(world, RunPlaces(RUN).checkpoint(step), record)
     return world
 
 
-def put(world: World, place: str, data: bytes) -> None:
-    """Writes a place at once."""
+def put_record(world: World, place: str, record: Message) -> None:
+    """Writes the record of a place at once."""
     world.writes += 1
     generation = Generation(world.writes.to_bytes(8, "big"))
-    world.stored[place] = Stored(data, generation)
+    world.stored[place] = Stored(seal(record, place=place), generation)
 
 
 def slot_of(world: World, step: int) -> pb.CheckpointRecord:
     """Returns what the slot of a step holds at the moment."""
-    stored = world.stored[RunPlaces(RUN).checkpoint(step)]
-    return unseal(stored.data, pb.CheckpointRecord)
+    place = RunPlaces(RUN).checkpoint(step)
+    return unseal(world.stored[place].data, pb.CheckpointRecord, place=place)
 
 
 def put_state(
@@ -220,14 +223,14 @@ def put_state(
     """Leaves the slot of a step in a state, as a process does that dies then."""
     slot = slot_of(world, step)
     slot.state = state
-    put(world, RunPlaces(RUN).checkpoint(step), seal(slot))
+    put_record(world, RunPlaces(RUN).checkpoint(step), slot)
 
 
 def freed_uid(place: str, data: bytes) -> str | None:
     """Returns the uid of the checkpoint that a write frees the slot of."""
     if RunPlaces(RUN).step_of(place) is None or not place.startswith("data/"):
         return None
-    slot = unseal(data, pb.CheckpointRecord)
+    slot = unseal(data, pb.CheckpointRecord, place=place)
     return slot.upload if slot.state == pb.CheckpointRecord.STATE_FREE else None
 
 

@@ -12,9 +12,9 @@ from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest, unpack_manifest
 from storesvc.format.names import RunName
-from storesvc.format.seal import unseal
 from storesvc.kvbucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
+from tests import stored_records
 
 CHUNKS = 5
 """Of the leaf "x"; all in one data file, in the order of their ordinals."""
@@ -39,7 +39,13 @@ class Saved:
 
     @property
     def record(self) -> pb.CheckpointRecord:
-        return unseal(self.slot.read_bytes(), pb.CheckpointRecord)
+        place = self.slot.relative_to(self.root).as_posix()
+        return stored_records.read(self.root, place, pb.CheckpointRecord)
+
+    def put(self, record: pb.CheckpointRecord) -> None:
+        """Puts another record into the slot."""
+        place = self.slot.relative_to(self.root).as_posix()
+        stored_records.write(self.root, place, record)
 
     @property
     def slot(self) -> Path:

@@ -221,9 +221,11 @@ def test_a_run_that_was_set_up_is_listed_without_a_checkpoint(tmp_path: Path) ->
         opened = await Store.open(await KvBucket.open(tmp_path.as_uri()))
         set_up, begun = RunName("tests", "set-up"), RunName("tests", "begun")
         record = pb.RunRecord(uid="u", labels={"a": "b"})
-        await opened.bucket.write(layout.run_record(set_up), seal(record))
+        place = layout.run_record(set_up)
+        await opened.bucket.write(place, seal(record, place=place))
         record.ClearField("labels")
-        await opened.bucket.write(layout.run_record(begun), seal(record))
+        place = layout.run_record(begun)
+        await opened.bucket.write(place, seal(record, place=place))
 
         listed = await opened.catalogue.runs(None, after=None, limit=9)
         assert [set_up] == [name for name, _ in listed]
@@ -427,14 +429,16 @@ async def put(
         slot = pb.CheckpointRecord(state=state, step=step, upload=f"{step:032x}")
         if state == DELETED:
             slot.delete_time.CopyFrom(timestamp(datetime.now(UTC)))
-        await bucket.write(RunPlaces(RUN).checkpoint(step), seal(slot))
+        place = RunPlaces(RUN).checkpoint(step)
+        await bucket.write(place, seal(slot, place=place))
 
 
 async def overtaken(
     bucket: FaultyBucket, after: int, overtake: Callable[[], Awaitable[None]]
 ) -> Overtaken:
     """The bucket of a process that others overtake once it has read a step."""
-    await bucket.write(layout.run_record(RUN), seal(pb.RunRecord(uid="u")))
+    place = layout.run_record(RUN)
+    await bucket.write(place, seal(pb.RunRecord(uid="u"), place=place))
     process = Overtaken(bucket.opened)
     process.calls = bucket.calls
     process.after, process.overtake = RunPlaces(RUN).checkpoint(after), overtake
@@ -487,7 +491,8 @@ def test_what_is_undeleted_while_it_is_passed_over_is_found(age: timedelta) -> N
         await put(bucket, 4, state=COMMITTED)
         deleted = pb.CheckpointRecord(state=DELETED, step=5, upload="u")
         deleted.delete_time.CopyFrom(timestamp(datetime.now(UTC) - age))
-        await bucket.write(RunPlaces(RUN).checkpoint(5), seal(deleted))
+        place = RunPlaces(RUN).checkpoint(5)
+        await bucket.write(place, seal(deleted, place=place))
 
         async def overtake() -> None:
             await put(bucket, 5, state=COMMITTED)

@@ -22,7 +22,8 @@ async def _deleted_in(process: Process, *runs: RunName) -> None:
         await process.store.runs.create(run)
         due = pb.CheckpointRecord(state=slots.DELETED, step=1, upload="1" * 32, epoch=1)
         due.purge_time.FromSeconds(1)
-        await process.bucket.write(RunPlaces(run).checkpoint(1), seal(due))
+        place = RunPlaces(run).checkpoint(1)
+        await process.bucket.write(place, seal(due, place=place))
 
 
 async def _purged(process: Process, *runs: RunName) -> list[bool]:
@@ -76,10 +77,11 @@ def test_retention_after_a_commit_goes_on_past_a_run_that_fails() -> None:
         await process.store.runs.create(bad)
         for step in (1, 2):
             await process.save(step)
-        found = await read_record(process.bucket, layout.run_record(RUN), pb.RunRecord)
+        place = layout.run_record(RUN)
+        found = await read_record(process.bucket, place, pb.RunRecord)
         assert found is not None
         found[0].retention.latest.count = 1
-        await process.bucket.write(layout.run_record(RUN), seal(found[0]))
+        await process.bucket.write(place, seal(found[0], place=place))
         process.bucket.calls.follow(
             lambda call: (
                 Fault.UNAVAILABLE

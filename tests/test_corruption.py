@@ -15,9 +15,9 @@ import storesvc_client as store
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
-from storesvc.format.seal import seal, unseal
 from storesvc_client import _streaming
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
+from tests import stored_records
 
 TREE = {
     "embed": {"kernel": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1)},
@@ -189,11 +189,12 @@ def forge(root: Path, change: Callable[[tree_pb2.Manifest], None]) -> None:
     manifest = tree_pb2.Manifest.FromString(manifest_file.read_bytes())
     change(manifest)
     forged = manifest.SerializeToString(deterministic=True)
-    record = unseal(record_file.read_bytes(), bucket_pb2.CheckpointRecord)
+    place = record_file.relative_to(root).as_posix()
+    record = stored_records.read(root, place, bucket_pb2.CheckpointRecord)
     record.manifest_digest, record.manifest_bytes = digest(forged), len(forged)
     places = RunPlaces(RunName("tests", "forged"))
     (root / places.manifest(record.upload, digest(forged))).write_bytes(forged)
-    record_file.write_bytes(seal(record))
+    stored_records.write(root, place, record)
 
 
 @pytest.mark.parametrize(

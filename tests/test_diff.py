@@ -17,12 +17,12 @@ import storesvc_client as store
 from storesvc.differences import CONTENT, Difference, differences
 from storesvc.format.chunks import Places, Sums
 from storesvc.format.manifests import Manifest
-from storesvc.format.seal import seal, unseal
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client.cli import main
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import tree_pb2
+from tests import stored_records
 from tests.contract import Writer
 from tests.server_process import ServerProcess
 from tests.test_golden import HERE as GOLDEN
@@ -219,9 +219,10 @@ def test_a_deleted_checkpoint_is_not_compared(
     saved(run, {"x": 1}, {"x": 2})
     folder = server.root / "data" / run.name / "checkpoints"
     slot = min(folder.iterdir())
-    record = unseal(slot.read_bytes(), pb.CheckpointRecord)
+    place = slot.relative_to(server.root).as_posix()
+    record = stored_records.read(server.root, place, pb.CheckpointRecord)
     record.state = pb.CheckpointRecord.STATE_DELETED
-    slot.write_bytes(seal(record))
+    stored_records.write(server.root, place, record)
 
     with pytest.raises(store.NotFoundError) as caught:
         run.diff(1, 2)

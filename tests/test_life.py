@@ -19,7 +19,6 @@ from storesvc.errors import CheckpointInUseError
 from storesvc.failpoints import VARIABLE
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName
-from storesvc.format.seal import seal
 from storesvc.slots import COMMITTED, FREE, PURGING
 from storesvc.transitions import purging
 from storesvc_client.errors import translated
@@ -33,7 +32,7 @@ from tests.interleaving import (
     Process,
     World,
     new_id,
-    put,
+    put_record,
     put_state,
     slot_of,
     uid_of,
@@ -568,7 +567,7 @@ def _cut_off(world: World) -> None:
 def _tag_without_a_look(world: World) -> None:
     """Leaves what a tag is whose setting was overtaken by a deletion."""
     record = pb.TagRecord(step=0, upload=uid_of(0))
-    put(world, RunPlaces(RUN).tag("best"), seal(record))
+    put_record(world, RunPlaces(RUN).tag("best"), record)
 
 
 labels = st.dictionaries(st.text(min_size=1), st.text(), max_size=3)

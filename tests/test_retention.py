@@ -20,7 +20,7 @@ from storesvc.errors import InvalidPolicyError, StoreError
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, TagName
-from storesvc.format.seal import seal, unseal
+from storesvc.format.seal import unseal
 from storesvc.retaining import PAGE, Retaining, Verdict
 from storesvc.slots import COMMITTED, DELETED
 from storesvc.transitions import Change
@@ -35,7 +35,7 @@ from tests.interleaving import (
     Process,
     World,
     new_id,
-    put,
+    put_record,
     slot_of,
     together,
     world_of,
@@ -281,7 +281,7 @@ def retained(world: World, policy: store.RetentionPolicy | None) -> World:
     record = pb.RunRecord(uid="u", write_id="w")
     if policy is not None:
         record.retention.CopyFrom(policy_message(policy))
-    put(world, layout.run_record(RUN), seal(record))
+    put_record(world, layout.run_record(RUN), record)
     return world
 
 
@@ -399,7 +399,7 @@ def test_the_newest_one_stays_unless_it_was_asked_for_by_name(seed: int) -> None
     def watch(place: str, data: bytes) -> None:
         if not place.startswith(RunPlaces(RUN).checkpoints):
             return
-        slot = unseal(data, pb.CheckpointRecord)
+        slot = unseal(data, pb.CheckpointRecord, place=place)
         if slot.state == DELETED:
             deletions.append(slot.step)
 
@@ -430,7 +430,7 @@ def test_a_stored_policy_with_an_unknown_rule_deletes_nothing() -> None:
     # as an older release reads what a newer one stored: a rule that it cannot see
     record = pb.RunRecord(uid="u", write_id=str(uuid.uuid4()))
     record.retention.MergeFromString(b"\xa2\x06\x00")
-    put(world, layout.run_record(RUN), seal(record))
+    put_record(world, layout.run_record(RUN), record)
 
     with pytest.raises(InvalidPolicyError, match="that this server knows"):
         asyncio.run(_apply(Process(world)))

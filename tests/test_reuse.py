@@ -16,11 +16,12 @@ import storesvc_client as store
 from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
-from storesvc.format.seal import seal, unseal
+from storesvc.format.seal import seal
 from storesvc.reuse import Reuse
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
+from tests import stored_records
 from tests.collecting_process import PLACES, Process
 from tests.contract import Writer, elements, frame, mixed_sums, sums
 from tests.faulty_bucket import FaultyBucket
@@ -178,10 +179,10 @@ def test_without_a_base_nothing_can_be_claimed(server_address: str, name: str) -
 
 def purge_by_force(server: ServerProcess, name: str, step: int) -> None:
     """Frees a slot behind the back of all rules."""
-    place = server.root / RunPlaces(RunName.parse(name)).checkpoint(step)
-    record = unseal(place.read_bytes(), pb.CheckpointRecord)
+    place = RunPlaces(RunName.parse(name)).checkpoint(step)
+    record = stored_records.read(server.root, place, pb.CheckpointRecord)
     record.state = pb.CheckpointRecord.STATE_FREE
-    place.write_bytes(seal(record))
+    stored_records.write(server.root, place, record)
 
 
 def test_claims_are_looked_up_again_by_the_commit(
@@ -290,29 +291,31 @@ def test_what_rots_after_a_save_began_costs_it_its_claims(
     "table",
     [
         b"\xff" * 40,
-        seal(pb.Receipt(chunks=b"\xff" * 40)),
-        seal(
-            pb.Receipt(
-                chunks=tree_pb2.ChunkTable(
-                    ordinal=[10_000],
-                    crc32c=[1],
-                    digests=[bytes(16)],
-                    file=[0],
-                    offset=[0],
-                    length=[9],
-                    files=[f"{'a' * 32}/{'b' * 32}"],
-                ).SerializeToString()
-            )
+        pb.Receipt(chunks=b"\xff" * 40),
+        pb.Receipt(
+            chunks=tree_pb2.ChunkTable(
+                ordinal=[10_000],
+                crc32c=[1],
+                digests=[bytes(16)],
+                file=[0],
+                offset=[0],
+                length=[9],
+                files=[f"{'a' * 32}/{'b' * 32}"],
+            ).SerializeToString()
         ),
     ],
     ids=["noise", "noise under seal", "a chunk that the tree does not have"],
 )
-def test_a_damaged_table_of_what_is_stored_is_told_as_damage(table: bytes) -> None:
+def test_a_damaged_table_of_what_is_stored_is_told_as_damage(
+    table: bytes | pb.Receipt,
+) -> None:
     async def main() -> None:
         process = await Process.over(await FaultyBucket.faulty("memory://"))
         upload = await process.begin(1)
         await process.send(upload, {0: 0, 1: 0, 2: 0})
-        await process.bucket.write(PLACES.staged(upload.upload, 0, "rot"), table)
+        place = PLACES.staged(upload.upload, 0, "rot")
+        data = table if isinstance(table, bytes) else seal(table, place=place)
+        await process.bucket.write(place, data)
         with pytest.raises(CorruptDataError, match="rot"):
             await process.finish(upload, (0, 0, 0))
         # who takes the step over claims nothing of it

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 
 import storesvc_client as store
 from storesvc.caching import ByteCache
@@ -49,32 +50,42 @@ UPLOAD = "0123456789abcdef" * 2
 Task: TypeAlias = Callable[[Store], Awaitable[Any]]
 
 
+Row = tuple[str, bytes]
+"""A place, and what it holds."""
+
+
 def slot(
+    run: RunName,
     step: int,
     state: "pb.CheckpointRecord.State.ValueType" = pb.CheckpointRecord.STATE_COMMITTED,
-) -> bytes:
-    return seal(pb.CheckpointRecord(state=state, step=step, upload=UPLOAD, epoch=1))
+) -> Row:
+    record = pb.CheckpointRecord(state=state, step=step, upload=UPLOAD, epoch=1)
+    return row(RunPlaces(run).checkpoint(step), record)
 
 
-def objects(large: range) -> Iterator[tuple[str, bytes]]:
+def row(place: str, record: Message) -> Row:
+    return place, seal(record, place=place)
+
+
+def objects(large: range) -> Iterator[Row]:
     """Yields a run of many checkpoints and many runs of one, as they lie."""
-    run = seal(pb.RunRecord(uid=UPLOAD))
     for name in [LARGE, SMALL, *MANY]:
-        yield layout.run_record(name), run
+        yield row(layout.run_record(name), pb.RunRecord(uid=UPLOAD))
         steps = {LARGE: large, SMALL: range(3)}.get(name, range(7, 8))
         for step in steps:
-            yield RunPlaces(name).checkpoint(step), slot(step)
+            yield slot(name, step)
 
 
-def traces() -> Iterator[tuple[str, bytes]]:
+def traces() -> Iterator[Row]:
     """Yields what a life of the large run has left besides."""
     tag = pb.TagRecord(step=5000, upload=UPLOAD)
-    yield RunPlaces(LARGE).tag("best"), seal(tag)
+    yield row(RunPlaces(LARGE).tag("best"), tag)
     for number in range(1, STEPS + 1):
-        yield layout.announcement("scale", number), seal(pb.Announcement(step=number))
+        place = layout.announcement("scale", number)
+        yield row(place, pb.Announcement(step=number))
     for number in range(STEPS):
         ended = pb.UploadRecord(step=number, epoch=1, writer_count=1)
-        yield RunPlaces(LARGE).upload(f"{number:032x}"), seal(ended)
+        yield row(RunPlaces(LARGE).upload(f"{number:032x}"), ended)
 
 
 @pytest.fixture(scope="module")
@@ -208,11 +219,10 @@ def test_what_is_not_committed_is_skipped_many_at_once(bucket: FaultyBucket) -> 
     name = RunName("scale", "deleted")
 
     async def fill() -> None:
-        await bucket.write(layout.run_record(name), seal(pb.RunRecord(uid=UPLOAD)))
-        await bucket.write(RunPlaces(name).checkpoint(0), slot(0))
+        await bucket.write(*row(layout.run_record(name), pb.RunRecord(uid=UPLOAD)))
+        await bucket.write(*slot(name, 0))
         for step in range(1, 101):
-            deleted = slot(step, pb.CheckpointRecord.STATE_DELETED)
-            await bucket.write(RunPlaces(name).checkpoint(step), deleted)
+            await bucket.write(*slot(name, step, pb.CheckpointRecord.STATE_DELETED))
 
     asyncio.run(fill())
     latest = CheckpointName(name, LATEST)

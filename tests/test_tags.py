@@ -15,7 +15,6 @@ import storesvc_client as store
 from storesvc.errors import CheckpointNotFoundError, StoreError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
-from storesvc.format.seal import seal
 from storesvc.records import sound
 from storesvc.rpc.fields import page_token
 from storesvc.slots import CHECKPOINTS
@@ -28,7 +27,7 @@ from tests.interleaving import (
     Process,
     freed_uid,
     new_id,
-    put,
+    put_record,
     slot_of,
     together,
     world_of,
@@ -260,7 +259,7 @@ def test_a_tag_whose_checkpoint_is_gone_says_so() -> None:
     world = world_of(0, steps=2)
     process = Process(world)
     record = pb.TagRecord(step=1, upload="f" * 32)
-    put(world, RunPlaces(RUN).tag("best"), seal(record))
+    put_record(world, RunPlaces(RUN).tag("best"), record)
 
     with pytest.raises(CheckpointNotFoundError, match="the tag names is gone"):
         asyncio.run(process.catalogue.checkpoint(CheckpointName(RUN, "best")))

@@ -19,7 +19,6 @@ from storesvc.errors import CheckpointNotFoundError, StorageUnavailableError
 from storesvc.format import reads
 from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.format.seal import seal
 from storesvc.kvbucket import KvBucket
 from storesvc.slots import FREE
 from storesvc.store import Store
@@ -251,7 +250,7 @@ def test_a_checkpoint_that_was_deleted_is_not_verified_by_name(
 ) -> None:
     record = saved.record
     record.state = pb.CheckpointRecord.STATE_DELETED
-    saved.slot.write_bytes(seal(record))
+    saved.put(record)
 
     with pytest.raises(store.NotFoundError) as caught:
         run.verify(3)
@@ -370,7 +369,7 @@ def test_a_checkpoint_that_was_purged_meanwhile_is_not_called_damaged(
                 record.state = FREE
             case "another upload":
                 record.upload = "0" * 32
-        saved.slot.write_bytes(seal(record))
+        saved.put(record)
         if after == "empty":
             saved.slot.unlink()
 

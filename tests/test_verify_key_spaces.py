@@ -14,7 +14,6 @@ import storesvc_client as store
 from storesvc.format import zarr
 from storesvc.format.checksums import digest
 from storesvc.format.names import RunName
-from storesvc.format.seal import seal
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.contract import CHUNK
 from tests.saved_checkpoint import CHUNKS, Saved, flip, node_ranges, of_chunks, told
@@ -213,7 +212,7 @@ def test_a_file_table_that_does_not_say_what_the_chunks_do_is_told(
     record = saved.record
     data = table.SerializeToString(deterministic=True)
     record.files_digest = digest(data)
-    saved.slot.write_bytes(seal(record))
+    saved.put(record)
     file_table(saved).write_bytes(data)
 
     found = run.verify(3)

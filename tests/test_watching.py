@@ -63,7 +63,8 @@ class Process:
         slot = pb.CheckpointRecord(
             state=slots.UPLOADING, step=step, upload=uuid.uuid4().hex, epoch=1
         )
-        await self.bucket.write(RunPlaces(run).checkpoint(step), seal(slot))
+        place = RunPlaces(run).checkpoint(step)
+        await self.bucket.write(place, seal(slot, place=place))
         return slot
 
     async def announce(
@@ -95,7 +96,7 @@ class Process:
     async def land(self, changed: pb.CheckpointRecord, run: RunName = RUN) -> None:
         """Makes an announced change."""
         place = RunPlaces(run).checkpoint(changed.step)
-        await self.bucket.write(place, seal(changed))
+        await self.bucket.write(place, seal(changed, place=place))
         self.journal.landed(run.namespace)
 
     async def commit(self, step: int, run: RunName = RUN) -> pb.CheckpointRecord:
@@ -337,7 +338,7 @@ def test_a_poll_costs_the_same_for_one_watch_and_for_many() -> None:
         for number in range(1, 10_001):
             announced = pb.Announcement(kind=COMMIT, run="r", step=number)
             place = layout.announcement("n", number)
-            await bucket.write(place, seal(announced))
+            await bucket.write(place, seal(announced, place=place))
         process = Process(bucket)
         calls: list[Call] = []
 

@@ -67,8 +67,9 @@ def check_root(root: Root, *, store_uid: str, timeout: float) -> None:
     # Late, as all that only some need: lists of checkpoints read no file.
     from storesvc.format.seal import CorruptRecordError, FormatVersionError, unseal
 
+    data = _record(root, store_uid, timeout)
     try:
-        found = unseal(_record(root, store_uid, timeout), pb.StoreRecord).uid
+        found = unseal(data, pb.StoreRecord, place=STORE).uid
     except (CorruptRecordError, FormatVersionError) as e:
         raise InvalidRequestError(
             f"direct: expected the record of store {store_uid} at {root}/{STORE}: {e}; "

@@ -28,7 +28,8 @@ def records(checkpoints: int, runs: int) -> Iterator[tuple[str, bytes]]:
     """Yields a run of many checkpoints and many runs of one: places and bytes."""
     small = [RunName("many", f"run-{number:05d}") for number in range(runs)]
     for run in [LARGE, *small]:
-        yield layout.run_record(run), seal(pb.RunRecord(uid=UPLOAD))
+        place = layout.run_record(run)
+        yield place, seal(pb.RunRecord(uid=UPLOAD), place=place)
         for step in range(checkpoints if run == LARGE else 1):
             record = pb.CheckpointRecord(
                 state=pb.CheckpointRecord.STATE_COMMITTED,
@@ -36,7 +37,8 @@ def records(checkpoints: int, runs: int) -> Iterator[tuple[str, bytes]]:
                 upload=UPLOAD,
                 epoch=1,
             )
-            yield RunPlaces(run).checkpoint(step), seal(record)
+            place = RunPlaces(run).checkpoint(step)
+            yield place, seal(record, place=place)
 
 
 def seconds(task: Callable[[], object]) -> float:

@@ -72,6 +72,15 @@ reached then, no slot can reach again, and may be deleted at any later time. A s
 reaches an upload's own objects while it is UPLOADING by it, and those of its
 predecessor; and the files of its FileTable while it is COMMITTED, DELETED or PURGING.
 
+A slot that was put back. A slot never becomes UPLOADING again by an upload that it
+held as a checkpoint, and no slot names an epoch below that of an upload that reserved
+it. Where a slot does, although a tag or a hold names that upload, or its manifest is
+there and its leaf table, which outlives UPLOADING, is not, or the journal holds a
+change of it that only a checkpoint can have, an earlier version of the slot was put
+back. A collector MUST then neither end the upload nor delete anything of the run, and
+SHOULD name the slot. It MUST keep what an upload stored, and all that its FileTable
+names, while a tag or a hold names an upload that lost its step to another one.
+
 The journal. Who changes a slot or a tag in a way that a watch tells of MUST
 read the object, then create the next announcement of the namespace, then change
 the object on the condition that it has not changed since that read, with the
@@ -114,13 +123,19 @@ class Sealed(google.protobuf.message.Message):
     PAYLOAD_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     format_version: builtins.int
-    """The version of the bucket's format: 1. Readers MUST refuse others."""
+    """The version of the bucket's format: 2. Writers MUST write it. Readers MUST read 1
+    and 2, and MUST refuse others as an unsupported format, not as damage.
+    """
     crc32c: builtins.int
     """CRC-32C of `payload` and then `nonce`, continued from `format_version` as if that
-    were the CRC-32C of what came before: it covers all three.
+    were the CRC-32C of what came before: it covers all three. It is computed so in
+    every version, and readers MUST check it before the version: so a reader of any
+    version can tell damage from a version that it does not know.
     """
     payload: builtins.bytes
-    """The serialised record."""
+    """In version 2 a serialised `BoundRecord`. In version 1 the serialised record itself,
+    which is then bound to nothing but its bytes: the next write of its place binds it.
+    """
     nonce: builtins.bytes
     """Random, of this one write. What is written on a condition MUST have one: on storages
     whose generations are sums of contents (S3), the same bytes written again would be
@@ -137,6 +152,41 @@ class Sealed(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["crc32c", b"crc32c", "format_version", b"format_version", "nonce", b"nonce", "payload", b"payload"]) -> None: ...
 
 Global___Sealed: typing_extensions.TypeAlias = Sealed
+
+@typing.final
+class BoundRecord(google.protobuf.message.Message):
+    """A record, bound to where it belongs.
+
+    Readers MUST refuse as damage, and name both places, a record whose `place` or `kind`
+    is not the one that they read: one that was copied over another place, or exchanged
+    with it. They cannot tell an earlier version of the same place from the last one by
+    this; where something else that is stored shows it, they SHOULD report it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    RECORD_FIELD_NUMBER: builtins.int
+    place: builtins.str
+    """Where it was written, relative to the root of the store, as the layout above draws
+    it. A root that is copied as a whole stays valid: nothing says where the root is,
+    nor which store it is of.
+    """
+    kind: builtins.str
+    """The name of the message that `record` is, such as `TagRecord`."""
+    record: builtins.bytes
+    """The serialised record."""
+    def __init__(
+        self,
+        *,
+        place: builtins.str = ...,
+        kind: builtins.str = ...,
+        record: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "place", b"place", "record", b"record"]) -> None: ...
+
+Global___BoundRecord: typing_extensions.TypeAlias = BoundRecord
 
 @typing.final
 class StoreRecord(google.protobuf.message.Message):

@@ -1,0 +1,299 @@
+"""A record counts only at its place and as its kind: exchanged ones are damage."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import timedelta
+from itertools import permutations
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.format import layout
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import RunName
+from storesvc.format.seal import CorruptRecordError, FormatVersionError, seal, unseal
+from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.contract import Writer, frame, sums
+from tests.server_process import ServerProcess
+from tests.stored_records import sealed_of_version_1
+
+ONE, OTHER = RunName("tests", "one"), RunName("tests", "other")
+KINDS: dict[str, type] = {
+    "store": pb.StoreRecord,
+    "runs": pb.RunRecord,
+    "journal": pb.Announcement,
+    "checkpoints": pb.CheckpointRecord,
+    "tags": pb.TagRecord,
+    "holds": pb.HoldRecord,
+    "uploads": pb.UploadRecord,
+    "lease": pb.LeaseRecord,
+    "writers": pb.Receipt,
+    "staging": pb.Receipt,
+}
+DAY = timedelta(days=1)
+
+
+@pytest.fixture(scope="module")
+def prepared(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Path]:
+    """A store with two records of each kind, in two runs of the same history."""
+    scratch = tmp_path_factory.mktemp("prepared")
+    server = ServerProcess(scratch / "store", scratch)
+    server.start()
+    with store.connect(server.address) as client:
+        for name in (ONE, OTHER):
+            run = client.run(str(name))
+            for step in (1, 2, 3, 4):
+                run.save(step, {"x": np.full(9, step)}).result()
+            run.tag("prod", 1)
+            run.tag("canary", 3)
+            run.hold(1, ttl=DAY)
+            run.hold(2, ttl=DAY)
+    for name in (ONE, OTHER):
+        for step in (5, 6):
+            writer = Writer(server.address, str(name), step, writers=2)
+            writer.begin()
+            for number, chunk in enumerate((0, 1)):
+                writer.write(frame(chunk), writer=number)
+                writer.finish(sums(chunk), writer=number)
+    server.kill()
+    yield scratch / "store"
+    shutil.rmtree(scratch)
+
+
+@pytest.fixture
+def root(prepared: Path, tmp_path: Path) -> Path:
+    shutil.copytree(prepared, tmp_path / "store")
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def client(
+    root: Path, start_server: Callable[..., ServerProcess]
+) -> Iterator[store.Client]:
+    with store.connect(start_server(root=root).address) as client:
+        yield client
+
+
+def kind_of(place: str) -> str:
+    """Returns which kind of record lies at a place; "": no sealed record."""
+    parts = place.split("/")
+    kind = parts[3] if parts[0] == "data" else parts[0].removesuffix(".binpb")
+    if kind == "uploads" and len(parts) > 5:
+        kind = parts[5] if parts[5] == "writers" else parts[5].removesuffix(".binpb")
+    return kind if kind in KINDS else ""
+
+
+def sealed_places(root: Path) -> list[str]:
+    places = [file.relative_to(root).as_posix() for file in root.rglob("*.binpb")]
+    return sorted(place for place in places if kind_of(place))
+
+
+def exchange(root: Path, one: str, other: str) -> None:
+    """Exchanges the objects of two places."""
+    data = (root / one).read_bytes()
+    (root / one).write_bytes((root / other).read_bytes())
+    (root / other).write_bytes(data)
+
+
+def refused(call: Callable[[], object]) -> str:
+    """Returns what the refusal of damaged data says."""
+    with pytest.raises(store.DataLossError) as caught:
+        call()
+    assert "CORRUPT_DATA" == caught.value.reason
+    return str(caught.value)
+
+
+def test_no_record_counts_at_the_place_of_another(prepared: Path) -> None:
+    places = sealed_places(prepared)
+    assert set(KINDS) == {kind_of(place) for place in places}
+    data = {place: (prepared / place).read_bytes() for place in places}
+
+    for place in places:
+        unseal(data[place], KINDS[kind_of(place)], place=place)
+    for place, other in permutations(places, 2):
+        with pytest.raises(CorruptRecordError) as caught:
+            unseal(data[other], KINDS[kind_of(place)], place=place)
+        assert str(caught.value).endswith(f" of {other}")
+
+
+def test_no_record_counts_as_another_kind() -> None:
+    kinds = {*KINDS.values(), pb.CollectorRecord}
+    for kind, other in permutations(kinds, 2):
+        with pytest.raises(CorruptRecordError, match=r"expected the .* of this place"):
+            unseal(seal(other(), place="p"), kind, place="p")
+
+
+def test_damage_is_told_before_another_version_and_before_another_place() -> None:
+    data = pb.Sealed.FromString(seal(pb.TagRecord(step=1), place="p", nonce=b"n"))
+    data.payload = data.payload[:-1]
+    with pytest.raises(CorruptRecordError, match="its checksum does not match"):
+        unseal(data.SerializeToString(), pb.TagRecord, place="q")
+    data.format_version = 3
+    with pytest.raises(CorruptRecordError, match="its checksum does not match"):
+        unseal(data.SerializeToString(), pb.TagRecord, place="p")
+
+
+def test_a_later_version_is_refused_as_such(root: Path) -> None:
+    # Computed as in all versions, whatever the payload is then.
+    data = pb.Sealed(format_version=3, crc32c=0x201617C7, payload=b"later")
+    assert data.crc32c == pb.Sealed.FromString(data.SerializeToString()).crc32c
+    with pytest.raises(FormatVersionError, match="expected format version 1 to 2, got"):
+        unseal(data.SerializeToString(), pb.TagRecord, place="p")
+
+    (root / layout.STORE).write_bytes(data.SerializeToString())
+    with pytest.raises(store.PreconditionError, match="use a newer release") as caught:
+        store.connect(root.as_uri())
+    assert "FORMAT_UNSUPPORTED" == caught.value.reason
+
+
+def test_a_record_of_version_1_counts_wherever_it_lies() -> None:
+    record = pb.TagRecord(step=7)
+    data = sealed_of_version_1(record.SerializeToString(deterministic=True))
+    assert record == unseal(data, pb.TagRecord, place="anywhere")
+
+
+def test_exchanged_tags_name_nothing(root: Path, client: store.Client) -> None:
+    places, run = RunPlaces(ONE), client.run(str(ONE))
+    exchange(root, places.tag("prod"), places.tag("canary"))
+
+    for tag, other in permutations(("prod", "canary")):
+        told = refused(lambda tag=tag: run.restore(tag))  # type: ignore[misc]
+        assert (
+            f"the record of tag {ONE}@{tag} is damaged ({places.tag(tag)}: expected "
+            "the tag record of this place, got the tag record of "
+            f"{places.tag(other)}); "
+            "restore this object from a copy, or remove it to give tag "
+            f"{ONE}@{tag} up" == told
+        )
+    damaged: list[store.DataLossError] = []
+    assert [] == list(run.tags(on_damage=damaged.append))
+    assert 2 == len(damaged)
+    refused(lambda: run.delete(4))  # it may be what a tag names
+
+    exchange(root, places.tag("prod"), places.tag("canary"))
+    assert 1 == run.restore("prod")["x"][0]
+
+
+def test_exchanged_runs_lose_nothing_by_the_policy_of_the_other(
+    root: Path, client: store.Client
+) -> None:
+    client.run(str(OTHER)).retain(store.KeepLatest(1), purge_delay=timedelta(0))
+    exchange(root, layout.run_record(ONE), layout.run_record(OTHER))
+
+    for _ in range(2):
+        for made in client.collect(grace=timedelta(0)):
+            assert "run record of this place, got the run record of" in made.postponed
+            assert (0, 0) == (made.deleted_checkpoint_count, made.deleted_object_count)
+    for name in (ONE, OTHER):
+        steps = [checkpoint.step for checkpoint in client.run(str(name)).checkpoints()]
+        assert [4, 3, 2, 1] == steps
+
+
+def test_the_record_of_a_checkpoint_of_another_run_or_step_is_damage(
+    root: Path, client: store.Client
+) -> None:
+    place, run = RunPlaces(ONE).checkpoint(4), client.run(str(ONE))
+    whole = (root / place).read_bytes()
+    for other in (RunPlaces(OTHER).checkpoint(4), RunPlaces(ONE).checkpoint(2)):
+        shutil.copyfile(root / other, root / place)
+        for call in (run.latest, lambda: run.checkpoint(4), lambda: run.restore(4)):
+            told = refused(call)
+            assert f"the record of {ONE}@4 is damaged ({place}: " in told
+            assert f"got the checkpoint record of {other})" in told
+        (made,) = client.collect(str(ONE), grace=timedelta(0))
+        assert f"the record of {ONE}@4 is damaged" in made.postponed
+        (root / place).write_bytes(whole)
+    assert 4 == run.restore("latest")["x"][0]
+
+
+def test_exchanged_holds_are_damage_and_still_keep_all(
+    root: Path, client: store.Client
+) -> None:
+    run = client.run(str(ONE))
+    holds = [hold.id for hold in run.holds()]
+    exchange(root, *(RunPlaces(ONE).hold(hold) for hold in holds))
+
+    damaged: list[store.DataLossError] = []
+    assert [] == list(run.holds(on_damage=damaged.append))
+    assert all("got the hold record of" in str(error) for error in damaged)
+    run.delete(4)
+    assert "hold record" in refused(lambda: run.purge(4))
+
+
+def test_exchanged_records_of_uploads_commit_nothing(
+    root: Path, start_server: Callable[..., ServerProcess]
+) -> None:
+    address = start_server(root=root).address
+    writers = [Writer(address, str(ONE), step, writers=2) for step in (7, 8)]
+    for writer in writers:
+        writer.begin()
+        for number, chunks in enumerate(((0, 1), (2,))):
+            writer.write(frame(*chunks), writer=number)
+            writer.finish(sums(*chunks), writer=number)
+    places = RunPlaces(ONE)
+    one, other = (writer.name.rpartition("/")[2] for writer in writers)
+
+    for place, second in (
+        (places.upload(one), places.upload(other)),
+        (places.receipt(one, 0), places.receipt(other, 0)),
+        (places.receipt(one, 0), places.receipt(one, 1)),
+        (places.checkpoint(7), places.checkpoint(8)),
+    ):
+        exchange(root, place, second)
+        for writer in writers:
+            with pytest.raises(grpc.RpcError) as caught:
+                writer.commit()
+            assert grpc.StatusCode.DATA_LOSS == caught.value.code()
+            if second == places.receipt(one, 1):
+                break  # the other upload is whole
+        exchange(root, place, second)
+    with store.connect(address) as client:
+        assert [4, 3, 2, 1] == [c.step for c in client.run(str(ONE)).checkpoints()]
+        for writer in writers:
+            writer.commit()
+        assert [8, 7] == [c.step for c in client.run(str(ONE)).checkpoints()][:2]
+
+
+def test_exchanged_announcements_are_damage_and_the_watch_goes_on_after_them(
+    root: Path, client: store.Client
+) -> None:
+    run = client.run(str(ONE))
+    with closing(run.watch()) as events:
+        run.tag("prod", 2)
+        token = next(events).resume_token
+        for step in (3, 4, 1):
+            run.tag("prod", step)
+    numbers = sorted((root / layout.journal("tests")).iterdir())[-3:]
+    exchange(root, *(n.relative_to(root).as_posix() for n in numbers[:2]))
+
+    for number in numbers[:2]:
+        with (
+            closing(run.watch(token)) as events,
+            pytest.raises(store.DataLossError, match=number.name) as caught,
+        ):
+            next(events)
+        token = caught.value.metadata["resume_token"]
+    with closing(run.watch(token)) as events:
+        assert ("tagged", 1) == ((event := next(events)).kind, event.step)
+
+
+def test_a_store_whose_record_is_another_kind_is_refused(root: Path) -> None:
+    shutil.copyfile(root / layout.run_record(ONE), root / layout.STORE)
+    with pytest.raises(store.DataLossError, match="expected the store record of this"):
+        store.connect(root.as_uri())
+
+
+def test_a_store_that_was_copied_as_a_whole_is_whole(
+    root: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(root, tmp_path / "elsewhere" / "deeper")
+    with store.connect((tmp_path / "elsewhere" / "deeper").as_uri()) as client:
+        for name in (ONE, OTHER):
+            assert 3 == client.run(str(name)).restore("canary")["x"][0]
+            assert client.run(str(name)).verify("latest").ok

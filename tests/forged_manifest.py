@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from storesvc.format.checksums import digest
-from storesvc.format.seal import seal
 from storesvc_proto.v1 import tree_pb2
+from tests import stored_records
 from tests.saved_checkpoint import Saved
 
 
@@ -18,4 +18,4 @@ def forge_manifest(saved: Saved, change: Callable[[tree_pb2.Manifest], object]) 
     record.manifest_digest, record.manifest_bytes = digest(data), len(data)
     new = saved.root / saved.places.manifest(record.upload, record.manifest_digest)
     new.write_bytes(data)
-    saved.slot.write_bytes(seal(record))
+    stored_records.write(saved.root, saved.places.checkpoint(record.step), record)

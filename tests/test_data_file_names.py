@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,12 +14,12 @@ from storesvc.format import ocdbt
 from storesvc.format.checksums import digest
 from storesvc.format.chunks import Places
 from storesvc.format.names import InvalidNameError, check_data_file
-from storesvc.format.seal import seal, unseal
 from storesvc_client.cli import main
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
+from tests import stored_records
 from tests.contract import Writer, frame, sums
 from tests.forged_manifest import forge_manifest
 from tests.saved_checkpoint import CHUNKS, Saved
@@ -135,12 +136,13 @@ def test_nothing_is_reused_from_a_base_with_such_a_name(
     assert [] == writer.find(sums(*range(CHUNKS)))
 
 
-def renamed(receipt: bytes, name: str) -> bytes:
-    """Returns a sealed table of stored chunks that lie in another file."""
-    sealed = unseal(receipt, bucket_pb2.Receipt)
-    table = tree_pb2.ChunkTable.FromString(sealed.chunks)
+def rename(root: Path, place: str, name: str) -> None:
+    """Has a stored table of chunks say that they lie in another file."""
+    receipt = stored_records.read(root, place, bucket_pb2.Receipt)
+    table = tree_pb2.ChunkTable.FromString(receipt.chunks)
     table.files[:] = [name]
-    return seal(bucket_pb2.Receipt(chunks=table.SerializeToString()))
+    receipt.chunks = table.SerializeToString()
+    stored_records.write(root, place, receipt)
 
 
 @pytest.mark.parametrize("place", ["staging", "receipt"])
@@ -156,7 +158,7 @@ def test_a_table_of_stored_chunks_with_such_a_name_is_corrupt_data(
     else:
         writer.finish(sums(0, 1, 2))
         (table,) = (folder / "uploads").glob("*/writers/0.binpb")
-    table.write_bytes(renamed(table.read_bytes(), HOSTILE[0]))
+    rename(server.root, str(table.relative_to(server.root)), HOSTILE[0])
 
     with corrupt():
         writer.finish(sums(0, 1, 2)) if place == "staging" else writer.commit()
@@ -189,14 +191,14 @@ def test_a_file_table_with_such_a_name_lets_nothing_be_collected(
     Writer(server.address, run.name, 4, chunks=CHUNKS).save(range(CHUNKS))
     secret = server.root / "data" / "secret"
     secret.write_bytes(b"secret")
-    slot = server.root / saved.places.checkpoint(3)
-    record = unseal(slot.read_bytes(), bucket_pb2.CheckpointRecord)
+    slot = saved.places.checkpoint(3)
+    record = stored_records.read(server.root, slot, bucket_pb2.CheckpointRecord)
     table = bucket_pb2.FileTable(file=[HOSTILE[0]], chunk_bytes=[0])
     data = table.SerializeToString()
     record.files_digest = digest(data)
     place = saved.places.file_table(record.upload, record.files_digest)
     (server.root / place).write_bytes(data)
-    slot.write_bytes(seal(record))
+    stored_records.write(server.root, slot, record)
     run.delete(4)
 
     before = sorted((server.root / saved.places.pool).glob("*/*"))

@@ -8,12 +8,16 @@ on as nobody, silently, so this one is asked first.
 
 import json
 import os
+import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 from storesvc.errors import InvalidFieldError
-from storesvc.storages import GRPC_DRIVER, Storage
+from storesvc.storages import GCS_DRIVERS, GRPC_DRIVER, JSON_DRIVER, Storage
 
 if TYPE_CHECKING:
     from google.auth.transport import Request
@@ -28,6 +32,10 @@ TOKEN: Final = "GOOGLE_AUTH_TOKEN_FOR_TESTING"  # noqa: S105 - a name
 SEARCH_SECONDS: Final = 5.0
 """How long a metadata server may take to show that it is there. One that is not may
 look like one that is slow."""
+
+_LOOPBACK: Final = ("localhost", "::1")
+
+_opening: Final = threading.Lock()
 
 _SCOPES: Final = ("https://www.googleapis.com/auth/devstorage.read_write",)
 
@@ -48,22 +56,76 @@ def bucket_of(storage: Storage) -> "Bucket":
             f"root {storage.name}: a bucket needs {e.name}; pip install "
             "'storesvc[server,gcs]'"
         ) from e
-    endpoint, token = os.environ.get(ENDPOINT), os.environ.get(TOKEN)
-    if storage.spec["driver"] == GRPC_DRIVER:
-        token = None  # it does not read that
-        if endpoint is not None:
-            raise InvalidFieldError(
-                f"root {storage.name}: expected Google's own storage with driver="
-                f"{GRPC_DRIVER}, got {ENDPOINT}={endpoint}; leave one of them out"
-            )
+    endpoint, token = endpoint_of(storage), os.environ.get(TOKEN)
+    _check_plaintext(storage, endpoint, token)
     options = {"api_endpoint": endpoint} if endpoint else None
     if token is not None:
         credentials = Credentials(token) if token else AnonymousCredentials()
         client = Client("", credentials, client_options=options)
     else:
-        found, project = _credentials(storage)
+        try:
+            found, project = _credentials(storage)
+        except InvalidFieldError:
+            if endpoint is None or os.environ.get(FILE):
+                raise
+            found, project = AnonymousCredentials(), ""  # as emulators have it
         client = Client(project or "", found, client_options=options)
     return client.bucket(storage.spec["bucket"])
+
+
+def endpoint_of(storage: Storage) -> str | None:
+    """Returns the URL of the JSON API of a storage; None: Google's own.
+
+    The option of the root comes before the environment.
+    """
+    if storage.spec["driver"] not in GCS_DRIVERS:
+        return storage.endpoint
+    endpoint = storage.endpoint or os.environ.get(ENDPOINT)
+    is_grpc = storage.spec["driver"] == GRPC_DRIVER
+    if is_grpc and bool(endpoint) is not ("endpoint" in storage.spec):
+        raise InvalidFieldError(
+            f"root {storage.name}: with driver={GRPC_DRIVER}, expected both endpoint= "
+            "(of the JSON API, for lists) and grpc_endpoint=, or neither and no "
+            f"{ENDPOINT} in the environment, got one of them; give both, or none"
+        )
+    return endpoint
+
+
+@contextmanager
+def endpoint_in_environment(storage: Storage) -> Generator[None]:
+    """Has TensorStore open a bucket at the endpoint of its root inside.
+
+    Its JSON driver has no such option, and reads the endpoint from the environment
+    whenever it opens a bucket (seen in 0.1.86), in the call itself.
+    """
+    if storage.spec["driver"] != JSON_DRIVER:
+        yield
+        return
+    with _opening:
+        before = os.environ.get(ENDPOINT)
+        if storage.endpoint is not None:
+            os.environ[ENDPOINT] = storage.endpoint
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(ENDPOINT, None)
+            else:
+                os.environ[ENDPOINT] = before
+
+
+def _check_plaintext(storage: Storage, endpoint: str | None, token: str | None) -> None:
+    """Refuses to show credentials over plaintext to another machine."""
+    if endpoint is None or token is not None:
+        return
+    url = urlsplit(endpoint)
+    host = url.hostname or ""
+    if url.scheme == "http" and host not in _LOOPBACK and not host.startswith("127."):
+        raise InvalidFieldError(
+            f"root {storage.name}: expected endpoint=https://..., or http:// on this "
+            f"machine, got {endpoint}: credentials would go over plaintext; use https, "
+            f"or set {TOKEN} to what may be shown (empty: nothing)"
+        )
 
 
 def _credentials(storage: Storage) -> tuple[Any, str | None]:

@@ -29,6 +29,12 @@ RETRY_SECONDS: Final = 30.0
 TIMEOUT_SECONDS: Final = (10.0, 20.0)
 """Of one try: to connect, and between bytes of the answer."""
 
+MAX_EMPTY_PAGES: Final = 1000
+"""Pages without a name, one after another, before a list is taken for endless."""
+
+_REPEATED: Final = "a page of its list repeats names of the page before"
+_ENDLESS: Final = f"its list has {MAX_EMPTY_PAGES} empty pages, one after another"
+
 
 class GcsLists:
     """The names in a bucket, below a root. Threads may share it."""
@@ -66,6 +72,8 @@ class GcsLists:
         with translated(self._storage, prefix):
             # their order is that of UTF-8, as that of texts is
             while page := await self._page(pages, prefix):
+                if found and page[0] <= found[-1]:
+                    raise failed(self._storage, prefix, _REPEATED)
                 found += page
         return found
 
@@ -112,9 +120,11 @@ class GcsLists:
 
         try:
             # a page may be empty and not the last
-            for page in pages:
+            for number, page in enumerate(pages):
                 if names := [blob.name.removeprefix(self._path) for blob in page]:
                     return names
+                if number >= MAX_EMPTY_PAGES:
+                    raise failed(self._storage, prefix, _ENDLESS)
         except (GoogleAPIError, GoogleAuthError, RequestException) as e:
             raise _error(self._storage, prefix, e) from e
         return []

@@ -9,6 +9,7 @@ begin anew.
 """
 
 import asyncio
+import logging
 import uuid
 from datetime import UTC, timedelta
 from typing import Final
@@ -22,6 +23,7 @@ from storesvc.errors import (
     CorruptDataError,
     InvalidResumeTokenError,
     ResumeTokenExpiredError,
+    StorageUnavailableError,
 )
 from storesvc.events import PATIENCE
 from storesvc.format import layout
@@ -40,8 +42,18 @@ KEPT: Final = 100_000
 
 READS_AT_ONCE: Final = 32
 
+MAX_TRIES: Final = 200
+"""Numbers that one announcement tries: one is lost to each change of another process
+at the same moment, so that only a broken storage takes so many."""
+
+TRIES_A_LINE: Final = 20
+"""Tries for each line in the log."""
+
 MAX_KNOWN: Final = 10_000
 """Namespaces of which a process knows a number; of others it lists the journal."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class Journal:
@@ -58,11 +70,17 @@ class Journal:
 
     async def announce(self, namespace: str, announcement: pb.Announcement) -> int:
         """Announces a change of an object that was read before, and returns the number
-        of the announcement; the change must carry it."""
-        while True:
+        of the announcement; the change must carry it.
+
+        Raises:
+            StorageUnavailableError: Other processes took each number that was tried,
+                or the storage says so.
+        """
+        for _ in range(MAX_TRIES):
             number = await self._create(namespace, announcement)
             if await self._is_next(namespace, number):
                 return number
+        raise _overtaken(namespace)
 
     def landed(self, namespace: str) -> None:
         """Tells the watchers of this process that an announced change was made."""
@@ -164,7 +182,7 @@ class Journal:
             known = self._known.get(namespace)
             if known is None:
                 known = await self._last(namespace, 0)
-            while True:
+            for tries in range(1, MAX_TRIES + 1):
                 number = known + 1
                 place = layout.announcement(namespace, number)
                 record.create_time.CopyFrom(timestamp(self._clock.now()))
@@ -172,9 +190,16 @@ class Journal:
                     await write_record(self._bucket, place, record, condition=IF_ABSENT)
                 except PreconditionError:  # another process was faster
                     known = await self._last(namespace, number)
+                    if tries % TRIES_A_LINE == 0:
+                        _log.warning(
+                            "journal of %s: %d numbers in turn were taken by others, "
+                            "the last one %d",
+                            *(namespace, tries, number),
+                        )
                     continue
                 self._note(namespace, number)
                 return number
+        raise _overtaken(namespace)
 
     async def _is_next(self, namespace: str, number: int) -> bool:
         """Whether a number that this process created was not trimmed long ago, while
@@ -222,7 +247,7 @@ class Journal:
     async def _last(self, namespace: str, known: int) -> int:
         """The last number, by a list of those after a known one."""
         numbers = await self._numbers(namespace, after=known)
-        last = numbers[-1] if numbers else known
+        last = max(known, numbers[-1]) if numbers else known
         self._note(namespace, last)
         return last
 
@@ -245,6 +270,14 @@ class Journal:
 
     def _note(self, namespace: str, number: int) -> None:
         self._known[namespace] = max(number, self._known.get(namespace, 0))
+
+
+def _overtaken(namespace: str) -> StorageUnavailableError:
+    return StorageUnavailableError(
+        f"journal of {namespace}: expected a free number for an announcement, but "
+        f"{MAX_TRIES} in turn were taken; try again, and see that the storage honours "
+        "conditional writes"
+    )
 
 
 def expired(namespace: str) -> ResumeTokenExpiredError:

@@ -30,6 +30,7 @@ from storesvc.errors import CorruptDataError
 from storesvc.format.checksums import Buffer
 from storesvc.framing import Part, cut
 from storesvc.gathering import each
+from storesvc.gcs_client import endpoint_in_environment, endpoint_of
 from storesvc.gcs_lists import GcsLists
 from storesvc.hedged_calls import HedgedCalls
 from storesvc.local_reads import LocalReads
@@ -90,9 +91,9 @@ class KvBucket:
         self._changes = HedgedCalls(hedging.CHANGES)
 
     @property
-    def has_many_makers(self) -> bool:
-        """Whether its API is spoken by others than who made it, for better or worse."""
-        return bool(self._storage.spec["driver"] == S3_DRIVER)
+    def is_first_party(self) -> bool:
+        """Whether the maker of its API serves it: others may ignore conditions."""
+        return endpoint_of(self._storage) is None
 
     @property
     def has_files(self) -> bool:
@@ -120,7 +121,8 @@ class KvBucket:
             {"cache_pool": {"total_bytes_limit": 0}, **storage.context}
         )
         with translated(storage, ""):
-            opening = ts.KvStore.open(dict(storage.spec), context=context)
+            with endpoint_in_environment(storage):
+                opening = ts.KvStore.open(dict(storage.spec), context=context)
             store = await deadlines.answer(storage, answered(opening))
         if storage.spec["driver"] == S3_DRIVER:
             deletes = await S3Deletes.of(storage)
@@ -324,11 +326,14 @@ class KvBucket:
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
         if self._lists is not None:
-            return await self._lists.names(prefix, after=after)
-        with translated(self._storage, prefix):
-            listing = answered(self._root.list(_below(prefix, after)))
-            keys = await deadlines.answer(self._storage, listing)
-        return sorted(key.decode() for key in keys)
+            names = await self._lists.names(prefix, after=after)
+        else:
+            with translated(self._storage, prefix):
+                listing = answered(self._root.list(_below(prefix, after)))
+                keys = await deadlines.answer(self._storage, listing)
+            names = sorted(key.decode() for key in keys)
+        # Some that speak the API ignore where a list is to begin.
+        return [name for name in names if name.startswith(prefix) and name > after]
 
     def key_space(self, *, place: str, pool: str) -> "KeySpace":
         """Returns the key space whose root lies at ``place``.
@@ -431,7 +436,8 @@ class KeySpace:
             "base": self._pool.spec().to_json(),
             "manifest": self._manifest.spec().to_json(),
         }
-        return ts.KvStore.open(spec, context=self._context).result()
+        with endpoint_in_environment(self._storage):
+            return ts.KvStore.open(spec, context=self._context).result()
 
 
 def _take_node(

@@ -27,8 +27,9 @@ RETRIES: Final[dict[str, Any]] = {
 """Of a request that fails in passing, each later than the one before, with jitter.
 TensorStore's own 32 retries outlast every deadline."""
 
+JSON_DRIVER: Final = "gcs"
 GRPC_DRIVER: Final = "gcs_grpc"
-GCS_DRIVERS: Final = ("gcs", GRPC_DRIVER)
+GCS_DRIVERS: Final = (JSON_DRIVER, GRPC_DRIVER)
 """TensorStore's of Google Cloud Storage: over HTTP, and over gRPC."""
 
 S3_DRIVER: Final = "s3"
@@ -48,6 +49,8 @@ class Storage:
     """Resources that its driver takes from a context."""
     is_remote: bool
     """Whether it answers over a network."""
+    endpoint: str | None = None
+    """The URL of the API of a bucket; None: that of its maker."""
 
     @property
     def concurrency(self) -> int:
@@ -113,16 +116,27 @@ def _local(root: str, spec: Mapping[str, Any]) -> Storage:
 
 
 def _gcs(root: str, url: SplitResult) -> Storage:
-    options = _options(root, url, ("concurrency", "driver"))
+    options = _options(
+        root, url, ("concurrency", "driver", "endpoint", "grpc_endpoint")
+    )
     driver = options.get("driver", GCS_DRIVERS[0])
     if driver not in GCS_DRIVERS:
         raise InvalidFieldError(
             f"root {root!r}: expected driver={' or driver='.join(GCS_DRIVERS)}, got "
             f"{driver!r}"
         )
+    spec: dict[str, Any] = {"driver": driver}
+    if "grpc_endpoint" in options:
+        if driver != GRPC_DRIVER:
+            raise InvalidFieldError(
+                f"root {root!r}: expected grpc_endpoint= with driver={GRPC_DRIVER}, "
+                f"got driver={driver}; leave one of them out"
+            )
+        spec["endpoint"] = options["grpc_endpoint"]
     return _remote(
         url,
-        spec={"driver": driver},
+        spec=spec,
+        endpoint=_endpoint(root, options),
         context={
             "gcs_request_concurrency": {"limit": _concurrency(root, options)},
             "gcs_request_retries": dict(RETRIES),
@@ -135,18 +149,15 @@ def _s3(root: str, url: SplitResult) -> Storage:
     # else TensorStore asks first, and takes who does not say for one that does not
     # know conditions
     spec: dict[str, Any] = {"driver": S3_DRIVER, "use_conditional_write": True}
-    if "endpoint" in options:
-        spec["endpoint"] = options["endpoint"].rstrip("/")
-        if not spec["endpoint"].startswith(("http://", "https://")):
-            raise InvalidFieldError(
-                f"root {root!r}: expected endpoint=http[s]://HOST, got "
-                f"{options['endpoint']!r}"
-            )
+    endpoint = _endpoint(root, options)
+    if endpoint is not None:
+        spec["endpoint"] = endpoint
     if "region" in options:
         spec["aws_region"] = options["region"]
     return _remote(
         url,
         spec=spec,
+        endpoint=endpoint,
         context={
             "s3_request_concurrency": {"limit": _concurrency(root, options)},
             "s3_request_retries": dict(RETRIES),
@@ -154,14 +165,32 @@ def _s3(root: str, url: SplitResult) -> Storage:
     )
 
 
+def _endpoint(root: str, options: Mapping[str, str]) -> str | None:
+    """The URL of the API; None: that of its maker."""
+    if "endpoint" not in options:
+        return None
+    endpoint = options["endpoint"].rstrip("/")
+    if not endpoint.startswith(("http://", "https://")):
+        raise InvalidFieldError(
+            f"root {root!r}: expected endpoint=http[s]://HOST, got "
+            f"{options['endpoint']!r}"
+        )
+    return endpoint
+
+
 def _remote(
-    url: SplitResult, *, spec: Mapping[str, Any], context: Mapping[str, Any]
+    url: SplitResult,
+    *,
+    spec: Mapping[str, Any],
+    endpoint: str | None,
+    context: Mapping[str, Any],
 ) -> Storage:
     path = unquote(url.path).strip("/")
     return Storage(
         name=f"{url.scheme}://{url.netloc}/{path}".rstrip("/"),
         spec={**spec, "bucket": url.netloc, "path": f"{path}/" if path else ""},
         context=context,
+        endpoint=endpoint,
         is_remote=True,
     )
 

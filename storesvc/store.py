@@ -11,7 +11,7 @@ from storesvc.clocks import Clock, SystemClock
 from storesvc.collection import Collector
 from storesvc.commits import Commits
 from storesvc.comparisons import Comparisons
-from storesvc.errors import StorageUnavailableError
+from storesvc.errors import StorageDeniedError, StorageUnavailableError
 from storesvc.format import layout
 from storesvc.holds import Holds
 from storesvc.journal import Journal
@@ -76,6 +76,10 @@ class Store:
         found = await read_record(bucket, layout.STORE, pb.StoreRecord)
         if found is None:
             found = await _made(bucket, clock)
+        elif not bucket.is_first_party:
+            # the one that serves it now may be another than the one it was made on
+            with suppress(StorageDeniedError):  # who may not write loses nothing
+                await check_conditions(bucket)
         catalogue = Catalogue(bucket)
         journal = Journal(bucket, clock=clock)
         uses = Uses(bucket, catalogue, clock=clock)
@@ -123,8 +127,7 @@ class Store:
 
 async def _made(bucket: KvBucket, clock: Clock) -> tuple[pb.StoreRecord, Generation]:
     """The record of a store that is made now, by us or by another."""
-    if bucket.has_many_makers:
-        await check_conditions(bucket)
+    await check_conditions(bucket)
     created = pb.StoreRecord(uid=str(uuid.uuid4()), create_time=timestamp(clock.now()))
     with suppress(PreconditionError):  # another was faster
         await write_record(bucket, layout.STORE, created, condition=IF_ABSENT)

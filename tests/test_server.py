@@ -54,7 +54,6 @@ def test_loopback_is_what_only_this_machine_reaches() -> None:
 @pytest.mark.parametrize(
     ("root", "match"),
     [
-        ("/ckpts", "expected file:///PATH"),
         ("file://host/x", "expected file:///PATH"),
         ("ftp://x", "expected file:///PATH"),
         ("file:///proc/nowhere", "storage failed"),

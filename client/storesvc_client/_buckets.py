@@ -30,7 +30,7 @@ from storesvc.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
-from storesvc.gcs_client import bucket_of
+from storesvc.gcs_client import bucket_of, endpoint_in_environment
 from storesvc.hedging import Hedging
 from storesvc.sparing import Sparing
 from storesvc.storage_errors import translated
@@ -85,9 +85,10 @@ class BucketRoot:
             # before TensorStore, which ends the process where this finds no credentials
             bucket_of(storage)
         with _told(storage, ""):
-            opening = ts.KvStore.open(
-                dict(storage.spec), context=ts.Context(dict(storage.context))
-            )
+            with endpoint_in_environment(storage):
+                opening = ts.KvStore.open(
+                    dict(storage.spec), context=ts.Context(dict(storage.context))
+                )
             return cls(storage, opening.result(hedging.READS.answer_seconds))
 
     def __str__(self) -> str:

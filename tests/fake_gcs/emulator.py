@@ -152,6 +152,7 @@ class FakeGcs(Emulator):
         *,
         buckets: Sequence[str] = (),
         tokens: Tokens | None = None,
+        ignored: Sequence[str] = (),
         latency_seconds: float = 0.0,
         bytes_per_second: float = math.inf,
         stream_bytes_per_second: float = math.inf,
@@ -162,13 +163,15 @@ class FakeGcs(Emulator):
         Args:
             buckets: The names of buckets to begin with.
             tokens: The bearer tokens of which every request has to show one, if any.
+            ignored: Patterns of the parameters that it ignores, found in "METHOD
+                name=value"; it looks at the list at each request.
             latency_seconds: As of ``Emulator``.
             bytes_per_second: As of ``Emulator``.
             stream_bytes_per_second: As of ``Emulator``.
             seconds_between_writes: As of ``Emulator``.
         """
         super().__init__(
-            lambda made: JsonApi(made, tokens=tokens),
+            lambda made: JsonApi(made, tokens=tokens, ignored=ignored),
             buckets=buckets,
             latency_seconds=latency_seconds,
             bytes_per_second=bytes_per_second,

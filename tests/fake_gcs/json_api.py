@@ -7,7 +7,7 @@ XML API for what it does through this one.
 import base64
 import binascii
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
@@ -36,15 +36,24 @@ _TARGET: Final = "b/([^/]+)/o/([^/]+)"
 class JsonApi:
     """Answers requests."""
 
-    def __init__(self, buckets: Buckets, *, tokens: Tokens | None = None) -> None:
+    def __init__(
+        self,
+        buckets: Buckets,
+        *,
+        tokens: Tokens | None = None,
+        ignored: Sequence[str] = (),
+    ) -> None:
         """Answers from buckets.
 
         Args:
             buckets: What it is about.
             tokens: The bearer tokens of which every request has to show one, if any.
+            ignored: Patterns of the parameters that it ignores, as ``Request.without``
+                takes them.
         """
         self._buckets = buckets
         self._tokens = tokens
+        self._ignored = ignored
         uploads = Uploads(buckets)
         routes: list[tuple[str, str, Callable[..., Answer]]] = [
             ("POST", _UPLOAD, uploads.begin),
@@ -76,7 +85,7 @@ class JsonApi:
 
     def _answer_known(self, request: Request) -> Answer:
         try:
-            return self._route(request)()
+            return self._route(request.without(self._ignored))()
         except RefusedError as e:
             return refusal(e)
 

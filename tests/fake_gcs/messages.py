@@ -1,8 +1,9 @@
 """Requests and answers, as values."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, unquote, unquote_plus, urlsplit
@@ -49,6 +50,16 @@ class Request:
             headers=headers,
             body=body,
         )
+
+    def without(self, patterns: Sequence[str]) -> "Request":
+        """Returns the request without the parameters that a pattern finds in
+        "METHOD name=value"."""
+        kept = {
+            name: value
+            for name, value in self.query.items()
+            if not any(re.search(p, f"{self.method} {name}={value}") for p in patterns)
+        }
+        return replace(self, query=kept)
 
     @property
     def line(self) -> str:

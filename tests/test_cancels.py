@@ -1,0 +1,86 @@
+"""A call that is cancelled anywhere leaves nothing behind, and keeps no other waiting.
+
+``make soak SOAK=cancels`` cancels each call of the contract at each point.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storesvc_proto.v1 import (
+    checkpoint_service_pb2,
+    chunk_service_pb2,
+    maintenance_service_pb2,
+    upload_service_pb2,
+)
+from tests.cancels import CancellingServer
+from tests.every_call import (
+    CALLS,
+    Make,
+    Saved,
+    check_save,
+    write_chunks,
+    write_within_a_chunk,
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CancellingServer]:
+    root: Path = tmp_path_factory.mktemp("cancels")
+    with CancellingServer(root) as server:
+        yield server
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("make", [write_chunks, write_within_a_chunk])
+def test_chunks_whose_stream_is_cancelled_anywhere_hold_nothing(
+    server: CancellingServer, make: Make, times: int
+) -> None:
+    points = list(server.sweep(lambda: make(Saved(server.address)), times=times))
+
+    assert [] == [point for point in points if point[1]]
+    assert len(points) > 10
+    check_save(server.address)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BeginUpload",
+        "DiffCheckpoints",
+        "FindChunks",
+        "FinishWriter",
+        "ReadChunks",
+        "ReadManifest",
+        "VerifyCheckpoint",
+        "WatchCheckpoints",
+    ],
+)
+def test_a_call_that_is_cancelled_holds_nothing(
+    server: CancellingServer, name: str
+) -> None:
+    (make,) = CALLS[name]
+
+    points = list(server.sweep(lambda: make(Saved(server.address)), times=1, stride=3))
+
+    assert [] == [point for point in points if point[1]]
+    assert points
+    check_save(server.address)
+
+
+def test_every_call_of_the_contract_is_swept() -> None:
+    modules = (
+        checkpoint_service_pb2,
+        chunk_service_pb2,
+        maintenance_service_pb2,
+        upload_service_pb2,
+    )
+    methods = {
+        method.name
+        for module in modules
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+
+    assert methods == set(CALLS)

@@ -28,7 +28,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Final, TypeAlias
 
 from storesvc import slots
-from storesvc.errors import InvalidResumeTokenError
+from storesvc.errors import FormatUnsupportedError, InvalidResumeTokenError
 from storesvc.leases import MARGIN
 from storesvc.records import etag_of
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -42,6 +42,8 @@ the clocks of two machines."""
 
 Held: TypeAlias = pb.CheckpointRecord | pb.TagRecord | None
 """What an announced object holds: a slot or a tag, or nothing."""
+
+_DELETIONS: Final = (pb.Announcement.KIND_DELETE, pb.Announcement.KIND_UNDELETE)
 
 NOTHING: Final = "none"
 """``Announcement.replaces`` where there was no record."""
@@ -79,6 +81,9 @@ def resolve(
         announcement: The announcement.
         held: What its object held at any time after it was announced.
         now: The time of day.
+
+    Raises:
+        FormatUnsupportedError: The change is of a kind that this code does not know.
     """
     if isinstance(held, pb.TagRecord):
         found = _of_tag(number, announcement, held)
@@ -86,8 +91,13 @@ def resolve(
         found = _of_absent_tag(announcement)
     elif announcement.kind == pb.Announcement.KIND_COMMIT:
         return _of_commit(number, announcement, held)
-    else:
+    elif announcement.kind in _DELETIONS:
         found = _of_deletion(number, announcement, held)
+    else:
+        raise FormatUnsupportedError(
+            f"announcement {number}: expected a kind that this release knows, got "
+            f"{announcement.kind}; use a newer release"
+        )
     age = now - announcement.create_time.ToDatetime(UTC)
     if found is Outcome.PENDING and age > PATIENCE:
         return Outcome.SUPERSEDED

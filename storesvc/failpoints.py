@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, assert_never
 
 from storesvc.errors import InvalidFieldError, StorageUnavailableError
 
@@ -124,6 +124,8 @@ async def reach(point: Failpoint) -> None:
             raise StorageUnavailableError(f"failpoint {point}: the storage failed")
         case Action.DROP_REPLY:
             raise StorageUnavailableError(f"failpoint {point}: the reply was lost")
+        case action:
+            assert_never(action)
 
 
 def times_reached(point: Failpoint) -> int:

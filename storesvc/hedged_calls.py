@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, assert_never
 
 from storesvc.hedging import Asked, Hedging, Limits, Step
 from storesvc.sparing import Sparing
@@ -94,6 +94,10 @@ class _Call(Generic[T]):
                 self._give_up()
                 self._tell_late()
                 self._begin()
+            case Step.WAIT:
+                pass
+            case step:
+                assert_never(step)
 
     def _tell_late(self) -> None:
         now = self._clock()

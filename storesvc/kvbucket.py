@@ -10,7 +10,7 @@ from collections.abc import (
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, assert_never
 
 import tensorstore as ts
 
@@ -496,7 +496,10 @@ def _if_equal(condition: WriteCondition) -> bytes | None:
             return None
         case Condition.IF_ABSENT:
             return _ABSENT
-    return condition
+        case bytes():
+            return condition
+        case other:
+            assert_never(other)
 
 
 def _below(prefix: str, after: str = "") -> "ts.KvStore.KeyRange":

@@ -29,11 +29,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from functools import cached_property
+from typing import assert_never
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.format.layout import RunPlaces
-from storesvc.slots import CHECKPOINTS, FREE
+from storesvc.slots import CHECKPOINTS, FREE, SlotState, state_of
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 
@@ -220,11 +221,7 @@ def moment(stamp: Timestamp) -> datetime | None:
 def _fate(snapshot: Snapshot, upload: str) -> Fate:
     slot = snapshot.owners.get(upload)
     if slot is not None:
-        if slot.state in CHECKPOINTS:
-            return Fate(state=State.KEPT, slot=slot, since=moment(slot.commit_time))
-        if slot.state == FREE:
-            return Fate(state=State.ENDED, slot=slot, since=moment(slot.delete_time))
-        return Fate(state=State.LIVE, slot=slot, since=moment(slot.create_time))
+        return _fate_of_owner(slot)
     record = snapshot.records.get(upload)
     if record is None:
         return Fate(state=State.ENDED)
@@ -235,6 +232,19 @@ def _fate(snapshot: Snapshot, upload: str) -> Fate:
         lost = other.delete_time if other.state == FREE else other.create_time
         return Fate(state=State.ENDED, since=moment(lost))
     return Fate(state=State.BEGUN, since=moment(record.create_time))
+
+
+def _fate_of_owner(slot: pb.CheckpointRecord) -> Fate:
+    """Returns the fate of the upload that owns a slot."""
+    match state_of(slot):
+        case SlotState.COMMITTED | SlotState.DELETED | SlotState.PURGING:
+            return Fate(state=State.KEPT, slot=slot, since=moment(slot.commit_time))
+        case SlotState.FREE:
+            return Fate(state=State.ENDED, slot=slot, since=moment(slot.delete_time))
+        case SlotState.UPLOADING:
+            return Fate(state=State.LIVE, slot=slot, since=moment(slot.create_time))
+        case state:
+            assert_never(state)
 
 
 def _before_digest(place: str) -> str:
@@ -269,13 +279,16 @@ def _is_unused(places: RunPlaces, place: str, fate: Fate) -> bool:
             return False
         case State.ENDED:
             return True
-    slot = fate.slot
-    assert slot is not None
-    return not (
-        place == places.manifest(slot.upload, slot.manifest_digest)
-        or place == places.file_table(slot.upload, slot.files_digest)
-        or place.startswith(places.key_space(slot.upload, slot.attempt))
-    )
+        case State.KEPT:
+            slot = fate.slot
+            assert slot is not None
+            return not (
+                place == places.manifest(slot.upload, slot.manifest_digest)
+                or place == places.file_table(slot.upload, slot.files_digest)
+                or place.startswith(places.key_space(slot.upload, slot.attempt))
+            )
+        case state:
+            assert_never(state)
 
 
 def _file_of(places: RunPlaces, place: str) -> str | None:

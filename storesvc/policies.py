@@ -21,10 +21,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Final, assert_never
 
 from google.protobuf.duration_pb2 import Duration
 
+from storesvc.errors import FormatUnsupportedError
 from storesvc_proto.v1 import retention_pb2 as pb
 
 MAX_REASONS: Final = 8
@@ -83,6 +84,9 @@ def decide(
         policy: One that ``check`` admits; None keeps all.
         checkpoints: All of the run that are committed, in any order.
         now: The moment.
+
+    Raises:
+        FormatUnsupportedError: The policy has a rule that this code does not know.
     """
     kept: Mapping[int, tuple[str, ...]]
     if policy is None:
@@ -107,7 +111,14 @@ def members_of(policy: pb.RetentionPolicy) -> Sequence[pb.RetentionPolicy]:
             return policy.all.policies
         case "not":
             return (negated(policy),)
-    return ()
+        case "latest" | "every_duration" | "best":
+            return ()
+        case "every_steps" | "newer_than" | "steps" | "tagged" | "pinned":
+            return ()
+        case None:
+            return ()
+        case rule:
+            assert_never(rule)
 
 
 def negated(policy: pb.RetentionPolicy) -> pb.RetentionPolicy:
@@ -134,7 +145,7 @@ def describe(policy: pb.RetentionPolicy) -> str:
             return f"newer than {_length_text(policy.newer_than.duration)}"
         case "best":
             best = policy.best
-            mode = "max" if best.mode == pb.KeepBest.MODE_MAX else "min"
+            mode = "max" if _is_higher_better(best) else "min"
             without = " or without it" if best.keep_without_metric else ""
             return f"best {best.count} by {best.metric} ({mode}){without}"
         case "steps":
@@ -144,8 +155,14 @@ def describe(policy: pb.RetentionPolicy) -> str:
             return f"({word.join(map(describe, members_of(policy))) or 'none'})"
         case "not":
             return f"not {describe(negated(policy))}"
+        case "tagged":
+            return "tagged"
+        case "pinned":
+            return "pinned"
+        case None:
+            raise _unknown("a rule")
         case rule:
-            return str(rule)  # tagged, pinned
+            assert_never(rule)
 
 
 def cut(text: str) -> str:
@@ -176,12 +193,30 @@ def _kept(
             steps.intersection_update(*members)
         case "not":
             steps.difference_update(*members)
-        case "latest" | "every_duration" | "best":
-            steps = _chosen(policy, run)
+        case "latest":
+            steps = set(heapq.nlargest(policy.latest.count, steps))
+        case "every_duration":
+            steps = _firsts(policy.every_duration, run)
+        case "best":
+            steps = _best(policy.best, run)
+        case "every_steps":
+            every = policy.every_steps.steps
+            steps = {step for step in steps if step % every == 0}
+        case "newer_than":
+            length = nanos(policy.newer_than.duration)
+            steps = {
+                c.step for c in run if _nanos_between(c.commit_time, now) <= length
+            }
         case "steps":
             steps.intersection_update(policy.steps.steps)
-        case _:
-            steps = {c.step for c in run if _matches(policy, c, now)}
+        case "tagged":
+            steps = {c.step for c in run if c.tags}
+        case "pinned":
+            steps = {c.step for c in run if c.pinned}
+        case None:
+            raise _unknown("a rule")
+        case rule:
+            assert_never(rule)
     return dict.fromkeys(steps, (describe(policy),))
 
 
@@ -193,36 +228,22 @@ def _union(members: Iterable[dict[int, tuple[str, ...]]]) -> dict[int, tuple[str
     return kept
 
 
-def _chosen(policy: pb.RetentionPolicy, run: Sequence[Candidate]) -> set[int]:
-    """The steps that a rule chooses among all."""
-    match policy.WhichOneof("rule"):
-        case "latest":
-            return set(heapq.nlargest(policy.latest.count, (c.step for c in run)))
-        case "every_duration":
-            length = nanos(policy.every_duration.duration)
-            firsts: dict[int, int] = {}
-            for c in sorted(run, key=lambda c: (c.commit_time, c.step)):
-                span = _nanos_between(_EPOCH, c.commit_time) // length
-                firsts.setdefault(span, c.step)
-            return set(firsts.values())
-    best = policy.best
+def _firsts(every: pb.KeepEveryDuration, run: Sequence[Candidate]) -> set[int]:
+    """Returns the first step of each span of time."""
+    length = nanos(every.duration)
+    firsts: dict[int, int] = {}
+    for c in sorted(run, key=lambda c: (c.commit_time, c.step)):
+        span = _nanos_between(_EPOCH, c.commit_time) // length
+        firsts.setdefault(span, c.step)
+    return set(firsts.values())
+
+
+def _best(best: pb.KeepBest, run: Sequence[Candidate]) -> set[int]:
+    """Returns the steps with the best values of a metric."""
     ranked = [c for c in run if best.metric in c.metrics]
     ranked = heapq.nlargest(best.count, ranked, key=lambda c: _goodness(best, c))
     without = [c for c in run if best.metric not in c.metrics]
     return {c.step for c in (ranked + without if best.keep_without_metric else ranked)}
-
-
-def _matches(policy: pb.RetentionPolicy, candidate: Candidate, now: datetime) -> bool:
-    """Whether a rule that looks at one checkpoint at a time keeps it."""
-    match policy.WhichOneof("rule"):
-        case "every_steps":
-            return candidate.step % policy.every_steps.steps == 0
-        case "newer_than":
-            age = _nanos_between(candidate.commit_time, now)
-            return age <= nanos(policy.newer_than.duration)
-        case "tagged":
-            return bool(candidate.tags)
-    return candidate.pinned
 
 
 def _goodness(best: pb.KeepBest, candidate: Candidate) -> tuple[bool, float, int]:
@@ -230,7 +251,21 @@ def _goodness(best: pb.KeepBest, candidate: Candidate) -> tuple[bool, float, int
     value = candidate.metrics[best.metric]
     if math.isnan(value):
         return False, 0.0, candidate.step
-    return True, value if best.mode == pb.KeepBest.MODE_MAX else -value, candidate.step
+    return True, value if _is_higher_better(best) else -value, candidate.step
+
+
+def _is_higher_better(best: pb.KeepBest) -> bool:
+    """Returns whether higher values of the metric are the better ones."""
+    if best.mode not in (pb.KeepBest.MODE_MIN, pb.KeepBest.MODE_MAX):
+        raise _unknown("a mode of best")
+    return best.mode == pb.KeepBest.MODE_MAX
+
+
+def _unknown(what: str) -> FormatUnsupportedError:
+    return FormatUnsupportedError(
+        f"retention policy: expected {what} that this release knows, got another; use "
+        "a newer release"
+    )
 
 
 def _nanos_between(start: datetime, end: datetime) -> int:

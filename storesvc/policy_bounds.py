@@ -5,7 +5,7 @@ a policy that nobody can mean, as it deletes all but what is protected anyway.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, assert_never
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -85,9 +85,8 @@ def _parts(
 
 def _check_rule(place: str, policy: pb.RetentionPolicy) -> None:
     """Refuses a rule that breaks a bound; what keeps nothing is told later."""
-    rule = policy.WhichOneof("rule")
-    at = f"{place}.{rule}" if place else str(rule)
-    match rule:
+    at = ".".join(filter(None, (place, policy.WhichOneof("rule"))))
+    match policy.WhichOneof("rule"):
         case None:
             wanted = "exactly one rule that this server knows"
             raise _invalid(place, wanted, "none", "name one, or use a newer server")
@@ -107,6 +106,10 @@ def _check_rule(place: str, policy: pb.RetentionPolicy) -> None:
             _check_members(at, policy)
         case "not":
             _check_negated(at, negated(policy))
+        case "tagged" | "pinned":
+            pass
+        case rule:
+            assert_never(rule)
 
 
 def _check_best(at: str, best: pb.KeepBest) -> None:
@@ -178,10 +181,10 @@ def _keeps_none(policy: pb.RetentionPolicy) -> bool:
 def _only_steps(policy: pb.RetentionPolicy) -> frozenset[int] | None:
     """The only steps that a policy could keep; None: any step, for all that shows."""
     match policy.WhichOneof("rule"):
-        case "latest" if not policy.latest.count:
-            return _NONE
-        case "best" if not policy.best.count:
-            return _NONE
+        case "latest":
+            return None if policy.latest.count else _NONE
+        case "best":
+            return None if policy.best.count else _NONE
         case "steps":
             return frozenset(policy.steps.steps)
         case "any":
@@ -190,9 +193,14 @@ def _only_steps(policy: pb.RetentionPolicy) -> frozenset[int] | None:
             return _NONE.union(*known) if len(known) == len(each) else None
         case "all":
             return _common_steps(members_of(policy))
-        case "not" if _keeps_all(negated(policy)):
-            return _NONE
-    return None
+        case "not":
+            return _NONE if _keeps_all(negated(policy)) else None
+        case "every_steps" | "every_duration" | "newer_than" | "tagged" | "pinned":
+            return None
+        case None:
+            return None
+        case rule:
+            assert_never(rule)
 
 
 def _common_steps(policies: Sequence[pb.RetentionPolicy]) -> frozenset[int] | None:
@@ -219,7 +227,12 @@ def _keeps_all(policy: pb.RetentionPolicy) -> bool:
             return all(map(_keeps_all, members))
         case "not":
             return _keeps_none(negated(policy))
-    return False
+        case "latest" | "every_duration" | "newer_than" | "best" | "steps":
+            return False
+        case "tagged" | "pinned" | None:
+            return False
+        case rule:
+            assert_never(rule)
 
 
 def _contradict(policies: Sequence[pb.RetentionPolicy]) -> bool:

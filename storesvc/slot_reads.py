@@ -18,6 +18,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.gathering import AT_ONCE, each
 from storesvc.records import damaged, or_damage, read_record
+from storesvc.slots import state_of
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _LOOKS: Final = 10
@@ -49,6 +50,7 @@ class SlotReads:
 
         Raises:
             CorruptDataError: It holds the slot of another step, or is damaged.
+            FormatUnsupportedError: It is in a state that this code does not know.
         """
         place, of = RunPlaces(run).checkpoint(step), f"{run}@{step}"
         try:
@@ -60,6 +62,8 @@ class SlotReads:
             raise CorruptDataError(
                 f"{e}; other steps can be used as before", run=str(run), step=str(step)
             ) from e
+        if found is not None:
+            state_of(found[0])
         return found
 
     async def steps(

@@ -15,6 +15,8 @@ whatever the clocks, and however many processes, do:
 
 from collections.abc import Mapping
 from datetime import UTC
+from enum import Enum
+from typing import Final, assert_never
 
 import numpy as np
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -23,6 +25,7 @@ from storesvc.errors import (
     CheckpointExistsError,
     ChunksIncompleteError,
     ConflictError,
+    FormatUnsupportedError,
     UploadNotFoundError,
     UploadSupersededError,
     WriterUnfinishedError,
@@ -32,8 +35,19 @@ from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-_SHOWN = 5
+_SHOWN: Final = 5
 """Chunks or writers that a message names."""
+
+
+class SlotState(Enum):
+    """The states of a slot, as an enum whose dispatches mypy checks."""
+
+    UPLOADING = pb.CheckpointRecord.STATE_UPLOADING
+    COMMITTED = pb.CheckpointRecord.STATE_COMMITTED
+    FREE = pb.CheckpointRecord.STATE_FREE
+    DELETED = pb.CheckpointRecord.STATE_DELETED
+    PURGING = pb.CheckpointRecord.STATE_PURGING
+
 
 COMMITTED = pb.CheckpointRecord.STATE_COMMITTED
 UPLOADING = pb.CheckpointRecord.STATE_UPLOADING
@@ -43,6 +57,21 @@ PURGING = pb.CheckpointRecord.STATE_PURGING
 
 CHECKPOINTS = frozenset({COMMITTED, DELETED, PURGING})
 """States of a slot that holds a checkpoint, deleted or not."""
+
+
+def state_of(slot: pb.CheckpointRecord) -> SlotState:
+    """Returns the state of a slot.
+
+    Raises:
+        FormatUnsupportedError: It is in a state that this code does not know.
+    """
+    try:
+        return SlotState(slot.state)
+    except ValueError as e:
+        raise FormatUnsupportedError(
+            f"the slot of step {slot.step}: expected a state that this release knows, "
+            f"got {slot.state}; use a newer release"
+        ) from e
 
 
 def next_epoch(run: RunName, slot: pb.CheckpointRecord | None, *, floor: int) -> int:
@@ -58,9 +87,13 @@ def next_epoch(run: RunName, slot: pb.CheckpointRecord | None, *, floor: int) ->
     """
     if slot is None:
         return floor + 1
-    if slot.state in CHECKPOINTS:
-        raise exists(run, slot)
-    return slot.epoch + 1
+    match state_of(slot):
+        case SlotState.COMMITTED | SlotState.DELETED | SlotState.PURGING:
+            raise exists(run, slot)
+        case SlotState.UPLOADING | SlotState.FREE:
+            return slot.epoch + 1
+        case state:
+            assert_never(state)
 
 
 def predecessor(slot: pb.CheckpointRecord | None) -> str:
@@ -179,13 +212,18 @@ def check_complete(
 
 def exists(run: RunName, slot: pb.CheckpointRecord) -> CheckpointExistsError:
     """Returns the refusal of a second commit."""
-    if slot.state == COMMITTED:
-        text = (
-            f"exists already, saved{_by(slot)} at {_moment(slot.commit_time)}, and "
-            "checkpoints are write-once; save another step"
-        )
-    else:
-        text = "was deleted; undelete it, purge it, or save another step"
+    match state_of(slot):
+        case SlotState.COMMITTED:
+            text = (
+                f"exists already, saved{_by(slot)} at {_moment(slot.commit_time)}, and "
+                "checkpoints are write-once; save another step"
+            )
+        case SlotState.DELETED | SlotState.PURGING:
+            text = "was deleted; undelete it, purge it, or save another step"
+        case SlotState.UPLOADING | SlotState.FREE as state:
+            raise AssertionError(state)
+        case state:
+            assert_never(state)
     return CheckpointExistsError(
         f"{run}@{slot.step} {text}", run=str(run), step=str(slot.step)
     )

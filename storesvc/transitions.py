@@ -14,6 +14,7 @@ its labels, its metrics and its pin.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import assert_never
 
 from storesvc.errors import (
     CheckpointDeletedError,
@@ -26,7 +27,14 @@ from storesvc.errors import (
 )
 from storesvc.format.names import RunName
 from storesvc.records import etag_of, timestamp
-from storesvc.slots import COMMITTED, DELETED, FREE, PURGING
+from storesvc.slots import (
+    COMMITTED,
+    DELETED,
+    FREE,
+    PURGING,
+    SlotState,
+    state_of,
+)
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 
@@ -119,15 +127,21 @@ def undeleted(
         RequestIdReusedError: The request id made another change of it.
     """
     is_repeated(slot.write_id, write_id)  # may refuse; else the state tells enough
-    if slot.state == COMMITTED:
-        return slot
-    if slot.state == PURGING:
-        raise being_purged(run, slot)
-    changed = _copy(slot, write_id)
-    changed.state = COMMITTED
-    changed.ClearField("delete_time")
-    changed.ClearField("purge_time")
-    return changed
+    match state_of(slot):
+        case SlotState.COMMITTED:
+            return slot
+        case SlotState.DELETED:
+            changed = _copy(slot, write_id)
+            changed.state = COMMITTED
+            changed.ClearField("delete_time")
+            changed.ClearField("purge_time")
+            return changed
+        case SlotState.PURGING:
+            raise being_purged(run, slot)
+        case SlotState.UPLOADING | SlotState.FREE as state:
+            raise AssertionError(state)
+        case state:
+            assert_never(state)
 
 
 def purging(
@@ -139,7 +153,8 @@ def purging(
         CheckpointNotDeletedError: It is not deleted.
         EtagMismatchError: It changed since the etag was read.
     """
-    if slot.state == COMMITTED:
+    state = state_of(slot)
+    if state is SlotState.COMMITTED:
         raise CheckpointNotDeletedError(
             f"{run}@{slot.step} is not deleted, and only what is deleted can be "
             "purged; delete it first",
@@ -148,12 +163,18 @@ def purging(
         )
     # a purge that crashed is no change: it left what was deleted
     check_etag(f"{run}@{slot.step}", etag, etag_of(slot), etag_of(spared(slot)))
-    if slot.state == PURGING:
-        return slot
-    changed = pb.CheckpointRecord()
-    changed.CopyFrom(slot)
-    changed.state = PURGING
-    return changed
+    match state:
+        case SlotState.PURGING:
+            return slot
+        case SlotState.DELETED:
+            changed = pb.CheckpointRecord()
+            changed.CopyFrom(slot)
+            changed.state = PURGING
+            return changed
+        case SlotState.UPLOADING | SlotState.FREE:
+            raise AssertionError(state)
+        case _:
+            assert_never(state)
 
 
 def spared(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
@@ -177,9 +198,15 @@ def freed(slot: pb.CheckpointRecord, *, when: datetime) -> pb.CheckpointRecord:
 
 def is_due(slot: pb.CheckpointRecord, now: datetime) -> bool:
     """Returns whether a checkpoint is to be purged, or its purge to be finished."""
-    if slot.state == PURGING:
-        return True
-    return slot.state == DELETED and slot.purge_time.ToDatetime(UTC) <= now
+    match state_of(slot):
+        case SlotState.PURGING:
+            return True
+        case SlotState.DELETED:
+            return slot.purge_time.ToDatetime(UTC) <= now
+        case SlotState.COMMITTED | SlotState.UPLOADING | SlotState.FREE:
+            return False
+        case state:
+            assert_never(state)
 
 
 def check_etag(what: str, given: str, *expected: str) -> None:

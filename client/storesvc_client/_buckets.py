@@ -21,6 +21,7 @@ from typing import (
     Self,
     TypeAlias,
     TypeVar,
+    assert_never,
 )
 
 from storesvc import hedging
@@ -255,6 +256,10 @@ class Asked(Generic[T]):
                 now = time.monotonic()
                 self._tell_late(now - self._call.began, now=now)
                 self._begin()
+            case hedging.Step.WAIT:
+                pass
+            case step:
+                assert_never(step)
 
     def result(self) -> T:
         """Returns the first answer, once it is settled.

@@ -179,15 +179,40 @@ class KeepNot(RetentionPolicy):
     policy: RetentionPolicy
 
 
-def _members(
-    kind: type[KeepAny | KeepAll], policy: RetentionPolicy
-) -> tuple[RetentionPolicy, ...]:
-    """What a policy adds to a combination of a kind: one level, however it was put."""
-    if not isinstance(policy, RetentionPolicy):
+Rule: TypeAlias = (
+    KeepLatest
+    | KeepEvery
+    | KeepNewerThan
+    | KeepBest
+    | KeepSteps
+    | KeepTagged
+    | KeepPinned
+    | KeepAny
+    | KeepAll
+    | KeepNot
+)
+"""All kinds of policies that there are."""
+
+
+def rule_of(policy: RetentionPolicy) -> Rule:
+    """Returns a policy as one of the kinds that there are.
+
+    Raises:
+        InvalidRequestError: It is of none of them.
+    """
+    if not isinstance(policy, Rule):
         raise InvalidRequestError(
             f"retention policy: expected rules such as KeepLatest(3), got {policy!r}"
         )
-    return policy.policies if isinstance(policy, kind) else (policy,)
+    return policy
+
+
+def _members(
+    kind: type[KeepAny | KeepAll], policy: RetentionPolicy
+) -> tuple[RetentionPolicy, ...]:
+    """Returns what a policy adds to a combination of a kind, without its nesting."""
+    rule = rule_of(policy)
+    return rule.policies if isinstance(rule, kind) else (rule,)
 
 
 def _whole(rule: RetentionPolicy, value: object) -> int:

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import reduce
-from typing import Final
+from typing import Final, assert_never
 
 from storesvc_client._durations import duration_message
 from storesvc_client._policies import (
@@ -20,6 +20,7 @@ from storesvc_client._policies import (
     KeepTagged,
     Mode,
     RetentionPolicy,
+    rule_of,
 )
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import retention_pb2 as pb
@@ -32,20 +33,21 @@ _MODE_NAMES: Final = {number: mode for mode, number in _MODES.items()}
 
 
 def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
-    """Returns the message of a policy."""
-    match policy:
+    """Returns the message of a policy.
+
+    Raises:
+        InvalidRequestError: It is of no kind that there is.
+    """
+    match rule_of(policy):
         case KeepLatest(count):
             return pb.RetentionPolicy(latest=pb.KeepLatest(count=count))
-        case KeepEvery(interval=timedelta() as length):
-            every = pb.KeepEveryDuration(duration=duration_message(length, "duration="))
-            return pb.RetentionPolicy(every_duration=every)
-        case KeepEvery(interval=int(steps)):
-            return pb.RetentionPolicy(every_steps=pb.KeepEverySteps(steps=steps))
+        case KeepEvery(interval):
+            return _every_message(interval)
         case KeepNewerThan(length):
             newer = pb.KeepNewerThan(duration=duration_message(length, "duration="))
             return pb.RetentionPolicy(newer_than=newer)
-        case KeepBest():
-            return pb.RetentionPolicy(best=_best_message(policy))
+        case KeepBest() as best:
+            return pb.RetentionPolicy(best=_best_message(best))
         case KeepSteps(steps):
             return pb.RetentionPolicy(steps=pb.KeepSteps(steps=steps))
         case KeepTagged():
@@ -60,9 +62,8 @@ def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
             message = pb.RetentionPolicy()
             getattr(message, "not").CopyFrom(policy_message(negated))  # a keyword
             return message
-    raise InvalidRequestError(
-        f"retention policy: expected rules such as KeepLatest(3), got {policy!r}"
-    )
+        case rule:
+            assert_never(rule)
 
 
 def policy_of(message: pb.RetentionPolicy) -> RetentionPolicy:
@@ -95,10 +96,21 @@ def policy_of(message: pb.RetentionPolicy) -> RetentionPolicy:
             return reduce(operator.and_, map(policy_of, message.all.policies))
         case "not":
             return ~policy_of(getattr(message, "not"))
+        case "best" | "any" | "all" | None:
+            pass  # a mode of another release, or a combination of no rules
+        case rule:
+            assert_never(rule)
     raise InvalidRequestError(
         "retention policy: expected rules that this release knows, got another; use a "
         "newer release"
     )
+
+
+def _every_message(interval: int | timedelta) -> pb.RetentionPolicy:
+    if isinstance(interval, int):
+        return pb.RetentionPolicy(every_steps=pb.KeepEverySteps(steps=interval))
+    every = pb.KeepEveryDuration(duration=duration_message(interval, "duration="))
+    return pb.RetentionPolicy(every_duration=every)
 
 
 def _best_message(best: KeepBest) -> pb.KeepBest:

@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final
+from typing import Final, assert_never
 
 from storesvc.format.names import MAX_STEP
 from storesvc_client._durations import duration_text, parse_duration
@@ -37,6 +37,7 @@ from storesvc_client._policies import (
     Mode,
     RetentionPolicy,
     WithoutMetric,
+    rule_of,
 )
 from storesvc_client.errors import InvalidRequestError
 
@@ -56,8 +57,12 @@ _RULES: Final = (
 
 
 def policy_text(policy: RetentionPolicy) -> str:
-    """Returns the text of a policy."""
-    match policy:
+    """Returns the text of a policy.
+
+    Raises:
+        InvalidRequestError: It is of no kind that there is.
+    """
+    match rule_of(policy):
         case KeepLatest(count):
             return f"latest({count})"
         case KeepEvery(interval=timedelta() as length):
@@ -79,7 +84,10 @@ def policy_text(policy: RetentionPolicy) -> str:
             return f"~{_inside(negated, KeepAny, KeepAll)}"
         case KeepTagged():
             return "tagged"
-    return "pinned"
+        case KeepPinned():
+            return "pinned"
+        case rule:
+            assert_never(rule)
 
 
 def parse_policy(text: str) -> RetentionPolicy:

@@ -12,7 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    SupportsFloat,
+    SupportsIndex,
+    assert_never,
+)
 
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, Which
 from storesvc_client._channel import Connection
@@ -235,17 +242,23 @@ class RunSaving(RunBase):
     def _make_way(self, if_busy: IfBusy) -> None:
         self._end_done()
         writing = [save for save in self._under_way if not save.is_written]
-        if if_busy == "refuse" and writing:
-            raise ConflictError(
-                f"save to {self.name}: the save of step {writing[-1].step} is still "
-                "under way; wait for it, or queue this one"
-            )
-        if if_busy == "wait":
-            for save in writing:
-                save.wait_written()
-            self._end_done()
-            if not self._under_way:
-                self._end_threads()
+        match if_busy:
+            case "refuse":
+                if writing:
+                    raise ConflictError(
+                        f"save to {self.name}: the save of step {writing[-1].step} is "
+                        "still under way; wait for it, or queue this one"
+                    )
+            case "wait":
+                for save in writing:
+                    save.wait_written()
+                self._end_done()
+                if not self._under_way:
+                    self._end_threads()
+            case "queue":
+                pass
+            case _:
+                assert_never(if_busy)
 
     def _planner(self, job: "Job | None") -> "Planner":
         """The planner of saves by this process alone, or by all of a job."""

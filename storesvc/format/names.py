@@ -70,9 +70,10 @@ class RunName:
         match resource.split("/"):
             case ["namespaces", namespace, "runs", run]:
                 return cls(namespace, run)
-        raise InvalidNameError(
-            f"name {resource!r}: expected namespaces/NAMESPACE/runs/RUN"
-        )
+            case _:
+                raise InvalidNameError(
+                    f"name {resource!r}: expected namespaces/NAMESPACE/runs/RUN"
+                )
 
     @property
     def resource(self) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Final
+from typing import Final, assert_never
 
 from storesvc import slots
 from storesvc.catalogue import RunSummary
@@ -17,6 +17,7 @@ from storesvc.holds import expire_time
 from storesvc.records import etag_of, timestamp
 from storesvc.retaining import Verdict
 from storesvc.runs import run_etag
+from storesvc.slots import SlotState
 from storesvc.uploads import Fate
 from storesvc.watching import Told
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -56,10 +57,15 @@ def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Uplo
 def fate_message(fate: Fate) -> upload_api.Upload:
     """Returns an upload with what became of it."""
     message = upload_message(fate.name, fate.record)
-    if fate.slot is None or fate.slot.state == slots.FREE:
-        message.state = upload_api.Upload.STATE_ENDED
-    elif fate.slot.state != slots.UPLOADING:
-        message.state = upload_api.Upload.STATE_COMMITTED
+    match fate.slot and slots.state_of(fate.slot):
+        case None | SlotState.FREE:
+            message.state = upload_api.Upload.STATE_ENDED
+        case SlotState.UPLOADING:
+            message.state = upload_api.Upload.STATE_LIVE
+        case SlotState.COMMITTED | SlotState.DELETED | SlotState.PURGING:
+            message.state = upload_api.Upload.STATE_COMMITTED
+        case state:
+            assert_never(state)
     message.renew_time.CopyFrom(fate.renew_time)
     message.finished_writer_count = len(fate.finished_writers)
     if message.state == upload_api.Upload.STATE_LIVE:

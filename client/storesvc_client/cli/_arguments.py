@@ -38,9 +38,11 @@ def parent_path(text: str) -> NamespacePath | RunPath:
     match any_path(text):
         case NamespacePath() | RunPath() as path:
             return path
-    raise click.BadParameter(
-        f"{text!r}: expected a namespace or a run, such as prod or prod/llama-8b"
-    )
+        case _:
+            raise click.BadParameter(
+                f"{text!r}: expected a namespace or a run, such as prod or "
+                "prod/llama-8b"
+            )
 
 
 def run_path(text: str) -> RunPath:
@@ -48,7 +50,8 @@ def run_path(text: str) -> RunPath:
     match any_path(text):
         case RunPath() as path:
             return path
-    raise click.BadParameter(f"{text!r}: expected a run, such as prod/llama-8b")
+        case _:
+            raise click.BadParameter(f"{text!r}: expected a run, such as prod/llama-8b")
 
 
 def run_or_checkpoint(text: str) -> RunPath | CheckpointPath:
@@ -56,10 +59,11 @@ def run_or_checkpoint(text: str) -> RunPath | CheckpointPath:
     match any_path(text):
         case RunPath() | CheckpointPath() as path:
             return path
-    raise click.BadParameter(
-        f"{text!r}: expected a run or a checkpoint, such as prod/llama-8b or "
-        "prod/llama-8b@latest"
-    )
+        case _:
+            raise click.BadParameter(
+                f"{text!r}: expected a run or a checkpoint, such as prod/llama-8b or "
+                "prod/llama-8b@latest"
+            )
 
 
 def checkpoint_path(text: str) -> CheckpointPath | LeafPath:
@@ -67,9 +71,10 @@ def checkpoint_path(text: str) -> CheckpointPath | LeafPath:
     match any_path(text):
         case CheckpointPath() | LeafPath() as path:
             return path
-    raise click.BadParameter(
-        f"{text!r}: expected a checkpoint, such as prod/llama-8b@latest"
-    )
+        case _:
+            raise click.BadParameter(
+                f"{text!r}: expected a checkpoint, such as prod/llama-8b@latest"
+            )
 
 
 def whole_checkpoint(text: str) -> CheckpointPath:
@@ -99,10 +104,11 @@ def leaf_path(text: str) -> LeafPath:
     match any_path(text):
         case LeafPath() as path:
             return path
-    raise click.BadParameter(
-        f"{text!r}: expected leaves of a checkpoint, such as "
-        "'prod/llama-8b@latest:params/**', or 'prod/llama-8b@latest:**' for all"
-    )
+        case _:
+            raise click.BadParameter(
+                f"{text!r}: expected leaves of a checkpoint, such as "
+                "'prod/llama-8b@latest:params/**', or 'prod/llama-8b@latest:**' for all"
+            )
 
 
 def store_target(text: str) -> str:

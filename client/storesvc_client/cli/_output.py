@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from shlex import quote
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 import click
 
@@ -97,7 +97,8 @@ def json_value(value: Any) -> Any:
             return _NOT_FINITE[str(value)]
         case None | bool() | int() | float():
             return value
-    return str(value)
+        case _:
+            return str(value)
 
 
 def size_text(size_bytes: int) -> str:
@@ -130,7 +131,10 @@ def number_text(value: complex | None) -> str:
             return ABSENT
         case bool() | int():
             return str(value)
-    return f"{value:.6g}"
+        case float() | complex():
+            return f"{value:.6g}"
+        case _:
+            assert_never(value)
 
 
 def pairs_text(pairs: Mapping[str, str | float]) -> str:

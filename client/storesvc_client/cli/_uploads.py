@@ -1,7 +1,7 @@
 """``storectl uploads``: checkpoints that are being written."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 import click
 
@@ -112,15 +112,24 @@ def _show(
 
 def _abort(run: "Run", upload: str, *, as_json: bool) -> None:
     found = run.upload(upload)
-    if found.state == "ended":
-        raise Refusal(f"{run.name} upload {upload}: it is over already")
-    if found.state == "committed":
-        path = f"{run.name}@{found.step}"
-        raise Refusal(
-            f"{run.name} upload {upload}: it is committed; 'storectl rm {path}' "
-            "deletes a checkpoint"
-        )
-    run.abort(upload)
+    match found.state:
+        case "live":
+            run.abort(upload)
+        case "ended":
+            raise Refusal(f"{run.name} upload {upload}: it is over already")
+        case "committed":
+            path = f"{run.name}@{found.step}"
+            raise Refusal(
+                f"{run.name} upload {upload}: it is committed; 'storectl rm {path}' "
+                "deletes a checkpoint"
+            )
+        case "unknown":
+            raise Refusal(
+                f"{run.name} upload {upload}: expected a live upload, got one in a "
+                "state that this release does not know; use a newer storectl"
+            )
+        case state:
+            assert_never(state)
     if as_json:
         print_json(run.upload(upload))
     else:

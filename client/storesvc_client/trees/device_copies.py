@@ -5,7 +5,7 @@ too, comes after it.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, assert_never
 
 import jax
 import numpy as np
@@ -24,9 +24,15 @@ def copied_on_device(
         values: The leaves.
         mode: "auto" copies where the memory of all devices is known to suffice.
     """
-    if mode in ("host", "none") or (mode == "auto" and not _fits(values)):
-        return None
-    return [_copy(value) for value in values]
+    match mode:
+        case "host" | "none":
+            return None
+        case "device":
+            return [_copy(value) for value in values]
+        case "auto":
+            return [_copy(value) for value in values] if _fits(values) else None
+        case _:
+            assert_never(mode)
 
 
 def _copy(value: Any) -> Any:

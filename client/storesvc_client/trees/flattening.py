@@ -265,7 +265,8 @@ def _kind(part: Any) -> str:
             return "a"
         case FlattenedIndexKey(key=int()):
             return "f"
-    return "t"
+        case _:  # of a class that somebody has registered with jax
+            return "t"
 
 
 @cache

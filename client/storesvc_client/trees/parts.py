@@ -165,10 +165,12 @@ def _checked(rule: Any, model: Any) -> tuple[str, PartitionSpec]:
     match rule:
         case (str() as pattern, PartitionSpec() as spec):
             return pattern, spec
-    raise TypeError(
-        f"rules of {type(model).__name__}: expected pairs of a regular expression and "
-        f"a PartitionSpec, got {rule!r}; give restore such rules instead"
-    )
+        case _:
+            raise TypeError(
+                f"rules of {type(model).__name__}: expected pairs of a regular "
+                f"expression and a PartitionSpec, got {rule!r}; give restore such "
+                "rules instead"
+            )
 
 
 def _no_module(model: Any) -> TypeError:

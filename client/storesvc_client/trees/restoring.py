@@ -341,4 +341,7 @@ def _host_value(item: _Arriving, array: Any) -> Any:
             return array[()]
         case pb.LEAF_KIND_PRNG_KEY:
             return jax.random.wrap_key_data(array, impl=item.leaf.prng_impl)
-    return array
+        case pb.LEAF_KIND_ARRAY | pb.LEAF_KIND_HOST_ARRAY:
+            return array
+        case kind:
+            raise AssertionError(kind)

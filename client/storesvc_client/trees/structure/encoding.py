@@ -266,4 +266,5 @@ def _key(part: Any) -> Any:
             return part.key
         case GetAttrKey():
             return part.name
-    return str(part)
+        case _:  # of a class that somebody has registered with jax
+            return str(part)

@@ -78,4 +78,5 @@ def shown(value: Any) -> str:
             return f"a number of {value.bit_length()} bits"
         case None | bool() | int() | float():
             return repr(value)
-    return f"a {type(value).__name__}"
+        case _:
+            return f"a {type(value).__name__}"

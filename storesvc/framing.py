@@ -7,10 +7,8 @@ read right behind it.
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from google.protobuf.message import DecodeError
-
-from storesvc.errors import InvalidFieldError
 from storesvc.format import wire
+from storesvc.parsing import parsed
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
@@ -76,10 +74,7 @@ def part_of(request: bytes) -> wire.Frame | upload_api.WriteChunksRequest:
     found = wire.split(request, _RECEIVED)
     if found is not None:
         return found
-    try:
-        message = upload_api.WriteChunksRequest.FromString(request)
-    except DecodeError as e:
-        raise InvalidFieldError(f"stream: expected a WriteChunksRequest: {e}") from e
+    message = parsed(upload_api.WriteChunksRequest, request)
     if message.HasField("frame"):
         return wire.Frame(message.frame, memoryview(message.frame.data))
     return message

@@ -25,10 +25,8 @@ from storesvc.rpc.health_calls import HealthCalls
 from storesvc.store import Store
 from storesvc_proto.v1 import (
     checkpoint_service_pb2,
-    checkpoint_service_pb2_grpc,
     chunk_service_pb2,
     maintenance_service_pb2,
-    maintenance_service_pb2_grpc,
     upload_service_pb2,
 )
 
@@ -117,11 +115,12 @@ async def running(
     server = grpc.aio.server(
         options=(*OPTIONS, ("grpc.so_reuseport", int(shares_port)))
     )
-    checkpoint_service_pb2_grpc.add_CheckpointServiceServicer_to_server(
-        services.CheckpointService(store), server
-    )
     server.add_generic_rpc_handlers(
         (
+            handler_of(
+                checkpoint_service_pb2.DESCRIPTOR.services_by_name["CheckpointService"],
+                services.CheckpointService(store),
+            ),
             handler_of(
                 upload_service_pb2.DESCRIPTOR.services_by_name["UploadService"],
                 services.UploadService(store),
@@ -132,10 +131,13 @@ async def running(
                 services.ChunkService(store),
                 raw_responses={"ReadChunks"},
             ),
+            handler_of(
+                maintenance_service_pb2.DESCRIPTOR.services_by_name[
+                    "MaintenanceService"
+                ],
+                services.MaintenanceService(store),
+            ),
         )
-    )
-    maintenance_service_pb2_grpc.add_MaintenanceServiceServicer_to_server(
-        services.MaintenanceService(store), server
     )
     health = HealthCalls(SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -259,7 +259,7 @@ def test_what_is_no_request_is_refused_as_the_generated_classes_do(
     try:
         expected = api.WriteChunksRequest.FromString(written)
     except DecodeError:
-        with pytest.raises(InvalidFieldError, match="expected a WriteChunksRequest"):
+        with pytest.raises(InvalidFieldError, match="expected a serialized"):
             part_of(written)
     else:
         found = part_of(written)

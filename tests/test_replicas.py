@@ -20,15 +20,13 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import storesvc_client as store
 from storesvc.kvbucket import KvBucket
+from storesvc.rpc.handlers import handler_of
 from storesvc.rpc.health_calls import HealthCalls
 from storesvc.rpc.services import MaintenanceService
 from storesvc.store import Store
 from storesvc_client import Progress, _progress
 from storesvc_proto.v1 import maintenance_service_pb2 as api
-from storesvc_proto.v1.maintenance_service_pb2_grpc import (
-    MaintenanceServiceStub,
-    add_MaintenanceServiceServicer_to_server,
-)
+from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.conftest import gcs_root
 from tests.contract import Writer, elements, frame, sums
@@ -263,7 +261,9 @@ class Serving:
         opened = await Store.open(await KvBucket.open("memory://"))
         self.uid, self._health = opened.uid, HealthCalls([])
         server = grpc.aio.server()
-        add_MaintenanceServiceServicer_to_server(MaintenanceService(opened), server)
+        (service,) = api.DESCRIPTOR.services_by_name.values()
+        handler = handler_of(service, MaintenanceService(opened))
+        server.add_generic_rpc_handlers((handler,))
         add_HealthServicer_to_server(self._health, server)
         host = self.address.rpartition(":")[0]
         self.address = f"{host}:{server.add_insecure_port(self.address)}"

@@ -20,6 +20,7 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
+from storesvc.parsing import MESSAGE_TYPE
 from storesvc.sparing import Sparing
 from storesvc.statuses import refuse
 
@@ -73,7 +74,7 @@ async def refusals(context: Context) -> AsyncIterator[None]:
     except InvalidNameError as e:
         await refuse(context, InvalidFieldError(str(e)))
     except StoreError as e:
-        _tell_trouble(e)
+        _log_trouble(e)
         await refuse(context, e)
     except TimeoutError:
         if limit.expired():
@@ -98,10 +99,15 @@ def _answer_seconds(context: Context) -> float | None:
     return None if left is None else left - min(left / 4, WAY_SECONDS)
 
 
-def _tell_trouble(error: StoreError) -> None:
-    """Tells the log what a storage has failed a call with."""
-    storage = error.metadata.get("storage")
-    if storage and _lines.admits((type(error), storage), now=time.monotonic()):
+def _log_trouble(error: StoreError) -> None:
+    """Logs, throttled, the errors of a storage and bytes that are no request."""
+    if "storage" in error.metadata:
+        kind = (type(error), error.metadata["storage"])
+    elif MESSAGE_TYPE in error.metadata:
+        kind = (type(error), MESSAGE_TYPE)
+    else:
+        return
+    if _lines.admits(kind, now=time.monotonic()):
         _log.warning("%s", error)
 
 

@@ -11,27 +11,15 @@ from storesvc.rpc.tag_calls import TagCalls
 from storesvc.rpc.upload_calls import UploadService
 from storesvc.rpc.verify_calls import VerifyCalls
 from storesvc.rpc.watch_calls import WatchCalls
-from storesvc_proto.v1 import checkpoint_service_pb2_grpc, maintenance_service_pb2_grpc
 
 __all__ = ["CheckpointService", "ChunkService", "MaintenanceService", "UploadService"]
 
 
-class CheckpointService(  # type: ignore[misc]  # streams by the context, not by yield
-    CatalogueCalls,
-    DiffCalls,
-    RecordCalls,
-    RunCalls,
-    TagCalls,
-    WatchCalls,
-    checkpoint_service_pb2_grpc.CheckpointServiceServicer,
+class CheckpointService(
+    CatalogueCalls, DiffCalls, RecordCalls, RunCalls, TagCalls, WatchCalls
 ):
     """The catalogue."""
 
 
-class MaintenanceService(  # type: ignore[misc]  # as above
-    CollectCalls,
-    InfoCalls,
-    VerifyCalls,
-    maintenance_service_pb2_grpc.MaintenanceServiceServicer,
-):
+class MaintenanceService(CollectCalls, InfoCalls, VerifyCalls):
     """Looks after a server and its store."""

@@ -146,7 +146,13 @@ class Commits:
         #    not wait for a million chunks. The work is a sign of life, too.
         await self._uploads.renew(upload)
         receipts = await self._receipts(upload)
-        stored = await asyncio.to_thread(slots.check_complete, name, tree, receipts)
+        stored = await asyncio.to_thread(
+            slots.check_complete,
+            name,
+            tree,
+            receipts,
+            writer_count=record.writer_count,
+        )
         sums, places = await asyncio.to_thread(merge, stored)
         # 2. What is claimed must still be there to be claimed.
         await self._check_claims(upload, sums, places)
@@ -203,27 +209,21 @@ class Commits:
                 missing=str(len(lost)),
             )
 
-    async def _receipts(
-        self, upload: OpenUpload
-    ) -> dict[int, tuple[Sums, Places] | None]:
-        """What each writer stored; None: it has not finished."""
+    async def _receipts(self, upload: OpenUpload) -> dict[int, tuple[Sums, Places]]:
+        """Returns what each writer stored that has finished."""
         name = upload.name.upload
-        # One list first: a tree may have been promised by very many writers.
-        written = set(await self._bucket.list(upload.places.receipts(name)))
-        places = [
-            upload.places.receipt(name, writer)
-            for writer in range(upload.record.writer_count)
-        ]
 
-        async def receipt(place: str) -> tuple[Sums, Places] | None:
+        async def receipt(writer: int) -> tuple[Sums, Places] | None:
+            place = upload.places.receipt(name, writer)
             found = await read_record(self._bucket, place, pb.Receipt)
             if found is None:
                 return None
             return unpack_table(place, found[0], upload.tree.chunk_count)
 
-        finished = [place for place in places if place in written]
-        read = dict(zip(finished, await each(receipt, finished), strict=True))
-        return {writer: read.get(place) for writer, place in enumerate(places)}
+        # One list first: an upload may promise very many writers.
+        finished = sorted(await self._uploads.finished_writers(upload.name))
+        read = zip(finished, await each(receipt, finished), strict=True)
+        return {writer: stored for writer, stored in read if stored is not None}
 
     def _committed(
         self, slot: pb.CheckpointRecord, record: pb.UploadRecord, made: _Prepared

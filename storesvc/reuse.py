@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -29,7 +28,7 @@ from storesvc.format.trees import Tree
 from storesvc.gathering import each
 from storesvc.kvbucket import KvBucket
 from storesvc.slots import CHECKPOINTS, PURGING
-from storesvc.staging import Table, staged
+from storesvc.staging import Table, staged_places, tables_at
 from storesvc.uploads import OpenUpload, Uploads
 
 MAX_VERSIONS: Final = 16
@@ -144,20 +143,30 @@ class Reuse:
             _log.warning("%s: nothing can be claimed of it: %s", name, e)
             return []
         opened = OpenUpload(name, record, tree)
-        stored = partial(self.stored, opened)
-        found = await each(stored, range(record.writer_count))
+        by_writer = await staged_places(self._bucket, name)
+
+        async def stored(writer: int) -> list[Source]:
+            return await self._stored_at(opened, by_writer[writer])
+
+        found = await each(stored, sorted(by_writer))
         return [source for sources in found for source in sources]
 
     async def stored(self, upload: OpenUpload, writer: int) -> list[Source]:
-        """Returns what a writer stored; nothing where that is damaged: it is sent
-        again."""
-        name, tree = upload.name, upload.tree
+        """Returns what a writer stored; nothing where that is damaged, which has it
+        sent again."""
+        staging = upload.places.staging(upload.name.upload, writer)
+        return await self._stored_at(upload, await self._bucket.list(staging))
+
+    async def _stored_at(
+        self, upload: OpenUpload, tables: Sequence[str]
+    ) -> list[Source]:
+        """Returns what the tables of one writer name; nothing where one is damaged."""
         try:
-            table = await staged(
-                self._bucket, name, writer, chunk_count=tree.chunk_count
+            table = await tables_at(
+                self._bucket, tables, chunk_count=upload.tree.chunk_count
             )
         except CorruptDataError as e:
-            _log.warning("%s: nothing can be claimed of a writer: %s", name, e)
+            _log.warning("%s: nothing can be claimed of a writer: %s", upload.name, e)
             return []
         return await self.sources_of(upload, table)
 

@@ -16,6 +16,7 @@ whatever the clocks, and however many processes, do:
 from collections.abc import Mapping
 from datetime import UTC
 from enum import Enum
+from itertools import islice
 from typing import Final, assert_never
 
 import numpy as np
@@ -172,7 +173,9 @@ def check_epoch(name: UploadName, record: pb.UploadRecord, epoch: int) -> None:
 def check_complete(
     name: UploadName,
     tree: Tree,
-    receipts: Mapping[int, tuple[Sums, Places] | None],
+    receipts: Mapping[int, tuple[Sums, Places]],
+    *,
+    writer_count: int,
 ) -> list[tuple[Sums, Places]]:
     """Returns what the writers stored, and refuses a commit unless every chunk is
     held by exactly one of them.
@@ -180,22 +183,24 @@ def check_complete(
     Args:
         name: The upload.
         tree: Its tree.
-        receipts: For each writer what it stored, or None where it is unfinished.
+        receipts: What each finished writer stored.
+        writer_count: Writers that the upload has.
 
     Raises:
         WriterUnfinishedError: Naming the writers.
         ChunksIncompleteError: Naming the chunks.
     """
-    unfinished = [str(w) for w, receipt in receipts.items() if receipt is None]
-    if unfinished:
+    if len(receipts) < writer_count:
+        unfinished = (str(w) for w in range(writer_count) if w not in receipts)
+        shown = list(islice(unfinished, _SHOWN))
         raise WriterUnfinishedError(
-            f"{name}: expected {len(receipts)} finished writers, but "
-            f"{len(unfinished)} have not finished (writer "
-            f"{', '.join(unfinished[:_SHOWN])}); finish them, then commit again",
-            writers=",".join(unfinished[:_SHOWN]),
+            f"{name}: expected {writer_count} finished writers, but "
+            f"{writer_count - len(receipts)} have not finished (writer "
+            f"{', '.join(shown)}); finish them, then commit again",
+            writers=",".join(shown),
         )
     held = np.zeros(tree.chunk_count, np.int64)
-    stored = [receipt for receipt in receipts.values() if receipt is not None]
+    stored = [receipts[writer] for writer in sorted(receipts)]
     for sums, _ in stored:
         held[sums.ordinal] += 1
     wrong = np.flatnonzero(held != 1)

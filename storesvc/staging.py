@@ -8,6 +8,8 @@ without that any chunk is read.
 
 import asyncio
 import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from google.protobuf.message import DecodeError
@@ -54,13 +56,35 @@ async def staged(
     Raises:
         CorruptDataError: A table is damaged.
     """
-    listed = await bucket.list(RunPlaces(name.run).staging(name.upload, writer))
+    places = await bucket.list(RunPlaces(name.run).staging(name.upload, writer))
+    return await tables_at(bucket, places, chunk_count=chunk_count)
+
+
+async def staged_places(bucket: KvBucket, name: UploadName) -> Mapping[int, list[str]]:
+    """Returns the places of the tables of an upload, by writer.
+
+    By one list: an upload may promise very many writers of which few store anything.
+    """
+    places, found = RunPlaces(name.run), defaultdict[int, list[str]](list)
+    for place in await bucket.list(places.staging_of(name.upload)):
+        found[places.staged_writer_of(place)].append(place)
+    return found
+
+
+async def tables_at(
+    bucket: KvBucket, places: Sequence[str], *, chunk_count: int
+) -> Table:
+    """Returns the stored chunks that tables name, as ``staged`` does.
+
+    Raises:
+        CorruptDataError: A table is damaged.
+    """
 
     async def table(place: str) -> Table | None:
         found = await read_record(bucket, place, pb.Receipt)
         return None if found is None else unpack_table(place, found[0], chunk_count)
 
-    tables = [t for t in await each(table, listed, at_once=_AT_ONCE) if t is not None]
+    tables = [t for t in await each(table, places, at_once=_AT_ONCE) if t is not None]
     return await asyncio.to_thread(merge, tables)
 
 

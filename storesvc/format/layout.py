@@ -181,6 +181,10 @@ class RunPlaces:
         """Returns what the tables of all writers of an upload lie below."""
         return f"{self.root}staging/{upload}/"
 
+    def staged_writer_of(self, table: str) -> int:
+        """Returns the writer whose table a place below ``staging_of`` holds."""
+        return int(table.rsplit("/", 2)[1])
+
     def upload_parts(self, upload: str) -> str:
         """Returns what the leaf table and the receipts of an upload lie below."""
         return f"{self.root}uploads/{upload}/"

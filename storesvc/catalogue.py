@@ -29,8 +29,9 @@ from storesvc.format.manifests import (
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
 from storesvc.gathering import AT_ONCE, rows
 from storesvc.records import or_damage, read_record, sound
+from storesvc.rollbacks import purged, put_back
 from storesvc.slot_reads import SlotReads
-from storesvc.slots import CHECKPOINTS, COMMITTED
+from storesvc.slots import CHECKPOINTS, COMMITTED, UPLOADING
 from storesvc.transitions import is_deleted, replaced
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -260,10 +261,19 @@ class Catalogue:
         place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
         stored = await self._bucket.read(place)
         if stored is None:
-            raise CorruptDataError(
+            raise await self._without_manifest(run, record)
+        return stored.data
+
+    async def _without_manifest(
+        self, run: RunName, record: pb.CheckpointRecord
+    ) -> CorruptDataError:
+        """The refusal of a checkpoint whose manifest is missing."""
+        table = RunPlaces(run).file_table(record.upload, record.files_digest)
+        if not record.files_digest or await self._bucket.read(table) is not None:
+            return CorruptDataError(
                 f"{run}@{record.step}: its manifest is missing; use another checkpoint"
             )
-        return stored.data
+        return purged(run, record)
 
     async def _resolved(self, name: CheckpointName) -> pb.CheckpointRecord | None:
         """The checkpoint that a name stands for, deleted ones included."""
@@ -271,9 +281,18 @@ class Catalogue:
             return await self._newest(name.run, _LISTED)
         if isinstance(name.which, int):
             return await self._held_slot(name.run, name.which, CHECKPOINTS)
-        tag = await self._tag(TagName(name.run, name.which))
-        record = await self._held_slot(name.run, tag.step, CHECKPOINTS)
-        return record if record and record.upload == tag.upload else None
+        return await self._tagged(TagName(name.run, name.which))
+
+    async def _tagged(self, name: TagName) -> pb.CheckpointRecord | None:
+        """The checkpoint that a tag names; None: it is gone."""
+        tag = await self._tag(name)
+        found = await self._reads.checked(name.run, tag.step)
+        if found is None or found[0].upload != tag.upload:
+            return None
+        if found[0].state == UPLOADING:  # a tag is set only after the commit
+            why = f"tag {name.tag} names it"
+            raise put_back(name.run, tag.step, tag.upload, why)
+        return found[0] if found[0].state in CHECKPOINTS else None
 
     async def _tag(self, name: TagName) -> pb.TagRecord:
         found = await self.tag_slot(name)
@@ -291,7 +310,7 @@ class Catalogue:
     async def _held_slot(
         self, run: RunName, step: int, states: Container[int]
     ) -> pb.CheckpointRecord | None:
-        found = await self.slot(run, step)
+        found = await self._reads.checked(run, step)
         return found[0] if found and found[0].state in states else None
 
     async def _exists(self, name: RunName) -> bool:

@@ -3,7 +3,8 @@
 In this order, so that a pass that is cut off anywhere leaves nothing that a later
 one cannot go on with:
 
-1. Uploads whose lease is over are aborted.
+1. Uploads whose lease is over are aborted; but where a slot was put back to before
+   its commit (``history``), the pass ends here.
 2. The retention policy is applied.
 3. Deleted checkpoints whose time has come are purged.
 4. The run is read as it is then, and ``marking`` says what is garbage. The steps
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
 
+from storesvc import marking
 from storesvc.bucket import Bucket, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
@@ -33,6 +35,7 @@ from storesvc.failpoints import Failpoint, reach
 from storesvc.format.names import RunName
 from storesvc.garbage import Garbage, Search
 from storesvc.gathering import each
+from storesvc.history import History
 from storesvc.journal import Journal
 from storesvc.leases import Observations
 from storesvc.lives import Lives
@@ -42,7 +45,7 @@ from storesvc.retaining import Retaining
 from storesvc.runs import Runs
 from storesvc.slots import FREE
 from storesvc.snapshots import Snapshots
-from storesvc.uses import Uses
+from storesvc.uses import Use, Uses
 
 DEFAULT_GRACE: Final = timedelta(hours=1)
 """How long ago something must have lost its use: readers without a hold go on."""
@@ -94,16 +97,20 @@ class Progress:
             ),
         )
 
-    def knowing(self, garbage: Garbage, grace: timedelta) -> "Progress":
+    def knowing(
+        self, garbage: Garbage, grace: timedelta, lost: Mapping[str, Use]
+    ) -> "Progress":
         """Returns the progress once the garbage was found."""
-        count = len(garbage.marks.waiting)
+        kept = [upload for upload in garbage.marks.waiting if upload in lost]
+        count = len(garbage.marks.waiting) - len(kept)
         uploads = "1 upload" if count == 1 else f"{count} uploads"
-        waiting = f"{uploads} ended less than {grace} ago"
-        return replace(
-            self,
-            garbage_objects=len(garbage),
-            postponed=waiting if count else "",
-        )
+        reasons = [f"{uploads} ended less than {grace} ago"] if count else []
+        reasons += [
+            f"upload {upload} lost its step to another one, and {lost[upload]} names "
+            "it; put the record of its step back, or delete that"
+            for upload in kept
+        ]
+        return replace(self, garbage_objects=len(garbage), postponed="; ".join(reasons))
 
 
 class Patience:
@@ -160,10 +167,17 @@ class Collector:
         self._snapshots = Snapshots(bucket, catalogue)
         expiry = Expiry(bucket, catalogue, seen, clock=clock)
         self._ending = Ending(
-            bucket, expiry, retaining, lives, uses, reserve, clock=clock
+            bucket,
+            expiry,
+            retaining,
+            lives,
+            uses,
+            History(catalogue, journal, uses),
+            reserve,
+            clock=clock,
         )
         self._search = Search(
-            bucket, catalogue, self._snapshots, expiry, seen, clock=clock
+            bucket, catalogue, self._snapshots, expiry, uses, seen, clock=clock
         )
 
     async def collect(
@@ -183,9 +197,10 @@ class Collector:
                 seen = await self._snapshots.look(run)
             snapshot = await self._snapshots.settled(seen)
             await reach(Failpoint.COLLECT_BEFORE_MARKS)
-            over = self._search.over(snapshot, grace)
+            lost = await self._search.lost(snapshot)
+            over = self._search.over(snapshot, grace) - lost.keys()
             garbage = await self._search.find(snapshot, over)
-            progress = progress.knowing(garbage, grace)
+            progress = progress.knowing(garbage, grace, lost)
             await reach(Failpoint.COLLECT_BEFORE_DELETES)
             yield progress
             async for count in self._delete(snapshot, garbage):
@@ -207,11 +222,13 @@ class Collector:
             endings = await self._ending.preview(run, seen)
             progress = progress.after(endings)
             snapshot = await self._snapshots.settled(seen)
+            lost = await self._search.lost(snapshot)
             over = self._search.over(snapshot, grace)
-            if not grace:
-                over |= endings.uploads
             after = snapshot.with_slots(endings.slots)
-            progress = progress.knowing(await self._search.find(after, over), grace)
+            if not grace:
+                over |= marking.ended(marking.fates(after))
+            garbage = await self._search.find(after, over - lost.keys())
+            progress = progress.knowing(garbage, grace, lost)
         except StoreError as e:
             progress = progress.failed(e)
         yield replace(progress, is_done=True)

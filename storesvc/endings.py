@@ -16,6 +16,7 @@ from storesvc.errors import InvalidPolicyError, RunNotFoundError
 from storesvc.expiry import Expired, Expiry
 from storesvc.format import layout
 from storesvc.format.names import RunName
+from storesvc.history import History
 from storesvc.lives import DEFAULT_PURGE_DELAY, Lives
 from storesvc.marking import Snapshot
 from storesvc.records import read_record, timestamp
@@ -43,11 +44,6 @@ class Endings:
         """Returns all of them, in the order in which they changed."""
         return [*self.aborted, *self.deleted, *self.purged]
 
-    @property
-    def uploads(self) -> set[str]:
-        """Returns the uploads that no slot holds any more."""
-        return {slot.upload for slot in (*self.aborted, *self.purged)}
-
 
 class Ending:
     """Ends what ends by itself in the runs of a bucket."""
@@ -59,11 +55,13 @@ class Ending:
         retaining: Retaining,
         lives: Lives,
         uses: Uses,
+        history: History,
         reserve: Reserve,
         *,
         clock: Clock,
     ) -> None:
         self._bucket = bucket
+        self._history = history
         self._expiry = expiry
         self._retaining = retaining
         self._lives = lives
@@ -73,10 +71,14 @@ class Ending:
 
     async def apply(self, run: RunName, snapshot: Snapshot) -> Endings:
         """Aborts uploads past their lease, applies the retention policy, purges what is
-        due; returns what ended."""
+        due; returns what ended.
+
+        Raises:
+            CorruptDataError: A slot was put back to an earlier version: nothing ended.
+        """
         aborted = [
             expired.after
-            for expired in await self._expiry.uploads(run, snapshot)
+            for expired in await self._expired(run, snapshot)
             if await self._reserve.spent_on(self._expiry.abort, run, expired)
         ]
         deleted = await self._deleted(run, snapshot, await self.retain(run))
@@ -87,8 +89,12 @@ class Ending:
         )
 
     async def preview(self, run: RunName, snapshot: Snapshot) -> Endings:
-        """Returns what would end."""
-        expired = await self._expiry.uploads(run, snapshot)
+        """Returns what would end.
+
+        Raises:
+            CorruptDataError: A slot was put back to an earlier version.
+        """
+        expired = await self._expired(run, snapshot)
         verdicts = await self._verdicts(run, self._retaining.preview)
         deleted = await self._deleted(run, snapshot, verdicts)
         purged = await self._would_purge(run, snapshot.with_slots(deleted), expired)
@@ -100,6 +106,13 @@ class Ending:
         """Applies the retention policy of a run, if it has one; returns what became of
         each checkpoint."""
         return await self._reserve.spent_on(self._verdicts, run, self._retaining.apply)
+
+    async def _expired(self, run: RunName, snapshot: Snapshot) -> list[Expired]:
+        """The uploads whose lease is over, where none of the run looks unfinished that
+        was committed."""
+        expired = await self._expiry.uploads(run, snapshot)
+        await self._history.check(run, snapshot, expired)
+        return expired
 
     async def _verdicts(
         self, run: RunName, judge: Callable[[RunName], AsyncGenerator[list[Verdict]]]

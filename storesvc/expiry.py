@@ -7,7 +7,7 @@ for ``leases`` to say, by what this process has seen of it.
 """
 
 from dataclasses import dataclass
-from datetime import UTC, timedelta
+from datetime import UTC, datetime, timedelta
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -31,6 +31,8 @@ class Expired:
     """An upload whose lease is over."""
 
     upload: str
+    create_time: datetime
+    """When it began, by the clock of a server."""
     sign: bytes
     """Its last sign of life."""
     before: pb.CheckpointRecord | None
@@ -123,6 +125,7 @@ class Expiry:
         )
         return Expired(
             upload=upload,
+            create_time=begun.create_time.ToDatetime(UTC),
             sign=_bytes_of(sign),
             before=snapshot.slots.get(begun.step),
             after=slots.released(reserved, timestamp(self._clock.now())),

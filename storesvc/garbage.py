@@ -23,7 +23,9 @@ from storesvc.format.names import RunName, TagName
 from storesvc.gathering import each
 from storesvc.leases import Observations
 from storesvc.marking import Fate, Marks, Snapshot, State
+from storesvc.rollbacks import purged
 from storesvc.snapshots import Snapshots
+from storesvc.uses import Use, Uses
 
 ANSWERED: Final = timedelta(hours=24)
 """How long the record of an upload answers repeated requests, once all is over."""
@@ -60,6 +62,7 @@ class Search:
         catalogue: Catalogue,
         snapshots: Snapshots,
         expiry: Expiry,
+        uses: Uses,
         observations: Observations,
         *,
         clock: Clock,
@@ -68,15 +71,31 @@ class Search:
         self._catalogue = catalogue
         self._snapshots = snapshots
         self._expiry = expiry
+        self._uses = uses
         self._observations = observations
         self._clock = clock
+
+    async def lost(self, snapshot: Snapshot) -> dict[str, Use]:
+        """Returns the uploads that lost their step to another one although a tag or a
+        hold names them, as after a slot was put back and the step was saved again.
+        What they stored may be all that is left of a checkpoint."""
+        known = await asyncio.to_thread(marking.fates, snapshot)
+        ended = {
+            upload
+            for upload, fate in known.items()
+            if fate.state is State.ENDED and fate.slot is None
+        }
+        if not ended:
+            return {}
+        named = await self._uses.named(snapshot.places.name)
+        return {upload: named[upload] for upload in sorted(ended & named.keys())}
 
     async def find(self, snapshot: Snapshot, over: Collection[str]) -> Garbage:
         """Returns what has no use.
 
         Args:
             snapshot: What was read of a run.
-            over: Uploads that ended longer than a grace ago.
+            over: Uploads that ended longer than a grace ago, and are not lost.
 
         Raises:
             CorruptDataError: What something needs cannot be told: nothing may go.
@@ -97,7 +116,7 @@ class Search:
             if table is not None:
                 named.update(table.file)
             elif must_be:
-                raise CorruptDataError(f"{place} is missing")
+                raise _without_table(snapshot, known, place)
         marks = await asyncio.to_thread(
             marking.mark, snapshot, known, over=over, answered=answered, named=named
         )
@@ -188,3 +207,15 @@ class Search:
         record = places.upload(upload)
         answers = [f"{record} {state.value} answers" for state in State]
         return [places.lease(upload), f"{record} ended", *answers]
+
+
+def _without_table(
+    snapshot: Snapshot, known: Mapping[str, Fate], table: str
+) -> CorruptDataError:
+    """The refusal to collect while the file table of a checkpoint is missing."""
+    places = snapshot.places
+    slot = known[places.upload_of(table) or ""].slot
+    assert slot is not None
+    if places.manifest(slot.upload, slot.manifest_digest) not in snapshot.listed:
+        return purged(places.name, slot)
+    return CorruptDataError(f"{table} is missing")

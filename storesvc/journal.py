@@ -11,7 +11,8 @@ begin anew.
 import asyncio
 import logging
 import uuid
-from datetime import UTC, timedelta
+from collections.abc import AsyncGenerator, Container
+from datetime import UTC, datetime, timedelta
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,7 @@ from storesvc.errors import (
 )
 from storesvc.events import PATIENCE
 from storesvc.format import layout
+from storesvc.format.names import RunName
 from storesvc.records import read_record, timestamp, write_record
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -48,6 +50,8 @@ at the same moment, so that only a broken storage takes so many."""
 
 TRIES_A_LINE: Final = 20
 """Tries for each line in the log."""
+_SLACK: Final = timedelta(hours=1)
+"""How far the clocks of two servers may differ in a look back."""
 
 MAX_KNOWN: Final = 10_000
 """Namespaces of which a process knows a number; of others it lists the journal."""
@@ -145,6 +149,32 @@ class Journal:
         least = max(0, tail - limit)
         numbers = await self._numbers(namespace, after=least)
         return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+
+    async def changes(
+        self, run: RunName, uploads: Container[str], *, since: datetime
+    ) -> AsyncGenerator[tuple[int, pb.Announcement]]:
+        """Yields the announced changes of some uploads of a run, the last one first,
+        whether or not they were made; damaged announcements are passed over.
+
+        Args:
+            run: The run.
+            uploads: Of these uploads.
+            since: None that is older, by the clocks of servers, than an hour before.
+        """
+        last = await self.tail(run.namespace)
+        while last > 0:
+            numbers = range(last, max(0, last - READS_AT_ONCE), -1)
+            looks = (self._look(run.namespace, number) for number in numbers)
+            found = await asyncio.gather(*looks)
+            for number, (_, one) in zip(numbers, found, strict=True):
+                if one and one.run == run.run and one.upload in uploads:
+                    yield number, one
+            if not found[-1][0] or any(
+                one and one.create_time.ToDatetime(UTC) < since - _SLACK
+                for _, one in found
+            ):
+                return  # the rest is older, or was trimmed
+            last = numbers[-1] - 1
 
     async def trim(
         self, namespace: str, *, keep: int = KEPT, older_than: timedelta = KEPT_AGE

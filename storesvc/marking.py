@@ -139,18 +139,40 @@ def blind(snapshot: Snapshot, known: Mapping[str, Fate]) -> list[str]:
     ]
 
 
+def unfinished(known: Mapping[str, Fate]) -> list[str]:
+    """Returns the uploads that live or have begun: those that were never committed,
+    unless a slot was put back."""
+    return [u for u, f in known.items() if f.state in (State.LIVE, State.BEGUN)]
+
+
+def ended(known: Mapping[str, Fate]) -> set[str]:
+    """Returns the uploads that have ended."""
+    return {upload for upload, fate in known.items() if fate.state is State.ENDED}
+
+
+def step_of(snapshot: Snapshot, upload: str, fate: Fate) -> int:
+    """Returns the step of an upload that lives or has begun."""
+    return fate.slot.step if fate.slot else snapshot.records[upload].step
+
+
 def leases(snapshot: Snapshot, known: Mapping[str, Fate]) -> list[str]:
     """Returns the uploads that are to be ended once their lease is over: those that
-    live, and those that have begun where their slot is there to be reserved."""
-    found = []
+    live, and of those that have begun, where their slot is there to be reserved, the
+    one with the highest epoch of each step. Its end is that of the others; the other
+    way round, the slot would be left with a lower epoch than it had."""
+    found, begun = [], dict[int, str]()
     for upload, fate in known.items():
-        if fate.state is State.BEGUN:
-            slot = snapshot.slots.get(snapshot.records[upload].step)
-            if slot is None or slot.state == FREE:
-                found.append(upload)
-        elif fate.state is State.LIVE:
+        if fate.state is State.LIVE:
             found.append(upload)
-    return found
+        elif fate.state is State.BEGUN:
+            record = snapshot.records[upload]
+            slot = snapshot.slots.get(record.step)
+            if slot is not None and slot.state != FREE:
+                continue
+            other = begun.get(record.step)
+            if other is None or snapshot.records[other].epoch < record.epoch:
+                begun[record.step] = upload
+    return [*found, *begun.values()]
 
 
 def tables(

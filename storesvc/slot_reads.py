@@ -18,6 +18,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.gathering import AT_ONCE, each
 from storesvc.records import damaged, or_damage, read_record
+from storesvc.rollbacks import Rollbacks
 from storesvc.slots import state_of
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -42,6 +43,7 @@ class SlotReads:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
+        self._rollbacks = Rollbacks(bucket)
 
     async def slot(
         self, run: RunName, step: int
@@ -59,11 +61,24 @@ class SlotReads:
                 how = f"expected step {step}, got {found[0].step}"
                 raise damaged(place, how, of=of)
         except CorruptDataError as e:
-            raise CorruptDataError(
-                f"{e}; other steps can be used as before", run=str(run), step=str(step)
-            ) from e
+            raise _costs_no_other(e, run, step) from e
         if found is not None:
             state_of(found[0])
+        return found
+
+    async def checked(
+        self, run: RunName, step: int
+    ) -> tuple[pb.CheckpointRecord, Generation] | None:
+        """Returns what a step's slot holds, for readers of checkpoints.
+
+        Raises:
+            CorruptDataError: It holds the slot of another step, is damaged, or was put
+                back to what it was before its commit.
+        """
+        found = await self.slot(run, step)
+        damage = await self._rollbacks.damage(run, found)
+        if damage is not None:
+            raise _costs_no_other(damage, run, step)
         return found
 
     async def steps(
@@ -129,7 +144,7 @@ class SlotReads:
         count = limit
         while steps and len(found) < limit:
             batch, steps = steps[:count], steps[count:]
-            slots = await each(lambda step: or_damage(self.slot(run, step)), batch)
+            slots = await each(lambda step: or_damage(self.checked(run, step)), batch)
             for step, slot in zip(batch, slots, strict=True):
                 if len(found) == limit:
                     break
@@ -151,3 +166,10 @@ class SlotReads:
             if isinstance(slot, CorruptDataError) or (slot and slot[1]) != before:
                 return False
         return True
+
+
+def _costs_no_other(
+    damage: CorruptDataError, run: RunName, step: int
+) -> CorruptDataError:
+    text = f"{damage}; other steps can be used as before"
+    return CorruptDataError(text, run=str(run), step=str(step))

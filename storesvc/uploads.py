@@ -43,6 +43,7 @@ from storesvc.kvbucket import KvBucket
 from storesvc.leaf_tables import LeafTables
 from storesvc.plans import difference, differing_rows
 from storesvc.records import duration, read_record, timestamp, write_record
+from storesvc.rollbacks import Rollbacks
 from storesvc.runs import Runs
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -117,6 +118,7 @@ class Uploads:
         self._runs = runs
         self._clock = clock
         self._leaf_tables = LeafTables(bucket)
+        self._rollbacks = Rollbacks(bucket)
         self._signs: LRUCache[UploadName, _Sign] = LRUCache(_KEPT_SIGNS)
 
     async def begin(
@@ -135,6 +137,7 @@ class Uploads:
             LimitExceededError: It has too many leaves or chunks.
             RequestIdReusedError: The upload exists with another body.
             CheckpointExistsError: The step is committed.
+            CorruptDataError: It was, and its slot was put back to before its commit.
             UploadSupersededError: The upload exists, and lost its slot.
             UploadNotFoundError: It was aborted; or the step was freed while it began,
                 and another id must begin.
@@ -151,6 +154,8 @@ class Uploads:
         run = await self._runs.create(name.run)
         epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)
         predecessor = slots.predecessor(slot and slot[0])
+        if predecessor and (damage := await self._rollbacks.damage(name.run, slot)):
+            raise damage
         # 2. Record before tree before slot: whoever sees the slot finds the others.
         if record is None:
             described = await self._described(new, tree_digest, values_digest)
@@ -361,6 +366,7 @@ class Uploads:
 
         Raises:
             CheckpointExistsError: It is committed.
+            CorruptDataError: It was, and its slot was put back to before its commit.
             ConflictError: It changed at the same moment.
         """
         places = RunPlaces(name.run)
@@ -373,6 +379,8 @@ class Uploads:
             return  # another took the step over, and may claim what is stored
         if slot[0].state in slots.CHECKPOINTS:
             raise slots.exists(name.run, slot[0])
+        if damage := await self._rollbacks.damage(name.run, slot):
+            raise damage
         await reach(Failpoint.ABORT_BEFORE_SLOT)
         try:
             await write_record(

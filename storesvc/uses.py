@@ -49,11 +49,15 @@ class Uses:
     async def of(self, run: RunName) -> dict[str, Use]:
         """Returns what uses the checkpoints of a run, by the uid of the checkpoint: of
         each one use."""
-        uploads, holds, tagged = await asyncio.gather(
-            self._bases(run), self._held(run), self.tagged(run)
-        )
+        uploads, named = await asyncio.gather(self._bases(run), self.named(run))
+        return {**uploads, **named}
+
+    async def named(self, run: RunName) -> dict[str, Use]:
+        """Returns the tags and the holds of a run by the uid of the checkpoint that
+        each names: of each checkpoint one."""
+        holds, tagged = await asyncio.gather(self._held(run), self.tagged(run))
         tags = {uid: Use(kind="tag", name=tag) for uid, tag in tagged.items()}
-        return {**uploads, **holds, **tags}
+        return {**holds, **tags}
 
     async def tagged(self, run: RunName) -> dict[str, str]:
         """Returns the tags of a run by the uid of the checkpoint that each names."""

@@ -13,11 +13,11 @@ from storesvc import events, policies, slots
 from storesvc.errors import FormatUnsupportedError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
-from storesvc.format.seal import seal, unseal
 from storesvc_client._policies import KeepAny, RetentionPolicy
 from storesvc_client._policy_messages import policy_message
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
+from tests import stored_records
 from tests.server_process import ServerProcess
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -79,14 +79,14 @@ def test_a_step_in_an_unknown_state_is_neither_taken_over_nor_collected(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
     server = start_server(root=tmp_path)
-    slot = tmp_path / RunPlaces(RUN).checkpoint(1)
+    slot = RunPlaces(RUN).checkpoint(1)
     with store.connect(server.address) as client:
         run = client.run(str(RUN))
         for step in (1, 2):
             run.save(step, {"x": np.full(9, step)}).result()
-        record = unseal(slot.read_bytes(), pb.CheckpointRecord)
+        record = stored_records.read(tmp_path, slot, pb.CheckpointRecord)
         record.state = LATER_STATE  # type: ignore[assignment]  # as read from the wire
-        slot.write_bytes(seal(record))
+        stored_records.write(tmp_path, slot, record)
         before = stored(tmp_path)
 
         with pytest.raises(store.PreconditionError, match="got 99") as saved:

@@ -72,14 +72,16 @@ reached then, no slot can reach again, and may be deleted at any later time. A s
 reaches an upload's own objects while it is UPLOADING by it, and those of its
 predecessor; and the files of its FileTable while it is COMMITTED, DELETED or PURGING.
 
-A slot that was put back. A slot never becomes UPLOADING again by an upload that it
-held as a checkpoint, and no slot names an epoch below that of an upload that reserved
-it. Where a slot does, although a tag or a hold names that upload, or its manifest is
-there and its leaf table, which outlives UPLOADING, is not, or the journal holds a
-change of it that only a checkpoint can have, an earlier version of the slot was put
-back. A collector MUST then neither end the upload nor delete anything of the run, and
-SHOULD name the slot. It MUST keep what an upload stored, and all that its FileTable
-names, while a tag or a hold names an upload that lost its step to another one.
+A slot that was put back. A slot that held an upload as a checkpoint never becomes
+UPLOADING by it again, and never names an epoch below the upload's. So an earlier
+version of a slot was put back where it is UPLOADING by an upload, or names an epoch
+below the upload's, although one of these holds: a tag or a hold names the upload; it
+has a manifest, and the slot is not its own, or its leaf table is gone; the journal
+has a deletion, an undeletion or a tag of it. A collector MUST then neither end the upload
+nor delete anything of the run, a writer MUST NOT take the step over, and both SHOULD
+name the slot. A slot that was removed gives its checkpoint up unless a tag or a hold
+names it. Where another upload has the step by then, a collector MUST keep what the
+named upload stored, and what its FileTable names.
 
 The journal. Who changes a slot or a tag in a way that a watch tells of MUST
 read the object, then create the next announcement of the namespace, then change

@@ -1,0 +1,357 @@
+"""A slot that is put back to before its commit is damage, and costs no data."""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import timedelta
+
+import grpc
+import pytest
+
+import storesvc_client as store
+from storesvc.errors import CheckpointNotFoundError, CorruptDataError
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import (
+    LATEST,
+    CheckpointName,
+    HoldName,
+    RunName,
+    TagName,
+    UploadName,
+)
+from storesvc.uploads import DEFAULT_LEASE
+from tests.collecting_process import NOW, PLACES, RUN, Process, started
+from tests.contract import Writer, frame, sums
+from tests.server_process import ServerProcess
+
+STEP = 2
+SLOT = PLACES.checkpoint(STEP)
+CONTENT = (0, 2, 0)
+Naming = Callable[[Process], Awaitable[None]]
+Objects = dict[str, bytes]
+
+
+async def tagged(process: Process) -> None:
+    await process.store.tags.set(
+        TagName(RUN, "best"),
+        CheckpointName(RUN, STEP),
+        protected=None,
+        etag="",
+        write_id=str(uuid.uuid4()),
+    )
+
+
+async def held(process: Process) -> None:
+    await process.store.holds.create(
+        HoldName(RUN, uuid.uuid4().hex),
+        CheckpointName(RUN, STEP),
+        owner="me",
+        ttl=timedelta(days=9),
+        uid="",
+    )
+
+
+async def announced(process: Process) -> None:
+    """Leaves nothing but two announcements of it."""
+    await process.delete(STEP, purge_delay=timedelta(days=1))
+    await process.store.lives.undelete(RUN, STEP, write_id=str(uuid.uuid4()))
+
+
+async def unnamed(process: Process) -> None:
+    """Leaves nothing but what its commit left."""
+
+
+async def objects(process: Process) -> Objects:
+    found = {}
+    for place in await process.bucket.list(PLACES.root):
+        stored = await process.bucket.read(place)
+        assert stored is not None
+        found[place] = stored.data
+    return found
+
+
+async def committed(process: Process) -> tuple[UploadName, Objects, Objects]:
+    """Saves two steps, the second of which shares chunks with the first, and took its
+    step over from another upload; returns it, what lay in the run before it began, and
+    right before its commit."""
+    await process.save(1)
+    lost = await process.begin(STEP)
+    await process.send(lost, {0: 1})
+    early = await objects(process)
+    upload = await process.begin(STEP, base=1)
+    await process.send(upload, {1: 2})
+    await process.finish(upload, CONTENT)
+    late = await objects(process)
+    await process.commit(upload, CONTENT)
+    return upload, early, late
+
+
+async def put(process: Process, place: str, data: bytes | None) -> None:
+    if data is None:
+        await process.bucket.delete(place)
+    else:
+        await process.bucket.write(place, data)
+
+
+async def collect_often(process: Process) -> list[str]:
+    """Collects until every lease is over; returns why each pass was postponed."""
+    reasons = []
+    for _ in range(4):
+        previewed = await process.preview()
+        made = await process.collect()
+        assert previewed.postponed == made.postponed
+        reasons.append(made.postponed)
+        process.clock.turn(DEFAULT_LEASE)
+    return reasons
+
+
+@pytest.mark.parametrize("back_to", ["its own upload", "the upload before it"])
+@pytest.mark.parametrize(
+    ("name", "leaf_table"),
+    [
+        (tagged, "gone"),
+        (held, "gone"),
+        (announced, "gone"),
+        (unnamed, "gone"),
+        (tagged, "put back"),
+        (held, "put back"),
+        (announced, "put back"),
+    ],
+)
+def test_a_committed_upload_is_never_ended_whatever_its_slot_says(
+    name: Naming, back_to: str, leaf_table: str
+) -> None:
+    async def main() -> None:
+        process = await started()
+        upload, early, late = await committed(process)
+        await name(process)
+        await process.delete(1)  # what it shares with it has no other owner
+        newest = await objects(process)
+        (tree,) = (
+            p for p in late if p.startswith(PLACES.tree(upload.upload, b"")[:-6])
+        )
+        if leaf_table == "put back":
+            await put(process, tree, late[tree])
+        await put(process, SLOT, (late if back_to == "its own upload" else early)[SLOT])
+        before = await objects(process)
+
+        reasons = await collect_often(process)
+
+        # The journal is read only for what is about to end.
+        needs_journal = name is announced and leaf_table == "put back"
+        for reason in reasons[-1:] if needs_journal else reasons:
+            told = f"the record of {RUN}@{STEP} is damaged ({SLOT}: an earlier version"
+            assert told in reason
+            assert upload.upload in reason
+        own = {place for place in before if upload.upload in place}
+        assert own <= set(await objects(process))
+        await put(process, SLOT, newest[SLOT])
+        await process.check()
+        assert STEP in await process.steps()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", [tagged, held])
+def test_a_slot_that_was_removed_gives_nothing_up_that_is_named(name: Naming) -> None:
+    async def main() -> None:
+        process = await started()
+        upload, _, _ = await committed(process)
+        await name(process)
+        newest = await objects(process)
+        await put(process, SLOT, None)
+
+        reasons = await collect_often(process)
+
+        for reason in reasons:
+            assert f"the record of {RUN}@{STEP} is missing ({SLOT}), but " in reason
+        await put(process, SLOT, newest[SLOT])
+        await process.check()
+
+        await put(process, SLOT, None)
+        for place in newest:
+            if place.startswith((PLACES.tags, PLACES.holds)):
+                await put(process, place, None)
+        assert [""] * 4 == await collect_often(process)
+        assert [] == await process.objects(upload)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", [tagged, held])
+def test_what_is_named_outlives_the_upload_that_takes_its_step_over(
+    name: Naming,
+) -> None:
+    async def main() -> None:
+        process = await started()
+        upload, _, late = await committed(process)
+        await name(process)
+        await process.delete(1)
+        newest = await objects(process)
+        await put(process, SLOT, late[SLOT])
+        # Nothing shows the next upload that this was committed.
+        (tree,) = (
+            p for p in late if p.startswith(PLACES.tree(upload.upload, b"")[:-6])
+        )
+        await put(process, tree, late[tree])
+        await process.save(STEP, (1, 1, 1))
+
+        reasons = await collect_often(process)
+
+        for reason in reasons:
+            assert f"upload {upload.upload} lost its step to another one, and" in reason
+        await process.check()
+        process.contents[STEP] = CONTENT
+        await put(process, SLOT, newest[SLOT])
+        await process.check()
+
+    asyncio.run(main())
+
+
+def test_nothing_takes_over_or_aborts_what_was_committed() -> None:
+    async def main() -> None:
+        process = await started()
+        upload, _, late = await committed(process)
+        newest = await objects(process)
+        await put(process, SLOT, late[SLOT])
+
+        for call in (
+            process.begin(STEP),
+            process.store.uploads.abort(upload),
+            process.store.catalogue.checkpoint(CheckpointName(RUN, LATEST)),
+            process.store.catalogue.checkpoint(CheckpointName(RUN, STEP)),
+            process.store.catalogue.checkpoints(RUN, before=None, limit=9),
+        ):
+            with pytest.raises(CorruptDataError, match="an earlier version of it was"):
+                await call
+        await process.save(STEP + 1)  # other steps can be used as before
+        await put(process, SLOT, newest[SLOT])
+        await process.check()
+
+    asyncio.run(main())
+
+
+def test_a_slot_that_was_put_back_is_given_up_by_removing_it() -> None:
+    async def main() -> None:
+        process = await started()
+        upload, _, late = await committed(process)
+        await put(process, SLOT, late[SLOT])
+        await put(process, SLOT, None)
+
+        assert [""] * 4 == await collect_often(process)
+        assert [] == await process.objects(upload)
+        await process.save(STEP, (2, 2, 2))
+        await process.check()
+
+    asyncio.run(main())
+
+
+def test_an_upload_that_was_aborted_and_put_back_ends_as_any_other() -> None:
+    async def main() -> None:
+        process = await started()
+        await process.save(1)
+        upload = await process.begin(STEP)
+        await process.send(upload, {0: 1})
+        late = await objects(process)
+        await process.store.uploads.abort(upload)
+        await put(process, SLOT, late[SLOT])
+
+        with pytest.raises(CheckpointNotFoundError):
+            await process.store.catalogue.checkpoint(CheckpointName(RUN, STEP))
+        assert "" == (await collect_often(process))[-1]
+        assert [] == await process.objects(upload)
+        await process.save(STEP)
+        await process.check()
+
+    asyncio.run(main())
+
+
+def test_a_commit_and_a_tag_during_a_pass_are_no_damage() -> None:
+    async def main() -> None:
+        process = await started()
+        await process.save(1)
+        upload = await process.begin(STEP, base=1)
+        await process.send(upload, {1: 2})
+        await process.finish(upload, CONTENT)
+        collector = process.store.collector
+        seen = await collector._snapshots.look(RUN)
+        await process.commit(upload, CONTENT)
+        await tagged(process)
+        await held(process)
+
+        assert [] == (await collector._ending.apply(RUN, seen)).slots
+        assert "" == (await process.collect()).postponed
+        await process.check()
+
+    asyncio.run(main())
+
+
+def test_a_purged_checkpoint_whose_record_is_put_back_says_what_it_lacks() -> None:
+    async def main() -> None:
+        process = await started()
+        _, _, _ = await committed(process)
+        newest = await objects(process)
+        await process.delete(STEP)
+        await process.collect()
+        await put(process, SLOT, newest[SLOT])
+
+        found = await process.store.catalogue.checkpoint(CheckpointName(RUN, STEP))
+        told = f"{RUN}@{STEP}: its manifest is missing, as all that its record names"
+        with pytest.raises(CorruptDataError, match=told):
+            await process.store.catalogue.manifest_bytes(RUN, found)
+        assert told in (await process.collect()).postponed
+
+        await process.delete(STEP)
+        assert "" == (await process.collect()).postponed
+        assert [1] == await process.steps()
+        await process.save(STEP, (2, 2, 2))
+        await process.check()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
+    return start_server("--gc-interval", "0s")
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[store.Client]:
+    with store.connect(server.address) as client:
+        yield client
+
+
+def test_a_client_is_shown_the_slot_that_was_put_back(
+    server: ServerProcess, client: store.Client
+) -> None:
+    name = "tests/put-back"
+    run, place = client.run(name), RunPlaces(RunName.parse(name)).checkpoint(1)
+    Writer(server.address, name, 0).save()
+    writer = Writer(server.address, name, 1)
+    writer.begin()
+    writer.write(frame(0, 1, 2))
+    writer.finish(sums(0, 1, 2))
+    before = (server.root / place).read_bytes()
+    writer.commit()
+    run.tag("best", 1)
+    after = (server.root / place).read_bytes()
+    (server.root / place).write_bytes(before)
+
+    told = "the record of tests/put-back@1 is damaged"
+    damaged: list[store.DataLossError] = []
+    assert [0] == [c.step for c in run.checkpoints(on_damage=damaged.append)]
+    assert [True] == [told in str(error) for error in damaged]
+    for which in ("latest", "best", 1):
+        with pytest.raises(store.DataLossError, match=told):
+            run.checkpoint(which)
+        with pytest.raises(store.DataLossError, match=told):
+            run.verify(which)
+    with pytest.raises(grpc.RpcError, match=told):
+        writer.abort()
+    with pytest.raises(grpc.RpcError, match=told):
+        Writer(server.address, name, 1).begin()
+    (made,) = client.collect(name, grace=NOW)
+    assert told in made.postponed
+    (server.root / place).write_bytes(after)
+    assert run.verify("best").ok
+    assert 1 == run.latest().step

@@ -17,6 +17,7 @@ from storesvc.errors import (
     StorageUnavailableError,
 )
 from storesvc.format import layout
+from storesvc.format.names import RunName
 from storesvc.journal import LEAST_AGE, Journal
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.faulty_bucket import Call, Fault, FaultyBucket, Plan, at_change, no_faults
@@ -419,5 +420,38 @@ def test_a_damaged_announcement_stops_nobody_who_announces(
         clock.turn(timedelta(days=30))
         assert 2 == await journal.trim("n")
         assert [3] == await numbers(journal)
+
+    within(test)
+
+
+def test_the_changes_of_an_upload_are_found_back_to_when_it_began(
+    within: Callable[[Test], None],
+) -> None:
+    async def test(bucket: FaultyBucket) -> None:
+        clock, run = HandClock(), RunName("n", "r")
+        journal = Journal(bucket, clock=clock)
+        sought, other = commit(), commit()
+        began = clock.now()
+        for at in range(100):
+            await journal.announce("n", sought if at in (3, 50, 90) else other)
+            clock.turn(timedelta(minutes=10))
+        await bucket.write(layout.announcement("n", 60), b"noise")
+        await journal.announce("elsewhere", sought)
+
+        async def found(since: datetime) -> list[int]:
+            changes = journal.changes(run, {sought.upload}, since=since)
+            return [number async for number, _ in changes]
+
+        assert [91, 51, 4] == await found(began)
+        calls: list[Call] = []
+        bucket.calls.follow(recorded(calls))
+        assert [91] == (await found(clock.now() - timedelta(hours=2)))[:1]
+        assert len(calls) < 70  # two batches of reads, and a list
+        bucket.calls.follow(no_faults)
+        clock.turn(timedelta(days=30))
+        await journal.announce("n", sought)
+        await journal.trim("n")
+        assert [101] == await found(began)
+        assert [] == [c async for c in journal.changes(run, {"x"}, since=began)]
 
     within(test)

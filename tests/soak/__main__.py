@@ -19,6 +19,7 @@ NAMES: Final = (
     "truncations",
     "bit_flips",
     "swapped_files",
+    "exchanged_records",
     "full_disks",
     "failed_syncs",
     "rivals",

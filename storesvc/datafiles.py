@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from storesvc import rooted_files
 from storesvc.format.checksums import Buffer
 
 HOW_TO_FREE_SPACE: Final = (
@@ -33,15 +34,19 @@ class NewFile:
     directory's entry is not durable: who names the file to others syncs that first.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, root: Path, place: str) -> None:
         """Creates it.
+
+        Args:
+            root: A directory.
+            place: Where below it; no directory of it may be a link.
 
         Raises:
             OSError: It cannot be, or is there already.
         """
-        self._path = path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o644)
+        self._root = root
+        self._place = place
+        self._descriptor = rooted_files.create_file(root, place)
         self.size_bytes = 0
 
     def append(self, parts: Sequence[Buffer]) -> None:
@@ -82,7 +87,7 @@ class NewFile:
         """Ends it, and removes it."""
         os.close(self._descriptor)
         with suppress(OSError):
-            self._path.unlink()
+            rooted_files.remove_file(self._root, self._place)
 
     def __enter__(self) -> Self:
         return self

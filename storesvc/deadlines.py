@@ -1,4 +1,4 @@
-"""Deadlines: how long a storage on the network may keep us waiting."""
+"""Deadlines: how long a storage may take to answer."""
 
 import asyncio
 import logging
@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from storesvc.sparing import Sparing
-from storesvc.storages import Storage
+from storesvc.storages import MEMORY_DRIVER, Storage
 
 ANSWER_SECONDS: Final = 60.0
-"""How long a storage on the network may take to answer, retries included ..."""
+"""How long a storage may take to answer, retries included ..."""
 
 LEAST_BYTES_PER_SECOND: Final = 1 << 20
 """... and how slowly bytes may come and go meanwhile."""
@@ -24,14 +24,14 @@ _lines = Sparing()
 
 
 def seconds_of(storage: Storage, *, size_bytes: int = 0) -> float | None:
-    """Returns how long an answer may take; None: as long as it wants, since it is a
-    disk of this machine.
+    """Returns how long an answer may take; None: any time, since it is memory. A disk
+    of this machine has a deadline too: it may be a network's, which hangs.
 
     Args:
         storage: Which is asked.
         size_bytes: What comes or goes.
     """
-    if not storage.is_remote:
+    if storage.spec["driver"] == MEMORY_DRIVER:
         return None
     return ANSWER_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
 

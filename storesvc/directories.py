@@ -6,100 +6,80 @@ may have the file, and no way to it. So on a root of files every directory is ma
 here, and its entry synced, before anything is put into it.
 """
 
-import asyncio
 import os
 import threading
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final
 
-import tensorstore as ts
 from cachetools import LRUCache
 
-from storesvc import leftovers
+from storesvc import rooted_files
 
 KEPT: Final = 10_000
 """Directories that are known to be durable; others are synced again."""
 
 
 class Directories:
-    """Those below one root; on storages that have none, nothing is done."""
+    """Those below one root. Every method blocks: it is for a thread."""
 
-    def __init__(self, root: Path | None) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._synced: LRUCache[Path, bool] = LRUCache(KEPT)
+        self._synced: LRUCache[str, bool] = LRUCache(KEPT)
         self._lock = threading.Lock()  # a cache knows no threads
 
-    @classmethod
-    def of(cls, store: "ts.KvStore") -> Self:
-        """Returns those below the root of a storage."""
-        spec: dict[str, Any] = store.spec().to_json()
-        return cls(Path(spec["path"]) if spec["driver"] == "file" else None)
+    def make(self, place: str) -> None:
+        """Makes the directory of a place, and makes it durable.
 
-    def path(self, place: str) -> Path | None:
-        """Returns where a place lies; None: not in a directory."""
-        return None if self._root is None else self._root / place
+        Raises:
+            IrregularFileError: A directory of the place is a link.
+            OSError: The storage failed.
+        """
+        self._make(place.rpartition("/")[0])
 
-    async def make(self, *places: str) -> None:
-        """Makes the directories of places durable: what is before their last "/"."""
-        if self._root is None:
+    def sync(self, place: str) -> None:
+        """Makes durable that a place is there, or is not.
+
+        Raises:
+            IrregularFileError: A directory of the place is a link.
+            OSError: The storage failed.
+        """
+        with rooted_files.opened_directory(self._root, place) as directory:
+            os.fsync(directory)
+
+    def remove_below(self, prefix: str) -> None:
+        """Removes all whose place begins with a prefix, and its directories.
+
+        Raises:
+            IrregularFileError: A directory of the prefix is a link.
+            OSError: The storage failed.
+        """
+        gone = rooted_files.remove_below(self._root, prefix)
+        with self._lock:
+            for directory in gone:
+                self._synced.pop(directory, None)
+
+    def _make(self, directory: str) -> None:
+        with self._lock:
+            is_synced = self._synced.get(directory, False)
+        if is_synced and self._is_there(directory):
             return
-        wanted = {self._root / place.rpartition("/")[0] for place in places}
-        if not all(self._is_durable(path) for path in wanted):
-            await asyncio.to_thread(self._make_all, wanted)
-
-    def clear(self, place: str) -> None:
-        """Clears what a killed write of a place left, before the next."""
-        if self._root is not None:
-            leftovers.clear(self._root / place)
-
-    async def sync(self, place: str) -> None:
-        """Makes durable that a place is there, or is not."""
-        if self._root is not None:
-            await asyncio.to_thread(_sync, (self._root / place).parent)
-
-    async def remove_empty(self, prefix: str) -> None:
-        """Removes the directories below a prefix that hold nothing."""
-        if self._root is not None:
-            await asyncio.to_thread(self._remove_empty, prefix)
-
-    def _remove_empty(self, prefix: str) -> None:
-        assert self._root is not None
-        above, _, name = prefix.rpartition("/")
-        tops = (self._root / above).glob(f"{name}*/") if name else [self._root / above]
-        for top in tops:
-            for path, _, _ in os.walk(top, topdown=False):
-                with suppress(OSError):  # it holds something, or another was faster
-                    Path(path).rmdir()
-                    self._forget(Path(path))
-
-    def _make_all(self, wanted: set[Path]) -> None:
-        for path in wanted:
-            self._make(path)
-
-    def _make(self, path: Path) -> None:
-        if self._is_durable(path):
-            return
-        if path not in (path.parent, self._root):
-            self._make(path.parent)
-        path.mkdir(parents=True, exist_ok=True)
-        # also where it was there: who made it may have died before this
-        _sync(path.parent)
+        if directory:
+            self._make(directory.rpartition("/")[0])
+            rooted_files.make_directory(self._root, directory)
+            # also where it was there: the process that made it may have died before
+            self.sync(directory)
+        else:
+            self._root.mkdir(parents=True, exist_ok=True)
+            _sync(self._root.parent)
         with self._lock:
-            self._synced[path] = True
+            self._synced[directory] = True
 
-    def _is_durable(self, path: Path) -> bool:
-        with self._lock:
-            is_synced = self._synced.get(path, False)
-        return is_synced and path.is_dir()
-
-    def _forget(self, path: Path) -> None:
-        with self._lock:
-            self._synced.pop(path, None)
+    def _is_there(self, directory: str) -> bool:
+        return (self._root / directory).is_dir()
 
 
 def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

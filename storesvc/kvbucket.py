@@ -9,8 +9,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, assert_never
+from typing import Any, Final, NamedTuple, TypeVar, assert_never
 
 import tensorstore as ts
 
@@ -25,29 +24,32 @@ from storesvc.bucket import (
     WriteCondition,
 )
 from storesvc.datafiles import NewFile
-from storesvc.directories import Directories
 from storesvc.errors import CorruptDataError
 from storesvc.format.checksums import Buffer
+from storesvc.format.layout import ROOT, is_pooled
 from storesvc.framing import Part, cut
 from storesvc.gathering import each
 from storesvc.gcs_client import endpoint_in_environment, endpoint_of
 from storesvc.gcs_lists import GcsLists
 from storesvc.hedged_calls import HedgedCalls
-from storesvc.local_reads import LocalReads
+from storesvc.local_files import LocalFiles
 from storesvc.s3_deletes import S3Deletes
 from storesvc.storage_errors import no_bucket, translated
 from storesvc.storages import (
     CONCURRENCY,
     GCS_DRIVERS,
+    MEMORY_DRIVER,
     S3_DRIVER,
     Storage,
     storage_at,
 )
-from storesvc.ticks import Ticks
 
 T = TypeVar("T")
 
 _DELETE_TRIES: Final = 3
+_NODE: Final = "node"
+"""What a node is called where it is read from memory."""
+
 _NOWHERE: Final = "nowhere/"
 """What no place begins with: a list of one page."""
 
@@ -81,11 +83,8 @@ class KvBucket:
 
     def __init__(self, opened: Opened) -> None:
         self.opened = opened
-        self._storage, root, self._context, self._lists, self._deletes = opened
-        self._root = root
-        self._directories = Directories.of(root)
-        self._ticks = Ticks.of(root)
-        self._local = LocalReads.of(root)
+        self._storage, self._root, _, self._lists, self._deletes = opened
+        self._files = LocalFiles.of(self._storage)
         self._reads = HedgedCalls(hedging.READS)
         self._writes = HedgedCalls(hedging.WRITES)
         self._changes = HedgedCalls(hedging.CHANGES)
@@ -98,7 +97,7 @@ class KvBucket:
     @property
     def has_files(self) -> bool:
         """Whether its objects are files of this machine."""
-        return self._directories.path("") is not None
+        return self._files is not None
 
     @classmethod
     async def open(cls, root: str) -> "KvBucket":
@@ -146,7 +145,9 @@ class KvBucket:
         """Reads a place; again, where a storage on the network does not answer."""
         with self._at(place):
             if not self._storage.is_remote:
-                return await answered(ask())
+                if self._files is not None:
+                    await self._files.check(place)
+                return await deadlines.answer(self._storage, answered(ask()))
             return await self._reads.answer(
                 lambda: answered(ask()),
                 size_bytes=size_bytes,
@@ -160,6 +161,9 @@ class KvBucket:
         return Stored(result.value, Generation(result.stamp.generation))
 
     async def read_range(self, place: str, start: int, stop: int) -> bytes:
+        if self._files is not None:
+            with self._at(place):
+                return await self._files.read_range(place, start, stop)
         span = slice(start, stop)
         result = await self._read(
             place,
@@ -180,9 +184,11 @@ class KvBucket:
         Raises:
             CorruptDataError: The place holds nothing, or less.
         """
-        if self._local is not None:
-            with translated(self._storage, place):
-                return await asyncio.to_thread(self._local.read, place, parts)
+        if self._files is not None:
+            with self._at(place):
+                return await self._files.read_parts(
+                    place, parts, size_bytes=stop - start
+                )
         data = await self.read_range(place, start, stop)
         return await asyncio.to_thread(cut, data, start, parts)
 
@@ -190,10 +196,9 @@ class KvBucket:
         self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
         with self._at(place):
-            await self._directories.make(place)
-            self._directories.clear(place)
-            if not isinstance(condition, Condition):
-                await self._ticks.pass_since(place)
+            if self._files is not None:
+                is_conditional = not isinstance(condition, Condition)
+                await self._files.prepare(place, is_conditional=is_conditional)
             return await self._change(place, data, condition)
 
     async def _change(
@@ -235,13 +240,10 @@ class KvBucket:
         """Writes a place that nobody else names, from parts that lie one after
         another; durable when it returns. What fails may leave a part of it."""
         with self._at(place):
-            path = self._directories.path(place)
-            if path is None:
+            if self._files is None:
                 await self._put(place, parts)
-                return
-            await self._directories.make(place)
-            await asyncio.to_thread(_write_new, path, parts)
-            await self._directories.sync(place)
+            else:
+                await self._files.write_new(place, parts)
 
     async def _put(self, place: str, parts: Sequence[Buffer]) -> None:
         data = await asyncio.to_thread(b"".join, parts)
@@ -254,25 +256,28 @@ class KvBucket:
     async def create(self, place: str) -> "NewObject":
         """Returns a place that nobody else names, to be written bit by bit."""
         with translated(self._storage, place):
-            path = self._directories.path(place)
-            if path is None:
-                return NewObject(place, None, self._storage)
-            await self._directories.make(place)
-            making = asyncio.ensure_future(asyncio.to_thread(NewFile, path))
-            try:
-                return NewObject(place, await asyncio.shield(making), self._storage)
-            except asyncio.CancelledError:
-                making.add_done_callback(_discard)  # its thread goes on
-                raise
+            file = None if self._files is None else await self._files.create(place)
+            return NewObject(place, file, self._storage)
+
+    async def fill(self, new: "NewObject", fill: Callable[[], T]) -> T:
+        """Returns what a function returns that appends to a new place, in a thread."""
+        if self._files is None:
+            return await asyncio.to_thread(fill)
+        with translated(self._storage, new.place):
+            return await self._files.work(new.place, fill)
+
+    async def discard(self, new: "NewObject") -> None:
+        """Ends a new place, and leaves nothing."""
+        await self.fill(new, new.discard)
 
     async def keep(self, new: "NewObject") -> None:
         """Ends what was written bit by bit; durable when it returns."""
         with translated(self._storage, new.place):
-            if new.file is None:
+            if self._files is None or new.file is None:
                 await self._put(new.place, new.parts)
             else:
                 file, new.file = new.file, None
-                keeping = asyncio.ensure_future(asyncio.to_thread(file.keep))
+                keeping = asyncio.ensure_future(self._files.keep(new.place, file))
                 try:
                     await asyncio.shield(keeping)
                 except asyncio.CancelledError:
@@ -280,17 +285,17 @@ class KvBucket:
                     # before it began would leave it open
                     keeping.add_done_callback(_retrieve)
                     raise
-                await self._directories.sync(new.place)
 
     async def adopt(self, place: str) -> None:
         """Makes durable that a place is there which another process has written."""
-        with translated(self._storage, place):
-            await self._directories.make(place)
-            await self._directories.sync(place)
+        if self._files is not None:
+            with self._at(place):
+                await self._files.adopt(place)
 
     async def settle(self, place: str) -> None:
-        with translated(self._storage, place):
-            await self._directories.sync(place)
+        if self._files is not None:
+            with self._at(place):
+                await self._files.sync(place)
 
     async def delete(self, place: str, *, generation: Generation | None = None) -> None:
         try:
@@ -307,6 +312,11 @@ class KvBucket:
         if self._deletes is not None and generation is not None:
             await self._deletes.delete(place, generation)
             return
+        if self._files is not None:
+            if is_pooled(place):  # a link that was put there must not be followed
+                await self._files.remove(place)
+                return
+            await self._files.check(place)
         condition = ALWAYS if generation is None else generation
         for _ in range(0 if self._storage.is_remote else _DELETE_TRIES):
             with suppress(OSError, ValueError):
@@ -321,8 +331,10 @@ class KvBucket:
             await each(self.delete, names, at_once=CONCURRENCY)
             return
         with translated(self._storage, prefix):
-            await answered(self._root.delete_range(_below(prefix)))
-            await self._directories.remove_empty(prefix)
+            if self._files is not None:
+                await self._files.remove_below(prefix)
+            else:
+                await answered(self._root.delete_range(_below(prefix)))
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
         if self._lists is not None:
@@ -342,13 +354,7 @@ class KvBucket:
             place: Of its root.
             pool: What its data files lie below.
         """
-        return KeySpace(self.opened, self._read, place=place, pool=pool)
-
-
-class _Read(Protocol):
-    """Reads a place, as its bucket does."""
-
-    async def __call__(self, place: str, ask: "Callable[[], ts.Future[T]]") -> T: ...
+        return KeySpace(self, place=place, pool=pool)
 
 
 class NewObject:
@@ -383,61 +389,62 @@ class NewObject:
 class KeySpace:
     """An OCDBT database: its root at one place, its data files in a pool.
 
-    ``format.ocdbt`` writes it; TensorStore reads it here, as anyone may.
+    ``format.ocdbt`` writes it; TensorStore reads it here, as anyone may. It is handed
+    bytes that the bucket has read, and opens no file itself.
     """
 
-    def __init__(
-        self,
-        opened: Opened,
-        read: "_Read",
-        *,
-        place: str,
-        pool: str,
-    ) -> None:
-        self._storage, root, self._context = opened[:3]
-        self._read = read
-        self._manifest = root / place
-        self._pool = root / pool
+    def __init__(self, bucket: KvBucket, *, place: str, pool: str) -> None:
+        self._bucket = bucket
         self._place = place
+        self._pool = pool
 
     async def places(self) -> dict[str, Place] | None:
-        """Returns where the value of each key lies; None: it is not there."""
-        if not await self._exists():
+        """Returns where the value of each key lies; None: it is not there.
+
+        Raises:
+            CorruptDataError: A part of it is damaged or missing.
+        """
+        stored = await self._bucket.read(self._place + ROOT)
+        if stored is None:
             return None
-        manifest = await self._dumped(self._manifest, None)
+        manifest = await self._dumped(ROOT, stored.data, None)
         root = manifest["versions"][-1]["root"].get("location")
         found: dict[str, Place] = {}
         nodes = [] if root is None else [(root, b"")]
         while nodes:  # of the B-tree
             location, prefix = nodes.pop()
-            node = await self._dumped(self._pool, location)
-            with translated(self._storage, self._place):
+            node = await self._node(location)
+            with translated(self._bucket.opened.storage, self._place):
                 below = await asyncio.to_thread(_take_node, node, prefix, found)
             nodes += reversed(below)
         return found
 
-    async def _exists(self) -> bool:
-        found = await self._read(
-            self._place, lambda: self._manifest.read("manifest.ocdbt")
-        )
-        return found.state == "value"
+    async def _node(self, location: str) -> Any:
+        with translated(self._bucket.opened.storage, self._place):
+            file, offset, length = _parse_place(location)
+        place = f"{self._pool}{file}"
+        data = await self._bucket.read_range(place, offset, offset + length)
+        return await self._dumped(_NODE, data, f"btreenode::{_NODE}:0:{length}")
 
-    async def _dumped(self, base: "ts.KvStore", location: str | None) -> Any:
-        """The root below a base, or one of its nodes."""
-        return await self._read(
-            self._place,
-            lambda: ts.ocdbt.dump(base, location, context=self._context),
-        )
+    async def _dumped(self, name: str, data: bytes, location: str | None) -> Any:
+        """The root, or a node, that bytes hold."""
+        context = ts.Context()
+        with translated(self._bucket.opened.storage, self._place):
+            opening = ts.KvStore.open({"driver": MEMORY_DRIVER}, context=context)
+            memory = await answered(opening)
+            await answered(memory.write(name, data))
+            return await answered(ts.ocdbt.dump(memory, location, context=context))
 
     def opened(self) -> "ts.KvStore":
         """Returns TensorStore's view of it."""
+        opened = self._bucket.opened
         spec = {
             "driver": "ocdbt",
-            "base": self._pool.spec().to_json(),
-            "manifest": self._manifest.spec().to_json(),
+            "base": (opened.root / self._pool).spec().to_json(),
+            "manifest": (opened.root / self._place).spec().to_json(),
         }
-        with endpoint_in_environment(self._storage):
-            return ts.KvStore.open(spec, context=self._context).result()
+        with endpoint_in_environment(opened.storage):
+            return ts.KvStore.open(spec, context=opened.context).result()
 
 
 def _take_node(
@@ -477,16 +484,6 @@ def _retrieve(ended: "asyncio.Future[None]") -> None:
     """Takes the error of a future that nobody awaits: asyncio would log it."""
     if not ended.cancelled():
         ended.exception()
-
-
-def _discard(making: "asyncio.Future[NewFile]") -> None:
-    if not making.cancelled() and making.exception() is None:
-        making.result().discard()
-
-
-def _write_new(path: Path, parts: Sequence[Buffer]) -> None:
-    with NewFile(path) as file:
-        file.append(parts)
 
 
 def _if_equal(condition: WriteCondition) -> bytes | None:

@@ -16,12 +16,15 @@ from typing import Final
 _SUFFIX: Final = ".__lock"
 _WHOLE_FILE: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
+_FLAGS: Final = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""No link is followed, and a FIFO does not block."""
+
 
 def clear(path: Path) -> None:
     """Empties what a killed write of a file left; leaves one under way alone."""
     lock = path.with_name(path.name + _SUFFIX)
     try:
-        descriptor = os.open(lock, os.O_WRONLY | os.O_CLOEXEC)
+        descriptor = os.open(lock, _FLAGS)
     except OSError:  # most often: there is none
         return
     try:

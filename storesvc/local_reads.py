@@ -8,10 +8,8 @@ import os
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Self
 
-import tensorstore as ts
-
+from storesvc import rooted_files
 from storesvc.errors import CorruptDataError
 from storesvc.framing import Part
 
@@ -22,12 +20,6 @@ class LocalReads:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    @classmethod
-    def of(cls, store: "ts.KvStore") -> Self | None:
-        """Returns those of a storage, if it is a directory."""
-        spec: dict[str, Any] = store.spec().to_json()
-        return cls(Path(spec["path"])) if spec["driver"] == "file" else None
-
     def read(self, place: str, parts: Iterable[Part]) -> list[bytes]:
         """Returns messages whose bytes lie in a file.
 
@@ -35,11 +27,12 @@ class LocalReads:
         and the space of a file that is deleted is free at once.
 
         Raises:
-            CorruptDataError: The file is missing, or shorter.
+            CorruptDataError: The file is missing or shorter, or is no regular file of
+                this root.
             OSError: It cannot be read.
         """
         try:
-            descriptor = os.open(self._root / place, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = rooted_files.open_file(self._root, place)
         except FileNotFoundError as e:
             raise CorruptDataError(
                 f"data file {place} is missing; use another checkpoint"
@@ -48,6 +41,16 @@ class LocalReads:
             return [_read(descriptor, place, part) for part in parts]
         finally:
             os.close(descriptor)
+
+    def read_range(self, place: str, start: int, stop: int) -> bytes:
+        """Returns the bytes of a file from ``start`` up to ``stop``.
+
+        Raises:
+            CorruptDataError: As for ``read``.
+            OSError: It cannot be read.
+        """
+        (data,) = self.read(place, [Part(b"", start, stop)])
+        return data
 
 
 def _read(descriptor: int, place: str, part: Part) -> bytes:

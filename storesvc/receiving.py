@@ -14,9 +14,9 @@ import asyncio
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -74,8 +74,8 @@ class Receiver:
         """Those of batches."""
         self._stores = asyncio.Semaphore(MAX_BATCHES)
         # a slow disk must not take the threads that small calls need
-        self.threads = ThreadPoolExecutor(MAX_BATCHES, "storesvc-batches")
-        """Write frames to batches."""
+        self._adds = asyncio.Semaphore(MAX_BATCHES)
+        self._discarding: set[asyncio.Future[None]] = set()
 
     async def write(
         self,
@@ -206,7 +206,8 @@ class Receiver:
             except CorruptDataError as e:
                 raise InvalidChunkError(
                     f"{upload.name}: expected {end} bytes or more in the data file "
-                    f"{file}, but it is missing or shorter; send its chunks again"
+                    f"{file}, but it is missing or shorter, or no regular file; send "
+                    "its chunks again"
                 ) from e
             await self._bucket.adopt(place)
         await stage(self._bucket, upload.name, writer, sums, places)
@@ -237,14 +238,20 @@ class Receiver:
         now = asyncio.get_running_loop().time()
         return _Filling(file, new, Batch(upload.tree, now=now), place, watch)
 
+    async def add(self, filling: "_Filling", frame: Frame, *, now: float) -> None:
+        """Checks a frame, and writes it."""
+        async with self._adds:
+            await self._bucket.fill(filling.new, partial(filling.add, frame, now))
+
     def drop(self, filling: "_Filling") -> None:
         """Discards a batch that nothing writes to, and gives its place back."""
         if filling.new.file is None:  # it is kept, or never was a file
             self.places.give_back(filling.place)
             return
         # a thread: to delete a file may take long
-        loop = asyncio.get_running_loop()
-        discarding = loop.run_in_executor(self.threads, filling.new.discard)
+        discarding = asyncio.ensure_future(self._bucket.discard(filling.new))
+        self._discarding.add(discarding)  # asyncio itself keeps no task alive
+        discarding.add_done_callback(self._discarding.discard)
         discarding.add_done_callback(_retrieve)
         discarding.add_done_callback(lambda _: self.places.give_back(filling.place))
 
@@ -339,8 +346,8 @@ class _Stream:
             self.filling = await self._receiver.begin(
                 self._upload, place, watch=self._watch
             )
-        self._adding = self._loop.run_in_executor(
-            self._receiver.threads, self.filling.add, part, self._loop.time()
+        self._adding = asyncio.ensure_future(
+            self._receiver.add(self.filling, part, now=self._loop.time())
         )
         self._adding.add_done_callback(_retrieve)
         # its thread goes on where this is cancelled

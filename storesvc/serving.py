@@ -5,12 +5,14 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import storesvc
 from storesvc import failpoints
@@ -18,6 +20,7 @@ from storesvc.certificates import Tls
 from storesvc.collecting import DEFAULT_INTERVAL, collecting
 from storesvc.errors import InvalidFieldError, StoreError
 from storesvc.server import (
+    DRAIN_SECONDS,
     NOTICE_SECONDS,
     is_loopback,
     keep_freed_memory,
@@ -26,6 +29,10 @@ from storesvc.server import (
     unusable,
 )
 from storesvc.workers import Lifeline, supervise
+
+END_SECONDS: Final = NOTICE_SECONDS + DRAIN_SECONDS + 5.0
+"""After SIGTERM: what has not returned by then never does, as a call for a file on a
+network that is gone."""
 
 _log = logging.getLogger(__name__)
 
@@ -133,10 +140,14 @@ async def _serve(
     def abandoned() -> None:
         assert lifeline is not None
         loop.remove_reader(lifeline.fileno())
+        end()
+
+    def end() -> None:
+        _end_in_any_case()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, end)
     if lifeline is not None:
         loop.add_reader(lifeline.fileno(), abandoned)
     store = await open_store(serving.root)
@@ -152,6 +163,22 @@ async def _serve(
             await stop.wait()
         _log.info("draining")
     _log.info("stopped")
+
+
+def _end_in_any_case() -> None:
+    """Ends the process once it has had time to drain, whatever blocks its threads."""
+
+    def end() -> None:
+        _log.error(
+            "a call of the storage has not returned for %g s since the end of the "
+            "drain; ending without it",
+            END_SECONDS - NOTICE_SECONDS - DRAIN_SECONDS,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(END_SECONDS, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _work(serving: Serving, log_level: int, lifeline: Lifeline) -> None:

@@ -16,6 +16,7 @@ from storesvc.errors import (
     StorageUnavailableError,
     StoreError,
 )
+from storesvc.rooted_files import IrregularFileError
 from storesvc.storages import Storage
 
 _DAMAGE: Final = (
@@ -54,6 +55,11 @@ def translated(storage: Storage, place: str) -> Generator[None]:
         raise StorageUnavailableError(
             f"{storage.describe(place)}: the storage did not answer in time; try again",
             storage=storage.name,
+        ) from e
+    except IrregularFileError as e:
+        raise CorruptDataError(
+            f"{e}; links and special files are not read or written: replace it by the "
+            "file that was stored, or use another checkpoint"
         ) from e
     except PermissionError as e:
         raise denied(storage, place, e.strerror or str(e)) from e

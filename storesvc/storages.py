@@ -33,6 +33,8 @@ GCS_DRIVERS: Final = (JSON_DRIVER, GRPC_DRIVER)
 """TensorStore's of Google Cloud Storage: over HTTP, and over gRPC."""
 
 S3_DRIVER: Final = "s3"
+FILE_DRIVER: Final = "file"
+MEMORY_DRIVER: Final = "memory"
 
 _LEAST_NAME: Final = 3
 
@@ -98,9 +100,9 @@ def storage_at(root: str) -> Storage:
     match url.scheme:
         case "file" if not url.netloc and url.path and not url.query:
             path = Path(unquote(url.path)).as_posix()
-            return _local(root, {"driver": "file", "path": path.rstrip("/") + "/"})
+            return _local(root, {"driver": FILE_DRIVER, "path": path.rstrip("/") + "/"})
         case "memory" if not (url.netloc or url.path or url.query):
-            return _local(root, {"driver": "memory"})
+            return _local(root, {"driver": MEMORY_DRIVER})
         case "gs" if len(url.netloc) >= _LEAST_NAME:
             return _gcs(root, url)
         case "s3" if len(url.netloc) >= _LEAST_NAME:

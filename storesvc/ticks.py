@@ -7,37 +7,20 @@ that was conditional on the first could come after the second. So a conditional 
 waits until the one before is a tick old; then no generation of a place comes twice.
 """
 
-import asyncio
 import time
 from pathlib import Path
-from typing import Any, Final, Self
-
-import tensorstore as ts
+from typing import Final
 
 TICK_SECONDS: Final = 0.011
 """Longer than the tick of any kernel: that of Linux is 10 ms at most."""
 
 
-class Ticks:
-    """Those of the files below one root; other storages count their writes."""
-
-    def __init__(self, root: Path | None) -> None:
-        self._root = root
-
-    @classmethod
-    def of(cls, store: "ts.KvStore") -> Self:
-        """Returns those below the root of a storage."""
-        spec: dict[str, Any] = store.spec().to_json()
-        return cls(Path(spec["path"]) if spec["driver"] == "file" else None)
-
-    async def pass_since(self, place: str) -> None:
-        """Waits until a write of a place gets another time stamp than it has."""
-        if self._root is None:
-            return
-        try:
-            written = (self._root / place).stat().st_mtime_ns
-        except OSError:  # nothing is there, so nothing can be taken for it
-            return
-        age = (time.time_ns() - written) / 1e9
-        if age < TICK_SECONDS:
-            await asyncio.sleep(TICK_SECONDS - max(0.0, age))
+def seconds_until_next(path: Path) -> float:
+    """Returns how long to wait until a write of a file gets another time stamp than it
+    has now; 0: no time. It blocks: it is for a thread."""
+    try:
+        written = path.stat(follow_symlinks=False).st_mtime_ns
+    except FileNotFoundError:  # nothing is there, so nothing can be taken for it
+        return 0.0
+    age = (time.time_ns() - written) / 1e9
+    return TICK_SECONDS - max(0.0, age) if age < TICK_SECONDS else 0.0

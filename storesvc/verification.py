@@ -225,7 +225,8 @@ class _Reading:
                     found += await asyncio.to_thread(_checked, check, [value], data)
                 except CorruptDataError:
                     why = (
-                        f"{read.file} is missing, or ends before byte {start + length}"
+                        f"{read.file} is missing, or ends before byte "
+                        f"{start + length}, or is no regular file"
                     )
             if why:
                 found += missing(value, why)

@@ -169,7 +169,7 @@ class CancellingServer(ThreadServer):
         amounts = {
             "places of batches in use": MAX_FILES - places.free,
             "streams that wait for a place": places.waiting,
-            "writes that wait for a thread": store.receiver.threads._work_queue.qsize(),
+            "writes that wait for a thread": len(files._threads._queue),
             "bytes on the shelf": sender._shelf.size,
             "readers of the shelf": len(sender._shelf._readers),
             "reads for the shelf": len(sender._reads),

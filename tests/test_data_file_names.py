@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import storesvc_client as store
-from storesvc.format import ocdbt
+from storesvc.format import ocdbt, zarr
 from storesvc.format.checksums import digest
 from storesvc.format.chunks import Places
 from storesvc.format.names import InvalidNameError, check_data_file
@@ -170,7 +170,9 @@ def test_a_key_space_with_such_a_name_is_reported_as_damage(
     """The metadata of a leaf is read from where the key space shows it."""
     record = saved.record
     node = f"{record.upload}/{ID}"
-    places = Places.of_rows([("../../../../../secret", 0, 404)])
+    leaf = saved.manifest.tree.leaves[0]
+    length = len(zarr.metadata_bytes(leaf.shape, leaf.chunk_shape, leaf.dtype))
+    places = Places.of_rows([("../../../../../secret", 0, length)])
     view = ocdbt.encode(
         ["x/zarr.json"], places, node_file=node, commit_time_ns=1, uuid=bytes(16)
     )

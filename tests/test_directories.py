@@ -12,29 +12,23 @@ from storesvc.kvbucket import KvBucket
 
 
 def test_what_is_known_of_directories_is_bounded(tmp_path: Path) -> None:
-    async def main() -> None:
-        kept = Directories(tmp_path)
-        for first in range(0, directories.KEPT + 1000, 500):
-            await kept.make(*(f"{n}/file" for n in range(first, first + 500)))
+    kept = Directories(tmp_path)
+    for number in range(directories.KEPT + 1000):
+        kept.make(f"{number}/file")
 
-        assert directories.KEPT == len(kept._synced)
-        assert (tmp_path / "0").is_dir()
-
-    asyncio.run(main())
+    assert directories.KEPT == len(kept._synced)
+    assert (tmp_path / "0").is_dir()
 
 
 def test_a_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        kept = Directories(tmp_path)
-        await kept.make("a/b/file")
-        await kept.remove_empty("a/")
-        assert not (tmp_path / "a").exists()
+    kept = Directories(tmp_path)
+    kept.make("a/b/file")
+    kept.remove_below("a/")
+    assert not (tmp_path / "a").exists()
 
-        await kept.make("a/b/file")
+    kept.make("a/b/file")
 
-        assert (tmp_path / "a/b").is_dir()
-
-    asyncio.run(main())
+    assert (tmp_path / "a/b").is_dir()
 
 
 @pytest.fixture
@@ -55,7 +49,7 @@ def test_every_new_directory_is_synced_into_the_one_above(
     tmp_path: Path, synced: list[Path]
 ) -> None:
     root = tmp_path / "store"
-    asyncio.run(Directories(root).make("a/b/c"))
+    Directories(root).make("a/b/c")
 
     assert [tmp_path, root, root / "a"] == synced
 

@@ -102,7 +102,9 @@ def listed(key_space: KeySpace, first: str = "", last: str = "") -> list[str]:
 
 
 def manifest(key_space: KeySpace) -> dict[str, Any]:
-    dumped = ts.ocdbt.dump(key_space._manifest, context=key_space._context).result()
+    opened = key_space._bucket.opened
+    base = opened.root / key_space._place
+    dumped = ts.ocdbt.dump(base, context=opened.context).result()
     assert isinstance(dumped, dict)
     return dumped
 
@@ -115,9 +117,9 @@ def version(key_space: KeySpace) -> dict[str, Any]:
 
 
 def node(key_space: KeySpace, location: str) -> dict[str, Any]:
-    dumped = ts.ocdbt.dump(
-        key_space._pool, location, context=key_space._context
-    ).result()
+    opened = key_space._bucket.opened
+    base = opened.root / key_space._pool
+    dumped = ts.ocdbt.dump(base, location, context=opened.context).result()
     assert isinstance(dumped, dict)
     return dumped
 
@@ -167,7 +169,7 @@ def test_the_nodes_are_byte_for_byte_those_that_tensorstore_writes() -> None:
             "manifest": "memory://trees/theirs/",
             "config": {"max_inline_value_bytes": 0, "compression": None},
         },
-        context=store.bucket._context,
+        context=store.bucket.opened.context,
     ).result()
     transaction = ts.Transaction()
     for key, value in VALUES.items():

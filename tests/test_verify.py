@@ -25,6 +25,7 @@ from storesvc.store import Store
 from storesvc.tallies import Report
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.contract import CHUNK, Writer
+from tests.hanging_disk import HangingDisk
 from tests.saved_checkpoint import CHUNKS, Saved, flip, of_chunks, told
 from tests.server_process import ServerProcess
 
@@ -258,16 +259,18 @@ def test_a_checkpoint_that_was_deleted_is_not_verified_by_name(
 
 
 def test_verifications_go_on_through_a_restart_and_leave_room_for_small_calls(
-    start_server: Callable[..., ServerProcess],
+    start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
+    disk = HangingDisk(tmp_path / "disk")
     server = start_server()
+    server.kill()
+    server.environment = disk.environment
+    server.start()
     with store.connect(server.address) as client, ThreadPoolExecutor() as pool:
         Writer(server.address, "tests/restart", 3, chunks=CHUNKS).save(range(CHUNKS))
         run = client.run("tests/restart")
         file = Saved(server.root, RunName.parse(run.name)).file(0)
-        # A pipe without a writer: the server waits for its first byte.
-        aside = file.rename(file.with_name("aside"))
-        os.mkfifo(file)
+        disk.hang(file)
         verifications = [pool.submit(run.verify, 3) for _ in range(5)]
         time.sleep(0.5)
         began = time.monotonic()
@@ -275,8 +278,7 @@ def test_verifications_go_on_through_a_restart_and_leave_room_for_small_calls(
         assert time.monotonic() - began < 5
         assert [False] * 5 == [one.done() for one in verifications]
         server.kill()
-        file.unlink()
-        aside.rename(file)
+        disk.go_on(file)
         server.start()
 
         assert [True] * 5 == [one.result(60).ok for one in verifications]

@@ -19,6 +19,7 @@ from typing import Final
 
 import numpy as np
 
+from storesvc import rooted_files
 from storesvc.format.checksums import crc32c
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
@@ -45,14 +46,16 @@ GAP_BYTES: Final = 4 << 10
 class DirectSource:
     """Stored chunks from the data files of a run."""
 
-    def __init__(self, pool: Path, manifest: Manifest, *, name: str) -> None:
+    def __init__(self, root: Path, pool: str, manifest: Manifest, *, name: str) -> None:
         """Prepares to read.
 
         Args:
-            pool: The directory of the data files.
+            root: Of the store.
+            pool: What the data files lie below.
             manifest: Of the checkpoint.
             name: What messages call the checkpoint.
         """
+        self._root = root
         self._pool = pool
         self._manifest = manifest
         self._name = name
@@ -122,9 +125,9 @@ class DirectSource:
     @contextmanager
     def _file(self, read: Read) -> Iterator[int]:
         """Opens the file of a read, and names what storage says about it."""
-        path = self._pool / read.file
+        place = f"{self._pool}{read.file}"
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = rooted_files.open_file(self._root, place)
             try:
                 yield file
             finally:
@@ -133,10 +136,12 @@ class DirectSource:
             raise self._lost(read, "is missing") from e
         except StoreError:  # some are OSErrors too
             raise
+        except rooted_files.IrregularFileError as e:
+            raise self._lost(read, f"is not read ({e})") from e
         except OSError as e:
             raise UnavailableError(
-                f"{self._name}: cannot read data file {path}: {e.strerror}; without "
-                "direct= it is read through the server"
+                f"{self._name}: cannot read data file {self._root / place}: "
+                f"{e.strerror}; without direct= it is read through the server"
             ) from e
 
     def _fill(
@@ -157,9 +162,10 @@ class DirectSource:
 
     def _lost(self, read: Read, what: str) -> DataLossError:
         named = describe(self._manifest, read)
+        path = self._root / self._pool / read.file
         return DataLossError(
-            f"{self._name} {named}: data file {self._pool / read.file} {what}, "
-            f"expected bytes {read.start} to {read.stop}; use another checkpoint",
+            f"{self._name} {named}: data file {path} {what}, expected "
+            f"bytes {read.start} to {read.stop}; use another checkpoint",
             reason="CORRUPT_DATA",
         )
 

@@ -359,7 +359,7 @@ class OpenCheckpoint:
                     self._connection, name=self._name.resource, uid=self.info.uid
                 )
             case Path() as root:
-                return DirectSource(root / pool, self._manifest, name=self.name)
+                return DirectSource(root, pool, self._manifest, name=self.name)
             case bucket:
                 return BucketSource(bucket, pool, self._manifest, name=self.name)
 

@@ -62,7 +62,7 @@ class Placing:
         )
         self._stopped = threading.Event()
         self._pool: Pool = (
-            FilePool(root / pool)
+            FilePool(root, pool)
             if isinstance(root, Path)
             else BucketPool(root, pool, self._stopped)
         )

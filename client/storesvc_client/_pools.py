@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
-from storesvc import datafiles
+from storesvc import datafiles, rooted_files
 from storesvc_client.errors import (
+    DataLossError,
     InvalidRequestError,
     LimitError,
     StoreError,
@@ -66,22 +67,29 @@ class FilePool:
 
     threads = THREADS
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, root: Path, pool: str) -> None:
+        """Prepares to write.
+
+        Args:
+            root: Of the store.
+            pool: What the data files lie below.
+        """
+        self._root = root
+        self._pool = pool
         self.file_bytes = FILE_BYTES
 
     @contextmanager
     def create(self, name: str) -> Generator[NewFile]:
         """See ``Pool.create``."""
-        path = self._directory / name
+        place = f"{self._pool}{name}"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with datafiles.NewFile(path) as file:
+            rooted_files.make_directories(self._root, place)
+            with datafiles.NewFile(self._root, place) as file:
                 yield file
         except StoreError:  # some are OSErrors too
             raise
         except OSError as e:
-            raise _translated(e, self._directory) from e
+            raise _translated(e, self._root / self._pool) from e
 
 
 def _translated(e: OSError, pool: Path) -> StoreError:
@@ -90,6 +98,12 @@ def _translated(e: OSError, pool: Path) -> StoreError:
             f"{pool}: the storage is full; {datafiles.HOW_TO_FREE_SPACE}, then save "
             "again",
             reason="STORAGE_FULL",
+        )
+    if isinstance(e, rooted_files.IrregularFileError):
+        return DataLossError(
+            f"{pool}: {e}; nothing is written through a link: remove it, or connect "
+            "without direct=",
+            reason="CORRUPT_DATA",
         )
     if e.errno in _DENIED:
         return InvalidRequestError(

@@ -31,6 +31,14 @@ _OWNED: Final = re.compile(
     r"(?:manifests|files|uploads|staging|trees|pool)/([0-9a-f]{32})(?=[-./])"
 )
 
+_POOLED: Final = re.compile(r"data/[^/]+/[^/]+/pool/")
+
+
+def is_pooled(place: str) -> bool:
+    """Returns whether a place is one of data files. Direct writers may write there;
+    each object is written once, so that no write of it is conditional."""
+    return bool(_POOLED.match(place))
+
 
 def run_record(name: RunName) -> str:
     """Returns the place of a run's record."""

@@ -173,6 +173,36 @@ int rename(const char *from, const char *to) {
 WATCHED_OPEN(open)
 WATCHED_OPEN(open64)
 
+/* Writes the whole path of a name in a directory; returns whether it is watched. */
+static int whole_path(int directory, const char *name, char *whole) {
+    char path[PATH_MAX];
+    if (*name == '/') {
+        snprintf(whole, 2 * PATH_MAX, "%s", name);
+    } else if (directory != AT_FDCWD && path_of(directory, path)) {
+        snprintf(whole, 2 * PATH_MAX, "%s/%s", path, name);
+    } else {
+        return 0;
+    }
+    return is_below(whole);
+}
+
+#define WATCHED_OPENAT(name)                                                     \
+    int name(int directory, const char *path, int flags, ...) {                  \
+        char whole[2 * PATH_MAX];                                                \
+        va_list rest;                                                            \
+        va_start(rest, flags);                                                   \
+        mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;                \
+        va_end(rest);                                                            \
+        int creates = (flags & O_CREAT) && whole_path(directory, path, whole) && \
+                      access(whole, F_OK);                                       \
+        if (!creates) return REAL(name)(directory, path, flags, mode);           \
+        WATCHED("create", whole, "", NULL, 0, 0,                                 \
+                REAL(name)(directory, path, flags, mode))                        \
+    }
+
+WATCHED_OPENAT(openat)
+WATCHED_OPENAT(openat64)
+
 int unlink(const char *path) {
     if (!is_below(path)) return REAL(unlink)(path);
     WATCHED("unlink", path, "", NULL, 0, 0, REAL(unlink)(path))
@@ -188,16 +218,16 @@ int mkdir(const char *path, mode_t mode) {
     WATCHED("mkdir", path, "", NULL, 0, 0, REAL(mkdir)(path, mode))
 }
 
+int mkdirat(int directory, const char *name, mode_t mode) {
+    char whole[2 * PATH_MAX];
+    if (!whole_path(directory, name, whole)) return REAL(mkdirat)(directory, name, mode);
+    WATCHED("mkdir", whole, "", NULL, 0, 0, REAL(mkdirat)(directory, name, mode))
+}
+
 int unlinkat(int directory, const char *name, int flags) {
-    char path[PATH_MAX], whole[2 * PATH_MAX];
-    if (*name == '/') {
-        snprintf(whole, sizeof whole, "%s", name);
-    } else if (directory != AT_FDCWD && path_of(directory, path)) {
-        snprintf(whole, sizeof whole, "%s/%s", path, name);
-    } else {
+    char whole[2 * PATH_MAX];
+    if (!whole_path(directory, name, whole))
         return REAL(unlinkat)(directory, name, flags);
-    }
-    if (!is_below(whole)) return REAL(unlinkat)(directory, name, flags);
     WATCHED(flags & AT_REMOVEDIR ? "rmdir" : "unlink", whole, "", NULL, 0, 0,
             REAL(unlinkat)(directory, name, flags))
 }

@@ -1,0 +1,174 @@
+"""Calls that a file system blocks: refused in time, and no obstacle to others."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import pytest
+
+from storesvc import file_threads
+from storesvc.errors import StorageUnavailableError
+from storesvc.file_threads import FileThreads
+
+SOON = 0.05
+
+
+class Hanging:
+    """A call that does not return until it may."""
+
+    def __init__(self) -> None:
+        self._may_return = threading.Event()
+
+    def __call__(self) -> str:
+        self._may_return.wait()
+        return "late"
+
+    def go_on(self) -> None:
+        self._may_return.set()
+
+
+def with_hanging(
+    main: Callable[[FileThreads, Hanging], Coroutine[Any, Any, None]],
+) -> None:
+    """Runs a test, and lets what hangs return after it."""
+    hanging = Hanging()
+    try:
+        asyncio.run(main(FileThreads("file:///store"), hanging))
+    finally:
+        hanging.go_on()
+
+
+async def becomes_true(is_so: Callable[[], bool]) -> None:
+    """Waits for what other threads do."""
+    while not is_so():  # noqa: ASYNC110 - no event tells of it
+        await asyncio.sleep(0.01)
+
+
+async def refused_late(threads: FileThreads, place: str, call: Hanging) -> None:
+    with pytest.raises(TimeoutError):
+        await threads.run(place, call, seconds=SOON)
+
+
+def test_a_call_returns_what_its_function_does() -> None:
+    async def main() -> None:
+        threads = FileThreads("file:///store")
+        calls = (threads.run("a", partial(pow, 2, n), seconds=60) for n in range(100))
+        assert [2**n for n in range(100)] == await asyncio.gather(*calls)
+
+        def fail() -> None:
+            raise FileNotFoundError("a")
+
+        with pytest.raises(FileNotFoundError, match="a"):
+            await threads.run("a", fail, seconds=None)
+
+    asyncio.run(main())
+
+
+def test_a_file_that_hangs_is_refused_at_once_until_it_returns() -> None:
+    async def main(threads: FileThreads, hanging: Hanging) -> None:
+        await refused_late(threads, "a", hanging)
+
+        for _ in range(1000):
+            with pytest.raises(
+                StorageUnavailableError,
+                match="a: an earlier call for this file has not returned; check",
+            ):
+                await threads.run("a", hanging, seconds=60)
+        assert 1 == await threads.run("b", lambda: 1, seconds=60)
+
+        hanging.go_on()
+        await becomes_true(lambda: not threads._abandoned)
+        assert 2 == await threads.run("a", lambda: 2, seconds=60)
+
+    with_hanging(main)
+
+
+def test_more_files_may_hang_than_there_are_threads() -> None:
+    async def main(threads: FileThreads, hanging: Hanging) -> None:
+        for at in range(file_threads.THREADS + 3):
+            await refused_late(threads, str(at), hanging)
+
+        assert "well" == await threads.run("a", lambda: "well", seconds=60)
+
+    with_hanging(main)
+
+
+def test_a_call_waits_for_a_thread_no_longer_than_it_may_take() -> None:
+    async def main(threads: FileThreads, hanging: Hanging) -> None:
+        others = [
+            asyncio.ensure_future(threads.run(str(at), hanging, seconds=None))
+            for at in range(file_threads.THREADS)
+        ]
+        await asyncio.sleep(0)
+        ran = []
+        with pytest.raises(TimeoutError):
+            await threads.run("a", lambda: ran.append(1), seconds=SOON)
+        hanging.go_on()
+        assert ["late"] * file_threads.THREADS == await asyncio.gather(*others)
+        assert [] == ran  # nobody waits for it any more
+
+        assert 1 == await threads.run("a", lambda: 1, seconds=60)
+
+    with_hanging(main)
+
+
+def test_the_threads_that_are_abandoned_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(file_threads, "MAX_ABANDONED", 5)
+
+    async def main(threads: FileThreads, hanging: Hanging) -> None:
+        before = threading.active_count()
+        for at in range(5):
+            await refused_late(threads, str(at), hanging)
+        for at in range(100):
+            with pytest.raises(StorageUnavailableError, match="5 calls for other"):
+                await threads.run(f"other-{at}", hanging, seconds=60)
+
+        assert threading.active_count() <= before + 6
+
+    with_hanging(main)
+
+
+def test_what_comes_after_its_caller_gave_up_is_discarded() -> None:
+    discarded = threading.Event()
+
+    async def main(threads: FileThreads, hanging: Hanging) -> None:
+        call = asyncio.ensure_future(
+            threads.run("a", hanging, seconds=60, discard=lambda _: discarded.set())
+        )
+        await asyncio.sleep(SOON)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        hanging.go_on()
+        await becomes_true(discarded.is_set)
+
+    with_hanging(main)
+
+
+def test_a_call_that_hangs_after_its_caller_gave_up_is_abandoned_too() -> None:
+    async def main(threads: FileThreads, hanging: Hanging) -> None:
+        call = asyncio.ensure_future(threads.run("a", hanging, seconds=SOON * 4))
+        await asyncio.sleep(SOON)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await becomes_true(lambda: bool(threads._abandoned))
+
+    with_hanging(main)
+
+
+def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_threads, "IDLE_SECONDS", SOON)
+
+    async def main() -> None:
+        threads = FileThreads("file:///store")
+        await threads.run("a", lambda: time.sleep(SOON), seconds=60)
+        await becomes_true(lambda: not threads._threads)
+        assert 1 == await threads.run("a", lambda: 1, seconds=60)
+
+    asyncio.run(main())

@@ -1,0 +1,174 @@
+"""Files that hang, as on a network that is gone: others go on, and processes end."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+import storesvc_client as store
+from storesvc import deadlines, rooted_files
+from storesvc.errors import StorageUnavailableError
+from storesvc.format.names import RunName
+from storesvc.kvbucket import KvBucket
+from storesvc_proto.v1 import chunk_service_pb2 as api
+from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
+from tests.contract import Writer, frame
+from tests.hanging_disk import HangingDisk
+from tests.saved_checkpoint import CHUNKS, Saved
+from tests.server_process import ServerProcess
+
+RUN = RunName("tests", "hangs")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> HangingDisk:
+    return HangingDisk(tmp_path / "disk")
+
+
+@pytest.fixture
+def server(
+    start_server: Callable[..., ServerProcess], disk: HangingDisk
+) -> ServerProcess:
+    """A server on that disk, with a checkpoint."""
+    server = start_server()
+    server.kill()
+    server.environment = disk.environment
+    server.start()
+    Writer(server.address, str(RUN), 3, chunks=CHUNKS).save(range(CHUNKS))
+    return server
+
+
+def read_chunk(server: ServerProcess) -> grpc.StatusCode:
+    """Reads a chunk for a second, and returns how that ends."""
+    with grpc.insecure_channel(server.address) as channel:
+        request = api.ReadChunksRequest(name=f"{RUN.resource}/checkpoints/3", chunk=[0])
+        try:
+            list(ChunkServiceStub(channel).ReadChunks(request, timeout=1))
+        except grpc.RpcError as e:
+            code: grpc.StatusCode = e.code()
+            return code
+    return grpc.StatusCode.OK
+
+
+def test_a_server_ends_after_its_drain_while_a_data_file_hangs(
+    server: ServerProcess, disk: HangingDisk
+) -> None:
+    disk.hang(Saved(server.root, RUN).file(0))
+    assert grpc.StatusCode.OK != read_chunk(server)
+
+    assert 0 == server.stop()
+
+
+def test_a_server_ends_after_its_drain_while_records_hang(
+    server: ServerProcess, disk: HangingDisk
+) -> None:
+    """TensorStore reads them, in threads of its own."""
+    disk.hang(Saved(server.root, RUN).slot)
+    for _ in range(3):
+        assert grpc.StatusCode.OK != read_chunk(server)
+
+    assert 0 == server.stop()
+
+
+def test_a_server_ends_soon_after_its_drain_while_a_write_hangs(
+    server: ServerProcess, disk: HangingDisk
+) -> None:
+    writer = Writer(server.address, str(RUN), 4)
+    writer.begin()
+    directory = server.root / f"data/{RUN}/pool/{writer.name.rpartition('/')[2]}"
+    disk.hang(directory)  # its sync, once a file is in it
+    with ThreadPoolExecutor() as pool:
+        writing = pool.submit(writer.write, frame(0, 1, 2))
+        while not directory.exists():
+            assert not writing.done()
+
+        server.stop()  # it took less than START_SECONDS
+        with pytest.raises(grpc.RpcError):
+            writing.result()
+
+
+def test_data_files_that_hang_keep_nobody_from_working(
+    server: ServerProcess, disk: HangingDisk
+) -> None:
+    saved = Saved(server.root, RUN)
+    disk.hang(saved.file(0))
+    with ThreadPoolExecutor(40) as pool:
+        reads = [pool.submit(read_chunk, server) for _ in range(40)]
+        Writer(server.address, "tests/others", 1).save()
+        assert grpc.StatusCode.OK not in [read.result() for read in reads]
+    Writer(server.address, "tests/others", 2).save()
+
+    disk.go_on(saved.file(0))
+    with store.connect(server.address) as client:
+        assert client.run(str(RUN)).verify(3).ok
+
+
+def test_a_read_that_hangs_is_refused_by_its_deadline_and_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "ANSWER_SECONDS", 0.2)
+    may_go_on = threading.Event()
+    open_file = rooted_files.open_file
+
+    def hanging(root: Path, place: str) -> int:
+        may_go_on.wait()
+        return open_file(root, place)
+
+    async def main() -> None:
+        bucket = await KvBucket.open(tmp_path.as_uri())
+        await bucket.write_new("data/n/r/pool/a", [b"123"])
+        monkeypatch.setattr(rooted_files, "open_file", hanging)
+        try:
+            with pytest.raises(StorageUnavailableError, match=r"pool/a: .*not answer"):
+                await bucket.read_range("data/n/r/pool/a", 0, 3)
+            with pytest.raises(StorageUnavailableError, match="pool/a: an earlier"):
+                await bucket.read_range("data/n/r/pool/a", 0, 3)
+        finally:
+            may_go_on.set()
+
+    asyncio.run(main())
+
+
+CLIENT = """
+import sys
+from datetime import timedelta
+import storesvc_client as store
+root, marker = sys.argv[1:]
+client = store.connect(root)
+run = client.run("tests/hangs")
+opened = run.open(3)
+client._connection.files = None  # through the embedded server
+open(marker, "w").close()
+try:
+    opened.restore(deadline=timedelta(seconds=1))
+except store.UnavailableError:
+    print("refused", flush=True)
+client.close()
+print("closed", flush=True)
+"""
+
+
+def test_a_process_with_an_embedded_store_ends_while_a_data_file_hangs(
+    server: ServerProcess, disk: HangingDisk
+) -> None:
+    server.stop()
+    file = Saved(server.root, RUN).file(0)
+    marker = Path(disk.environment["STORESVC_TEST_HANGS"]) / file.name
+
+    ended = subprocess.run(
+        [sys.executable, "-c", CLIENT, server.root.as_uri(), str(marker)],
+        env=os.environ | disk.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (0, "refused\nclosed\n") == (ended.returncode, ended.stdout), ended.stderr

@@ -14,6 +14,10 @@ ANSWER_SECONDS: Final = 60.0
 LEAST_BYTES_PER_SECOND: Final = 1 << 20
 """... and how slowly bytes may come and go meanwhile."""
 
+DISK_SECONDS: Final = 30.0
+"""How long a read from a disk of this machine may take, beside the time that its bytes
+take: so that its error, which names the file, comes before that of the call."""
+
 LATE_SECONDS: Final = 15.0
 """After which the log tells, where nothing comes nor goes."""
 

@@ -3,9 +3,10 @@
 They are apart from the threads of ``asyncio.to_thread``, which all other work shares
 and which the interpreter joins when it ends. A call that exceeds its deadline is
 refused; its thread cannot be stopped, so it is abandoned and another takes its place.
-Until it returns, further calls for the same place are refused at once: a file that
-hangs occupies one thread, however often it is asked for. The number of abandoned
-threads is bounded, and they are daemons: a process ends without them.
+Until it returns, further calls for the same place are refused at once, and before the
+deadline few calls for one place run at a time: so a file that hangs occupies few
+threads, however often it is asked for. The number of abandoned threads is bounded, and
+they are daemons: a process ends without them.
 """
 
 import asyncio
@@ -21,8 +22,11 @@ from storesvc.errors import StorageUnavailableError
 
 T = TypeVar("T")
 
-THREADS: Final = 16
+THREADS: Final = 32
 """Calls at a time. Others wait, which counts towards their deadline."""
+
+PER_PLACE: Final = 4
+"""Of them, for one place."""
 
 MAX_ABANDONED: Final = 64
 """Threads whose calls have exceeded their deadline; then every call is refused."""
@@ -63,6 +67,8 @@ class FileThreads:
         self._threads = 0
         """Those that are not abandoned."""
         self._idle = 0
+        self._running: Counter[str] = Counter()
+        """By place; the abandoned included."""
         self._abandoned: Counter[str] = Counter()
         """By place."""
 
@@ -150,8 +156,11 @@ class FileThreads:
                 error = e
             with self._changed:
                 call.is_running = False
+                _subtract(self._running, call.place)
                 if call.is_abandoned:
-                    self._abandoned -= Counter((call.place,))
+                    _subtract(self._abandoned, call.place)
+                    if self._queue and self._threads < THREADS:
+                        self._start()  # for what waited for this place
             with suppress(RuntimeError):  # the loop is closed
                 call.loop.call_soon_threadsafe(_end, call, result, error)
             if call.is_abandoned:
@@ -159,20 +168,34 @@ class FileThreads:
             del call, result, error  # what they hold is not for the next to wait for
 
     def _next(self) -> _Call[Any] | None:
-        """The next call whose result is waited for; None: the thread shall end."""
+        """The next call, to be run; None: the thread shall end."""
         with self._changed:
-            while True:
-                while not self._queue:
-                    self._idle += 1
-                    is_awake = self._changed.wait(IDLE_SECONDS)
-                    self._idle -= 1
-                    if not is_awake and not self._queue:
-                        self._threads -= 1
-                        return None
-                call = self._queue.popleft()
-                if not call.result.done():
-                    call.is_running = True
-                    return call
+            while (call := self._taken()) is None:
+                self._idle += 1
+                is_awake = self._changed.wait(IDLE_SECONDS)
+                self._idle -= 1
+                if not is_awake and not self._queue:
+                    self._threads -= 1
+                    return None
+            call.is_running = True
+            self._running[call.place] += 1
+            return call
+
+    def _taken(self) -> _Call[Any] | None:
+        """Takes the first call from the queue that may run."""
+        while self._queue and self._queue[0].result.done():
+            self._queue.popleft()  # nobody waits for it any more
+        for at, call in enumerate(self._queue):
+            if not call.result.done() and self._running[call.place] < PER_PLACE:
+                del self._queue[at]
+                return call
+        return None
+
+
+def _subtract(counter: Counter[str], place: str) -> None:
+    counter[place] -= 1
+    if not counter[place]:
+        del counter[place]  # it has as many entries as there are threads
 
 
 def _end(call: _Call[Any], result: Any, error: BaseException | None) -> None:

@@ -85,6 +85,9 @@ class KvBucket:
         self.opened = opened
         self._storage, self._root, _, self._lists, self._deletes = opened
         self._files = LocalFiles.of(self._storage)
+        self._makes_generations = False
+        """Whether the generations of ``LocalFiles`` are those of TensorStore, which
+        makes the conditional writes: as was seen at a read by both."""
         self._reads = HedgedCalls(hedging.READS)
         self._writes = HedgedCalls(hedging.WRITES)
         self._changes = HedgedCalls(hedging.CHANGES)
@@ -145,8 +148,6 @@ class KvBucket:
         """Reads a place; again, where a storage on the network does not answer."""
         with self._at(place):
             if not self._storage.is_remote:
-                if self._files is not None:
-                    await self._files.check(place)
                 return await deadlines.answer(self._storage, answered(ask()))
             return await self._reads.answer(
                 lambda: answered(ask()),
@@ -155,10 +156,23 @@ class KvBucket:
             )
 
     async def read(self, place: str) -> Stored | None:
+        found: Stored | None = None
+        if self._files is not None:
+            # TensorStore would follow a link, and its threads, which are few, would
+            # wait for ever for a file that hangs.
+            with self._at(place):
+                read = await self._files.read_all(place)
+            if read is None:
+                return None
+            found = Stored(read[0], Generation(read[1]))
+            if self._makes_generations:
+                return found
         result = await self._read(place, lambda: self._root.read(place))
         if result.state != "value":
             return None
-        return Stored(result.value, Generation(result.stamp.generation))
+        stored = Stored(result.value, Generation(result.stamp.generation))
+        self._makes_generations = stored == found
+        return stored
 
     async def read_range(self, place: str, start: int, stop: int) -> bytes:
         if self._files is not None:

@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-_SUFFIX: Final = ".__lock"
+from storesvc.storages import LOCK_SUFFIX
+
 _WHOLE_FILE: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 _FLAGS: Final = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -22,7 +23,7 @@ _FLAGS: Final = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 def clear(path: Path) -> None:
     """Empties what a killed write of a file left; leaves one under way alone."""
-    lock = path.with_name(path.name + _SUFFIX)
+    lock = path.with_name(path.name + LOCK_SUFFIX)
     try:
         descriptor = os.open(lock, _FLAGS)
     except OSError:  # most often: there is none

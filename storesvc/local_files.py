@@ -42,13 +42,19 @@ class LocalFiles:
         self, place: str, parts: Iterable[Part], *, size_bytes: int
     ) -> list[bytes]:
         """See ``LocalReads.read``."""
-        read = partial(self._reads.read, place, parts)
-        return await self._run(place, read, size_bytes=size_bytes)
+        return await self._read(
+            place, partial(self._reads.read, place, parts), size_bytes=size_bytes
+        )
 
     async def read_range(self, place: str, start: int, stop: int) -> bytes:
         """See ``LocalReads.read_range``."""
         read = partial(self._reads.read_range, place, start, stop)
-        return await self._run(place, read, size_bytes=stop - start)
+        return await self._read(place, read, size_bytes=stop - start)
+
+    async def read_all(self, place: str) -> tuple[bytes, bytes] | None:
+        """See ``LocalReads.read_all``."""
+        read = partial(self._reads.read_all, place)
+        return await self._read(place, read, size_bytes=0)
 
     async def check(self, place: str) -> None:
         """Refuses what a storage driver must not open: see
@@ -132,6 +138,10 @@ class LocalFiles:
         """Returns what a function returns that writes to a new file as it goes. It has
         no deadline: the file is still written to while the function runs."""
         return await self._threads.run(place, function, seconds=None)
+
+    async def _read(self, place: str, read: Callable[[], T], *, size_bytes: int) -> T:
+        seconds = deadlines.DISK_SECONDS + size_bytes / deadlines.LEAST_BYTES_PER_SECOND
+        return await self._threads.run(place, read, seconds=seconds)
 
     async def _run(
         self,

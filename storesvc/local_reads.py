@@ -5,6 +5,7 @@ other threads run: nothing else in Python touches the bytes.
 """
 
 import os
+import struct
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
@@ -41,6 +42,27 @@ class LocalReads:
             return [_read(descriptor, place, part) for part in parts]
         finally:
             os.close(descriptor)
+
+    def read_all(self, place: str) -> tuple[bytes, bytes] | None:
+        """Returns all bytes of a file, and its generation as TensorStore 0.1.86 makes
+        it: device, inode and time of the last change. None: there is no file.
+
+        Raises:
+            IrregularFileError: It is no regular file of this root.
+            OSError: It cannot be read.
+        """
+        try:
+            descriptor = rooted_files.open_file(self._root, place)
+        except FileNotFoundError:
+            return None
+        try:
+            # one file: another takes its place by a rename
+            found = os.fstat(descriptor)
+            data = _read(descriptor, place, Part(b"", 0, found.st_size))
+        finally:
+            os.close(descriptor)
+        generation = (found.st_dev, found.st_ino, found.st_mtime_ns)
+        return data, b"\0" + struct.pack("<QQq", *generation)
 
     def read_range(self, place: str, start: int, stop: int) -> bytes:
         """Returns the bytes of a file from ``start`` up to ``stop``.

@@ -86,7 +86,8 @@ def make_directory(root: Path, place: str) -> None:
     """Makes a directory in one that is there; one that is there already is no error.
 
     Raises:
-        IrregularFileError: The place leads through a link, or is something else.
+        IrregularFileError: The place is a link, or leads through one.
+        NotADirectoryError: It is a file.
         OSError: It cannot be made.
     """
     directory, name = _directory(root, place, _PASS)
@@ -95,8 +96,10 @@ def make_directory(root: Path, place: str) -> None:
             os.mkdir(name, dir_fd=directory)
             return
         mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
-        if not stat.S_ISDIR(mode):
+        if stat.S_ISLNK(mode):
             raise IrregularFileError(place, "a directory", _kind(mode))
+        if not stat.S_ISDIR(mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), place)
     finally:
         os.close(directory)
 
@@ -105,7 +108,7 @@ def make_directories(root: Path, place: str) -> None:
     """Makes the directories of a place below a root: what is before its last "/".
 
     Raises:
-        IrregularFileError: One of them is a link, or something else.
+        IrregularFileError: One of them is a link.
         OSError: One cannot be made.
     """
     root.mkdir(parents=True, exist_ok=True)

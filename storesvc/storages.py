@@ -36,6 +36,9 @@ S3_DRIVER: Final = "s3"
 FILE_DRIVER: Final = "file"
 MEMORY_DRIVER: Final = "memory"
 
+LOCK_SUFFIX: Final = ".__lock"
+"""Of the files beside those that TensorStore writes."""
+
 _LEAST_NAME: Final = 3
 
 
@@ -67,11 +70,17 @@ class Storage:
 
     def check(self, place: str) -> None:
         """Refuses a place that would become another on the way to S3, whose names are
-        paths of addresses, or that no list in XML can tell.
+        paths of addresses, or that no list in XML can tell; and on files the name of a
+        directory, or of a lock of TensorStore.
 
         Raises:
-            InvalidFieldError: It would.
+            InvalidFieldError: It is such a place.
         """
+        if self.spec["driver"] == FILE_DRIVER and place.endswith(("/", LOCK_SUFFIX)):
+            raise InvalidFieldError(
+                f"{self.name}: expected a place that does not end with '/' or "
+                f"{LOCK_SUFFIX!r}, got {place!r}"
+            )
         if self.spec["driver"] != S3_DRIVER:
             return
         if (

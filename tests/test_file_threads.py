@@ -115,6 +115,21 @@ def test_a_call_waits_for_a_thread_no_longer_than_it_may_take() -> None:
     with_hanging(main)
 
 
+def test_a_file_that_hangs_occupies_few_threads_before_its_deadline() -> None:
+    async def main(threads: FileThreads, hanging: Hanging) -> None:
+        calls = [
+            asyncio.ensure_future(threads.run("a", hanging, seconds=60))
+            for _ in range(file_threads.THREADS * 2)
+        ]
+        assert 1 == await threads.run("b", lambda: 1, seconds=60)
+        assert file_threads.PER_PLACE == threads._running["a"]
+
+        hanging.go_on()
+        assert ["late"] * len(calls) == await asyncio.gather(*calls)
+
+    with_hanging(main)
+
+
 def test_the_threads_that_are_abandoned_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

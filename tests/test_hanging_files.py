@@ -110,10 +110,21 @@ def test_data_files_that_hang_keep_nobody_from_working(
         assert client.run(str(RUN)).verify(3).ok
 
 
+def test_records_that_hang_keep_nobody_from_working(
+    server: ServerProcess, disk: HangingDisk
+) -> None:
+    disk.hang(Saved(server.root, RUN).slot)
+    with ThreadPoolExecutor(20) as pool:
+        reads = [pool.submit(read_chunk, server) for _ in range(20)]
+        assert grpc.StatusCode.OK not in [read.result() for read in reads]
+
+    Writer(server.address, "tests/others", 1).save()
+
+
 def test_a_read_that_hangs_is_refused_by_its_deadline_and_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadlines, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(deadlines, "DISK_SECONDS", 0.2)
     may_go_on = threading.Event()
     open_file = rooted_files.open_file
 
@@ -132,6 +143,24 @@ def test_a_read_that_hangs_is_refused_by_its_deadline_and_names_the_file(
                 await bucket.read_range("data/n/r/pool/a", 0, 3)
         finally:
             may_go_on.set()
+
+    asyncio.run(main())
+
+
+def test_generations_of_records_are_those_that_tensorstore_makes(
+    tmp_path: Path,
+) -> None:
+    """Else each record is read twice: by it, too."""
+
+    async def main() -> None:
+        bucket = await KvBucket.open(tmp_path.as_uri())
+        written = await bucket.write("a/b", b"1")
+        for _ in range(2):
+            stored = await bucket.read("a/b")
+            assert stored is not None
+            assert (b"1", written) == (stored.data, stored.generation)
+            assert bucket._makes_generations
+        await bucket.write("a/b", b"2", condition=written)
 
     asyncio.run(main())
 

@@ -100,7 +100,11 @@ class FileThreads:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
         call = _Call(place, function, discard, instead, loop, result)
-        self._submit(call)
+        try:
+            self._submit(call)
+        except StorageUnavailableError:
+            _skip(call)
+            raise
         if seconds is not None:
             call.deadline = loop.call_later(seconds, self._expire, call)
         try:
@@ -184,12 +188,18 @@ class FileThreads:
     def _taken(self) -> _Call[Any] | None:
         """Takes the first call from the queue that may run."""
         while self._queue and self._queue[0].result.done():
-            self._queue.popleft()  # nobody waits for it any more
+            _skip(self._queue.popleft())  # nobody waits for it any more
         for at, call in enumerate(self._queue):
             if not call.result.done() and self._running[call.place] < PER_PLACE:
                 del self._queue[at]
                 return call
         return None
+
+
+def _skip(call: _Call[Any]) -> None:
+    """Gives up a call whose function was never called."""
+    if call.instead is not None:
+        threading.Thread(target=call.instead, daemon=True).start()
 
 
 def _subtract(counter: Counter[str], place: str) -> None:

@@ -166,10 +166,14 @@ class CancellingServer(ThreadServer):
             if lock._value != value
         ]
         places, sender = store.receiver.places, store.sender
+        files = store.bucket._files
+        calls = [] if files is None else list(files._threads._queue)
         amounts = {
             "places of batches in use": MAX_FILES - places.free,
             "streams that wait for a place": places.waiting,
-            "writes that wait for a thread": len(files._threads._queue),
+            "writes that wait for a thread": sum(
+                not call.result.done() for call in calls
+            ),
             "bytes on the shelf": sender._shelf.size,
             "readers of the shelf": len(sender._shelf._readers),
             "reads for the shelf": len(sender._reads),

@@ -615,7 +615,10 @@ def test_a_root_with_a_fragment_is_refused(root: str) -> None:
         ("driver=s3", "driver=gcs or driver=gcs_grpc"),
         ("concurrency=0", "concurrency=1 to 4096"),
         ("concurrency=many", "concurrency=1 to 4096"),
-        ("concurency=9", "the options concurrency and driver, got concurency"),
+        (
+            "concurency=9",
+            "concurrency, driver, endpoint and grpc_endpoint, got concurency",
+        ),
         ("concurrency=3&concurrency=4", "each option once, got 'concurrency=3&con"),
     ],
 )

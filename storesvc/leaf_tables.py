@@ -27,6 +27,9 @@ MAX_LEAVES: Final = 1_000_000
 MAX_VALUES: Final = 4096
 """Distinct dtypes, shardings or PRNG implementations of a tree."""
 
+MAX_PIECES: Final = 4096
+"""Pieces of the structure of a tree: of 4 KiB each, where it is the largest."""
+
 MAX_CHUNKS: Final = 4_000_000
 """Chunks of a tree."""
 

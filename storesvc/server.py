@@ -22,6 +22,7 @@ from storesvc.rpc import services
 from storesvc.rpc.handlers import handler_of
 from storesvc.rpc.handling import MAX_MESSAGE_BYTES
 from storesvc.rpc.health_calls import HealthCalls
+from storesvc.rpc.request_limits import RequestLimits
 from storesvc.store import Store
 from storesvc_proto.v1 import (
     checkpoint_service_pb2,
@@ -113,7 +114,8 @@ async def running(
             used.
     """
     server = grpc.aio.server(
-        options=(*OPTIONS, ("grpc.so_reuseport", int(shares_port)))
+        interceptors=(RequestLimits(),),
+        options=(*OPTIONS, ("grpc.so_reuseport", int(shares_port))),
     )
     server.add_generic_rpc_handlers(
         (

@@ -1,5 +1,8 @@
 """Turns the service's errors into gRPC statuses: the only place that does."""
 
+import asyncio
+import traceback
+from functools import partial
 from typing import Final, NamedTuple, NoReturn
 
 import grpc.aio
@@ -181,7 +184,26 @@ async def refuse(
 ) -> NoReturn:
     """Ends a call with an error."""
     status = rpc_status.to_status(status_of(error))
-    await context.abort(
-        status.code, status.details, (*status.trailing_metadata, _ANSWERED)
-    )
+    try:
+        await context.abort(
+            status.code, status.details, (*status.trailing_metadata, _ANSWERED)
+        )
+    except grpc.aio.AbortError as e:
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(partial(_clear, e))
+        raise
     raise AssertionError("abort returned")
+
+
+def _clear(error: BaseException, _: "asyncio.Task[object]") -> None:
+    """Clears the frames that an error keeps alive once its call has ended.
+
+    gRPC keeps the error of an aborted call, whose frames refer to the call: such a
+    cycle would keep a rejected request in memory until the next full garbage
+    collection.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__, seen = None, seen.__context__

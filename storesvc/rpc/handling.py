@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, cast
 
@@ -14,21 +14,19 @@ from google.protobuf.message import Message
 
 from storesvc.errors import (
     InvalidFieldError,
-    LimitExceededError,
     StalledError,
     StorageUnavailableError,
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
 from storesvc.parsing import MESSAGE_TYPE
+from storesvc.rpc.request_counts import check_counts
 from storesvc.sparing import Sparing
 from storesvc.statuses import refuse
+from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 MAX_MESSAGE_BYTES: Final = 4 << 20
 """Bytes of a message, either way: gRPC's default, kept."""
-
-MAX_TREE_BYTES: Final = 256 << 20
-"""Bytes of a leaf table, and of a receipt."""
 
 STALL_SECONDS: Final = 60.0
 """How long a stream may send nothing."""
@@ -37,7 +35,7 @@ TAKE_SECONDS: Final = 15.0
 """How long a client may take no message."""
 
 CALL_SECONDS: Final = 60.0
-"""How long a call that gathers a table may take."""
+"""How long the work of a call may take, once its table has come."""
 
 WAY_SECONDS: Final = 1.0
 """How long a last answer may be on its way."""
@@ -57,8 +55,16 @@ class _Parted(Protocol):
         """Returns which one."""
 
 
+PartedRequest: TypeAlias = (
+    upload_api.BeginUploadRequest
+    | upload_api.JoinUploadRequest
+    | upload_api.FindChunksRequest
+    | upload_api.FinishWriterRequest
+)
+"""A message of a stream that brings a table."""
+
 S = TypeVar("S")
-T = TypeVar("T", bound=_Parted)
+T = TypeVar("T", bound=PartedRequest)
 
 _log = logging.getLogger(__name__)
 _lines = Sparing()
@@ -111,6 +117,27 @@ def _log_trouble(error: StoreError) -> None:
         _log.warning("%s", error)
 
 
+def host_of(peer: str) -> str:
+    """Returns the host of a peer as gRPC names it, without its port."""
+    return peer.rpartition(":")[0] if peer.startswith("ip") else peer
+
+
+@asynccontextmanager
+async def released(stream: AsyncIterator[S]) -> AsyncIterator[None]:
+    """Releases the messages of a stream when the context ends.
+
+    gRPC's iterator refers to itself, and to the message that it returned last: a stream
+    that is not read to its end would keep that in memory until the next full garbage
+    collection.
+    """
+    try:
+        yield
+    finally:
+        messages = aiter(stream)
+        if isinstance(messages, AsyncGenerator):
+            await messages.aclose()
+
+
 async def first(stream: AsyncIterator[T], part: str) -> T:
     """The first message of a stream, which holds another part than the others."""
     async for message in following(stream, part):
@@ -122,6 +149,7 @@ async def following(stream: AsyncIterator[T], *parts: str) -> AsyncIterator[T]:
     """The other messages of a stream; none may be of another part, or be late."""
     async for message in in_time(stream):
         check_part(message, *parts)
+        check_counts(message)
         yield message
 
 
@@ -201,15 +229,3 @@ async def write(context: Context, message: Message | bytes) -> None:
     except grpc.aio.InternalError as e:
         # The client has gone. gRPC cancels the call for that, sooner or later.
         raise asyncio.CancelledError from e
-
-
-def check_size(what: str, size: int) -> None:
-    """Refuses a table that grows past the limit.
-
-    Raises:
-        LimitExceededError: It does.
-    """
-    if size > MAX_TREE_BYTES:
-        raise LimitExceededError(
-            f"{what}: expected at most {MAX_TREE_BYTES} bytes, got more"
-        )

@@ -3,8 +3,9 @@
 import storesvc
 from storesvc import batches, leaf_tables, sending
 from storesvc.format import trees
-from storesvc.rpc.handling import MAX_MESSAGE_BYTES, MAX_TREE_BYTES, Context
+from storesvc.rpc.handling import MAX_MESSAGE_BYTES, Context
 from storesvc.store import Store
+from storesvc.table_parts import MAX_TREE_BYTES
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 
 

@@ -8,12 +8,12 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Final
 
-from storesvc import leaf_tables
-from storesvc.errors import InvalidChunkError, InvalidFieldError, InvalidTreeError
-from storesvc.format.chunks import InvalidChunksError, Sums, unpack_sums
+from storesvc.errors import InvalidFieldError
+from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
 from storesvc.framing import part_of
+from storesvc.memory_budget import MemoryBudget
 from storesvc.records import timestamp
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import (
@@ -21,22 +21,32 @@ from storesvc.rpc.handling import (
     Context,
     Patience,
     check_part,
-    check_size,
     first,
     following,
+    host_of,
     missing,
     refusals,
+    released,
     unexpected,
 )
 from storesvc.rpc.pages import page
+from storesvc.rpc.part_streams import PartStream
+from storesvc.rpc.request_counts import check_counts
 from storesvc.stopwatch import Stopwatch
 from storesvc.store import Store
+from storesvc.table_parts import LeafParts, SumParts, unpacked
 from storesvc.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
-MAX_LARGE_CALLS: Final = 2
-"""Calls that gather a table, at once."""
+WORK_BYTES: Final = 384 << 20
+"""What the tables that are unpacked or checked at once take in memory, about."""
+
+TABLES_BYTES: Final = 160 << 20
+"""Of the parts of tables that have come, of all streams."""
+
+PEER_BYTES: Final = TABLES_BYTES - (16 << 20)
+"""Of those of one peer: the largest table fits, and leaves room for usual ones."""
 
 MAX_WRITERS: Final = 65536
 MAX_LEASE: Final = timedelta(days=30)
@@ -49,12 +59,17 @@ class UploadService:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._large_calls = asyncio.Semaphore(MAX_LARGE_CALLS)
+        self._work = FairSemaphore(WORK_BYTES, purpose="checks tables")
+        self._tables = MemoryBudget(TABLES_BYTES, PEER_BYTES, purpose="tables")
 
     @asynccontextmanager
-    async def _large_call(self) -> AsyncIterator[None]:
-        """Bounds what tables take in memory: their number, and their time."""
-        async with self._large_calls, asyncio.timeout(CALL_SECONDS):
+    async def _worked(self, context: Context, weight_bytes: int) -> AsyncIterator[None]:
+        """Bounds what the work on tables takes: memory, and time."""
+        peer = host_of(context.peer())
+        async with (
+            self._work.held(peer, weight=weight_bytes),
+            asyncio.timeout(CALL_SECONDS),
+        ):
             yield
 
     async def BeginUpload(
@@ -66,11 +81,15 @@ class UploadService:
             opening = await first(request_iterator, "upload")
             name = upload_name(opening.parent, opening.request_id)
             new = new_upload(name.run, opening.upload)
-            async with self._large_call():
-                table, digests = await _leaves_and_digests(
-                    name, request_iterator, count=opening.leaf_count
-                )
-                record = await self._store.uploads.begin(name, new, table, digests)
+            parts = LeafParts(name, opening.leaf_count)
+            stream = PartStream(request_iterator, "leaves")
+            async with stream.sharing(self._tables, context):
+                async for message in stream:
+                    await stream.keep(parts.add(message.leaves, message.leaf_digests))
+                async with self._worked(context, parts.weight_bytes):
+                    record = await self._store.uploads.begin(
+                        name, new, parts.joined(), parts.digests
+                    )
             return upload_api.BeginUploadResponse(
                 upload=messages.upload_message(name, record)
             )
@@ -86,17 +105,19 @@ class UploadService:
             join = opening.open
             name = UploadName.from_resource(join.upload)
             fields.check_writer("open.writer", join.writer, join.writer_count)
-            async with self._large_call():
-                table, digests = await _leaves_and_digests(
-                    name, request_iterator, count=opening.leaf_count
-                )
-                record = await self._store.uploads.join(
-                    name,
-                    writer=join.writer,
-                    writer_count=join.writer_count,
-                    table=table,
-                    digests=digests,
-                )
+            parts = LeafParts(name, opening.leaf_count)
+            stream = PartStream(request_iterator, "leaves")
+            async with stream.sharing(self._tables, context):
+                async for message in stream:
+                    await stream.keep(parts.add(message.leaves, message.leaf_digests))
+                async with self._worked(context, parts.weight_bytes):
+                    record = await self._store.uploads.join(
+                        name,
+                        writer=join.writer,
+                        writer_count=join.writer_count,
+                        table=parts.joined(),
+                        digests=parts.digests,
+                    )
             return upload_api.JoinUploadResponse(
                 upload=messages.upload_message(name, record)
             )
@@ -159,11 +180,11 @@ class UploadService:
             opening = await first(request_iterator, "open")
             upload = await self._open(opening.open)
             parts = (
-                unpacked(message.chunks)
+                await asyncio.to_thread(unpacked, message.chunks)
                 async for message in following(request_iterator, "chunks")
             )
             found = self._store.receiver.find(upload, opening.open.writer, parts)
-            async with aclosing(found):
+            async with released(request_iterator), aclosing(found):
                 async for ordinals in found:
                     yield upload_api.FindChunksResponse(found=ordinals.tolist())
 
@@ -207,12 +228,18 @@ class UploadService:
         async with refusals(context):
             opening = await first(request_iterator, "open")
             upload = await self._open(opening.open)
-            async with self._large_call():
-                sums = await _joined_sums(request_iterator, count=opening.chunk_count)
-                places = await self._store.receiver.finish(
-                    upload, opening.open.writer, sums
-                )
-                left = await self._unfinished_count(upload)
+            parts = SumParts(upload.tree, opening.chunk_count)
+            stream = PartStream(request_iterator, "chunks")
+            async with stream.sharing(self._tables, context):
+                async for message in stream:
+                    kept = await asyncio.to_thread(parts.add, message.chunks)
+                    await stream.keep(kept)
+                async with self._worked(context, parts.weight_bytes):
+                    sums = await asyncio.to_thread(parts.joined)
+                    places = await self._store.receiver.finish(
+                        upload, opening.open.writer, sums
+                    )
+                    left = await self._unfinished_count(upload)
             return upload_api.FinishWriterResponse(
                 chunk_count=len(sums),
                 stored_bytes=int(places.length.sum()),
@@ -255,11 +282,6 @@ class UploadService:
         )
         fields.check_writer("open.writer", ref.writer, upload.record.writer_count)
         return upload
-
-
-def host_of(peer: str) -> str:
-    """Returns the host of a peer as gRPC names it, without its port."""
-    return peer.rpartition(":")[0] if peer.startswith("ip") else peer
 
 
 def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:
@@ -325,84 +347,9 @@ async def _stored_parts(
     """What the following messages of a stream bring."""
     async for request in requests:
         if isinstance(request, Frame):
+            check_counts(request.columns)
             yield request
         else:
             check_part(request, "frame", "placed")
+            check_counts(request)
             yield request.placed
-
-
-async def _leaves_and_digests(
-    name: UploadName,
-    stream: AsyncIterator[upload_api.BeginUploadRequest | upload_api.JoinUploadRequest],
-    *,
-    count: int,
-) -> tuple[bytes, bytes]:
-    """Returns the serialised leaf table of a stream, and the digests of its leaves."""
-    digests = bytearray()
-
-    async def messages_of_leaves() -> AsyncIterator[
-        upload_api.BeginUploadRequest | upload_api.JoinUploadRequest
-    ]:
-        async for message in stream:
-            digests.extend(message.leaf_digests)
-            check_size("leaf digests", len(digests))
-            yield message
-
-    table = await _joined_leaves(name, messages_of_leaves(), count=count)
-    leaf_tables.check_digests(name, digests, count)
-    return table, bytes(digests)
-
-
-async def _joined_leaves(
-    name: UploadName,
-    stream: AsyncIterator[upload_api.BeginUploadRequest | upload_api.JoinUploadRequest],
-    *,
-    count: int,
-) -> bytes:
-    """The serialised leaf table of a stream, its rows counted as they come."""
-    table, rows, leaves = bytearray(), tree_pb2.LeafTable(), 0
-    async for message in following(stream, "leaves"):
-        part = message.leaves
-        leaves += len(part.key)
-        leaf_tables.check_limits(name, part)
-        rows.dtypes.extend(part.dtypes)
-        rows.prng_impls.extend(part.prng_impls)
-        rows.shardings.extend(part.shardings)
-        leaf_tables.check_limits(name, rows)
-        table += part.SerializeToString(deterministic=True)
-        check_size("leaf table", len(table))
-    if leaves != count:  # or its connection was cut, which ends a stream alike
-        raise InvalidTreeError(
-            f"{name}: expected {count} leaves as leaf_count says, got {leaves}; send "
-            "all parts of the leaf table"
-        )
-    return bytes(table)
-
-
-async def _joined_sums(
-    stream: AsyncIterator[upload_api.FinishWriterRequest], *, count: int
-) -> Sums:
-    """The receipt of a stream."""
-    table, size = tree_pb2.ChunkTable(), 0
-    async for message in following(stream, "chunks"):
-        size += message.ByteSize()
-        check_size("receipt", size)
-        table.MergeFrom(message.chunks)
-    if len(table.crc32c) != count:  # as above
-        raise InvalidChunkError(
-            f"receipt: expected {count} rows as chunk_count says, got "
-            f"{len(table.crc32c)}; send all parts of the receipt"
-        )
-    return await asyncio.to_thread(unpacked, table)
-
-
-def unpacked(table: tree_pb2.ChunkTable) -> Sums:
-    """Returns the sums that a client sent.
-
-    Raises:
-        InvalidChunkError: They contradict themselves.
-    """
-    try:
-        return unpack_sums(table)
-    except InvalidChunksError as e:
-        raise InvalidChunkError(f"receipt: {e}") from e

@@ -1,0 +1,199 @@
+"""Limits of requests, checked before anything is made of them.
+
+An empty entry of a repeated field takes two bytes of a message and a hundred times that
+in memory, as a Python object. So the server counts the entries of every repeated field
+while they are protobuf's own, which is compact, and rejects a request that has more
+than any client needs. ``COUNTS`` names each repeated field of each request: a test
+fails while one is missing.
+"""
+
+from functools import cache
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from storesvc.batches import FRAME_BYTES
+from storesvc.errors import InvalidFieldError, LimitExceededError, StoreError
+from storesvc.format.grids import MAX_RANK
+from storesvc.format.zarr import CHECKSUM_BYTES
+from storesvc.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
+from storesvc.rpc.fields import MAX_ENTRIES
+from storesvc.sending import MAX_CHUNKS as MAX_READ_CHUNKS
+from storesvc_proto.v1 import tree_pb2
+
+MAX_SMALL_BYTES: Final = 256 << 10
+"""Bytes of a request that carries no table: twice the largest retention policy."""
+
+MAX_PART_CHUNKS: Final = 1 << 18
+"""Rows of one part of a chunk table: a row takes 21 bytes at least, of 4 MiB."""
+
+_MAX_FRAME_PIECES: Final = FRAME_BYTES // (CHECKSUM_BYTES + 1)
+"""As many of the smallest chunks as fit a frame."""
+
+_MAX_RULES: Final = MAX_SMALL_BYTES // 2
+"""As many as fit a request: ``policy_bounds`` has the real limits, with errors of their
+own."""
+
+LARGE: Final = frozenset(
+    {
+        "storesvc.v1.BeginUploadRequest",
+        "storesvc.v1.JoinUploadRequest",
+        "storesvc.v1.FindChunksRequest",
+        "storesvc.v1.WriteChunksRequest",
+        "storesvc.v1.FinishWriterRequest",
+        "storesvc.v1.ReadChunksRequest",
+    }
+)
+"""Requests that may be as large as a message can be."""
+
+COUNTS: Final = MappingProxyType(
+    {
+        # one entry a leaf
+        "storesvc.v1.LeafTable.key": MAX_LEAVES,
+        "storesvc.v1.LeafTable.path_kinds": MAX_LEAVES,
+        "storesvc.v1.LeafTable.kind": MAX_LEAVES,
+        "storesvc.v1.LeafTable.dtype": MAX_LEAVES,
+        "storesvc.v1.LeafTable.rank": MAX_LEAVES,
+        "storesvc.v1.LeafTable.sharding": MAX_LEAVES,
+        "storesvc.v1.LeafTable.prng_impl": MAX_LEAVES,
+        # one entry a dimension
+        "storesvc.v1.LeafTable.shape": MAX_LEAVES * MAX_RANK,
+        "storesvc.v1.LeafTable.chunk_shape": MAX_LEAVES * MAX_RANK,
+        "storesvc.v1.LeafTable.dtypes": MAX_VALUES,
+        "storesvc.v1.LeafTable.shardings": MAX_VALUES,
+        "storesvc.v1.LeafTable.prng_impls": MAX_VALUES,
+        "storesvc.v1.LeafTable.structure": MAX_PIECES,
+        # a mesh has no more axes than an array has dimensions
+        "storesvc.v1.Sharding.axis_names": MAX_RANK,
+        "storesvc.v1.Sharding.axis_sizes": MAX_RANK,
+        "storesvc.v1.Sharding.spec": MAX_RANK,
+        "storesvc.v1.DimensionAxes.axes": MAX_RANK,
+        "storesvc.v1.ChunkTable.ordinal": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.crc32c": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.digests": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.file": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.offset": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.length": MAX_PART_CHUNKS,
+        "storesvc.v1.ChunkTable.files": 1 << 16,
+        "storesvc.v1.ChunkFrame.chunk": _MAX_FRAME_PIECES,
+        "storesvc.v1.ChunkFrame.offset": _MAX_FRAME_PIECES,
+        "storesvc.v1.ChunkFrame.length": _MAX_FRAME_PIECES,
+        "storesvc.v1.ReadChunksRequest.chunk": MAX_READ_CHUNKS,
+        "storesvc.v1.Upload.labels": MAX_ENTRIES,
+        "storesvc.v1.Upload.metrics": MAX_ENTRIES,
+        # the server fills it in
+        "storesvc.v1.Upload.unfinished_writers": 0,
+        "storesvc.v1.Checkpoint.labels": MAX_ENTRIES,
+        "storesvc.v1.Checkpoint.metrics": MAX_ENTRIES,
+        "storesvc.v1.Run.labels": MAX_ENTRIES,
+        "storesvc.v1.RetentionPolicies.policies": _MAX_RULES,
+        "storesvc.v1.KeepSteps.steps": _MAX_RULES,
+        "google.protobuf.FieldMask.paths": MAX_ENTRIES,
+    }
+)
+"""Entries of each repeated field that a request may hold, in one message."""
+
+
+class _Field(NamedTuple):
+    """A field that is repeated, or holds one that is."""
+
+    name: str
+    full_name: str
+    limit: int | None
+    """None: it is not repeated."""
+    inner: Descriptor | None
+    """None: its entries hold no repeated fields."""
+
+
+def check_request(request: Message) -> None:
+    """Rejects a request that is larger than any client needs.
+
+    Raises:
+        LimitExceededError: It, or a table in it, exceeds a limit.
+        InvalidFieldError: Another field has too many entries.
+    """
+    if request.DESCRIPTOR.full_name not in LARGE:
+        size = request.ByteSize()
+        if size > MAX_SMALL_BYTES:
+            raise LimitExceededError(
+                f"{request.DESCRIPTOR.name}: expected at most {MAX_SMALL_BYTES} bytes, "
+                f"got {size}; send a smaller request"
+            )
+    check_counts(request)
+
+
+def check_counts(message: Message, place: str = "") -> None:
+    """Rejects a message with too many entries in a repeated field.
+
+    Args:
+        message: The message.
+        place: Of its fields, for the error: a path that ends in a dot.
+
+    Raises:
+        LimitExceededError: In a table.
+        InvalidFieldError: Elsewhere.
+    """
+    for field in _counted(message.DESCRIPTOR):
+        if field.limit is None:
+            if message.HasField(field.name):
+                check_counts(getattr(message, field.name), f"{place}{field.name}.")
+            continue
+        entries = getattr(message, field.name)
+        if len(entries) > field.limit:
+            raise _too_many(field, place, len(entries))
+        if field.inner is not None:
+            for entry in entries:
+                check_counts(entry, f"{place}{field.name}.")
+
+
+def _too_many(field: _Field, place: str, count: int) -> StoreError:
+    text = (
+        f"{place}{field.name}: expected at most {field.limit} entries, got {count}; "
+        "send fewer in one request"
+    )
+    is_table = field.full_name in _table_fields()
+    return LimitExceededError(text) if is_table else InvalidFieldError(text)
+
+
+@cache
+def _table_fields() -> frozenset[str]:
+    messages = tree_pb2.DESCRIPTOR.message_types_by_name.values()
+    return frozenset(f.full_name for message in messages for f in message.fields)
+
+
+@cache
+def _counted(message: Descriptor) -> tuple[_Field, ...]:
+    """The fields of a message that are repeated, or hold repeated ones."""
+    found = []
+    for field in message.fields:
+        inner = _inner(field)
+        if field.is_repeated:
+            limit = COUNTS[field.full_name]
+            found.append(_Field(field.name, field.full_name, limit, inner))
+        elif inner is not None:
+            found.append(_Field(field.name, field.full_name, None, inner))
+    return tuple(found)
+
+
+def _inner(field: FieldDescriptor) -> Descriptor | None:
+    """The message type of a field, if it holds repeated fields at any depth."""
+    message: Descriptor | None = field.message_type
+    if message is None or message.GetOptions().map_entry:
+        return None
+    return message if holds_repeated(message) else None
+
+
+def holds_repeated(message: Descriptor) -> bool:
+    """Returns whether a message has a repeated field, at any depth."""
+    seen, left = set(), [message]
+    while left:
+        one = left.pop()
+        if one.full_name in seen:
+            continue
+        seen.add(one.full_name)
+        if any(field.is_repeated for field in one.fields):
+            return True
+        left += [f.message_type for f in one.fields if f.message_type is not None]
+    return False

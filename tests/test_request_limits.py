@@ -1,0 +1,135 @@
+"""Requests that would take a multiple of their size in memory."""
+
+import re
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from storesvc.format.checksums import crc32c
+from storesvc.rpc.request_counts import COUNTS
+from storesvc_client.errors import StoreError, translated
+from storesvc_proto.v1 import tree_pb2
+from storesvc_proto.v1 import upload_service_pb2 as api
+from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
+from tests.amplified_requests import all_amplified
+from tests.contract import Writer
+from tests.server_process import ServerProcess
+
+AMPLIFIED = list(all_amplified())
+BOUND_BYTES = 512 << 20
+
+
+def test_each_repeated_field_of_each_request_has_a_limit() -> None:
+    found = {amplified.path[-1].full_name for amplified in AMPLIFIED}
+
+    assert found == set(COUNTS)
+
+
+def test_no_request_takes_much_more_memory_than_it_weighs(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    writer = Writer(server.address, "tests/amplified", 1, writers=2)
+    writer.begin()
+    at_rest = memory_bytes(server.pid, "VmRSS")
+
+    statuses = {str(a): a.send(server.address, writer, parts=3) for a in AMPLIFIED}
+
+    assert {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"} == set(statuses.values())
+    assert memory_bytes(server.pid, "VmHWM") - at_rest < BOUND_BYTES
+    writer.keep_alive()  # it serves as before
+
+
+def test_a_tree_of_millions_of_chunks_takes_no_memory_for_each_of_them(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    stub = UploadServiceStub(grpc.insecure_channel(server.address))
+    begun = [begin_chunks(stub, step, 4_000_000) for step in range(8)]
+    at_rest = memory_bytes(server.pid, "VmRSS")
+
+    for writer in begun:
+        for version in range(4):
+            frames = [
+                api.WriteChunksRequest(open=writer),
+                api.WriteChunksRequest(frame=frame_of(version)),
+            ]
+            list(stub.WriteChunks(iter(frames), timeout=30))
+        table = tree_pb2.ChunkTable(ordinal=[7], crc32c=[0], digests=[b"\0" * 16])
+        asked = [
+            api.FindChunksRequest(open=writer),
+            api.FindChunksRequest(chunks=table),
+        ]
+        (answer,) = stub.FindChunks(iter(asked), timeout=30)
+        assert [] == list(answer.found)
+
+    assert memory_bytes(server.pid, "VmHWM") - at_rest < 64 << 20
+
+
+def test_more_rows_than_a_stream_announced_are_refused_as_they_come(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    writer = Writer(server.address, "tests/announced", 1)
+    writer.begin()
+    keys = tree_pb2.LeafTable(key=["a", "b"])
+    opening = api.BeginUploadRequest(
+        parent="namespaces/tests/runs/announced",
+        request_id=str(uuid.uuid4()),
+        upload=api.Upload(step=2, writer_count=1),
+        leaf_count=3,
+    )
+    parts = [api.BeginUploadRequest(leaves=keys)] * 2
+    receipt = api.FinishWriterRequest(open=writer.ref(), chunk_count=4)
+
+    expected = "3 leaves as leaf_count says, got 4"
+    with pytest.raises(StoreError, match=expected), translated("here"):
+        writer.stub.BeginUpload(iter([opening, *parts]), timeout=30)
+    expected = "the tree has 3 chunks, got 4"
+    with pytest.raises(StoreError, match=expected), translated("here"):
+        writer.stub.FinishWriter(iter([receipt]), timeout=30)
+
+
+def memory_bytes(pid: int, kind: str) -> int:
+    """Returns what a process takes, or took at most."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(rf"{kind}:\s+(\d+) kB", status)
+    assert found
+    return int(found[1]) << 10
+
+
+def begin_chunks(stub: UploadServiceStub, step: int, chunks: int) -> api.WriterRef:
+    """Begins an upload of a leaf that is cut into chunks of one byte."""
+    leaves = tree_pb2.LeafTable(
+        key=["x"],
+        path_kinds=["k"],
+        kind=[tree_pb2.LEAF_KIND_HOST_ARRAY],
+        dtype=[0],
+        dtypes=["uint8"],
+        rank=[1],
+        shape=[chunks - step],
+        chunk_shape=[1],
+        sharding=[0],
+        prng_impl=[0],
+    )
+    requests = [
+        api.BeginUploadRequest(
+            parent="namespaces/tests/runs/chunks",
+            request_id=str(uuid.uuid4()),
+            upload=api.Upload(step=step, writer_count=1),
+            leaf_count=1,
+        ),
+        api.BeginUploadRequest(leaves=leaves),
+    ]
+    upload = stub.BeginUpload(iter(requests), timeout=30).upload
+    return api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=0)
+
+
+def frame_of(version: int) -> api.ChunkFrame:
+    """Returns the frame of one chunk of one byte."""
+    data = bytes([version])
+    data += crc32c(data).to_bytes(4, "little")
+    return api.ChunkFrame(chunk=[7], offset=[0], length=[5], data=data)

@@ -8,6 +8,7 @@ here, and its entry synced, before anything is put into it.
 
 import os
 import threading
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,14 @@ class Directories:
         self._root = root
         self._synced: LRUCache[str, bool] = LRUCache(KEPT)
         self._lock = threading.Lock()  # a cache knows no threads
+
+    def first_names(self, limit: int) -> list[str]:
+        """Returns the names of up to so many entries of the root itself."""
+        try:
+            with os.scandir(self._root) as entries:
+                return [entry.name for entry in islice(entries, limit)]
+        except OSError:  # there is none, or it is refused when it is written to
+            return []
 
     def make(self, place: str) -> None:
         """Makes the directory of a place, and makes it durable.

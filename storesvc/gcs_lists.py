@@ -77,6 +77,16 @@ class GcsLists:
                 found += page
         return found
 
+    async def first_names(self, limit: int) -> list[str]:
+        """Returns the names of up to so many objects, by one request.
+
+        Raises:
+            StorageDeniedError: The storage lets us not in.
+            StorageUnavailableError: It does not answer.
+        """
+        with translated(self._storage, ""):
+            return await self._page(self._pages("", "", at_most=limit), "")
+
     async def check_bucket(self) -> None:
         """Refuses a bucket that is not there: to read from it finds nothing.
 

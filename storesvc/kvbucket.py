@@ -93,6 +93,11 @@ class KvBucket:
         self._changes = HedgedCalls(hedging.CHANGES)
 
     @property
+    def name(self) -> str:
+        """Its root, without options, for messages."""
+        return self._storage.name
+
+    @property
     def is_first_party(self) -> bool:
         """Whether the maker of its API serves it: others may ignore conditions."""
         return endpoint_of(self._storage) is None
@@ -349,6 +354,17 @@ class KvBucket:
                 await self._files.remove_below(prefix)
             else:
                 await answered(self._root.delete_range(_below(prefix)))
+
+    async def first_names(self, limit: int) -> list[str]:
+        """Returns the names of up to so many entries at the root; of a storage that
+        lists none of them cheaply, nothing.
+
+        A name is that of an object or of a directory; what lies deeper is not looked at
+        on files, which may be many.
+        """
+        if self._lists is not None:
+            return await self._lists.first_names(limit)
+        return [] if self._files is None else await self._files.first_names(limit)
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
         if self._lists is not None:

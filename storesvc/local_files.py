@@ -61,6 +61,10 @@ class LocalFiles:
         ``rooted_files.check_file``."""
         await self._run(place, partial(rooted_files.check_file, self._root, place))
 
+    async def first_names(self, limit: int) -> list[str]:
+        """Returns the names of up to so many entries of the root itself."""
+        return await self._run("", partial(self._directories.first_names, limit))
+
     async def prepare(self, place: str, *, is_conditional: bool) -> None:
         """Prepares a place for a write by a storage driver: its directories are there
         and durable, nothing of a killed write is left, and the time stamp of a

@@ -1,9 +1,11 @@
 """A store, opened: what its services share in one process."""
 
+import logging
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 from storesvc.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
@@ -11,7 +13,11 @@ from storesvc.clocks import Clock, SystemClock
 from storesvc.collection import Collector
 from storesvc.commits import Commits
 from storesvc.comparisons import Comparisons
-from storesvc.errors import StorageDeniedError, StorageUnavailableError
+from storesvc.errors import (
+    InvalidFieldError,
+    StorageDeniedError,
+    StorageUnavailableError,
+)
 from storesvc.format import layout
 from storesvc.holds import Holds
 from storesvc.journal import Journal
@@ -27,6 +33,7 @@ from storesvc.reuse import Reuse
 from storesvc.runs import Runs
 from storesvc.sending import Sender
 from storesvc.snapshots import Snapshots
+from storesvc.storages import LOCK_SUFFIX
 from storesvc.tags import Tags
 from storesvc.uploads import Uploads
 from storesvc.usage import Usages
@@ -34,6 +41,17 @@ from storesvc.uses import Uses
 from storesvc.verification import Verifier
 from storesvc.watching import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
+
+_LOOKED_AT: Final = 100
+"""Entries of a root, at most."""
+
+_SHOWN: Final = 2
+"""Of those, in a message."""
+
+_OWN: Final = (layout.STORE, layout.RESERVE, layout.PROBES.removesuffix("/"))
+"""What the creation of a store leaves that is killed before it is done."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +87,7 @@ class Store:
 
         Raises:
             FormatUnsupportedError: It is in a format that this code does not know.
-            InvalidFieldError: None can be made there.
+            InvalidFieldError: None can be made there, or something else is there.
             StorageUnavailableError: The storage does not answer.
         """
         clock = clock or SystemClock()
@@ -126,12 +144,47 @@ class Store:
 
 
 async def _made(bucket: KvBucket, clock: Clock) -> tuple[pb.StoreRecord, Generation]:
-    """The record of a store that is made now, by us or by another."""
+    """Returns the record of a store that is made now, by us or by another."""
+    foreign = foreign_names(await bucket.first_names(_LOOKED_AT))
+    if foreign:
+        found = await read_record(bucket, layout.STORE, pb.StoreRecord)
+        if found is None:
+            raise _not_a_store(bucket, foreign)
+        return found  # another was faster, and its store is in use
     await check_conditions(bucket)
     created = pb.StoreRecord(uid=str(uuid.uuid4()), create_time=timestamp(clock.now()))
     with suppress(PreconditionError):  # another was faster
         await write_record(bucket, layout.STORE, created, condition=IF_ABSENT)
+        # so that a root with a typing error is seen
+        _log.info("new store at %s", bucket.name)
     found = await read_record(bucket, layout.STORE, pb.StoreRecord)
     if found is None:
         raise StorageUnavailableError(f"{layout.STORE} vanished; retry")
     return found
+
+
+def foreign_names(names: Iterable[str]) -> list[str]:
+    """Returns what lies at a root and keeps a store from being made there, by name.
+
+    Not counted is what a killed creation of a store leaves, and what file systems and
+    their mounts put into a directory: ``lost+found``, and names that begin with a dot.
+
+    Args:
+        names: Of entries at the root; or of objects, which may lie deeper.
+    """
+    tops = {name.partition("/")[0].removesuffix(LOCK_SUFFIX) for name in names}
+    return sorted(
+        top
+        for top in tops
+        # "" is a folder of a bucket as consoles make one
+        if top not in ("", "lost+found", *_OWN) and not top.startswith(".")
+    )
+
+
+def _not_a_store(bucket: KvBucket, foreign: list[str]) -> InvalidFieldError:
+    shown = ", ".join(map(repr, foreign[:_SHOWN]))
+    more = " and more" if len(foreign) > _SHOWN else ""
+    return InvalidFieldError(
+        f"root {bucket.name}: expected a store, or nothing yet, found {shown}{more} "
+        f"and no {layout.STORE}; correct the root, or name a directory for a new store"
+    )

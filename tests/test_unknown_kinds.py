@@ -78,16 +78,17 @@ def test_the_enum_of_slot_states_has_all_that_the_contract_has() -> None:
 def test_a_step_in_an_unknown_state_is_neither_taken_over_nor_collected(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
-    server = start_server(root=tmp_path)
+    root = tmp_path / "store"
+    server = start_server(root=root)
     slot = RunPlaces(RUN).checkpoint(1)
     with store.connect(server.address) as client:
         run = client.run(str(RUN))
         for step in (1, 2):
             run.save(step, {"x": np.full(9, step)}).result()
-        record = stored_records.read(tmp_path, slot, pb.CheckpointRecord)
+        record = stored_records.read(root, slot, pb.CheckpointRecord)
         record.state = LATER_STATE  # type: ignore[assignment]  # as read from the wire
-        stored_records.write(tmp_path, slot, record)
-        before = stored(tmp_path)
+        stored_records.write(root, slot, record)
+        before = stored(root)
 
         with pytest.raises(store.PreconditionError, match="got 99") as saved:
             run.save(1, {"x": np.zeros(9)}).result()
@@ -95,7 +96,7 @@ def test_a_step_in_an_unknown_state_is_neither_taken_over_nor_collected(
 
         assert "FORMAT_UNSUPPORTED" == saved.value.reason
         assert "got 99; use a newer release" in collected.postponed
-        assert before <= stored(tmp_path)
+        assert before <= stored(root)
 
 
 def test_an_announcement_of_an_unknown_kind_is_no_deletion() -> None:

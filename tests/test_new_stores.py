@@ -1,0 +1,120 @@
+"""A store is made where there is nothing, and a root with a typing error is seen."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.format.layout import PROBES, RESERVE, STORE
+from tests.command_line import storectl
+from tests.conftest import gcs_root
+from tests.fake_gcs import FakeGcs
+from tests.gcs_calls import BUCKET, GcsCalls
+from tests.server_process import EndedError, ServerProcess
+
+NEW = "new store at "
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made = tmp_path / "root"
+    made.mkdir()
+    return made
+
+
+def test_a_directory_of_something_else_is_neither_served_nor_opened(
+    root: Path, start_server: Callable[..., ServerProcess]
+) -> None:
+    for name in ("thesis.tex", "photos", "notes", "ns"):
+        (root / name).mkdir()
+    expected = (
+        f"root {root.as_uri()}: expected a store, or nothing yet, found 'notes', 'ns' "
+        f"and more and no {STORE}; correct the root, or name a directory for a new "
+        "store"
+    )
+
+    with pytest.raises(store.InvalidRequestError) as opened:
+        store.connect(root.as_uri())
+    with pytest.raises(EndedError) as served:
+        start_server(root=root)
+
+    assert expected == str(opened.value)
+    assert "INVALID_FIELD" == opened.value.reason
+    assert expected in str(served.value)
+    assert {"thesis.tex", "photos", "notes", "ns"} == {p.name for p in root.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{STORE}.__lock",
+        RESERVE,
+        f"{RESERVE}.__lock",
+        f"{PROBES}0123",
+        "lost+found/",
+        ".snapshot/",
+        ".DS_Store",
+    ],
+)
+def test_what_a_killed_creation_or_a_file_system_leaves_is_no_obstacle(
+    root: Path, name: str
+) -> None:
+    (root / name).parent.mkdir(exist_ok=True)
+    if name.endswith("/"):
+        (root / name).mkdir()
+    else:
+        (root / name).write_bytes(b"\0")
+
+    with store.connect(root.as_uri()) as client:
+        client.run("tests/new").save(1, {"x": np.ones(3)}).result()
+
+
+def test_a_store_is_opened_whatever_lies_beside_it(root: Path) -> None:
+    store.connect(root.as_uri()).close()
+    (root / "README").touch()
+
+    store.connect(root.as_uri()).close()
+
+
+def test_a_new_store_is_logged_once(
+    root: Path, start_server: Callable[..., ServerProcess]
+) -> None:
+    server = start_server("--workers", "2", root=root)
+    server.stop()
+    server.start()
+
+    lines = [line for line in server.log.splitlines() if NEW in line]
+    assert 1 == len(lines), server.log
+    assert lines[0].endswith(f"INFO storesvc.store: {NEW}{root.as_uri()}")
+
+
+def test_a_new_store_of_a_client_is_logged_by_the_library(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "absent"
+    with caplog.at_level(logging.INFO, "storesvc"):
+        store.connect(root.as_uri()).close()
+        store.connect(root.as_uri()).close()
+
+    told = [text for text in caplog.messages if text.startswith(NEW)]
+    assert [f"{NEW}{root.as_uri()}"] == told
+
+
+def test_a_command_makes_no_store(tmp_path: Path) -> None:
+    done = storectl((tmp_path / "absent").as_uri(), "ls")
+
+    assert 1 == done.exit_code
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.emulated
+def test_a_place_of_a_bucket_that_holds_something_else_is_refused(gcs: FakeGcs) -> None:
+    root = gcs_root()
+    with GcsCalls(gcs.url) as calls:
+        calls.upload(f"{root.removeprefix(f'gs://{BUCKET}/')}/models/x", b"1")
+
+    with pytest.raises(store.InvalidRequestError, match="found 'models' and no store"):
+        store.connect(root)

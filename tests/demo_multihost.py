@@ -28,7 +28,8 @@ from storesvc_client.demo.claims import (
     History,
     relative_difference,
 )
-from storesvc_client.demo.events import Committed, Event, Restored, Step
+from storesvc_client.demo.events import Event, Restored
+from storesvc_client.demo.holding import is_between_saves
 from storesvc_client.demo.processes import DemoError, Trainer, storectl
 from tests.fake_gcs import FakeGcs
 from tests.server_process import ServerProcess
@@ -61,8 +62,14 @@ class Job:
     """The processes of a job."""
 
     def __init__(
-        self, name: str, shape: Shape, directory: Path, *arguments: str
+        self,
+        name: str,
+        shape: Shape,
+        directory: Path,
+        *arguments: str,
+        first: Sequence[str] = (),
     ) -> None:
+        """Starts them; the first one gets arguments beside those of all."""
         with socket() as free:
             free.bind(("127.0.0.1", 0))
             coordinator = "127.0.0.1:{1}".format(*free.getsockname())
@@ -77,6 +84,7 @@ class Job:
                         *("--processes", str(shape.processes)),
                         *("--process", str(index), "--coordinator", coordinator),
                         *("--steps", str(STEPS), "--run", RUN, *arguments),
+                        *(() if index else first),
                     ],
                     directory,
                 )
@@ -93,13 +101,14 @@ class Job:
         return History(told[0], exit_code=0)
 
     def history_until(self, step: int) -> list[Event]:
-        """Returns what process 0 told until it had a checkpoint, and two steps more."""
+        """Returns the events of process 0 up to where it holds itself.
+
+        The others are held too: each of their steps needs process 0.
+        """
         told: list[Event] = []
         for event in self.trainers[0].events():
             told.append(event)
-            saved = [e.step for e in told if isinstance(e, Committed)]
-            done = [e.step for e in told if isinstance(e, Step)]
-            if saved and saved[-1] >= step and done[-1] >= saved[-1] + 2:
+            if is_between_saves(told, checkpoint=step):
                 break
         return told
 
@@ -113,9 +122,14 @@ class Job:
 
 @contextmanager
 def _job(
-    name: str, shape: Shape, directory: Path, address: str, *arguments: str
+    name: str,
+    shape: Shape,
+    directory: Path,
+    address: str,
+    *arguments: str,
+    first: Sequence[str] = (),
 ) -> Iterator[Job]:
-    job = Job(name, shape, directory, "--store", address, *arguments)
+    job = Job(name, shape, directory, "--store", address, *arguments, first=first)
     try:
         yield job
     finally:
@@ -130,7 +144,8 @@ def _trained(
     servers: Sequence[ServerProcess], address: str, directory: Path
 ) -> list[Claim]:
     saves = ("--save-every", str(SAVE_EVERY))
-    with _job("before", FOUR, directory, address, *saves) as job:
+    held = ("--hold-after", str(KILL_AFTER))
+    with _job("before", FOUR, directory, address, *saves, first=held) as job:
         told = job.history_until(KILL_AFTER)
         job.trainers[2].kill()
         servers[0].kill()

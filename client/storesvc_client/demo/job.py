@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from storesvc_client.demo.claims import HOW_JUDGED, Claim, History, claims_of
 from storesvc_client.demo.curves import loss_table, sparkline
 from storesvc_client.demo.events import Committed, Event, Restored, SaveBegun, Step
+from storesvc_client.demo.holding import is_between_saves
 from storesvc_client.demo.processes import DemoError, Server, Trainer, storectl
 
 __all__ = ["Served", "run_demo"]
@@ -140,7 +141,8 @@ def _trained(store: Served, directory: Path, console: Console) -> _Runs:
 
         with run("uninterrupted", *here) as trainer:
             reference = _watched(trainer, bars)
-        with run("killed", *here, *saves) as trainer:
+        held = ("--hold-after", str(_KILL_AFTER))
+        with run("killed", *here, *saves, *held) as trainer:
             killed = _watched_until_killed(trainer, bars)
         # The run elsewhere moves `latest`, so the control names the checkpoint.
         last = str(killed.committed[-1])
@@ -173,11 +175,11 @@ def _watched(trainer: Trainer, bars: Progress) -> History:
 
 
 def _watched_until_killed(trainer: Trainer, bars: Progress) -> History:
-    """The history of a process that is killed on the way."""
+    """Returns the history of a process that holds itself until it is killed."""
     told: list[Event] = []
     for event in _shown(trainer, bars):
         told.append(event)
-        if trainer.running() and _between_saves(told):
+        if is_between_saves(told, checkpoint=_KILL_AFTER):
             trainer.kill()
     killed = History(told, exit_code=trainer.exit_code())
     if killed.exit_code > 0:
@@ -190,21 +192,6 @@ def _watched_until_killed(trainer: Trainer, bars: Progress) -> History:
         f"acknowledged is that of step {killed.committed[-1]}",
     )
     return killed
-
-
-def _between_saves(told: list[Event]) -> bool:
-    """Whether the last save was acknowledged, two steps followed, and the next save
-    is far enough away for a signal to arrive before it."""
-    others = [i for i, event in enumerate(told) if not isinstance(event, Step)]
-    if not others:
-        return False
-    last, after = told[others[-1]], told[others[-1] + 1 :]
-    return (
-        isinstance(last, Committed)
-        and last.step >= _KILL_AFTER
-        and len(after) >= 2
-        and after[-1].step % _SAVE_EVERY < _SAVE_EVERY - 2
-    )
 
 
 def _shown(trainer: Trainer, bars: Progress) -> Iterator[Event]:

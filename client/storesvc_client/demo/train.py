@@ -68,6 +68,12 @@ def _arguments() -> argparse.Namespace:
         "--save-every", type=int, metavar="STEPS", help="default: never save"
     )
     parser.add_argument(
+        "--hold-after",
+        type=int,
+        metavar="STEP",
+        help="wait to be killed, two steps after a save of that step or a later one",
+    )
+    parser.add_argument(
         "--resume", type=_which, metavar="CHECKPOINT", help="a step, or latest"
     )
     arguments = parser.parse_args()
@@ -76,6 +82,8 @@ def _arguments() -> argparse.Namespace:
     stored = arguments.save_every is not None or arguments.resume is not None
     if stored and (arguments.store is None or arguments.run is None):
         parser.error("--save-every and --resume need --store and --run")
+    if arguments.hold_after is not None and arguments.save_every is None:
+        parser.error("--hold-after needs --save-every")
     return arguments
 
 
@@ -102,6 +110,7 @@ def _events(arguments: argparse.Namespace) -> Iterator[Event]:
 def _stored_events(
     arguments: argparse.Namespace, training: "Training"
 ) -> Iterator[Event]:
+    from storesvc_client.demo.holding import held_between_saves
     from storesvc_client.demo.saving import saved
 
     with connect(
@@ -120,8 +129,12 @@ def _stored_events(
         steps = training.steps(state, until=arguments.steps)
         if arguments.save_every is None:
             yield from (step for _, step in steps)
+            return
+        events = saved(steps, run, every=arguments.save_every)
+        if arguments.hold_after is None:
+            yield from events
         else:
-            yield from saved(steps, run, every=arguments.save_every)
+            yield from held_between_saves(events, checkpoint=arguments.hold_after)
 
 
 if __name__ == "__main__":

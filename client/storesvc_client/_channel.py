@@ -3,7 +3,8 @@
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -15,22 +16,36 @@ from storesvc_client._certificates import Tls, refusal
 from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._embedded import start_embedded
 from storesvc_client._renewing import RenewedChannel
-from storesvc_client._retrying import LEAST_ATTEMPTS, until
+from storesvc_client._retrying import (
+    LEAST_ATTEMPTS,
+    PATIENCE_SECONDS,
+    patiently,
+    until,
+)
 from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
 from storesvc_client._targets import Target, is_root
+from storesvc_client._waiting import Wait, Waits
 from storesvc_client.errors import (
     InvalidRequestError,
+    StoreError,
     UnavailableError,
     translated,
 )
+from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
+from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 
 if TYPE_CHECKING:
+    from tenacity import AttemptManager
+
     from storesvc_client._buckets import BucketRoot
 
 T = TypeVar("T")
 
 MAX_FRAME_BYTES: Final = 2 << 20
 """Bytes of data in a frame: also the fastest size to ship bytes in."""
+
+_PROBE_SECONDS: Final = 0.5
+"""How long a server may take to answer whether it is there."""
 
 MAX_TIMEOUT: Final = 365 * 24 * 3600
 """Seconds that a call may be given: what gRPC cannot count, it takes for none."""
@@ -124,8 +139,10 @@ class Connection:
         """What messages call the store."""
         self.timeout = timeout
         """Seconds that a call may take, streams excepted ..."""
-        self._patience = patience
+        self.patience = patience
         """... and one that is repeated."""
+        self.waits = Waits(address, self._answers)
+        """The calls that wait for an answer."""
         self.files: Path | BucketRoot | None = None
         """The root of the store, where this process may reach its data files by
         itself; None: they come and go through the server."""
@@ -165,8 +182,9 @@ class Connection:
         Raises:
             StoreError: What the store says, or that it does not answer.
         """
-        with translated(self.address):
-            return method(request, timeout=self.seconds(deadline))
+        seconds = self.seconds(deadline)
+        with self.waits.during(_name(request), patience=seconds, is_quick=True):
+            return self._call(method, request, deadline)
 
     def ask(
         self, method: Callable[..., T], request: Message, deadline: Deadline = NEVER
@@ -177,20 +195,90 @@ class Connection:
             StoreError: What the store says, or that it does not answer, for longer
                 than a restart takes, or until the deadline.
         """
-        ends = Deadline.after(self._patience)
+        ends = Deadline.after(self.patience)
         deadline = min(deadline, ends, key=lambda each: each.end)
-        try:  # who is answered needs nothing of what patience imports
-            return self.call(method, request, deadline)
-        except UnavailableError as e:
-            if deadline.left <= 0:
-                raise
-            told = e
-        return until(
-            deadline,
-            lambda: self.call(method, request, deadline),
-            least_attempts=LEAST_ATTEMPTS - 1,
-            told=told,
-        )
+
+        def act() -> T:
+            return self._call(method, request, deadline)
+
+        with self._waiting(_name(request), deadline, is_quick=True) as wait:
+            try:  # who is answered needs nothing of what patience imports
+                return self._tried(wait, act, deadline)
+            except UnavailableError as e:
+                if deadline.left <= 0:
+                    raise
+                told = e
+            return until(
+                deadline,
+                lambda: self._tried(wait, act, deadline),
+                least_attempts=LEAST_ATTEMPTS - 1,
+                told=told,
+            )
+
+    def until(self, call: str, deadline: Deadline, act: Callable[[], T]) -> T:
+        """Returns what an act returns, which is repeated as ``attempts`` are.
+
+        Args:
+            call: The rpc that it waits for.
+            deadline: Until when.
+            act: May be repeated.
+
+        Raises:
+            UnavailableError: As ``_retrying.until``.
+        """
+        with self._waiting(call, deadline) as wait:
+            return until(deadline, lambda: self._tried(wait, act, deadline))
+
+    def attempts(
+        self, call: str, *, deadline: Deadline = NEVER
+    ) -> "Iterator[AttemptManager]":
+        """Yields attempts at a call that may be repeated, as ``patiently``; logs what
+        is waited for where that takes long.
+
+        Args:
+            call: The rpc.
+            deadline: Until when.
+        """
+        with self._waiting(call, deadline) as wait:
+            for attempt in patiently(deadline=deadline):
+                wait.try_for(self.seconds(deadline))
+                yield attempt
+                outcome = attempt.retry_state.outcome
+                error = outcome.exception() if outcome is not None else None
+                if isinstance(error, StoreError):
+                    wait.fail(error)
+
+    def _waiting(
+        self, call: str, deadline: Deadline, *, is_quick: bool = False
+    ) -> AbstractContextManager[Wait]:
+        patience = max(0.0, min(PATIENCE_SECONDS, deadline.left))
+        return self.waits.during(call, patience=patience, is_quick=is_quick)
+
+    def _tried(self, wait: Wait, act: Callable[[], T], deadline: Deadline) -> T:
+        """What an act returns, one attempt of many."""
+        wait.try_for(self.seconds(deadline))
+        try:
+            return act()
+        except StoreError as e:
+            wait.fail(e)
+            raise
+
+    def _call(
+        self, method: Callable[..., T], request: Message, deadline: Deadline
+    ) -> T:
+        with translated(self.address):
+            return method(request, timeout=self.seconds(deadline))
+
+    def _answers(self) -> bool:
+        """Whether the server answers now."""
+        stub = MaintenanceServiceStub(self.channel)
+        try:
+            stub.GetServerInfo(
+                maintenance_api.GetServerInfoRequest(), timeout=_PROBE_SECONDS
+            )
+        except (grpc.RpcError, ValueError):  # ValueError: the channel is closed
+            return False
+        return True
 
     def seconds(self, deadline: Deadline) -> float:
         """Returns how long a call may take."""
@@ -206,6 +294,11 @@ class Connection:
             raise InvalidRequestError(
                 f"the client of {self.address} is closed; connect again"
             )
+
+
+def _name(request: Message) -> str:
+    """The rpc that a request is of."""
+    return type(request).__name__.removesuffix("Request")
 
 
 def open_connection(

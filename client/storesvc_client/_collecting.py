@@ -9,7 +9,7 @@ from storesvc.format.names import RunName
 from storesvc_client._channel import Connection
 from storesvc_client._durations import duration_message
 from storesvc_client._names import parent_resource
-from storesvc_client._retrying import BEGINNINGS, patiently
+from storesvc_client._retrying import BEGINNINGS
 from storesvc_client._run_base import RunBase
 from storesvc_client.errors import UnavailableError, translated
 from storesvc_proto.v1 import maintenance_service_pb2 as api
@@ -151,7 +151,7 @@ class ClientCollection:
     ) -> Generator[api.CollectGarbageResponse]:
         """Yields what one call tells."""
         stub = MaintenanceServiceStub(self._connection.channel)
-        for attempt in patiently():
+        for attempt in self._connection.attempts("CollectGarbage"):
             with attempt, translated(self._connection.address):
                 stream = stub.CollectGarbage(request)
                 first = next(stream, None)

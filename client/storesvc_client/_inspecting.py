@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from storesvc.format.names import CheckpointName, Which
 from storesvc_client._findings import Damage, Diff, LeafDifference, Verification
-from storesvc_client._retrying import BEGINNINGS, patiently
+from storesvc_client._retrying import BEGINNINGS
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import Checkpoint
 from storesvc_client.errors import (
@@ -81,7 +81,7 @@ class RunInspection(RunBase):
             base=self._checkpoint_name(base).resource,
             name=self._checkpoint_of(other, which).resource,
         )
-        for attempt in patiently():
+        for attempt in self._connection.attempts("DiffCheckpoints"):
             with attempt:
                 return self._difference(request)
         raise AssertionError
@@ -99,7 +99,7 @@ class RunInspection(RunBase):
         """Yields what a verification has found; first, once it began, nothing yet."""
         stub = MaintenanceServiceStub(self._connection.channel)
         request = maintenance_api.VerifyCheckpointRequest(name=name.resource)
-        for attempt in patiently():
+        for attempt in self._connection.attempts("VerifyCheckpoint"):
             with attempt, translated(self._connection.address):
                 stream = stub.VerifyCheckpoint(request)
                 checkpoint = Checkpoint.from_message(next(stream).checkpoint)

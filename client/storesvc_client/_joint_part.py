@@ -22,7 +22,6 @@ from storesvc_client._channel import Connection
 from storesvc_client._jobs import JointSave, Outcome, process_name
 from storesvc_client._part import Description, Part
 from storesvc_client._progress import Meter
-from storesvc_client._retrying import patiently
 from storesvc_client._values import Checkpoint
 from storesvc_client.errors import (
     AlreadyExistsError,
@@ -93,7 +92,7 @@ class JointPart(Part):
             return upload
         name = self._begun_upload()
         try:
-            for attempt in patiently():
+            for attempt in self._connection.attempts("JoinUpload"):
                 with attempt:
                     return self._join(name)
         except ConflictError as e:
@@ -110,7 +109,7 @@ class JointPart(Part):
 
     def finish(self, ref: api.WriterRef, sums: Sums) -> None:
         """See ``Part.finish``."""
-        for attempt in patiently():
+        for attempt in self._connection.attempts("FinishWriter"):
             with attempt, self._meter.phase("finish"):
                 try:
                     answer = self._finish(ref, sums)

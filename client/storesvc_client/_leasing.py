@@ -13,7 +13,6 @@ from storesvc.format.names import CheckpointName
 from storesvc_client._channel import Connection
 from storesvc_client._durations import Deadline, duration_message
 from storesvc_client._entries import checked_text
-from storesvc_client._retrying import patiently
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,
@@ -73,7 +72,7 @@ class Lease:
         )
         if ttl is not None:
             request.ttl.CopyFrom(duration_message(ttl, "ttl= of a hold"))
-        for attempt in patiently():
+        for attempt in connection.attempts("CreateHold"):
             with attempt, translated(connection.address):
                 self._renewed = time.monotonic()
                 self._hold = self._stub.CreateHold(
@@ -174,7 +173,7 @@ class Lease:
 
     def _renew(self) -> None:
         request = api.RenewHoldRequest(name=self._hold.name)
-        for attempt in patiently():
+        for attempt in self._connection.attempts("RenewHold"):
             with attempt, self._renewing:
                 if self._ended.is_set():
                     return

@@ -15,7 +15,6 @@ from storesvc_client._entries import (
 from storesvc_client._holding import Hold
 from storesvc_client._leasing import Lease
 from storesvc_client._pages import OnDamage
-from storesvc_client._retrying import patiently
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import Checkpoint, HoldInfo, Tag
 from storesvc_client.errors import (
@@ -149,7 +148,7 @@ class RunLife(RunBase):
             etag=self._text("etag", etag),
         )
         was_asked = False
-        for attempt in patiently():
+        for attempt in self._connection.attempts("PurgeCheckpoint"):
             with attempt:
                 try:
                     with translated(self._connection.address):

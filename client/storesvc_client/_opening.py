@@ -8,7 +8,6 @@ from storesvc_client._jobs import Job
 from storesvc_client._leasing import Lease
 from storesvc_client._opened import OpenCheckpoint
 from storesvc_client._pausing import collector_paused
-from storesvc_client._retrying import until
 from storesvc_client._values import Checkpoint
 from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -41,7 +40,8 @@ def open_checkpoint(
     """
     request = api.ReadManifestRequest(name=name.resource, uid=uid)
     try:
-        message, data = until(
+        message, data = connection.until(
+            "ReadManifest",
             deadline,
             lambda: _manifest_bytes(
                 connection, request, timeout=connection.seconds(deadline)

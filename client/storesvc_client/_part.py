@@ -17,7 +17,6 @@ from storesvc_client._channel import Connection
 from storesvc_client._durations import duration_message
 from storesvc_client._owner import owner
 from storesvc_client._progress import Meter
-from storesvc_client._retrying import patiently
 from storesvc_client._values import Checkpoint
 from storesvc_client.errors import ConflictError, translated
 from storesvc_proto.v1 import tree_pb2
@@ -72,7 +71,7 @@ class Part:
         for last_try in (False, False, True):
             request_id = str(uuid.uuid4())
             try:
-                for attempt in patiently():
+                for attempt in self._connection.attempts("BeginUpload"):
                     with attempt:
                         return self._begin(request_id)
             except ConflictError as e:
@@ -91,7 +90,7 @@ class Part:
         Raises:
             StoreError: As the contract says of FinishWriter.
         """
-        for attempt in patiently():
+        for attempt in self._connection.attempts("FinishWriter"):
             with attempt, self._meter.phase("finish"):
                 self._finish(ref, sums)
 
@@ -101,7 +100,7 @@ class Part:
         Raises:
             StoreError: As the contract says of CommitUpload.
         """
-        for attempt in patiently():
+        for attempt in self._connection.attempts("CommitUpload"):
             with attempt, self._meter.phase("commit"):
                 return self._commit(ref)
         raise AssertionError

@@ -11,7 +11,6 @@ from storesvc_client._durations import duration_message
 from storesvc_client._entries import checked_labels, checked_text
 from storesvc_client._policies import RetentionPolicy
 from storesvc_client._policy_messages import policy_message, policy_of
-from storesvc_client._retrying import patiently
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import RetentionDecision, RunInfo
 from storesvc_client.errors import InvalidRequestError, translated
@@ -124,7 +123,7 @@ class RunRetention(RunBase):
         )
         if policy is not None:
             request.policy.CopyFrom(policy_message(policy))
-        for attempt in patiently():
+        for attempt in self._connection.attempts("ApplyRetention"):
             with attempt:
                 decisions = list(self._decisions(request))
         return decisions
@@ -163,7 +162,7 @@ class RunRetention(RunBase):
         )
         request.update_mask.paths.extend(paths)
         # the same request each time: the store tells a repetition by its id
-        for attempt in patiently():
+        for attempt in self._connection.attempts("UpdateRun"):
             with attempt, translated(self._connection.address):
                 response = self._stub.UpdateRun(
                     request, timeout=self._connection.timeout

@@ -1,7 +1,7 @@
 """A save in the background."""
 
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from storesvc_client._tracebacks import trim
 from storesvc_client._values import Checkpoint, SaveReport
@@ -30,6 +30,13 @@ class Save:
         self._future = future
         self._written: Future[Any] = written or future
         self._observed = False
+
+    @classmethod
+    def failed(cls, step: int, error: Exception) -> Self:
+        """Returns the handle of a save that was not begun."""
+        future: Future[Saved] = Future()
+        future.set_exception(error)
+        return cls(step, future)
 
     def __repr__(self) -> str:
         return f"<Save of step {self.step}, {'done' if self.done() else 'under way'}>"
@@ -77,9 +84,10 @@ class Save:
         """Whether this process has ended its part."""
         return self._written.done()
 
-    def wait_written(self) -> None:
-        """Waits for the end of what this process does of it, good or bad."""
-        wait([self._written])
+    def wait_written(self, seconds: float) -> bool:
+        """Waits for the end of what this process does of it, good or bad; returns
+        whether it has ended in that time."""
+        return bool(wait([self._written], seconds).done)
 
     def wait(self) -> None:
         """Waits for the end, good or bad."""

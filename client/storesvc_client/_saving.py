@@ -33,7 +33,12 @@ from storesvc_client._options import IfBusy, Processes, SnapshotMode
 from storesvc_client._progress import Meter, OnProgress
 from storesvc_client._run_base import RunBase
 from storesvc_client._save import Save
-from storesvc_client.errors import ConflictError, GivenUpError, InvalidRequestError
+from storesvc_client.errors import (
+    ConflictError,
+    GivenUpError,
+    InvalidRequestError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from storesvc_client._jobs import Job, JointSave
@@ -48,6 +53,10 @@ DEFAULT_LEASE: Final = timedelta(minutes=10)
 
 MAX_LEASE: Final = timedelta(days=30)
 """The longest that the contract allows."""
+
+_LOOK_SECONDS: Final = 0.1
+"""How often, while one save waits for another, it is looked whether that one waits for
+its server."""
 
 _AWAITED: Final = 32
 """Saves that wait for other processes, at a time."""
@@ -124,7 +133,9 @@ class RunSaving(RunBase):
                 last save before the process does, or where there is no memory for a
                 copy.
             if_busy: What to do while a save of this run is under way: "wait" for it,
-                "queue" behind it, or "refuse".
+                "queue" behind it, or "refuse". While that save waits for a server that
+                does not answer, "wait" does not: this one is not begun then, which is
+                logged, and its handle raises ``UnavailableError``.
             processes: Whether "all" processes of the job save this, or "this" one does,
                 alone, what its own devices hold. Of no matter outside of a job.
             lease: How long a save is kept after its last sign of life: a process that
@@ -162,7 +173,7 @@ class RunSaving(RunBase):
                 )
             meter = Meter("save", str(description), progress)
             with self._lock:
-                self._make_way(if_busy)
+                self._make_way(if_busy, must_end=snapshot == "none")
                 planner = self._planner(joint.job if joint else None)
                 with meter.phase("plan"):
                     plan, values = planner.plan(tree, structure)
@@ -177,6 +188,8 @@ class RunSaving(RunBase):
         except BaseException as e:
             if joint is not None:  # which the other processes are about to begin
                 joint.fail(e)
+            if isinstance(e, _StalledError):
+                return self._not_begun(number, e)
             raise
         if snapshot == "none":
             try:
@@ -239,7 +252,18 @@ class RunSaving(RunBase):
                 # would raise that at their next one, and so on for ever.
                 _log.warning("%s", e)
 
-    def _make_way(self, if_busy: IfBusy) -> None:
+    def _not_begun(self, step: int, stalled: "_StalledError") -> Save:
+        """The handle of a save for which the one before made no way: its owner, who
+        decides what to do, must not wait for a server."""
+        error = UnavailableError(
+            f"save of {self.name}@{step} was not begun, as that of step "
+            f"{stalled.step} before it waits for its server ({stalled}); save a later "
+            "step, or use if_busy='queue', which keeps a copy in memory until then"
+        )
+        _log.warning("%s", error)
+        return Save.failed(step, error)
+
+    def _make_way(self, if_busy: IfBusy, *, must_end: bool) -> None:
         self._end_done()
         writing = [save for save in self._under_way if not save.is_written]
         match if_busy:
@@ -251,7 +275,10 @@ class RunSaving(RunBase):
                     )
             case "wait":
                 for save in writing:
-                    save.wait_written()
+                    while not save.wait_written(_LOOK_SECONDS):
+                        trouble = self._connection.waits.trouble
+                        if trouble and not must_end:
+                            raise _StalledError(save.step, trouble)
                 self._end_done()
                 if not self._under_way:
                     self._end_threads()
@@ -400,6 +427,15 @@ class RunSaving(RunBase):
             base=None if base is None else self._checkpoint_name(base),
             lease=checked_length(f"save to {self.name}: lease=", lease, most=MAX_LEASE),
         )
+
+
+class _StalledError(Exception):
+    """The save before waits for its server; says how."""
+
+    def __init__(self, step: int, trouble: str) -> None:
+        super().__init__(trouble)
+        self.step = step
+        """Of that save."""
 
 
 def _joint_save(run: str, step: int) -> "JointSave | None":

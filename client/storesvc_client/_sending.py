@@ -29,7 +29,7 @@ from storesvc_client._outbox import Outbox, Wanted
 from storesvc_client._part import Part
 from storesvc_client._placing import Placing
 from storesvc_client._progress import Meter
-from storesvc_client._retrying import is_transient, patiently
+from storesvc_client._retrying import is_transient
 from storesvc_client._slabs import Filled
 from storesvc_client._staging import STREAM_BYTES
 from storesvc_client._sums import SumsInProgress
@@ -55,6 +55,9 @@ T = TypeVar("T")
 
 STREAMS: Final = min(4, max(2, (os.cpu_count() or 1) // 2))
 """Streams that a save sends chunks in at most, each over a socket of its own."""
+
+_LOOK_SECONDS: Final = 0.05
+"""How often meanwhile it is looked whether the server is there."""
 
 _ABORT_SECONDS: Final = 5.0
 """How long a save that has failed tries to say so."""
@@ -171,7 +174,7 @@ class Upload:
         Called while the snapshot is taken, from its thread.
         """
         try:
-            upload = self._begun.result(CLAIM_SECONDS)
+            upload = self._upload_soon()
             held = self._found(
                 self._part.ref(upload), known.take(chunks), CLAIM_SECONDS
             )
@@ -182,6 +185,17 @@ class Upload:
         self._sums.copy(known, claimed)
         self._claim(claimed)
         return claimed
+
+    def _upload_soon(self) -> api.Upload:
+        """The upload, once it has begun; where its server is not there, or does not
+        answer soon, it is not waited for."""
+        ends = Deadline.after(CLAIM_SECONDS)
+        while True:
+            try:
+                return self._begun.result(_LOOK_SECONDS)
+            except FutureTimeoutError:
+                if ends.left <= 0 or self._connection.waits.has_failed:
+                    raise
 
     def ask(self, chunks: Sequence[int]) -> None:
         """Has the store asked about chunks, before they are put into the outbox."""
@@ -232,7 +246,7 @@ class Upload:
             filled.sum_up(self._sums, self._meter)
         ordinals = np.array([o for f in doubtful for o in f.wanted], np.int64)
         ordinals = np.sort(ordinals[self._asked[ordinals]])
-        for attempt in patiently():
+        for attempt in self._connection.attempts("FindChunks"):
             with attempt:
                 found = self._found(ref, self._sums.result(ordinals))
         self._claim(np.array(sorted(found), np.int64))
@@ -333,7 +347,7 @@ class Upload:
         )
         while things.wait():
             failed: BaseException | None = None
-            for attempt in patiently():
+            for attempt in self._connection.attempts("WriteChunks"):
                 with attempt:
                     failed = self._send(method, ref, things.stream(), serialized)
             if failed is not None:  # on this side: another try would fail, too

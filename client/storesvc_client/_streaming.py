@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError
 from storesvc_client._channel import Connection
 from storesvc_client._framing import frame_of
 from storesvc_client._receiving import Assembly
-from storesvc_client._retrying import patiently
 from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2 import ChunkFrame
@@ -100,7 +99,7 @@ class StreamedSource:
         )
         left = list(ordinals)
         while left and not self._stopped:
-            for attempt in patiently():
+            for attempt in self._connection.attempts("ReadChunks"):
                 assembly.check_time()
                 with attempt:
                     left = self._read_some(method, left, assembly)

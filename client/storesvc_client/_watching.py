@@ -10,7 +10,6 @@ from typing import Final, Protocol, cast
 
 from storesvc_client._channel import Connection
 from storesvc_client._names import is_text
-from storesvc_client._retrying import patiently
 from storesvc_client._run_base import RunBase
 from storesvc_client._values import Event
 from storesvc_client.errors import (
@@ -153,7 +152,7 @@ class _Stream:
                 return self._read(self._call)
             except UnavailableError:
                 self.close()
-        for attempt in patiently():
+        for attempt in self._connection.attempts("WatchCheckpoints"):
             with attempt:
                 return self._reopened()
         raise AssertionError
@@ -204,7 +203,7 @@ def _newest(connection: Connection, run: str) -> api.Checkpoint | None:
     stub = CheckpointServiceStub(connection.channel)
     request = api.GetCheckpointRequest(name=f"{run}/checkpoints/latest")
     with suppress(NotFoundError):
-        for attempt in patiently():
+        for attempt in connection.attempts("GetCheckpoint"):
             with attempt, translated(connection.address):
                 return stub.GetCheckpoint(
                     request, timeout=connection.timeout

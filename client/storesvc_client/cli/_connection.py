@@ -68,7 +68,7 @@ class Connection:
         with collector_paused(), _libraries_told(), native_log_hidden(shown=shown):
             self._check_root()
             ca, cert, key = self._certificates()
-            return storesvc_client.connect(
+            client = storesvc_client.connect(
                 self.target,
                 ca=ca,
                 cert=cert,
@@ -76,6 +76,9 @@ class Connection:
                 insecure=self.insecure,
                 timeout=self.timeout,
             )
+            # Somebody waits at a terminal, for as long as they said and no longer.
+            client._connection.patience = self.timeout  # noqa: SLF001
+            return client
 
     def _certificates(self) -> list[Path | None]:
         """The files to connect with: what stands in the environment is for servers."""

@@ -1,0 +1,167 @@
+"""Waits for a server: logged, and never by the train loop."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc_client import _retrying, _waiting
+from storesvc_client._waiting import Wait
+from tests.server_process import ServerProcess
+
+TREE = {"x": np.arange(1000)}
+
+
+@pytest.fixture
+def server(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess]:
+    """One that is stopped and killed here."""
+    server = start_server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits are logged soon."""
+    monkeypatch.setattr(_waiting, "WARN_SECONDS", 0.4)
+    monkeypatch.setattr(_waiting, "LOOK_SECONDS", 0.05)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged as a warning."""
+    return [found.message for found in caplog.records if found.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_save_does_not_wait_for_one_that_waits_for_its_server(
+    server: ServerProcess,
+    soon: None,
+    how: signal.Signals,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 8.0)
+    client = store.connect(server.address, timeout=4)
+    run = client.run("tests/gone")
+    run.save(1, TREE).result()
+    os.kill(server.pid, how)
+
+    stalled = run.save(2, TREE)
+    after = run.save(3, TREE)
+
+    assert [False, True] == [stalled.done(), after.done()]
+    waits = f"waiting for store {server.address} to answer BeginUpload until"
+    not_begun = "save of tests/gone@3 was not begun, as that of step 2 before it waits"
+    assert [True, True] == [
+        warning.startswith(begin)
+        for warning, begin in zip(warnings(caplog), (waits, not_begun), strict=True)
+    ]
+    with pytest.raises(store.UnavailableError, match=not_begun):
+        after.result()
+    with pytest.raises(store.UnavailableError, match="save of tests/gone@2"):
+        stalled.result()
+    client.close()
+
+
+def test_a_save_queues_behind_one_that_waits_for_its_server_where_that_is_asked(
+    server: ServerProcess,
+) -> None:
+    with store.connect(server.address) as client:
+        run = client.run("tests/back")
+        run.save(1, TREE).result()
+        server.kill()
+        run.save(2, TREE)
+        third = run.save(3, TREE, if_busy="queue")
+        server.start()
+        third.result()
+
+        assert [3, 2, 1] == [found.step for found in run.checkpoints()]
+
+
+def test_each_call_that_is_retried_is_logged(
+    server: ServerProcess,
+    soon: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = store.connect(server.address)
+    run = client.run("tests/each")
+    run.save(1, TREE).result()
+    opened = run.open(1)
+    watch = run.watch()
+    server.kill()
+    calls: dict[str, Callable[[], object]] = {
+        "ListRuns": lambda: list(client.runs()),
+        "ListCheckpoints": lambda: list(run.checkpoints()),
+        "GetCheckpoint": lambda: run.checkpoint("latest"),
+        "ReadManifest": lambda: run.restore("latest"),
+        "CreateHold": lambda: run.hold(1),
+        "SetTag": lambda: run.tag("best", 1),
+        "WatchCheckpoints": lambda: next(watch),
+        "VerifyCheckpoint": lambda: run.verify(1),
+        "DiffCheckpoints": lambda: run.diff(1, 1),
+    }
+    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 1.0)
+
+    for call in calls.values():
+        with pytest.raises(store.UnavailableError):
+            call()
+
+    found = warnings(caplog)
+    expected = [f"waiting for store {server.address} to answer {n} " for n in calls]
+    assert expected == [
+        next((e for e in expected if w.startswith(e)), w) for w in found
+    ], found
+    del opened
+    client.close()
+
+
+def test_storectl_names_what_it_waits_for_and_ends_at_its_timeout(
+    server: ServerProcess,
+) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "storesvc_client.cli", "-s", server.address),
+            *("--timeout", "4", "ls"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    waiting, refusal = ended.stderr.splitlines()
+    store_ = f"waiting for store {server.address} to answer GetServerInfo until"
+    assert waiting.startswith(store_)
+    assert waiting.endswith("it has not answered yet")
+    assert refusal.startswith(f"storectl: store {server.address} did not answer")
+    assert 1 == ended.returncode
+
+
+def test_a_long_call_of_a_server_that_answers_others_is_not_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    asked: list[float] = []
+
+    def answers() -> bool:
+        asked.append(now[0] - 100.0)
+        return now[0] < 110.0
+
+    wait = Wait("ReadChunks", is_quick=False, patience=30.0)
+    late = []
+    for _ in range(20):
+        now[0] += 1.0
+        wait.look(answers)
+        late.append(wait.is_late)
+
+    assert [2.0, 6.0, 14.0] == asked
+    assert [False] * 13 + [True] * 7 == late

@@ -17,12 +17,13 @@ from grpc_health.v1 import health_pb2_grpc
 
 from storesvc.certificates import Tls
 from storesvc.errors import InvalidFieldError
+from storesvc.format import layout
 from storesvc.kvbucket import KvBucket
 from storesvc.rpc import services
 from storesvc.rpc.handlers import handler_of
 from storesvc.rpc.handling import MAX_MESSAGE_BYTES
 from storesvc.rpc.health_calls import HealthCalls
-from storesvc.rpc.request_limits import RequestLimits
+from storesvc.rpc.reading import ReadOnly
 from storesvc.store import Store
 from storesvc_proto.v1 import (
     checkpoint_service_pb2,
@@ -75,16 +76,26 @@ _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 
 
-async def open_store(root: str) -> Store:
+async def open_store(root: str, *, is_read_only: bool = False) -> Store:
     """Returns the store at a root; makes one where there is none.
+
+    Args:
+        root: Of the store.
+        is_read_only: Whether nothing is written there: then a store must be there.
 
     Raises:
         InvalidFieldError: The root is not a URI of a storage we know.
         FormatUnsupportedError: It is in a format that this code does not know.
         StorageUnavailableError: The storage does not answer.
     """
-    store = await Store.open(await KvBucket.open(root))
-    if root.startswith("file:"):  # others are never full
+    bucket = await KvBucket.open(root)
+    if is_read_only and await bucket.read(layout.STORE) is None:
+        raise InvalidFieldError(
+            f"root {root}: expected a store, as it is served read-only, got none; "
+            "correct the root, or serve it for writing, which makes one"
+        )
+    store = await Store.open(bucket, is_read_only=is_read_only)
+    if root.startswith("file:") and not is_read_only:  # others are never full
         await store.reserve.keep()
     return store
 
@@ -97,6 +108,7 @@ async def running(
     tls: Tls | None = None,
     shares_port: bool = False,
     notice_seconds: float = 0,
+    read_only: str = "",
 ) -> AsyncIterator[int]:
     """Serves a store at an address while the context lasts; yields the port.
 
@@ -108,13 +120,15 @@ async def running(
             them at random.
         notice_seconds: How long it takes calls still, at the end, while its health
             tells clients and balancers to go elsewhere.
+        read_only: The root, where calls that change the store are rejected; "": none
+            are.
 
     Raises:
         InvalidFieldError: The address cannot be bound, or the certificates cannot be
             used.
     """
     server = grpc.aio.server(
-        interceptors=(RequestLimits(),),
+        interceptors=[ReadOnly(read_only)] if read_only else [],
         options=(*OPTIONS, ("grpc.so_reuseport", int(shares_port))),
     )
     server.add_generic_rpc_handlers(

@@ -28,6 +28,7 @@ from storesvc.server import (
     running,
     unusable,
 )
+from storesvc.storages import is_writable, storage_at
 from storesvc.workers import Lifeline, supervise
 
 END_SECONDS: Final = NOTICE_SECONDS + DRAIN_SECONDS + 5.0
@@ -52,6 +53,8 @@ class Serving:
     """The server's certificates; None serves plaintext."""
     gc_interval: timedelta = DEFAULT_INTERVAL
     """Between passes that collect garbage; 0: none by itself."""
+    is_read_only: bool = False
+    """Whether calls that change the store are rejected, and it collects nothing."""
 
     @property
     def address(self) -> str:
@@ -99,9 +102,16 @@ def serve(
             release.
     """
     serving.check(insecure=insecure)
+    if not serving.is_read_only and not is_writable(storage_at(serving.root)):
+        _log.warning(
+            "root %s is read-only for this process: restores are served, and all that "
+            "writes is refused; mount it for writing, or serve it with --read-only",
+            serving.root,
+        )
 
     def ready(bound: Serving) -> None:
-        _log.info("serving %s at %s", bound.root, bound.address)
+        how = " read-only" if bound.is_read_only else ""
+        _log.info("serving %s%s at %s", bound.root, how, bound.address)
         if ready_file:
             # whole or not at all: who waits for the file reads it at once
             partial = ready_file.with_name(ready_file.name + ".partial")
@@ -150,16 +160,18 @@ async def _serve(
         loop.add_signal_handler(number, end)
     if lifeline is not None:
         loop.add_reader(lifeline.fileno(), abandoned)
-    store = await open_store(serving.root)
+    store = await open_store(serving.root, is_read_only=serving.is_read_only)
+    interval = timedelta(0) if serving.is_read_only else serving.gc_interval
     async with running(
         store,
         serving.address,
         tls=serving.tls,
         shares_port=lifeline is not None,
         notice_seconds=NOTICE_SECONDS,
+        read_only=serving.root if serving.is_read_only else "",
     ) as port:
         ready(replace(serving, port=port))
-        async with collecting(store, serving.gc_interval):
+        async with collecting(store, interval):
             await stop.wait()
         _log.info("draining")
     _log.info("stopped")

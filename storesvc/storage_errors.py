@@ -3,6 +3,7 @@
 TensorStore raises builtin exceptions; the status code heads the message.
 """
 
+import errno
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final
@@ -27,6 +28,9 @@ _DAMAGE: Final = (
 )
 """What messages begin with that tell of damaged or missing bytes."""
 
+_READ_ONLY: Final = "Read-only file system"
+"""How an error of TensorStore words EROFS."""
+
 _DENIED: Final = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _UNACCEPTED: Final = (
     "http_response_code='401'",
@@ -43,7 +47,8 @@ def translated(storage: Storage, place: str) -> Generator[None]:
 
     Raises:
         CorruptDataError: What is stored there is damaged, or shorter than it was.
-        StorageDeniedError: The storage lets us not in, or not do this.
+        StorageDeniedError: The storage lets us not in, or not do this, or is
+            read-only.
         StorageFullError: It is full.
         StorageUnavailableError: It failed, or does not answer.
     """
@@ -64,6 +69,8 @@ def translated(storage: Storage, place: str) -> Generator[None]:
     except PermissionError as e:
         raise denied(storage, place, e.strerror or str(e)) from e
     except (ValueError, RuntimeError, OSError, KeyError) as e:
+        if isinstance(e, OSError) and e.errno == errno.EROFS:
+            raise read_only(storage, place) from e
         raise _error(storage, place, str(e)) from e
 
 
@@ -76,6 +83,8 @@ def _error(storage: Storage, place: str, text: str) -> StoreError:
             f"{where}: the storage is full; {HOW_TO_FREE_SPACE}, then try again",
             storage=storage.name,
         )
+    if _READ_ONLY in text:
+        return read_only(storage, place)
     if text.startswith(_DENIED):
         why = told.partition(": ")[2]
         if is_about_who_asks(text):
@@ -110,6 +119,16 @@ def denied(storage: Storage, place: str, told: str) -> StorageDeniedError:
         f"({told.removesuffix('.')}); let them read, write, list and delete {what} "
         f"below {storage.name}",
         storage=storage.name,
+    )
+
+
+def read_only(storage: Storage, place: str) -> StorageDeniedError:
+    """Returns what refuses to write to a file system that is mounted read-only."""
+    return StorageDeniedError(
+        f"{storage.describe(place)}: the storage {storage.name} is read-only; mount it "
+        "for writing, or only read from it",
+        storage=storage.name,
+        read_only="true",
     )
 
 

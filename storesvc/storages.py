@@ -5,6 +5,7 @@ Options of a bucket follow its root, as a query:
 ``s3://BUCKET/PREFIX?endpoint=https://minio:9000&region=us-east-1``. Decides only.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,14 @@ def storage_at(root: str) -> Storage:
         f"root {root!r}: expected file:///PATH, memory://, gs://BUCKET/PREFIX or "
         "s3://BUCKET/PREFIX"
     )
+
+
+def is_writable(storage: Storage) -> bool:
+    """Returns whether this process may write to a storage, as far as can be seen
+    without writing: of a bucket, or of what does not exist yet, it cannot."""
+    path = storage.spec.get("path", "")
+    is_file = storage.spec["driver"] == "file"
+    return not is_file or not Path(path).exists() or os.access(path, os.W_OK)
 
 
 def _local(root: str, spec: Mapping[str, Any]) -> Storage:

@@ -82,8 +82,19 @@ class Store:
     watcher: Watcher
 
     @classmethod
-    async def open(cls, bucket: KvBucket, *, clock: Clock | None = None) -> Self:
+    async def open(
+        cls,
+        bucket: KvBucket,
+        *,
+        clock: Clock | None = None,
+        is_read_only: bool = False,
+    ) -> Self:
         """Returns the store of a bucket; makes one where there is none.
+
+        Args:
+            bucket: The bucket.
+            clock: That of its records; None: the system's.
+            is_read_only: Whether nothing is to be written to a store that is there.
 
         Raises:
             FormatUnsupportedError: It is in a format that this code does not know.
@@ -94,7 +105,7 @@ class Store:
         found = await read_record(bucket, layout.STORE, pb.StoreRecord)
         if found is None:
             found = await _made(bucket, clock)
-        elif not bucket.is_first_party:
+        elif not (bucket.is_first_party or is_read_only):
             # the one that serves it now may be another than the one it was made on
             with suppress(StorageDeniedError):  # who may not write loses nothing
                 await check_conditions(bucket)

@@ -261,7 +261,8 @@ class OpenCheckpoint:
         except (LimitError, PreconditionError, UnavailableError) as e:
             if e.reason not in _UNWRITABLE:
                 raise
-            _log.warning("%s is read without a hold on it: %s", self.name, e)
+            why = "its store is read-only" if "read_only" in e.metadata else e
+            _log.warning("%s is read without a hold on it: %s", self.name, why)
 
     def _row(self, key: str) -> int:
         if key not in self._manifest.tree.by_key:

@@ -16,7 +16,8 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from storesvc.parsing import parsed
-from storesvc.rpc.handling import Context, refusals
+from storesvc.rpc.handling import Context, refusals, released
+from storesvc.rpc.request_counts import check_request
 
 _Method = Callable[[Any, Context], Any]
 """A method of a servicer: a coroutine function, or one of an asynchronous generator."""
@@ -70,11 +71,12 @@ def handler_of(
 
 
 def _with_parsed_request(method: _Method, kind: type[Message]) -> _Method:
-    """Returns a method that takes one serialised request."""
+    """Returns a method that takes one serialised request, within the limits."""
 
     async def call(data: bytes, context: Context) -> Any:
         async with refusals(context):
             request = parsed(kind, data)
+            check_request(request)
         return await method(request, context)
 
     # those that stream their responses write them to the context
@@ -102,8 +104,9 @@ def _with_parsed_stream(method: _Method, kind: type[Message]) -> _Method:
 
 
 async def _parsed_each(kind: type[M], stream: AsyncIterator[bytes]) -> AsyncIterator[M]:
-    async for data in stream:
-        yield parsed(kind, data)
+    async with released(stream):
+        async for data in stream:
+            yield parsed(kind, data)
 
 
 def _class(described: Descriptor) -> type[Message]:

@@ -107,6 +107,8 @@ def _answer_seconds(context: Context) -> float | None:
 
 def _log_trouble(error: StoreError) -> None:
     """Logs, throttled, the errors of a storage and bytes that are no request."""
+    if "read_only" in error.metadata:  # logged at the start; each restore meets it
+        return
     if "storage" in error.metadata:
         kind = (type(error), error.metadata["storage"])
     elif MESSAGE_TYPE in error.metadata:

@@ -53,6 +53,11 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     help="Serve other machines without TLS: anyone may read and write.",
 )
 @click.option(
+    "--read-only",
+    is_flag=True,
+    help="Reject all calls that change the store, and collect no garbage.",
+)
+@click.option(
     "--ready-file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -86,6 +91,7 @@ def serve(
     tls_key: Path | None,
     tls_client_ca: Path | None,
     insecure: bool,
+    read_only: bool,
     ready_file: Path | None,
     gc_interval: timedelta,
     workers: int,
@@ -119,7 +125,12 @@ def serve(
     if tls_cert and tls_key:
         tls = Tls(certificate=tls_cert, key=tls_key, client_ca=tls_client_ca)
     what = serving.Serving(
-        root=root, host=host, port=port, tls=tls, gc_interval=gc_interval
+        root=root,
+        host=host,
+        port=port,
+        tls=tls,
+        gc_interval=gc_interval,
+        is_read_only=read_only,
     )
     try:
         serving.serve(what, insecure=insecure, ready_file=ready_file, workers=workers)

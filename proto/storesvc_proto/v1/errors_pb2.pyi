@@ -113,8 +113,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     ERROR_REASON_STORAGE_DENIED: _ErrorReason.ValueType  # 33
     """`FAILED_PRECONDITION`: the storage does not accept the credentials of the server, or
-    denies them this; metadata `storage` names it. Not to be retried before somebody
-    has mended that.
+    denies them this, or is read-only, or served so; metadata `storage` names it, and
+    has `read_only` in these cases. Not to be retried before somebody has mended that.
     """
     ERROR_REASON_PROCESSES_DIFFER: _ErrorReason.ValueType  # 35
     """`FAILED_PRECONDITION`: two writers of an upload hold different values of a leaf that
@@ -214,8 +214,8 @@ ERROR_REASON_PLAN_MISMATCH: ErrorReason.ValueType  # 32
 """
 ERROR_REASON_STORAGE_DENIED: ErrorReason.ValueType  # 33
 """`FAILED_PRECONDITION`: the storage does not accept the credentials of the server, or
-denies them this; metadata `storage` names it. Not to be retried before somebody
-has mended that.
+denies them this, or is read-only, or served so; metadata `storage` names it, and
+has `read_only` in these cases. Not to be retried before somebody has mended that.
 """
 ERROR_REASON_PROCESSES_DIFFER: ErrorReason.ValueType  # 35
 """`FAILED_PRECONDITION`: two writers of an upload hold different values of a leaf that

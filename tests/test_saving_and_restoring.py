@@ -519,3 +519,57 @@ def test_what_secures_a_connection_is_refused_where_a_root_needs_none(
 def test_a_run_name_that_cannot_be_is_refused(client: store.Client, name: str) -> None:
     with pytest.raises(store.InvalidRequestError):
         client.run(name)
+
+
+def test_a_save_inside_jit_is_refused_by_leaf_and_with_what_to_do(
+    run: store.Run,
+) -> None:
+    def step(x: jax.Array, key: jax.Array) -> jax.Array:
+        run.save(0, {"x": x, "key": key})
+        return x
+
+    with pytest.raises(store.UnsupportedLeafError) as caught:
+        jax.jit(step)(jnp.zeros((8, 8)), jax.random.key(0))
+
+    assert (
+        "leaf 'x': expected values, got a tracer of float32[8,8]: call save outside jit"
+    ) in str(caught.value)
+    assert "leaf 'key': expected values, got a tracer of key<fry>[]" in str(
+        caught.value
+    )
+
+
+def test_a_restore_like_tracers_is_refused_with_what_to_do(run: store.Run) -> None:
+    run.save(0, {"x": jnp.zeros(3)}).result()
+
+    with pytest.raises(store.MismatchError, match=r"'x': got a tracer .* outside"):
+        jax.jit(lambda x: run.restore(0, like={"x": x}))(jnp.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("like", "hint"),
+    [
+        ({"a": np.zeros(3)}, "select= leaves out leaves that like= has not"),
+        (
+            {"a": np.zeros(3), "b": np.ones(2, np.int32), "c": np.zeros(1)},
+            "missing='init' keeps what like= has of leaves that are not there",
+        ),
+        (
+            {"a": np.zeros(3, np.float32), "b": np.ones(2, np.int32)},
+            "cast='float32' casts leaves to what like= has",
+        ),
+        ({"a": np.zeros(4), "b": np.ones(2, np.int32)}, ""),
+        ({"a": np.zeros(3), "b": np.ones(2, np.float32)}, ""),
+    ],
+    ids=["select", "missing", "cast", "shape", "integers"],
+)
+def test_a_mismatch_hints_at_what_would_be_asked_for(
+    run: store.Run, like: Any, hint: str
+) -> None:
+    run.save(0, {"a": np.zeros(3), "b": np.ones(2, np.int32)}).result()
+
+    with pytest.raises(store.MismatchError) as caught:
+        run.restore(0, like=like)
+
+    _, _, told = str(caught.value).rpartition(" (")
+    assert hint == (told.removesuffix(")") if "=" in told else "")

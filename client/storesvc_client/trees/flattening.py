@@ -125,6 +125,11 @@ def signature(value: Any) -> Signature | None:
     return None if dtype is None else Signature(kind, dtype, tuple(value.shape))
 
 
+def tracer_text(value: Any) -> str:
+    """Returns what messages call a tracer: a value inside of ``jit``, to be."""
+    return f"a tracer of {value.aval.str_short()}"
+
+
 def check_values(keys: Sequence[str], values: Sequence[Any]) -> None:
     """Refuses values of leaves that a checkpoint could hold, had they others.
 
@@ -142,6 +147,8 @@ def check_values(keys: Sequence[str], values: Sequence[Any]) -> None:
 
 def _problem(value: Any, found: Signature | None) -> str | None:
     """Why a checkpoint cannot hold a leaf; None where it can."""
+    if isinstance(value, jax.core.Tracer):
+        return f"expected values, got {tracer_text(value)}: call save outside jit"
     if found is None:
         dtype = getattr(value, "dtype", None)
         what = type(value).__name__ if dtype is None else f"an array of {dtype}"

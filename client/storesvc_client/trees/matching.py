@@ -27,12 +27,17 @@ from storesvc_client.trees.flattening import (
     Signature,
     named_leaves,
     signature,
+    tracer_text,
 )
 from storesvc_client.trees.nesting import nest
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Build: TypeAlias = Callable[[dict[int, Any]], Any]
 """Makes the tree to return, of its leaves by row."""
+
+_SELECT: Final = "select= leaves out leaves that like= has not"
+_MISSING: Final = "missing='init' keeps what like= has of leaves that are not there"
+_CAST: Final = "cast='{}' casts leaves to what like= has"
 
 _ARRAY_KINDS: Final = frozenset(
     {pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_HOST_ARRAY, pb.LEAF_KIND_HOST_SCALAR}
@@ -63,6 +68,8 @@ class Match:
     kept: Sequence[tuple[Leaf, Wanted]] = ()
     """Leaves that the checkpoint lacks and ``like`` has the values of, each under a
     negative row, with what it would be in a checkpoint."""
+    hints: Sequence[str] = ()
+    """What to ask for, where the differences are meant."""
 
 
 def match_all(tree: Tree, rows: Sequence[int], *, cast: str | None) -> Match:
@@ -103,15 +110,24 @@ def match_like(
     kept, problems = (
         _kept(tree, missing) if keeping else ([], list(map(_absence, missing)))
     )
+    hints = dict[str, None]()
+    if not keeping and any(leaf.key not in tree.by_key for leaf in missing):
+        hints[_MISSING] = None
     wanted = []
     for key, row in selected.items():
         saved = tree.leaves[row]
         leaf = by_key.get(key)
         if leaf is None:
             problems.append(f"leaf {key!r}: expected none, got {_saved(saved)}")
+            hints[_SELECT] = None
             continue
         found = signature(leaf.value)
-        if found is None or not _fits(saved, found, cast):
+        if found is not None and _differs_in_float(saved, found, cast):
+            hints[_CAST.format(found.dtype)] = None
+        if isinstance(leaf.value, jax.core.Tracer):
+            tracer = tracer_text(leaf.value)
+            problems.append(f"leaf {key!r}: got {tracer}: call restore outside jit")
+        elif found is None or not _fits(saved, found, cast):
             problems.append(
                 f"leaf {key!r}: expected {_describe(leaf)}, got {_saved(saved)}"
             )
@@ -130,7 +146,7 @@ def match_like(
     def build(values: dict[int, Any]) -> Any:
         return jax.tree.unflatten(treedef, [values[places[x.key]] for x in named])
 
-    return Match(wanted, build, problems, kept)
+    return Match(wanted, build, problems, kept, tuple(hints))
 
 
 def cast_name(cast: Any) -> str | None:
@@ -216,6 +232,16 @@ def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
         and (saved.dtype == found.dtype or may_cast)
         and saved.shape == found.shape
         and saved.prng_impl == found.prng_impl
+    )
+
+
+def _differs_in_float(saved: Leaf, found: Signature, cast: str | None) -> bool:
+    """Whether a cast would make a saved leaf what is wanted."""
+    return (
+        found.dtype != saved.dtype
+        and _is_floating(found.dtype)
+        and not _fits(saved, found, cast)
+        and _fits(saved, found, found.dtype)
     )
 
 

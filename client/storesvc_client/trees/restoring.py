@@ -155,8 +155,9 @@ class Target:
             except ValueError as e:
                 problems.append(f"leaf {leaf.key!r}: {e}")
         if problems:
+            hints = f" ({'; '.join(match.hints)})" if match.hints else ""
             raise MismatchError(
-                f"{name} does not fit the target: {list_problems(problems)}"
+                f"{name} does not fit the target: {list_problems(problems)}{hints}"
             )
         placer.report()
         _report(name, match.kept)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from storesvc_client import UnavailableError, _retrying
+from storesvc_client import LimitError, UnavailableError, _retrying
 from storesvc_client._durations import Deadline
 
 
@@ -64,3 +64,39 @@ def test_what_a_deadline_cuts_off_hides_no_cause(
         _retrying.until(deadline, act)
 
     assert "did not answer in time" == made[-1]
+
+
+def test_a_server_without_room_is_asked_again_for_longer_than_one_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.0)
+    busy = LimitError("no room", reason="LIMIT_EXCEEDED", retry_seconds=0.1)
+    calls, began = Calls(busy, fail=4), time.monotonic()
+    calls.make()
+    assert 5 == calls.made
+    assert time.monotonic() - began >= 0.4
+
+
+def test_a_server_that_stays_without_room_fails_the_call_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_retrying, "BUSY_SECONDS", 0.3)
+    busy = LimitError("no room", reason="LIMIT_EXCEEDED", retry_seconds=0.1)
+    with pytest.raises(LimitError):
+        Calls(busy, fail=1_000_000).make()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LimitError("too large", reason="LIMIT_EXCEEDED"),
+        LimitError("full", reason="STORAGE_FULL", retry_seconds=60.0),
+    ],
+)
+def test_a_limit_that_time_alone_does_not_lift_is_not_retried(
+    error: LimitError,
+) -> None:
+    calls = Calls(error, fail=1)
+    with pytest.raises(LimitError):
+        calls.make()
+    assert 1 == calls.made

@@ -6,8 +6,9 @@ its slot was put back. ``rollbacks`` says what shows that; where anything does, 
 over the run is postponed, and nothing of it ends or is deleted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Final
 
 from storesvc import marking
@@ -15,8 +16,9 @@ from storesvc.catalogue import Catalogue
 from storesvc.expiry import Expired
 from storesvc.format.names import RunName
 from storesvc.journal import Journal
-from storesvc.marking import Snapshot
-from storesvc.rollbacks import contradiction, put_back, removed
+from storesvc.marking import Fate, Snapshot
+from storesvc.rollbacks import contradiction, has_manifest, put_back, removed
+from storesvc.slots import FREE
 from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -52,6 +54,7 @@ class History:
             CorruptDataError: Naming the slot, and what shows that it was put back.
         """
         known = marking.fates(snapshot)
+        await self._check_orphans(run, snapshot, known)
         unfinished = marking.unfinished(known)
         if not unfinished:
             return
@@ -73,6 +76,44 @@ class History:
             if slot is None:
                 raise removed(run, step, str(named[upload]))
             raise put_back(run, step, upload, why)
+
+    async def _check_orphans(
+        self, run: RunName, snapshot: Snapshot, known: Mapping[str, Fate]
+    ) -> None:
+        """Refuses a slot that is older than the commit of an upload that it does not
+        name, which was not deleted since. Of the upload no record is left that says so:
+        the journal does."""
+        orphans = {
+            upload
+            for upload in marking.orphans(snapshot, known)
+            if has_manifest(snapshot.places, upload, snapshot.objects.get(upload, ()))
+        }
+        if not orphans:
+            return
+        for upload, (number, one) in (await self._last(run, orphans)).items():
+            slot = snapshot.slots.get(one.step)
+            if slot is None or one.kind == pb.Announcement.KIND_DELETE:
+                continue  # given up, or purged
+            stamp = slot.delete_time if slot.state == FREE else slot.create_time
+            is_older = stamp.ToDatetime(UTC) <= one.create_time.ToDatetime(UTC)
+            if is_older and await self._is_still(run, one.step, slot):
+                why = f"announcement {number} of the journal is of it, and later"
+                raise put_back(run, one.step, upload, why)
+
+    async def _last(
+        self, run: RunName, uploads: Collection[str]
+    ) -> dict[str, tuple[int, pb.Announcement]]:
+        """The last announced change of each of some uploads, as far as the journal goes
+        back."""
+        found: dict[str, tuple[int, pb.Announcement]] = {}
+        began = datetime.fromtimestamp(0, UTC)
+        changes = self._journal.changes(run, uploads, since=began)
+        async with aclosing(changes):
+            async for number, one in changes:
+                found.setdefault(one.upload, (number, one))
+                if len(found) == len(uploads):
+                    break
+        return found
 
     async def _announced(
         self, run: RunName, expired: Sequence[Expired]

@@ -150,6 +150,15 @@ def ended(known: Mapping[str, Fate]) -> set[str]:
     return {upload for upload, fate in known.items() if fate.state is State.ENDED}
 
 
+def orphans(snapshot: Snapshot, known: Mapping[str, Fate]) -> set[str]:
+    """Returns the uploads that have ended and have neither a slot nor a record."""
+    return {
+        upload
+        for upload in ended(known)
+        if known[upload].slot is None and upload not in snapshot.records
+    }
+
+
 def step_of(snapshot: Snapshot, upload: str, fate: Fate) -> int:
     """Returns the step of an upload that lives or has begun."""
     return fate.slot.step if fate.slot else snapshot.records[upload].step

@@ -75,6 +75,12 @@ def purged(run: RunName, slot: pb.CheckpointRecord) -> CorruptDataError:
     )
 
 
+def has_manifest(places: RunPlaces, upload: str, objects: Iterable[str]) -> bool:
+    """Returns whether a manifest is among the objects of an upload."""
+    manifests = _prefixes(places, upload)[0]
+    return any(place.startswith(manifests) for place in objects)
+
+
 def contradiction(
     places: RunPlaces, upload: str, objects: Iterable[str], *, owns_slot: bool
 ) -> str:
@@ -88,12 +94,12 @@ def contradiction(
         owns_slot: Whether the slot is UPLOADING by it; else it names an epoch below
             that of the upload.
     """
-    manifests, trees = _prefixes(places, upload)
     listed = list(objects)
-    if not any(place.startswith(manifests) for place in listed):
+    if not has_manifest(places, upload, listed):
         return ""
     if not owns_slot:
         return "its manifest is there, which none has that never owned its slot"
+    trees = _prefixes(places, upload)[1]
     if any(place.startswith(trees) for place in listed):
         return ""
     return NO_LEAF_TABLE

@@ -32,7 +32,7 @@ from storesvc.errors import (
     WriterUnfinishedError,
 )
 from storesvc.format.chunks import Places, Sums
-from storesvc.format.names import RunName, UploadName
+from storesvc.format.names import InvalidNameError, RunName, UploadName, check_upload
 from storesvc.format.trees import Tree
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -73,6 +73,21 @@ def state_of(slot: pb.CheckpointRecord) -> SlotState:
             f"the slot of step {slot.step}: expected a state that this release knows, "
             f"got {slot.state}; use a newer release"
         ) from e
+
+
+def fault(slot: pb.CheckpointRecord) -> str:
+    """Returns what no release writes into a slot, as a clause; "": nothing.
+
+    A collector acts on all of it: it deletes what begins with the id of an upload. A
+    state that this release does not know is refused by ``state_of``.
+    """
+    try:
+        check_upload(slot.upload)
+    except InvalidNameError as e:
+        return f"expected the id of an upload: {e}"
+    if slot.state in CHECKPOINTS and slot.attempt and not slot.files_digest:
+        return "expected the digest of a file table, got none"
+    return ""
 
 
 def next_epoch(run: RunName, slot: pb.CheckpointRecord | None, *, floor: int) -> int:

@@ -20,7 +20,8 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.gathering import each
 from storesvc.marking import Snapshot, unnamed
-from storesvc.records import read_record
+from storesvc.records import damaged, read_record
+from storesvc.slots import fault
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _TRIES: Final = 10
@@ -124,6 +125,7 @@ class Snapshots:
         slots: Mapping[int, pb.CheckpointRecord],
     ) -> Snapshot:
         """What was read, with the records of uploads that it needs."""
+        _check_slots(places, slots)
         snapshot = Snapshot(places=places, listed=listed, slots=slots, records={})
         uploads = unnamed(snapshot)
         found = await each(self._record, map(places.upload, uploads))
@@ -133,6 +135,22 @@ class Snapshots:
     async def _record(self, place: str) -> pb.UploadRecord | None:
         found = await read_record(self._bucket, place, pb.UploadRecord)
         return found and found[0]
+
+
+def _check_slots(places: RunPlaces, slots: Mapping[int, pb.CheckpointRecord]) -> None:
+    """Refuses slots from which it cannot be told what may be deleted.
+
+    Raises:
+        CorruptDataError: One holds what no release writes, or two name one upload.
+    """
+    steps: dict[str, int] = {}
+    for step, slot in slots.items():
+        how, other = fault(slot), steps.setdefault(slot.upload, step)
+        if not how and other != step:
+            how = f"expected an upload of its own, got that of step {other}"
+        if how:
+            place = places.checkpoint(step)
+            raise damaged(place, how, of=f"{places.name}@{step}")
 
 
 def _bare(

@@ -19,7 +19,10 @@ from storesvc.format.names import (
     TagName,
     UploadName,
 )
+from storesvc.format.seal import seal, unseal
+from storesvc.garbage import ANSWERED
 from storesvc.uploads import DEFAULT_LEASE
+from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.collecting_process import NOW, PLACES, RUN, Process, started
 from tests.contract import Writer, frame, sums
 from tests.server_process import ServerProcess
@@ -93,7 +96,9 @@ async def put(process: Process, place: str, data: bytes | None) -> None:
         await process.bucket.write(place, data)
 
 
-async def collect_often(process: Process) -> list[str]:
+async def collect_often(
+    process: Process, *, apart: timedelta = DEFAULT_LEASE
+) -> list[str]:
     """Collects until every lease is over; returns why each pass was postponed."""
     reasons = []
     for _ in range(4):
@@ -101,7 +106,7 @@ async def collect_often(process: Process) -> list[str]:
         made = await process.collect()
         assert previewed.postponed == made.postponed
         reasons.append(made.postponed)
-        process.clock.turn(DEFAULT_LEASE)
+        process.clock.turn(apart)
     return reasons
 
 
@@ -148,6 +153,32 @@ def test_a_committed_upload_is_never_ended_whatever_its_slot_says(
         await put(process, SLOT, newest[SLOT])
         await process.check()
         assert STEP in await process.steps()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_the_journal_outlives_the_record_of_an_upload(*, deleted: bool) -> None:
+    async def main() -> None:
+        process = await started()
+        upload, early, _ = await committed(process)
+        for _ in range(2):
+            process.clock.turn(2 * ANSWERED)
+            await process.collect()
+        assert PLACES.upload(upload.upload) not in await objects(process)
+        newest = await objects(process)
+        if deleted:
+            await process.delete(STEP)
+        await put(process, SLOT, early[SLOT])
+
+        reasons = await collect_often(process)
+
+        told = f"the record of {RUN}@{STEP} is damaged ({SLOT}: an earlier version"
+        assert [not deleted] * 4 == [told in reason for reason in reasons]
+        if not deleted:
+            await put(process, SLOT, newest[SLOT])
+            await process.check()
+            assert [2, 1] == await process.steps()
 
     asyncio.run(main())
 
@@ -282,6 +313,68 @@ def test_a_commit_and_a_tag_during_a_pass_are_no_damage() -> None:
         assert [] == (await collector._ending.apply(RUN, seen)).slots
         assert "" == (await process.collect()).postponed
         await process.check()
+
+    asyncio.run(main())
+
+
+def no_state(slot: pb.CheckpointRecord, other: str) -> None:
+    slot.state = pb.CheckpointRecord.STATE_UNSPECIFIED
+
+
+def unknown_state(slot: pb.CheckpointRecord, other: str) -> None:
+    slot.state = 17  # type: ignore[assignment]  # of a later release
+
+
+def free_of_nobody(slot: pb.CheckpointRecord, other: str) -> None:
+    slot.state, slot.upload = pb.CheckpointRecord.STATE_FREE, ""
+
+
+def free_of_many(slot: pb.CheckpointRecord, other: str) -> None:
+    """What begins with this id is of several uploads."""
+    slot.state, slot.upload = pb.CheckpointRecord.STATE_FREE, other[:1]
+
+
+def free_of_another_step(slot: pb.CheckpointRecord, other: str) -> None:
+    slot.state, slot.upload = pb.CheckpointRecord.STATE_FREE, other
+
+
+def without_file_table(slot: pb.CheckpointRecord, other: str) -> None:
+    slot.ClearField("files_digest")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        no_state,
+        unknown_state,
+        free_of_nobody,
+        free_of_many,
+        free_of_another_step,
+        without_file_table,
+    ],
+)
+def test_a_slot_that_no_release_writes_costs_no_data(
+    change: Callable[[pb.CheckpointRecord, str], None],
+) -> None:
+    async def main() -> None:
+        process = await started()
+        other = await process.save(3)
+        await committed(process)
+        newest = await objects(process)
+        slot = unseal(newest[SLOT], pb.CheckpointRecord, place=SLOT)
+        change(slot, other.upload)
+        await put(process, SLOT, seal(slot, place=SLOT))
+
+        # The records of uploads are collected by then.
+        reasons = await collect_often(process, apart=2 * ANSWERED)
+
+        for reason in reasons:
+            assert f"the record of {RUN}@" in reason
+            assert " is damaged (" in reason
+            assert ".binpb: expected " in reason
+        await put(process, SLOT, newest[SLOT])
+        await process.check()
+        assert [3, 2, 1] == await process.steps()
 
     asyncio.run(main())
 

@@ -254,6 +254,15 @@ def check_data_file(text: str) -> None:
         )
 
 
+def check_upload(text: str) -> None:
+    """Refuses the id of an upload that breaks the rules.
+
+    Raises:
+        InvalidNameError: It does.
+    """
+    _check_hex_id(text, "upload")
+
+
 def parse_which(text: str) -> Which:
     """Returns the step, "latest" or the tag that a text names.
 

@@ -81,7 +81,10 @@ has a deletion, an undeletion or a tag of it. A collector MUST then neither end 
 nor delete anything of the run, a writer MUST NOT take the step over, and both SHOULD
 name the slot. A slot that was removed gives its checkpoint up unless a tag or a hold
 names it. Where another upload has the step by then, a collector MUST keep what the
-named upload stored, and what its FileTable names.
+named upload stored, and what its FileTable names. An earlier version that says that
+its checkpoint was deleted cannot be told, and is followed. A collector MUST NOT act on
+a slot that holds what no writer writes: an unknown state, an upload that is none or
+that another slot names.
 
 The journal. Who changes a slot or a tag in a way that a watch tells of MUST
 read the object, then create the next announcement of the namespace, then change

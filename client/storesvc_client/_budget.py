@@ -9,12 +9,21 @@ Where reads bring bytes that are copied from there, these have a room of their o
 as long as the read is under way.
 """
 
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Final
 
 from storesvc.format.reads import Read
 from storesvc_client._receiving import Assembly
+
+LOOK_SECONDS: Final = 0.2
+"""How often it is looked whether reads take too long."""
+
+STOP_SECONDS: Final = 5.0
+"""How long reads under way may take to end where one has failed."""
+
+_NAME: Final = "storesvc-direct"
 
 
 class Budget:
@@ -51,29 +60,46 @@ class Budget:
         assembly: Assembly,
         *,
         threads: int,
+        check: Callable[[], None],
     ) -> None:
-        """Does reads in their order, several at a time.
+        """Does reads in their order, several at a time. The threads are daemons: a
+        process ends without those that a file keeps for ever.
 
         Args:
             reads: What to read.
             take: Does one, and returns the bytes that it handed over.
             assembly: What the buffers are of.
             threads: How many at a time.
+            check: Called now and then; raises an error where it takes too long.
         """
         if not reads:
             return
         threads, work = min(threads, len(reads)), iter(reads)
-        with ThreadPoolExecutor(threads, "storesvc-direct") as pool:
+        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def run() -> None:
             try:
-                futures = [
-                    pool.submit(self._work, work, take, assembly)
-                    for _ in range(threads)
-                ]
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:  # one failed, or Ctrl-C: the others must not go on
-                self._stop()
-                raise
+                self._work(work, take, assembly)
+            except BaseException as e:  # noqa: BLE001 - for the thread that waits
+                ended.put(e)
+            else:
+                ended.put(None)
+
+        try:
+            for _ in range(threads):
+                threading.Thread(target=run, name=_NAME, daemon=True).start()
+            while threads:
+                try:
+                    error = ended.get(timeout=LOOK_SECONDS)
+                except queue.Empty:
+                    check()
+                    continue
+                if error is not None:
+                    raise error
+                threads -= 1
+        except BaseException:  # one failed, or Ctrl-C: the others must not go on
+            self._stop()
+            raise
 
     def _work(
         self, work: Iterator[Read], take: Callable[[Read], int], assembly: Assembly
@@ -140,9 +166,9 @@ class Budget:
             self._changed.notify_all()
 
     def _stop(self) -> None:
-        """Lets all threads end, and returns once none is at work: a thread that
-        Ctrl-C met at its start is joined by nobody."""
+        """Lets all threads end, and returns once none is at work, or a file keeps one
+        of them."""
         with self._changed:
             self.is_stopped = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._running)
+            self._changed.wait_for(lambda: not self._running, STOP_SECONDS)

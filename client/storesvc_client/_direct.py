@@ -11,6 +11,7 @@ what is no run, hand over.
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +34,12 @@ from storesvc_client.errors import DataLossError, StoreError, UnavailableError
 
 BUDGET_BYTES: Final = 1 << 30
 """Of buffers that are begun and not handed over."""
+
+READ_SECONDS: Final = 30.0
+"""How long a call for a file may take ..."""
+
+LEAST_BYTES_PER_SECOND: Final = 1 << 20
+"""... beside the time that its bytes take."""
 
 THREADS: Final = min(os.cpu_count() or 1, 8)
 
@@ -60,13 +67,45 @@ class DirectSource:
         self._manifest = manifest
         self._name = name
         self.budget = Budget(BUDGET_BYTES)
+        self._calls: dict[int, tuple[float, Path]] = {}
+        """By thread: when the call for a file that it is at is due."""
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         with assembly.meter.phase("plan"):
             reads = self._planned(ordinals, assembly)
         take = partial(self._take, _Staging(), assembly)
-        self.budget.work_off(reads, take, assembly, threads=THREADS)
+        check = partial(self._check, assembly)
+        self.budget.work_off(reads, take, assembly, threads=THREADS, check=check)
+
+    def _check(self, assembly: Assembly) -> None:
+        """Refuses to wait for a file that does not answer.
+
+        Raises:
+            UnavailableError: One does not, or the restore takes longer than it may.
+        """
+        now = time.monotonic()
+        for due, path in list(self._calls.values()):
+            if now > due:
+                raise UnavailableError(
+                    f"{self._name}: data file {path} has not answered in time; check "
+                    "the disk or the network that it lies on, and try again",
+                    reason="STORAGE_UNAVAILABLE",
+                )
+        assembly.check_time()
+
+    @contextmanager
+    def _due(self, read: Read, size_bytes: int) -> Iterator[None]:
+        """Notes that a call for a file is to return in time."""
+        due = time.monotonic() + READ_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
+        self._calls[threading.get_ident()] = due, self._path(read)
+        try:
+            yield
+        finally:
+            del self._calls[threading.get_ident()]
+
+    def _path(self, read: Read) -> Path:
+        return self._root / self._pool / read.file
 
     def _planned(self, ordinals: Sequence[int], assembly: Assembly) -> list[Read]:
         chunks = np.array(ordinals, np.int64)
@@ -127,7 +166,8 @@ class DirectSource:
         """Opens the file of a read, and names what storage says about it."""
         place = f"{self._pool}{read.file}"
         try:
-            file = rooted_files.open_file(self._root, place)
+            with self._due(read, 0):
+                file = rooted_files.open_file(self._root, place)
             try:
                 yield file
             finally:
@@ -140,7 +180,7 @@ class DirectSource:
             raise self._lost(read, f"is not read ({e})") from e
         except OSError as e:
             raise UnavailableError(
-                f"{self._name}: cannot read data file {self._root / place}: "
+                f"{self._name}: cannot read data file {self._path(read)}: "
                 f"{e.strerror}; without direct= it is read through the server"
             ) from e
 
@@ -149,20 +189,22 @@ class DirectSource:
     ) -> None:
         """Reads until the buffers are full."""
         wanted = sum(map(len, buffers))
-        got = os.preadv(file, buffers, offset)
+        with self._due(read, wanted):
+            got = os.preadv(file, buffers, offset)
         while got < wanted:
             left, skipped = [], got
             for buffer in buffers:
                 left.append(buffer[min(skipped, len(buffer)) :])
                 skipped -= min(skipped, len(buffer))
-            more = os.preadv(file, left, offset + got)
+            with self._due(read, wanted):
+                more = os.preadv(file, left, offset + got)
             if not more:
                 raise self._lost(read, f"ends at byte {offset + got}")
             got += more
 
     def _lost(self, read: Read, what: str) -> DataLossError:
         named = describe(self._manifest, read)
-        path = self._root / self._pool / read.file
+        path = self._path(read)
         return DataLossError(
             f"{self._name} {named}: data file {path} {what}, expected "
             f"bytes {read.start} to {read.stop}; use another checkpoint",

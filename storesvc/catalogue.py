@@ -6,7 +6,7 @@ for those, DELETED or PURGING.
 
 import asyncio
 import difflib
-from collections.abc import Container, Sequence
+from collections.abc import AsyncGenerator, Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
@@ -274,6 +274,34 @@ class Catalogue:
                 f"{run}@{record.step}: its manifest is missing; use another checkpoint"
             )
         return purged(run, record)
+
+    async def manifest_parts(
+        self, run: RunName, record: pb.CheckpointRecord, *, size_bytes: int
+    ) -> AsyncGenerator[bytes]:
+        """Yields a manifest as it lies, unchecked, each part once it is asked for.
+
+        Args:
+            run: The run.
+            record: Of the checkpoint.
+            size_bytes: Of a part.
+
+        Raises:
+            CorruptDataError: It is missing, or cut off.
+        """
+        place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
+        size = record.manifest_bytes
+        for at in range(0, size, size_bytes):
+            try:
+                part = await self._bucket.read_range(
+                    place, at, min(size, at + size_bytes)
+                )
+            except CorruptDataError as e:
+                raise CorruptDataError(
+                    f"{run}@{record.step}: its manifest is missing or cut off; use "
+                    "another checkpoint"
+                ) from e
+            yield part
+            del part  # its memory is the caller's
 
     async def _resolved(self, name: CheckpointName) -> pb.CheckpointRecord | None:
         """The checkpoint that a name stands for, deleted ones included."""

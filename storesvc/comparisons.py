@@ -8,6 +8,7 @@ from typing import Final
 
 from storesvc.catalogue import Catalogue
 from storesvc.differences import Difference, differences
+from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.names import CheckpointName
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -30,7 +31,7 @@ class Comparisons:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._turns = asyncio.Semaphore(COMPARISONS_AT_ONCE)
+        self._turns = FairSemaphore(COMPARISONS_AT_ONCE, purpose="compares checkpoints")
 
     @asynccontextmanager
     async def between(
@@ -42,11 +43,11 @@ class Comparisons:
             RunNotFoundError: There is no such run.
             CheckpointNotFoundError: There is no such checkpoint.
             CorruptDataError: A manifest is missing or damaged.
+            LimitExceededError: Other comparisons take too long.
         """
         old = await self._catalogue.checkpoint(before)
         new = await self._catalogue.checkpoint(after)
-        # Until the answer was taken: what waits to be taken is memory too.
-        async with self._turns:
+        async with self._turns.held(before.run.namespace):
             found = await asyncio.to_thread(
                 differences,
                 await self._catalogue.manifest(before.run, old),

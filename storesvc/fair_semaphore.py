@@ -62,7 +62,7 @@ class FairSemaphore:
         """Holds the semaphore while the context lasts.
 
         Args:
-            peer: The host that asks.
+            peer: The host that asks, or the namespace that it asks for.
             weight: What the work takes.
 
         Raises:

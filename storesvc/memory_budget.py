@@ -14,11 +14,12 @@ Example::
     with budget.share(peer) as share:
         async for part in parts:
             await share.take(len(part))
+            share.count(len(part))
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from storesvc.errors import LimitExceededError
@@ -45,14 +46,12 @@ _LEAST_BYTES: Final = 16 << 10
 class Share:
     """What one stream holds of a budget."""
 
-    def __init__(
-        self, budget: "MemoryBudget", peer: str, cut: Callable[[], None], *, now: float
-    ) -> None:
+    def __init__(self, budget: "MemoryBudget", peer: str, *, now: float) -> None:
         self._budget = budget
         self.peer = peer
-        self.cut = cut
-        """Ends the stream's wait for its client."""
         self.is_cut = False
+        """Whether the client was slow, and others waited."""
+        self._limit: asyncio.Timeout | None = None
         self.waits = False
         """Whether it waits for room; then it is not its client that is slow."""
         self.size_bytes = _LEAST_BYTES
@@ -68,20 +67,36 @@ class Share:
         """
         await self._budget.take(self, size_bytes)
 
+    def give_back(self, size_bytes: int) -> None:
+        """Takes bytes off what the stream holds."""
+        self.size_bytes -= size_bytes
+
     def count(self, size_bytes: int) -> None:
         """Counts bytes that the client sent, or took."""
         self._moved_bytes += size_bytes
 
-    @contextmanager
-    def awaiting_client(self) -> Iterator[None]:
-        """Counts the time of a context as that of the client."""
+    @asynccontextmanager
+    async def awaiting_client(self, seconds: float) -> AsyncIterator[None]:
+        """Counts the time of a context as that of the client.
+
+        Raises:
+            TimeoutError: It took longer than the seconds, or was cut.
+        """
         clock = asyncio.get_running_loop().time
         self._awaits_since = clock()
         try:
-            yield
+            async with asyncio.timeout(0 if self.is_cut else seconds) as self._limit:
+                yield
         finally:
+            self._limit = None
             self._client_seconds += clock() - self._awaits_since
             self._awaits_since = None
+
+    def cut(self) -> None:
+        """Ends the wait for the client."""
+        self.is_cut = True
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
     def spare_seconds(self, now: float) -> float:
         """Returns how much longer its client may take; negative: it is slow."""
@@ -113,14 +128,13 @@ class MemoryBudget:
         return sum(share.size_bytes for share in self._shares)
 
     @contextmanager
-    def share(self, peer: str, cut: Callable[[], None]) -> Iterator[Share]:
+    def share(self, peer: str) -> Iterator[Share]:
         """Yields the share of a stream, which ends with the context.
 
         Args:
             peer: The host of its client.
-            cut: Ends the stream's wait for its client; called at most once.
         """
-        share = Share(self, peer, cut, now=asyncio.get_running_loop().time())
+        share = Share(self, peer, now=asyncio.get_running_loop().time())
         self._shares.add(share)
         try:
             yield share
@@ -135,6 +149,8 @@ class MemoryBudget:
         """
         clock = asyncio.get_running_loop().time
         until = clock() + WAIT_SECONDS
+        # what is larger than all the room has it alone
+        size_bytes = min(size_bytes, self._peer_bytes - share.size_bytes)
         share.waits = True
         try:
             while (short := self._short_bytes(share, size_bytes)) > 0:
@@ -169,7 +185,6 @@ class MemoryBudget:
         for share in slow:
             if coming >= short_bytes:
                 return
-            share.is_cut = True
             coming += share.size_bytes
             share.cut()
 

@@ -35,6 +35,7 @@ from storesvc.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
 )
+from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.chunks import Places
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
@@ -69,7 +70,9 @@ class Verifier:
         self._bucket = bucket
         self._catalogue = catalogue
         self._clock = clock
-        self._turns = asyncio.Semaphore(VERIFICATIONS_AT_ONCE)
+        self._turns = FairSemaphore(
+            VERIFICATIONS_AT_ONCE, purpose="verifies checkpoints"
+        )
         self._reads = asyncio.Semaphore(MAX_READS)
 
     async def verify(
@@ -81,8 +84,9 @@ class Verifier:
             CorruptDataError: Its manifest is missing or damaged.
             CheckpointNotFoundError: It was purged meanwhile.
             StorageUnavailableError: The storage does not answer.
+            LimitExceededError: Other verifications take too long.
         """
-        async with self._turns:
+        async with self._turns.held(run.namespace):
             reading = _Reading(self._bucket, self._catalogue, self._reads, run, record)
             manifest = await reading.manifest()
             tally = Tally(manifest.tree.chunk_count)

@@ -1,18 +1,23 @@
 """Calls that read the catalogue."""
 
-import asyncio
+from contextlib import aclosing
 from typing import Final
 
 from storesvc.format import trees
 from storesvc.format.names import CheckpointName, RunName, parse_step
+from storesvc.memory_budget import MemoryBudget
 from storesvc.rpc import fields, messages
-from storesvc.rpc.handling import Context, refusals, write
+from storesvc.rpc.handling import Context, host_of, refusals, write
 from storesvc.rpc.pages import page
 from storesvc.store import Store
+from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
-MAX_MANIFESTS: Final = 4
-"""Manifests that are sent, at once."""
+SENT_BYTES: Final = 128 << 20
+"""Of the messages of streams that wait to be taken, beside those of chunks."""
+
+PEER_BYTES: Final = 96 << 20
+"""Of those of one peer."""
 
 
 class CatalogueCalls:
@@ -20,7 +25,7 @@ class CatalogueCalls:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._manifests = asyncio.Semaphore(MAX_MANIFESTS)
+        self._sent = MemoryBudget(SENT_BYTES, PEER_BYTES, purpose="responses")
 
     async def ListRuns(
         self, request: catalogue_api.ListRunsRequest, context: Context
@@ -92,7 +97,7 @@ class CatalogueCalls:
     async def ReadManifest(  # as ReadChunks
         self, request: catalogue_api.ReadManifestRequest, context: Context
     ) -> None:
-        async with refusals(context), self._manifests:
+        async with refusals(context):
             name = CheckpointName.from_resource(request.name)
             if request.uid:
                 record = await self._store.catalogue.checkpoint_of_uid(
@@ -100,10 +105,22 @@ class CatalogueCalls:
                 )
             else:
                 record = await self._store.catalogue.checkpoint(name)
-            data = await self._store.catalogue.manifest_bytes(name.run, record)
             checkpoint = messages.checkpoint_message(name.run, record)
             response = catalogue_api.ReadManifestResponse(checkpoint=checkpoint)
             await write(context, response)
-            for at in range(0, len(data), trees.MAX_PART_BYTES):
-                part = data[at : at + trees.MAX_PART_BYTES]
-                await write(context, catalogue_api.ReadManifestResponse(part=part))
+            await self._send_manifest(name.run, record, context)
+
+    async def _send_manifest(
+        self, run: RunName, record: pb.CheckpointRecord, context: Context
+    ) -> None:
+        """Sends a manifest part by part: a client that takes none keeps one."""
+        size_bytes = min(trees.MAX_PART_BYTES, record.manifest_bytes)
+        parts = self._store.catalogue.manifest_parts(
+            run, record, size_bytes=trees.MAX_PART_BYTES
+        )
+        with self._sent.share(host_of(context.peer())) as share:
+            await share.take(size_bytes)
+            async with aclosing(parts):
+                async for part in parts:
+                    response = catalogue_api.ReadManifestResponse(part=part)
+                    await write(context, response, share)

@@ -1,12 +1,15 @@
 """Calls that compare checkpoints."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Final
 
 from storesvc.comparisons import Comparison
 from storesvc.differences import Difference, dtype_text, shape_of
 from storesvc.format.names import CheckpointName, RunName
+from storesvc.memory_budget import MemoryBudget
 from storesvc.rpc import messages
-from storesvc.rpc.handling import Context, refusals, write
+from storesvc.rpc.handling import Context, host_of, refusals, write
 from storesvc.store import Store
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
@@ -18,6 +21,7 @@ class DiffCalls:
     """Compares checkpoints."""
 
     _store: Store
+    _sent: MemoryBudget
 
     async def DiffCheckpoints(
         self, request: catalogue_api.DiffCheckpointsRequest, context: Context
@@ -27,13 +31,26 @@ class DiffCalls:
             after = CheckpointName.from_resource(request.name)
             async with self._store.comparisons.between(before, after) as found:
                 summary = summary_message(before.run, after.run, found)
-                await write(
-                    context, catalogue_api.DiffCheckpointsResponse(summary=summary)
-                )
-                for at in range(0, len(found.differences), PAGE):
-                    page = map(difference_message, found.differences[at : at + PAGE])
-                    response = catalogue_api.DiffCheckpointsResponse(differences=page)
-                    await write(context, response)
+                pages = await asyncio.to_thread(pages_of, found.differences)
+            # no other comparison waits while the client takes them
+            with self._sent.share(host_of(context.peer())) as share:
+                await share.take(sum(page.ByteSize() for page in pages))
+                response = catalogue_api.DiffCheckpointsResponse(summary=summary)
+                await write(context, response)
+                for page in pages:
+                    await write(context, page, share)
+
+
+def pages_of(
+    differences: Sequence[Difference],
+) -> list[catalogue_api.DiffCheckpointsResponse]:
+    """Returns differences as the contract shows them."""
+    return [
+        catalogue_api.DiffCheckpointsResponse(
+            differences=map(difference_message, differences[at : at + PAGE])
+        )
+        for at in range(0, len(differences), PAGE)
+    ]
 
 
 def summary_message(

@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
@@ -14,11 +14,13 @@ from google.protobuf.message import Message
 
 from storesvc.errors import (
     InvalidFieldError,
+    LimitExceededError,
     StalledError,
     StorageUnavailableError,
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
+from storesvc.memory_budget import LEAST_BYTES_PER_SECOND, RETRY_SECONDS, Share
 from storesvc.parsing import MESSAGE_TYPE
 from storesvc.rpc.request_counts import check_counts
 from storesvc.sparing import Sparing
@@ -217,13 +219,35 @@ def unexpected(expected: str, found: str | None) -> InvalidFieldError:
     return InvalidFieldError(f"stream: expected a message with {expected}, got {found}")
 
 
-async def write(context: Context, message: Message | bytes) -> None:
-    """Sends a message; a client that takes none holds memory of the server."""
+async def write(
+    context: Context, message: Message | bytes, share: Share | None = None
+) -> None:
+    """Sends a message; a client that does not take it holds memory of the server.
+
+    Args:
+        context: Of the call.
+        message: The message.
+        share: What the call holds of a budget; None: nothing others wait for.
+
+    Raises:
+        StalledError: The client took nothing for too long.
+        LimitExceededError: It was slow, and others waited for what it holds.
+    """
+    if share is None:
+        limit: AbstractAsyncContextManager[object] = asyncio.timeout(TAKE_SECONDS)
+    else:
+        limit = share.awaiting_client(TAKE_SECONDS)
     try:
         # wait_for would make a task of each
-        async with asyncio.timeout(TAKE_SECONDS):
+        async with limit:
             await context.write(message)
     except TimeoutError as e:
+        if share is not None and share.is_cut:
+            raise LimitExceededError(
+                f"the client took less than {LEAST_BYTES_PER_SECOND} bytes a second, "
+                "and others waited for the memory; ask again in a moment",
+                retry_seconds=RETRY_SECONDS,
+            ) from e
         raise StalledError(
             f"the client took nothing for {TAKE_SECONDS:.0f} s; ask for what is "
             "missing in a new call"
@@ -231,3 +255,6 @@ async def write(context: Context, message: Message | bytes) -> None:
     except grpc.aio.InternalError as e:
         # The client has gone. gRPC cancels the call for that, sooner or later.
         raise asyncio.CancelledError from e
+    if share is not None:
+        size = len(message) if isinstance(message, bytes) else message.ByteSize()
+        share.count(size)

@@ -30,7 +30,6 @@ class PartStream(Generic[T]):
     def __init__(self, stream: AsyncIterator[T], part: str) -> None:
         self._stream = stream
         self._part = part
-        self._limit: asyncio.Timeout | None = None
         self._share: Share | None = None
 
     @asynccontextmanager
@@ -38,7 +37,7 @@ class PartStream(Generic[T]):
         self, budget: MemoryBudget, context: Context
     ) -> AsyncIterator["PartStream[T]"]:
         """Accounts what ``keep`` counts to a budget while the context lasts."""
-        with budget.share(host_of(context.peer()), self._cut) as self._share:
+        with budget.share(host_of(context.peer())) as self._share:
             async with released(self._stream):
                 yield self
 
@@ -66,23 +65,16 @@ class PartStream(Generic[T]):
         while True:
             grace = handling.STALL_SECONDS + min(0.0, share.spare_seconds(clock()))
             try:
-                with share.awaiting_client():
-                    async with asyncio.timeout(grace) as self._limit:
-                        message = await anext(self._stream)
+                async with share.awaiting_client(grace):
+                    message = await anext(self._stream)
             except StopAsyncIteration:
                 return
             except TimeoutError as e:
                 raise _late(share) from e
-            finally:
-                self._limit = None
             check_part(message, self._part)
             check_counts(message)
             share.count(message.ByteSize())
             yield message
-
-    def _cut(self) -> None:
-        if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _late(share: Share) -> StoreError:

@@ -55,7 +55,7 @@ class FairSemaphore:
         self._waiting: list[_Waiter] = []
         self._numbers = count(1)
         self._served: dict[str, int] = {}
-        """The last turn of each peer, while any waits."""
+        """The last turn of each peer."""
 
     @asynccontextmanager
     async def held(self, peer: str, *, weight: int = 1) -> AsyncIterator[None]:
@@ -101,7 +101,8 @@ class FairSemaphore:
             self._free -= first.weight
             self._served[first.peer] = next(self._numbers)
             first.granted.set_result(None)
-        self._served.clear()  # what is fair depends on who waits
+        if self._free == self._capacity:
+            self._served.clear()  # nobody works or waits: all are equal again
 
     def _rank(self, waiter: _Waiter) -> tuple[int, int]:
         return self._served.get(waiter.peer, 0), waiter.number

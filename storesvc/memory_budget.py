@@ -190,9 +190,8 @@ class MemoryBudget:
 
     def _is_stuck(self, share: Share) -> bool:
         """Whether all streams wait for each other, and this one holds least."""
-        holders = [s for s in self._shares if not s.is_cut]
-        return all(s.waits for s in holders) and share == min(
-            holders, key=lambda s: (s.size_bytes, id(s))
+        return all(s.waits for s in self._shares) and share == min(
+            self._shares, key=lambda s: (s.size_bytes, id(s))
         )
 
     def _exceeded(self) -> LimitExceededError:

@@ -126,8 +126,9 @@ def test_a_port_that_another_server_has_is_not_shared_with_it(
     first = start_server("--workers", str(other))
     port = first.address.rpartition(":")[2]
 
+    root = (tmp_path / "other").as_uri()
     for count in ("1", "2"):
-        ended = _serve("--root", tmp_path.as_uri(), "--port", port, "--workers", count)
+        ended = _serve("--root", root, "--port", port, "--workers", count)
         assert 1 == ended.returncode
         assert "it is in use" in ended.stderr
 

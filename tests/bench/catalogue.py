@@ -76,6 +76,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="storesvc-bench-") as directory:
         root = Path(directory) / "store"
+        store.connect(root.as_uri()).close()  # makes the store
         for place, data in records(arguments.checkpoints, arguments.runs):
             (root / place).parent.mkdir(parents=True, exist_ok=True)
             (root / place).write_bytes(data)

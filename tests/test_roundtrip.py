@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
 from storesvc.format.dtypes import DTYPES
+from storesvc_client._documents import CONTAINERS, pack_document
 
 SHAPES = [(), (0,), (3, 0, 2), (1,) * 8, (7, 11, 13), (10_007,)]
 
@@ -307,6 +308,16 @@ TREES: st.SearchStrategy[Any] = st.recursive(
     ),
     max_leaves=8,
 )
+PLAIN: st.SearchStrategy[Any] = TREES | st.recursive(
+    st.one_of(LEAVES, st.sampled_from([None, (), [], {}])),
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(st.integers(-3, 30), inner, max_size=3),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+    ),
+    max_leaves=8,
+)
 _numbers: Callable[[], int] = iter(range(10**9)).__next__
 
 
@@ -320,3 +331,85 @@ def test_any_tree_comes_back(client: store.Client, tree: Any) -> None:
     run = client.run(f"tests/tree-{_numbers()}")
 
     assert_same(tree, there_and_back(run, tree, like=tree))
+
+
+def shape(tree: Any) -> Any:
+    """A tree with what its leaves are; None is a leaf, which nothing else is."""
+    return jax.tree.map(
+        lambda leaf: "None" if leaf is None else type(leaf).__name__,
+        tree,
+        is_leaf=lambda node: node is None,
+    )
+
+
+@settings(
+    max_examples=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(tree=PLAIN)
+def test_any_tree_of_plain_containers_comes_back_without_a_target(
+    client: store.Client, tree: Any
+) -> None:
+    run = client.run(f"tests/tree-{_numbers()}")
+
+    back = there_and_back(run, tree)
+
+    assert shape(tree) == shape(back)
+    assert_same(tree, back)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def test_what_is_empty_comes_back_where_it_is_selected(run: store.Run) -> None:
+    tree = {
+        "params": {"w": np.ones(2), "bias": None, "none": {}},
+        "opt": ((), [None, np.zeros(1)]),
+        "empty": {"a": (), "b": []},
+        "point": Point(1, None),
+    }
+    run.save(0, tree).result()
+
+    found = {
+        select: shape(run.restore(0, select=select))
+        for select in ("params/**", "empty/**", "opt/1/1", "**/b")
+    }
+
+    assert shape(run.restore(0)) == shape(tree | {"point": {"x": 1, "y": None}})
+    assert found == {
+        "params/**": {"params": {"w": "ndarray", "bias": "None", "none": {}}},
+        "empty/**": {"empty": {"a": (), "b": []}},
+        "opt/1/1": {"opt": ("None", ["None", "ndarray"])},
+        "**/b": {"empty": {"b": []}},
+    }
+    with pytest.raises(store.NotFoundError, match="no leaf of"):
+        run.restore(0, select="empty/c")
+    assert run.open(0).structure == b""
+
+
+def test_a_document_of_the_caller_is_kept_as_it_is(run: store.Run) -> None:
+    run.save(0, {"a": (1, None)}, structure=b"mine").result()
+
+    assert b"mine" == run.open(0).structure
+    assert {"a": [1]} == run.restore(0)
+
+
+def test_a_malformed_document_of_containers_is_refused(run: store.Run) -> None:
+    for rows in (
+        [["{}", "a", "k"]],
+        [["{}", "a/b", "kk"]],
+        [["{}", "b/0", "kk"], ["()", "b/1", "ki"]],
+        [["set", "c", "k"]],
+        [["{}", "c", "kk"]],
+        ["{}"],
+        {"{}": 1},
+        None,
+    ):
+        document = CONTAINERS + pack_document({"containers": rows})
+        run.save(run_step := _numbers(), {"a": 1}, structure=document).result()
+        with pytest.raises(store.StructureError, match="restore with like="):
+            run.restore(run_step)
+        assert {"a": 1} == run.restore(run_step, like={"a": 0})

@@ -11,6 +11,9 @@ from typing import Any, Final
 
 from storesvc_client.errors import StructureError
 
+CONTAINERS: Final = b"storesvc.containers/1\n"
+"""What a document begins with that describes containers, and is not the caller's."""
+
 MAX_BYTES: Final = 128 << 20
 """Of a document, decompressed: few bytes must not become all of the memory."""
 

@@ -26,9 +26,10 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._bucket_reads import BucketSource
 from storesvc_client._channel import Connection
 from storesvc_client._direct import DirectSource
+from storesvc_client._documents import CONTAINERS
 from storesvc_client._durations import NEVER, Deadline, checked_length
 from storesvc_client._entries import checked_patterns, checked_texts
-from storesvc_client._globs import Patterns, matching_keys, nearest_keys
+from storesvc_client._globs import Pattern, Patterns, matching_keys, nearest_keys
 from storesvc_client._jobs import Job
 from storesvc_client._joint_restore import JointRestore, together
 from storesvc_client._leasing import Lease
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from storesvc_client._options import Rules, TargetOptions
+    from storesvc_client.trees.plain_containers import Container
     from storesvc_client.trees.restoring import Target
 
 READ_AT_ONCE_BYTES: Final = 64 << 20
@@ -126,7 +128,8 @@ class OpenCheckpoint:
     @property
     def structure(self) -> bytes:
         """The document about the tree that was saved with it; b"" without one."""
-        return self._manifest.tree.structure
+        document = self._manifest.tree.structure
+        return b"" if document.startswith(CONTAINERS) else document
 
     def restore(
         self,
@@ -182,10 +185,19 @@ class OpenCheckpoint:
         """
         from storesvc_client.trees.restoring import Target
 
+        chosen = None
+        if select is not None:
+            chosen = checked_patterns(f"restore of {self.name}: select=", select)
         with Meter("restore", self.name, progress) as meter:
             with meter.phase("plan"):
+                rows = self._rows(chosen)
+                is_free = options.get("like") is None
                 target = Target.choose(
-                    self._manifest.tree, self.name, rows=self._rows(select), **options
+                    self._manifest.tree,
+                    self.name,
+                    rows=rows,
+                    containers=self._containers(chosen) if is_free else (),
+                    **options,
                 )
             with self._held():
                 assembly = self._assembly(
@@ -271,14 +283,14 @@ class OpenCheckpoint:
             )
         return self._manifest.tree.by_key[key]
 
-    def _rows(self, select: Patterns | None) -> list[int]:
+    def _rows(self, select: Sequence[Pattern] | None) -> list[int]:
         by_key = self._manifest.tree.by_key
         if select is None:
             return list(by_key.values())
         rows: set[int] = set()
-        for glob in checked_patterns(f"restore of {self.name}: select=", select):
+        for glob in select:
             keys = matching_keys(glob, by_key)
-            if not keys:
+            if not keys and not self._has_empty(glob):
                 nearest = ", ".join(nearest_keys(glob, by_key))
                 raise NotFoundError(
                     f"no leaf of {self.name} matches {glob!r}; "
@@ -290,6 +302,28 @@ class OpenCheckpoint:
                 )
             rows.update(by_key[key] for key in keys)
         return sorted(rows)
+
+    def _containers(self, select: Sequence[Pattern] | None) -> "list[Container]":
+        """What leaves do not show of the tree, of what is selected; a tuple is one
+        whatever of it is."""
+        from storesvc_client.trees.plain_containers import TUPLE, unpack_containers
+
+        found = unpack_containers(self._manifest.tree.structure)
+        if select is None or not found:
+            return found
+        keys = {each.key for each in found if each.what != TUPLE}
+        chosen = set[str]()
+        for glob in select:
+            chosen.update(matching_keys(glob, keys))
+        return [each for each in found if each.what == TUPLE or each.key in chosen]
+
+    def _has_empty(self, glob: Pattern) -> bool:
+        """Whether a pattern names None or an empty container."""
+        if not self._manifest.tree.structure.startswith(CONTAINERS):
+            return False
+        from storesvc_client.trees.plain_containers import TUPLE
+
+        return any(each.what != TUPLE for each in self._containers([glob]))
 
     def _read(
         self,

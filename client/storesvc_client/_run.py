@@ -107,8 +107,11 @@ class Run(
             like: A pytree of the structure to return. ``jax.Array`` and
                 ``jax.ShapeDtypeStruct`` become device arrays on their sharding,
                 NumPy arrays host arrays. A ``ShapeDtypeStruct`` without a sharding
-                goes to the default device, whole. None returns nested dicts and
-                lists, with texts for keys that are neither text nor integer.
+                goes to the default device, whole. None returns the dicts, lists,
+                tuples and Nones that were saved, dicts or lists for containers of
+                other kinds, and texts for keys that are neither text nor integer.
+                (A checkpoint of before 0.3, or one with a ``structure=``, tells no
+                tuples, Nones and empty containers: they come back as lists, or not.)
             mesh: Where to put device arrays, instead of where ``like`` or, without
                 it, the saved sharding would put them.
             rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first

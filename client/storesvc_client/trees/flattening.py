@@ -95,7 +95,7 @@ def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
         raise UnsupportedLeafError(
             f"the tree cannot be flattened by jax: {e}; give each dict keys of one type"
         ) from e
-    names = _Names()
+    names = Names()
     leaves = [NamedLeaf(*names.of(path), path, value) for path, value in flat]
     _check_unique(leaves)
     return leaves, treedef
@@ -236,7 +236,7 @@ def list_problems(problems: Sequence[str]) -> str:
     return "; ".join(lines)
 
 
-class _Names:
+class Names:
     """Keys and kinds of paths; of what leaves share of their paths, made once."""
 
     def __init__(self) -> None:

@@ -30,6 +30,7 @@ from storesvc_client.trees.flattening import (
     tracer_text,
 )
 from storesvc_client.trees.nesting import nest
+from storesvc_client.trees.plain_containers import Container
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Build: TypeAlias = Callable[[dict[int, Any]], Any]
@@ -72,8 +73,14 @@ class Match:
     """What to ask for, where the differences are meant."""
 
 
-def match_all(tree: Tree, rows: Sequence[int], *, cast: str | None) -> Match:
-    """Returns a match of the leaves with nested dicts and lists, as they are."""
+def match_all(
+    tree: Tree,
+    rows: Sequence[int],
+    *,
+    cast: str | None,
+    containers: Sequence[Container] = (),
+) -> Match:
+    """Returns a match of the leaves with nested containers, as they are."""
     leaves = [tree.leaves[row] for row in rows]
     wanted = [
         Wanted(row=row, kind=leaf.kind, dtype=_cast_dtype(leaf, cast))
@@ -82,7 +89,9 @@ def match_all(tree: Tree, rows: Sequence[int], *, cast: str | None) -> Match:
 
     def build(values: dict[int, Any]) -> Any:
         named = zip(rows, leaves, strict=True)
-        return nest((path_of(x), x.path_kinds, values[row]) for row, x in named)
+        return nest(
+            ((path_of(x), x.path_kinds, values[row]) for row, x in named), containers
+        )
 
     return Match(wanted, build)
 

@@ -6,23 +6,38 @@
 {'a': [1, None, 3], 'b': 4}
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from storesvc_client._values import PathPart
-from storesvc_client.errors import MismatchError
+from storesvc_client.errors import MismatchError, StructureError
+from storesvc_client.trees.plain_containers import TUPLE, Container
+
+INTEGER_LISTS: Final = "if"
+"""Kinds of the parts of paths whose nodes become lists."""
 
 MAX_LENGTH: Final = 1_000_000
-"""Items of a list, the absent ones included: an index is a number in a key, and a
-few bytes must not become gigabytes."""
+"""Items that are absent from lists, all together and the last one of each included: an
+index is a number in a key, and a few bytes must not become gigabytes."""
 
 
-def nest(leaves: Iterable[tuple[tuple[PathPart, ...], str, Any]]) -> Any:
+def nest(
+    leaves: Iterable[tuple[tuple[PathPart, ...], str, Any]],
+    containers: Sequence[Container] = (),
+) -> Any:
     """Returns the tree of ``(path, path_kinds, value)`` leaves.
 
-    Mappings and attributes become dicts, sequences lists. An item of a sequence
-    that held no leaf is None. Containers that held no leaf at all are absent: a
-    checkpoint holds leaves, and ``like=`` gives the structure.
+    Mappings and attributes become dicts, sequences lists, or tuples where
+    ``containers`` has them. An item of a sequence that held no leaf is None.
+
+    Args:
+        leaves: The leaves.
+        containers: What the leaves do not show: None, what is empty, and tuples.
+            Containers that held no leaf and are not among them are absent.
+
+    Raises:
+        MismatchError: A list is too long.
+        StructureError: The containers contradict the leaves, or each other.
     """
     root: dict[PathPart, Any] = {}
     kinds: dict[int, str] = {}
@@ -35,18 +50,66 @@ def nest(leaves: Iterable[tuple[tuple[PathPart, ...], str, Any]]) -> Any:
             node = node.setdefault(part, {})
         kinds[id(node)] = path_kinds[-1]
         node[path[-1]] = value
-    return _converted(root, kinds)
+    for each in containers:
+        if each.what != TUPLE:
+            if not each.path:
+                return each.value
+            _put(root, kinds, each)
+    tuples = {id(_node(root, each)) for each in containers if each.what == TUPLE}
+    return _Nesting(kinds, tuples).of(root)
 
 
-def _converted(node: Any, kinds: dict[int, str]) -> Any:
-    if id(node) not in kinds:
-        return {} if isinstance(node, dict) and not node else node
-    items = {part: _converted(child, kinds) for part, child in node.items()}
-    if kinds[id(node)] in "if":
+def _put(root: dict[PathPart, Any], kinds: dict[int, str], each: Container) -> None:
+    """Puts None, or what is empty, in its place."""
+    node: Any = root
+    for part, kind in zip(each.path, each.path_kinds, strict=True):
+        is_list = kind in INTEGER_LISTS
+        if type(node) is not dict or (
+            (kinds.setdefault(id(node), kind) in INTEGER_LISTS) != is_list
+        ):
+            raise _contradiction(each)
+        above, node = node, node.setdefault(part, {})
+    if type(node) is not dict or node:
+        raise _contradiction(each)
+    above[part] = each.value
+
+
+def _node(root: dict[PathPart, Any], each: Container) -> Any:
+    """The node of a tuple; None: nothing of it is restored."""
+    node: Any = root
+    for part in each.path:
+        node = node.get(part) if type(node) is dict else None
+    return node
+
+
+def _contradiction(each: Container) -> StructureError:
+    return StructureError(
+        f"the document of its containers has one at {each.key!r}, where something else "
+        "is; restore with like="
+    )
+
+
+class _Nesting:
+    """Makes containers of nodes."""
+
+    def __init__(self, kinds: dict[int, str], tuples: set[int]) -> None:
+        self._kinds = kinds
+        self._tuples = tuples
+        self._absent = 0
+        """Items that lists lack so far."""
+
+    def of(self, node: Any) -> Any:
+        """Returns what a node becomes."""
+        if id(node) not in self._kinds:
+            return {} if isinstance(node, dict) and not node else node
+        items = {part: self.of(child) for part, child in node.items()}
+        if self._kinds[id(node)] not in INTEGER_LISTS:
+            return items
         length = max(items) + 1
-        if length > MAX_LENGTH:
+        self._absent += length - len(items)
+        if self._absent >= MAX_LENGTH:
             raise MismatchError(
                 f"an index of {max(items)} is too large for a list; restore with like="
             )
-        return [items.get(i) for i in range(length)]
-    return items
+        found = [items.get(i) for i in range(length)]
+        return tuple(found) if id(node) in self._tuples else found

@@ -37,6 +37,7 @@ from storesvc_client.trees.flattening import (
     storable,
 )
 from storesvc_client.trees.layouts import Layout, layout_of
+from storesvc_client.trees.plain_containers import pack_containers
 from storesvc_proto.v1 import tree_pb2 as pb
 
 MAX_COMPARED_BYTES: Final = 1 << 20
@@ -63,6 +64,8 @@ class Plan:
     """Of one tree."""
 
     tree: Tree
+    structure: bytes
+    """The document that its owner gave; b"": none."""
     leaves: tuple[LeafPlan, ...]
     """In the order of the tree's."""
     order: tuple[int, ...]
@@ -105,7 +108,7 @@ class Planner:
             UnsupportedLeafError: A checkpoint cannot hold it; names every leaf.
         """
         last = self._plan
-        if last is not None and last.tree.structure == structure:
+        if last is not None and last.structure == structure:
             values, treedef = jax.tree.flatten(tree)
             is_same = treedef == last.treedef and _forms(values) == last.forms
             if is_same and (
@@ -121,10 +124,11 @@ class Planner:
         rows = tuple(
             _row(leaf, what, of) for (leaf, what), of in zip(found, held, strict=True)
         )
-        planned = Tree(rows, structure)
+        planned = Tree(rows, structure or pack_containers(tree))
         own = _own_chunks(planned, held, self._job)
         plan = Plan(
             tree=planned,
+            structure=structure,
             leaves=tuple(
                 _leaf_plan(leaf.value, what, grid)
                 for (leaf, what), grid in zip(found, planned.grids, strict=True)

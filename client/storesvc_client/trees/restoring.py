@@ -34,6 +34,7 @@ from storesvc_client.trees.matching import (
 )
 from storesvc_client.trees.partitioning import Rules
 from storesvc_client.trees.placing import Placement, Placer, allows_wide
+from storesvc_client.trees.plain_containers import Container
 from storesvc_client.trees.planning import region_of
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -110,6 +111,7 @@ class Target:
         name: str,
         *,
         rows: Sequence[int],
+        containers: Sequence[Container] = (),
         like: Any,
         mesh: Mesh | None,
         rules: "Rules | Literal['recorded'] | None",
@@ -122,6 +124,7 @@ class Target:
             tree: The checkpoint's leaves.
             name: What messages call the checkpoint.
             rows: The leaves that are selected.
+            containers: What these do not show of the tree, without ``like``.
             like: A pytree of the structure to return; None: nested containers.
             mesh: Where to put device arrays.
             rules: How to spread them over the mesh.
@@ -137,7 +140,7 @@ class Target:
         _check_missing(missing, like)
         placer, dtype = Placer(mesh, rules), cast_name(cast)
         if like is None:
-            match = match_all(tree, rows, cast=dtype)
+            match = match_all(tree, rows, cast=dtype, containers=containers)
         else:
             keeping = missing == "init"
             match = match_like(tree, like, rows, cast=dtype, keeping=keeping)

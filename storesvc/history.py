@@ -28,7 +28,7 @@ _ONLY_COMMITTED: Final = {
     pb.Announcement.KIND_TAG: "tag",
     pb.Announcement.KIND_UNTAG: "removed tag",
 }
-"""What is announced only of what was committed. A commit is announced before it is
+"""Changes that are announced only of checkpoints. A commit is announced before it is
 made, so that its announcement alone does not show that it was."""
 
 
@@ -118,7 +118,7 @@ class History:
     async def _announced(
         self, run: RunName, expired: Sequence[Expired]
     ) -> dict[str, str]:
-        """What the journal says of uploads that only a checkpoint can have."""
+        """Returns how the journal shows that expired uploads were committed."""
         begun = {one.upload: one.create_time for one in expired}
         if not begun:
             return {}

@@ -8,10 +8,12 @@ can, because the order of writes is known (``bucket.proto``):
    So a slot is not UPLOADING by an upload that has a manifest and no leaf table, and
    its epoch is not below that of any upload that has a manifest.
 2. A tag or a hold names an upload only after its commit.
-3. The journal holds a deletion, an undeletion or a tag only of what was committed.
+3. The journal holds a deletion, an undeletion or a tag only of what was committed. A
+   checkpoint loses its slot only after its deletion was announced, so no slot that is
+   older than its last announcement names another upload, unless that is a deletion.
 
-Such a slot is reported as damage. Whoever took it for what it says would give the step
-to another upload, or the data of a checkpoint to the collector.
+Such a slot is reported as damage. To act on what it says would give the step to another
+upload, and the data of a checkpoint to the collector.
 """
 
 from collections.abc import Iterable
@@ -137,6 +139,6 @@ class Rollbacks:
 
 
 def _prefixes(places: RunPlaces, upload: str) -> tuple[str, str]:
-    """What the manifests and the leaf tables of an upload begin with."""
+    """Returns the prefixes of the manifests and of the leaf tables of an upload."""
     manifest, tree = places.manifest(upload, b""), places.tree(upload, b"")
     return manifest.removesuffix(".binpb"), tree.removesuffix(".binpb")

@@ -30,7 +30,7 @@ PASSES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What a run held after each call, and what its checkpoints hold."""
+    """Holds the objects of a run after each call, and what its checkpoints hold."""
 
     versions: list[Objects]
     contents: dict[int, tuple[int, ...]]
@@ -38,12 +38,12 @@ class Recorded:
 
     @property
     def last(self) -> Objects:
-        """What it held in the end."""
+        """Returns its objects after the last call."""
         return self.versions[-1]
 
     @property
     def records(self) -> list[str]:
-        """The places of sealed records."""
+        """Returns the places of sealed records."""
         return [place for place, data in self.last.items() if is_sealed(data)]
 
     def earlier(self, place: str) -> list[bytes | None]:

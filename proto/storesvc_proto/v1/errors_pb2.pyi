@@ -65,7 +65,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """
     ERROR_REASON_CORRUPT_DATA: _ErrorReason.ValueType  # 15
     """`DATA_LOSS`: stored bytes are missing or are not the bytes that were
-    written. Never retried.
+    written; or a record is that of another place, or an earlier version of itself.
+    Never retried.
     """
     ERROR_REASON_LIMIT_EXCEEDED: _ErrorReason.ValueType  # 16
     """`RESOURCE_EXHAUSTED`: a limit of the server, named in the message."""
@@ -166,7 +167,8 @@ does not know.
 """
 ERROR_REASON_CORRUPT_DATA: ErrorReason.ValueType  # 15
 """`DATA_LOSS`: stored bytes are missing or are not the bytes that were
-written. Never retried.
+written; or a record is that of another place, or an earlier version of itself.
+Never retried.
 """
 ERROR_REASON_LIMIT_EXCEEDED: ErrorReason.ValueType  # 16
 """`RESOURCE_EXHAUSTED`: a limit of the server, named in the message."""

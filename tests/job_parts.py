@@ -1,5 +1,6 @@
 """What the processes of jobs do: each function is called by every process of one."""
 
+import logging
 import os
 import signal
 import time
@@ -201,6 +202,24 @@ def reads_damaged(target: str) -> str:
         run = client.run(RUN)
         rules = [("", PartitionSpec())]
         return _told(lambda: run.restore(1, mesh=where, rules=rules, spread=True))
+
+
+def warns(target: str) -> list[str]:
+    """Saves twice with a long lease, and once with a short one; returns what was logged
+    of heartbeats before each."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("storesvc_client").addHandler(handler)
+    counts = []
+    with store.connect(target) as client:
+        run = client.run(RUN)
+        for step, seconds in enumerate((30, 200, 200)):
+            lease = timedelta(seconds=seconds)
+            run.save(step, {"w": np.zeros(8)}, lease=lease).result()
+            found = [line for line in logged if "heartbeat_timeout_seconds" in line]
+            counts.append(f"{len(found)} after a lease of {seconds} s")
+    return counts
 
 
 def fails(target: str) -> list[str]:

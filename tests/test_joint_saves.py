@@ -124,6 +124,18 @@ def test_other_processes_restore_what_several_saved_and_read_every_byte_once(
     assert 0 < slowest["slowest_seconds"] <= slowest["seconds"]
 
 
+def test_a_lease_longer_than_the_heartbeats_of_jax_is_warned_of_once(
+    tmp_path: Path,
+) -> None:
+    told = run_job("tests.job_parts:warns", 2, devices=1, target=tmp_path.as_uri())
+
+    leases = [30, 200, 200]
+    first = [
+        f"{n} after a lease of {s} s" for n, s in zip((0, 1, 1), leases, strict=True)
+    ]
+    assert [first, [f"0 after a lease of {s} s" for s in leases]] == told
+
+
 def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
     tmp_path: Path,
 ) -> None:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Final
 
 from storesvc.format.chunks import Sums
@@ -44,6 +45,11 @@ LOG_SECONDS: Final = 10.0
 
 LAST_SECONDS: Final = 1.0
 """How long who has finished last is waited for to say so."""
+
+HEARTBEAT_SECONDS: Final = 100.0
+"""How long jax waits for the heartbeat of a process before it aborts all others, unless
+``jax.distributed.initialize(heartbeat_timeout_seconds=)`` says otherwise. jax does not
+show what it was given."""
 
 _SHOWN: Final = 4
 
@@ -87,6 +93,9 @@ class JointPart(Part):
             ConflictError: It began it in another store.
         """
         if self.writer == 0:
+            lease_seconds = self.described.lease.total_seconds()
+            if lease_seconds >= HEARTBEAT_SECONDS:
+                _warn_of_heartbeat(lease_seconds)
             upload = super().begin()
             self._joint.begin(upload.name)
             return upload
@@ -259,3 +268,15 @@ class JointPart(Part):
         more = self.writer_count - upload.finished_writer_count - len(named)
         rest = f" and {more} more" if more else ""
         return f"{', '.join(named)}{rest} of {self.writer_count} processes"
+
+
+@cache
+def _warn_of_heartbeat(lease_seconds: float) -> None:
+    """Logs, once for each lease, that jax may end a job before the lease is over."""
+    _log.warning(
+        "this job's saves name a process that died after their lease of %g s, but jax "
+        "aborts the other processes sooner, after heartbeat_timeout_seconds (%g unless "
+        "set): pass jax.distributed.initialize a longer one, or save with a shorter "
+        "lease=; ignore this where you did",
+        *(lease_seconds, HEARTBEAT_SECONDS),
+    )

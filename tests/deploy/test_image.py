@@ -14,9 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tests.conftest import gcs_root
+from tests.conftest import gcs_root, s3_root
 from tests.deploy.dockerfiles import Dockerfile, Rehearsal
 from tests.fake_gcs import FakeGcs
+from tests.fake_s3 import FakeS3
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = Dockerfile(ROOT / "deploy" / "Dockerfile")
@@ -53,20 +54,30 @@ def entrypoint(installed: Path) -> list[str]:
     return [str(installed / "bin" / program), *arguments]
 
 
+@pytest.fixture(params=["gs", "s3"])
+def served(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
+    """The root of a store in a bucket of each kind, and the environment for it."""
+    if request.param == "gs":
+        gcs: FakeGcs = request.getfixturevalue("gcs")
+        return gcs_root(), {
+            "TENSORSTORE_GCS_HTTP_URL": gcs.url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
+        }
+    s3: FakeS3 = request.getfixturevalue("s3")
+    return s3_root(s3), {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
+
+
 @pytest.fixture
-def address(entrypoint: list[str], gcs: FakeGcs) -> Iterator[str]:
+def address(entrypoint: list[str], served: tuple[str, dict[str, str]]) -> Iterator[str]:
     """A server as the image runs it; it is stopped as the image is."""
+    root, environment = served
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     process = subprocess.Popen(
-        [*contained(), *entrypoint, "--root", gcs_root(), "--port", str(port)],
+        [*contained(), *entrypoint, "--root", root, "--port", str(port)],
         cwd="/",
-        env={
-            "PATH": os.environ["PATH"],
-            "TENSORSTORE_GCS_HTTP_URL": gcs.url,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
-        },
+        env={"PATH": os.environ["PATH"], **environment},
     )
     try:
         yield f"127.0.0.1:{port}"

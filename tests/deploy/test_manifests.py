@@ -9,6 +9,7 @@ from storesvc.batches import BATCH_BYTES
 from storesvc.receiving import MAX_BATCHES
 from storesvc.sending import SHELF_BYTES
 from storesvc.server import DRAIN_SECONDS, NOTICE_SECONDS
+from storesvc.storages import storage_at
 from tests.deploy.manifests import (
     DEPLOY,
     KUBERNETES_VERSION,
@@ -135,7 +136,7 @@ def test_what_a_server_refers_to_is_there(overlay: list[Object]) -> None:
     assert {m["name"] for m in container["volumeMounts"]} == {
         volume["name"] for volume in spec["volumes"]
     }
-    assert options_of(overlay)["ROOT"].startswith("gs://")
+    assert storage_at(options_of(overlay)["ROOT"]).is_remote
     assert "$(" not in "".join(arguments_of(overlay))
 
 

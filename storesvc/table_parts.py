@@ -79,10 +79,11 @@ class LeafParts:
             digests: Those of its leaves; empty: it has none.
 
         Raises:
-            InvalidTreeError: It has more rows than were announced, or other digests
-                than those of its leaves.
+            InvalidTreeError: It has more rows than were announced, not each row whole,
+                or other digests than those of its leaves.
             LimitExceededError: The table exceeds a limit of the server.
         """
+        self._check_rows(part)
         for column, limit in self._limits.items():
             self._counts[column] += len(getattr(part, column))
             if self._counts[column] > limit:
@@ -111,6 +112,24 @@ class LeafParts:
         digests = bytes(self._digests)
         leaf_tables.check_digests(self._name, digests, self._leaf_count)
         return digests
+
+    def _check_rows(self, part: tree_pb2.LeafTable) -> None:
+        """Rejects a part without all columns of its rows: columns alone may have many
+        more entries than a part has rows."""
+        rows = len(part.key)
+        for column in _ROW_COLUMNS:
+            if len(getattr(part, column)) != rows:
+                raise InvalidTreeError(
+                    f"{self._name}: column {column}: expected {rows} rows, got "
+                    f"{len(getattr(part, column))}"
+                )
+        for column in _SIZE_COLUMNS:
+            if len(getattr(part, column)) > rows * MAX_RANK:
+                raise InvalidTreeError(
+                    f"{self._name}: column {column}: expected at most "
+                    f"{rows * MAX_RANK} entries for {rows} leaves, got "
+                    f"{len(getattr(part, column))}"
+                )
 
     def joined(self) -> bytes:
         """Returns the serialised table, once all parts came.

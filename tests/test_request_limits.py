@@ -75,14 +75,22 @@ def test_more_rows_than_a_stream_announced_are_refused_as_they_come(
     server = start_server()
     writer = Writer(server.address, "tests/announced", 1)
     writer.begin()
-    keys = tree_pb2.LeafTable(key=["a", "b"])
+    two = tree_pb2.LeafTable(
+        key=["a", "b"],
+        path_kinds=["k", "k"],
+        kind=[tree_pb2.LEAF_KIND_ARRAY] * 2,
+        dtype=[0, 0],
+        rank=[0, 0],
+        sharding=[0, 0],
+        prng_impl=[0, 0],
+    )
     opening = api.BeginUploadRequest(
         parent="namespaces/tests/runs/announced",
         request_id=str(uuid.uuid4()),
         upload=api.Upload(step=2, writer_count=1),
         leaf_count=3,
     )
-    parts = [api.BeginUploadRequest(leaves=keys)] * 2
+    parts = [api.BeginUploadRequest(leaves=two)] * 2
     receipt = api.FinishWriterRequest(open=writer.ref(), chunk_count=4)
 
     expected = "3 leaves as leaf_count says, got 4"

@@ -30,6 +30,8 @@ NAMES: Final = (
     "clock_jumps",
     "collector_races",
     "listings",
+    "amplifications",
+    "misbehaving",
 )
 """Modules of this package, each with a function of its name."""
 

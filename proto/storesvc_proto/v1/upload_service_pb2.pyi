@@ -241,7 +241,7 @@ class BeginUploadRequest(google.protobuf.message.Message):
 
     @property
     def leaves(self) -> storesvc_proto.v1.tree_pb2.LeafTable:
-        """A part of the leaf table."""
+        """A part of the leaf table: all columns of some rows."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class JoinUploadRequest(google.protobuf.message.Message):
 
     @property
     def leaves(self) -> storesvc_proto.v1.tree_pb2.LeafTable:
-        """A part of the leaf table."""
+        """A part of the leaf table: all columns of some rows."""
 
     def __init__(
         self,
@@ -504,7 +504,9 @@ class FinishWriterRequest(google.protobuf.message.Message):
 
     @property
     def chunks(self) -> storesvc_proto.v1.tree_pb2.ChunkTable:
-        """Rows with `ordinal`, `crc32c` and `digests`; places are the server's."""
+        """Rows with `ordinal`, `crc32c` and `digests`, in each part all three of them;
+        places are the server's.
+        """
 
     def __init__(
         self,

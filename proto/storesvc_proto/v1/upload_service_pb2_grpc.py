@@ -111,7 +111,9 @@ class UploadServiceServicer(object):
         * `UPLOAD_NOT_FOUND`: this very upload began before, and was aborted or purged; or
         the step was freed while it began. Another `request_id` may begin at once.
         * `CONFLICT`: another upload of this step began at the same moment.
-        * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
+        * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo; or, with a
+        `RetryInfo`, the server has no room for it now, or it came too slowly while others
+        waited for room.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -245,7 +247,8 @@ class UploadServiceServicer(object):
         * `CHECKPOINT_EXISTS`: the step is committed.
         * `CHUNKS_INCOMPLETE`: a chunk of the receipt is neither stored nor to be
         claimed.
-        * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo.
+        * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo; or as in
+        BeginUpload.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

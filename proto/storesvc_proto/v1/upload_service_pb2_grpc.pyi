@@ -323,7 +323,9 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     * `UPLOAD_NOT_FOUND`: this very upload began before, and was aborted or purged; or
       the step was freed while it began. Another `request_id` may begin at once.
     * `CONFLICT`: another upload of this step began at the same moment.
-    * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
+    * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo; or, with a
+      `RetryInfo`, the server has no room for it now, or it came too slowly while others
+      waited for room.
     """
 
     JoinUpload: _UploadServiceJoinUploadType
@@ -436,7 +438,8 @@ class UploadServiceStub(typing.Generic[_UploadServiceBeginUploadType, _UploadSer
     * `CHECKPOINT_EXISTS`: the step is committed.
     * `CHUNKS_INCOMPLETE`: a chunk of the receipt is neither stored nor to be
       claimed.
-    * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo.
+    * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo; or as in
+      BeginUpload.
     """
 
     CommitUpload: _UploadServiceCommitUploadType
@@ -539,7 +542,9 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         * `UPLOAD_NOT_FOUND`: this very upload began before, and was aborted or purged; or
           the step was freed while it began. Another `request_id` may begin at once.
         * `CONFLICT`: another upload of this step began at the same moment.
-        * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo.
+        * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo; or, with a
+          `RetryInfo`, the server has no room for it now, or it came too slowly while others
+          waited for room.
         """
 
     @abc.abstractmethod
@@ -687,7 +692,8 @@ class UploadServiceServicer(metaclass=abc.ABCMeta):
         * `CHECKPOINT_EXISTS`: the step is committed.
         * `CHUNKS_INCOMPLETE`: a chunk of the receipt is neither stored nor to be
           claimed.
-        * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo.
+        * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo; or as in
+          BeginUpload.
         """
 
     @abc.abstractmethod

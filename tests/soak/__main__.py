@@ -27,6 +27,7 @@ NAMES: Final = (
     "lost_writers",
     "lost_replies",
     "cancels",
+    "unconditional_storages",
     "clock_jumps",
     "collector_races",
     "listings",
@@ -52,7 +53,7 @@ def main() -> int:
         try:
             outcome = harm()
         except CannotRunError as e:
-            lines.append(f"{name:16} {'-':>7} {'-':>6} {'-':>7}  not run: {e}")
+            lines.append(f"{name:24} {'-':>7} {'-':>6} {'-':>7}  not run: {e}")
             continue
         finally:
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
@@ -60,10 +61,10 @@ def main() -> int:
             print(f"  LOST {loss}", flush=True)
         lost += len(outcome.losses)
         lines.append(
-            f"{name:16} {outcome.points:7} {len(outcome.losses):6} "
+            f"{name:24} {outcome.points:7} {len(outcome.losses):6} "
             f"{time.monotonic() - began:6.0f}s  {outcome.note}"
         )
-    print(f"\n{'':16} {'points':>7} {'lost':>6} {'time':>7}", *lines, sep="\n")
+    print(f"\n{'':24} {'points':>7} {'lost':>6} {'time':>7}", *lines, sep="\n")
     return 1 if lost else 0
 
 

@@ -136,7 +136,7 @@ class Batch:
                 f"{self._tree.describe_chunk(chunk)}: expected the rest of "
                 f"{self._tree.describe_chunk(self._open.chunk)} first"
             )
-        length = int(self._tree.stored_lengths[chunk])
+        length = int(self._tree.lengths[chunk])
         current = self._open or _Open(chunk, now, self.file_bytes, length)
         if offset != current.held or not 0 < len(data) <= length - offset:
             raise InvalidChunkError(
@@ -168,7 +168,7 @@ class Batch:
             file: The name of the data file, relative to the pool.
         """
         rows = sorted(self._rows.items())
-        lengths = self._tree.stored_lengths
+        lengths = self._tree.lengths
         return (
             Sums.of_rows(
                 [(chunk, crc32c, digest) for chunk, (crc32c, digest, _) in rows]

@@ -238,7 +238,7 @@ class Commits:
             labels=record.labels,
             metrics=record.metrics,
             size_bytes=made.tree.size_bytes,
-            stored_bytes=int(made.tree.stored_lengths.sum()),
+            stored_bytes=made.tree.lengths.sum(),
             leaf_count=len(made.tree.leaves),
             chunk_count=made.tree.chunk_count,
             manifest_bytes=made.manifest_bytes,

@@ -40,13 +40,13 @@ def check_placed(upload: OpenUpload, table: tree_pb2.ChunkTable) -> tuple[Sums, 
                 f"placed: expected data files of this upload, called {prefix}ID, got "
                 f"{file!r}"
             )
-    wrong = np.flatnonzero(places.length != tree.stored_lengths[sums.ordinal])
+    wrong = np.flatnonzero(places.length != tree.lengths[sums.ordinal])
     if len(wrong):
         row = int(wrong[0])
         chunk = int(sums.ordinal[row])
         raise InvalidChunkError(
             f"placed: {tree.describe_chunk(chunk)}: expected "
-            f"{tree.stored_lengths[chunk]} bytes, got {places.length[row]}"
+            f"{tree.lengths[chunk]} bytes, got {places.length[row]}"
         )
     _check_apart(places)
     return sums, places

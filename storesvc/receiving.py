@@ -170,7 +170,7 @@ class Receiver:
             more = await asyncio.to_thread(
                 find_claims, upload.tree, sums.take(left), others
             )
-            claims += [Claims(c.source, left[c.rows], c.chunks) for c in more]
+            claims += [Claims(c.source, left[c.rows], c.found) for c in more]
         places = await asyncio.to_thread(_places_of, upload, sums, claims, stored)
         receipt = await asyncio.to_thread(pack_table, sums, places)
         await reach(Failpoint.FINISH_BEFORE_RECEIPT)

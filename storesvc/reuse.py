@@ -48,10 +48,9 @@ class Source:
 
     tree: Tree
     sums: Sums
-    """Of all chunks of the tree, as the places."""
+    """Of the chunks that are stored, as the places: a tree may have millions of chunks
+    of which a client stored one."""
     places: Places
-    held: NDArray[np.bool_]
-    """For each chunk of the tree, whether it is stored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,8 +60,8 @@ class Claims:
     source: Source
     rows: I64
     """Rows of the sums that were asked about."""
-    chunks: I64
-    """Beside them, the ordinals of the source."""
+    found: I64
+    """Beside them, the rows of the source."""
 
 
 class Reuse:
@@ -102,14 +101,11 @@ class Reuse:
         except CorruptDataError as e:
             _log.warning("%s@%d cannot be a base: %s", run, step, e)
             return []
-        return [
-            Source(
-                tree=manifest.tree,
-                sums=manifest.sums,
-                places=manifest.places,
-                held=whole[manifest.places.file],
-            )
-        ]
+        sums, places = manifest.sums, manifest.places
+        if not whole.all():
+            kept = np.flatnonzero(whole[places.file])
+            sums, places = sums.take(kept), places.take(kept)
+        return [Source(tree=manifest.tree, sums=sums, places=places)]
 
     async def _whole_files(self, run: RunName, places: Places) -> NDArray[np.bool_]:
         """For each data file of places, whether it is neither missing nor cut off."""
@@ -188,15 +184,7 @@ def _sources(tree: Tree, sums: Sums, places: Places) -> list[Source]:
     found = []
     for n in range(min(int(nth.max(initial=-1)) + 1, MAX_VERSIONS)):
         rows = np.flatnonzero(nth == n)
-        at = sums.ordinal[rows]
-        held = np.zeros(tree.chunk_count, np.bool_)
-        held[at] = True
-        row_of = np.zeros(tree.chunk_count, np.int64)  # any row, where none is held
-        row_of[at] = rows
-        all_sums = sums.take(row_of)
-        found.append(
-            Source(tree=tree, sums=all_sums, places=places.take(row_of), held=held)
-        )
+        found.append(Source(tree=tree, sums=sums.take(rows), places=places.take(rows)))
     return found
 
 
@@ -219,18 +207,18 @@ def find_claims(tree: Tree, sums: Sums, sources: Sequence[Source]) -> list[Claim
     found = []
     for source in sources:
         other = _counterparts(tree, source.tree, sums.ordinal)
-        rows = np.flatnonzero(left & (other >= 0))
-        chunks = other[rows]
-        same = source.held[chunks] & same_sums(sums.take(rows), source.sums, chunks)
-        rows, chunks = rows[same], chunks[same]
+        at = np.searchsorted(source.sums.ordinal, other)
+        rows = np.flatnonzero(left & (at < len(source.sums)))
+        rows = rows[source.sums.ordinal[at[rows]] == other[rows]]
+        rows = rows[same_sums(sums.take(rows), source.sums, at[rows])]
         left[rows] = False
-        found.append(Claims(source, rows, chunks))
+        found.append(Claims(source, rows, at[rows]))
     return found
 
 
 def claimed_places(claims: Claims) -> Places:
     """Returns where the claimed chunks lie, in the order of the rows."""
-    return claims.source.places.take(claims.chunks)
+    return claims.source.places.take(claims.found)
 
 
 def _counterparts(tree: Tree, other: Tree, chunks: I64) -> I64:

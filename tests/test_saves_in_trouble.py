@@ -286,4 +286,4 @@ def test_of_a_chunk_that_was_stored_often_each_version_is_found_up_to_a_bound() 
             for c in reuse.find_claims(tree, Sums.of_rows([row]), found)
             if len(c.rows)
         ]
-        assert row[0] == claims.chunks[0]
+        assert row[0] == claims.source.sums.ordinal[claims.found[0]]

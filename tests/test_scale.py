@@ -393,7 +393,7 @@ def test_what_a_tree_takes_in_memory_is_estimated_from_above(rank: int) -> None:
     tracemalloc.start()
     tree = unpack_leaves(table)
     assert tree.by_key
-    assert tree.stored_lengths.size == tree.chunk_count
+    assert tree.lengths.all().size == tree.chunk_count
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 

@@ -3,9 +3,9 @@
 Columns are NumPy arrays, because a tree may have a million chunks.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Self, TypeAlias
+from typing import Final, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ MAX_VALUE: Final = 2**62
 
 I64: TypeAlias = NDArray[np.int64]
 U8: TypeAlias = NDArray[np.uint8]
+
+N = TypeVar("N", np.uint32, np.uint64)
 
 
 class InvalidChunksError(ValueError):
@@ -167,14 +169,16 @@ def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
     rows = len(table.crc32c)
     if count is not None and count != rows:
         raise InvalidChunksError(f"expected {count} rows, got {rows} checksums")
-    ordinal = _column(table.ordinal, "ordinal") if count is None else np.arange(rows)
-    crc32c = np.array(table.crc32c, np.uint32)
+    # before anything is converted: it takes a multiple of the table
+    expected = len(table.ordinal) if count is None else count
     raw = np.frombuffer(b"".join(table.digests), np.uint8)
-    if len(crc32c) != len(ordinal) or len(raw) != DIGEST_BYTES * len(ordinal):
+    if rows != expected or len(raw) != DIGEST_BYTES * expected:
         raise InvalidChunksError(
-            f"expected {len(ordinal)} rows, got {len(crc32c)} checksums "
-            f"and {len(raw)} bytes of digests"
+            f"expected {expected} rows, got {rows} checksums and {len(raw)} bytes of "
+            "digests"
         )
+    ordinal = _column(table.ordinal, "ordinal") if count is None else np.arange(rows)
+    crc32c = _converted(table.crc32c, np.uint32)
     if np.any(np.diff(ordinal) <= 0):
         raise InvalidChunksError("expected strictly ascending ordinals")
     return Sums(ordinal=ordinal, crc32c=crc32c, digests=raw.reshape(-1, DIGEST_BYTES))
@@ -187,11 +191,12 @@ def unpack_places(table: pb.ChunkTable) -> Places:
         InvalidChunksError: A column has another length, a row names no file, or a
             file has a name that the format never makes.
     """
+    columns = (table.file, table.offset, table.length)
+    if any(len(column) != len(table.crc32c) for column in columns):
+        raise InvalidChunksError("the columns of places differ in length")
     file = _column(table.file, "file")
     offset = _column(table.offset, "offset")
     length = _column(table.length, "length")
-    if not len(file) == len(offset) == len(length) == len(table.crc32c):
-        raise InvalidChunksError("the columns of places differ in length")
     if len(file) and file.max() >= len(table.files):
         raise InvalidChunksError("a place names a file that is not listed")
     try:
@@ -234,12 +239,21 @@ def merge(
 _EMPTY: Final = (Sums.of_rows([]), Places.of_rows([]))
 
 
-def _column(values: Iterable[int], name: str) -> I64:
+def _column(values: Sequence[int], name: str) -> I64:
     """A column of unsigned numbers, none of them so large that sums overflow."""
-    column = np.array(values, np.uint64)
+    column = _converted(values, np.uint64)
     if len(column) and column.max() > MAX_VALUE:
         raise InvalidChunksError(f"column {name}: {column.max()} is too large")
     return column.astype(np.int64)
+
+
+def _converted(values: Sequence[int], dtype: type[N]) -> NDArray[N]:
+    """An array of numbers. NumPy makes a Python object of each first, and keeps other
+    threads waiting meanwhile: so it is given some at a time."""
+    array = np.empty(len(values), dtype)
+    for at in range(0, len(values), MAX_PART_ROWS):
+        array[at : at + MAX_PART_ROWS] = values[at : at + MAX_PART_ROWS]
+    return array
 
 
 def _parts(rows: int) -> Iterator[slice]:

@@ -80,11 +80,11 @@ def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifes
 
 def _check_lengths(tree: Tree, places: Places) -> None:
     """Refuses chunks that are not as long as the shape of their leaf makes them."""
-    wrong = np.flatnonzero(places.length != tree.stored_lengths)
+    wrong = np.flatnonzero(places.length != tree.lengths.all())
     if wrong.size:
         chunk = int(wrong[0])
         raise CorruptManifestError(
             f"manifest: {tree.describe_chunk(chunk)}: expected "
-            f"{tree.stored_lengths[chunk]} bytes by its shape, got "
+            f"{tree.lengths[chunk]} bytes by its shape, got "
             f"{places.length[chunk]}"
         )

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from sys import getsizeof
 from types import MappingProxyType
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,9 @@ _GRID_MEMORY_BYTES: Final = 100
 _SIZE_MEMORY_BYTES: Final = 110
 """Measured: of a leaf but for its key, of a grid that no other leaf has, and of each
 dimension of that, in the grid and in the leaf."""
+
+_COLUMN_MEMORY_BYTES: Final = 16
+"""Of a leaf: its first chunk, and the length of its chunks."""
 
 _SCALARS: Final = frozenset({pb.LEAF_KIND_HOST_SCALAR, pb.LEAF_KIND_PYTHON_SCALAR})
 
@@ -109,6 +112,37 @@ def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...], dtype: str) -> G
     return Grid(shape, chunk_shape, DTYPES[dtype].itemsize)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredLengths:
+    """Looks up the bytes of each chunk of a tree as stored.
+
+    It takes memory for each leaf, not for each chunk: a request of a hundred bytes may
+    describe a tree of millions of chunks.
+    """
+
+    _first_chunk: I64
+    _lengths: I64
+    """Of the chunks of each leaf."""
+
+    @overload
+    def __getitem__(self, chunks: int) -> int: ...
+    @overload
+    def __getitem__(self, chunks: I64) -> I64: ...
+    def __getitem__(self, chunks: int | I64) -> int | I64:
+        """Returns the bytes of a chunk, or of each of some, by their ordinals."""
+        rows = np.searchsorted(self._first_chunk, chunks, side="right") - 1
+        lengths: I64 = self._lengths[rows]
+        return int(lengths) if isinstance(chunks, int) else lengths
+
+    def all(self) -> I64:
+        """Returns the bytes of each chunk of the tree."""
+        return np.repeat(self._lengths, np.diff(self._first_chunk))
+
+    def sum(self) -> int:
+        """Returns the bytes of all chunks."""
+        return int((self._lengths * np.diff(self._first_chunk)).sum())
+
+
 @dataclass(frozen=True)
 class Tree:
     """The leaves of a tree, in the order of their keys."""
@@ -150,10 +184,15 @@ class Tree:
         return {leaf.key: row for row, leaf in enumerate(self.leaves)}
 
     @cached_property
-    def stored_lengths(self) -> I64:
+    def lengths(self) -> "StoredLengths":
         """Bytes of each chunk as stored, checksum included."""
         length = [g.chunk_bytes + zarr.CHECKSUM_BYTES for g in self.grids]
-        return np.repeat(np.array(length, np.int64), np.diff(self.first_chunk))
+        return StoredLengths(self.first_chunk, np.array(length, np.int64))
+
+    @cached_property
+    def stored_lengths(self) -> I64:
+        """The ``lengths`` as an array, for a client that needs all of them."""
+        return self.lengths.all()
 
     @cached_property
     def memory_bytes(self) -> int:
@@ -165,7 +204,7 @@ class Tree:
             + sum(getsizeof(leaf.key) for leaf in self.leaves)
             + _GRID_MEMORY_BYTES * len(grids)
             + _SIZE_MEMORY_BYTES * sum(grids.values())
-            + self.stored_lengths.nbytes
+            + _COLUMN_MEMORY_BYTES * len(self.leaves)
             + len(self.structure)
         )
 

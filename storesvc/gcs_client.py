@@ -57,6 +57,8 @@ def bucket_of(storage: Storage) -> "Bucket":
             "'storesvc[server,gcs]'"
         ) from e
     endpoint, token = endpoint_of(storage), os.environ.get(TOKEN)
+    if storage.spec["driver"] == GRPC_DRIVER and endpoint is None:
+        token = None  # Google's own storage takes none of it
     _check_plaintext(storage, endpoint, token)
     options = {"api_endpoint": endpoint} if endpoint else None
     if token is not None:
@@ -66,7 +68,7 @@ def bucket_of(storage: Storage) -> "Bucket":
         try:
             found, project = _credentials(storage)
         except InvalidFieldError:
-            if endpoint is None or os.environ.get(FILE):
+            if storage.endpoint is None or os.environ.get(FILE):
                 raise
             found, project = AnonymousCredentials(), ""  # as emulators have it
         client = Client(project or "", found, client_options=options)

@@ -174,8 +174,8 @@ def test_a_file_of_credentials_that_does_not_do_is_told_by_its_name_alone(
     ) == str(told.value)
 
 
-def test_grpc_is_for_googles_own_storage(gcs: FakeGcs) -> None:
-    """Else its lists would be those of another."""
+def test_grpc_needs_both_endpoints_or_neither(gcs: FakeGcs) -> None:
+    """Else its lists would be those of another storage."""
     del gcs
-    with pytest.raises(InvalidFieldError, match="got TENSORSTORE_GCS_HTTP_URL=http:"):
+    with pytest.raises(InvalidFieldError, match="expected both endpoint= "):
         asyncio.run(KvBucket.open(f"{gcs_root()}?driver=gcs_grpc"))

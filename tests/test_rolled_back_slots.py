@@ -343,18 +343,18 @@ def without_file_table(slot: pb.CheckpointRecord, other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "said"),
     [
-        no_state,
-        unknown_state,
-        free_of_nobody,
-        free_of_many,
-        free_of_another_step,
-        without_file_table,
+        (no_state, "the slot of step 2: expected a state that this release knows"),
+        (unknown_state, "the slot of step 2: expected a state that this release knows"),
+        (free_of_nobody, ".binpb: expected the id of an upload"),
+        (free_of_many, ".binpb: expected the id of an upload"),
+        (free_of_another_step, ".binpb: expected an upload of its own"),
+        (without_file_table, ".binpb: expected the digest of a file table"),
     ],
 )
 def test_a_slot_that_no_release_writes_costs_no_data(
-    change: Callable[[pb.CheckpointRecord, str], None],
+    change: Callable[[pb.CheckpointRecord, str], None], said: str
 ) -> None:
     async def main() -> None:
         process = await started()
@@ -369,9 +369,7 @@ def test_a_slot_that_no_release_writes_costs_no_data(
         reasons = await collect_often(process, apart=2 * ANSWERED)
 
         for reason in reasons:
-            assert f"the record of {RUN}@" in reason
-            assert " is damaged (" in reason
-            assert ".binpb: expected " in reason
+            assert said in reason
         await put(process, SLOT, newest[SLOT])
         await process.check()
         assert [3, 2, 1] == await process.steps()

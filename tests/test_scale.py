@@ -239,7 +239,8 @@ def test_many_checkpoints_and_runs_are_listed_in_order(
     root = tmp_path / "store"
     # each a read of the server: fewer than in memory, and as long in digits
     steps = range(0, STEPS, 5)
-    for place, data in objects(steps):
+    created = row(layout.STORE, pb.StoreRecord(uid=str(uuid.uuid4())))
+    for place, data in [created, *objects(steps)]:
         (root / place).parent.mkdir(parents=True, exist_ok=True)
         (root / place).write_bytes(data)
     with store.connect(start_server(root=root).address) as client:

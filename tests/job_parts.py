@@ -138,6 +138,19 @@ def restores(target: str, rows: int, columns: int, **options: Any) -> dict[str, 
         }
 
 
+def spreads_alone(target: str) -> list[str]:
+    """Asks for a spread restore by this process alone; returns what it was answered."""
+    with store.connect(target) as client:
+        run = client.run(RUN)
+        like = {"w": np.zeros(8)}
+        run.save(1, like).result()
+        return [
+            _told(lambda: run.open(1).restore(like=like, spread=True)),
+            _told(lambda: run.restore(1, like=like, spread=True, processes="this")),
+            _told(lambda: run.open(1).restore(like=like, spread=False)),
+        ]
+
+
 def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
     """Restores what one process saved, in all ways there are, and then what cannot be
     restored; returns what came of it."""

@@ -73,3 +73,16 @@ def test_a_process_that_cannot_read_its_share_is_named_to_all(tmp_path: Path) ->
     assert 2 == len(others), told
     assert all("could not read its share" in each for each in others)
     assert all("its stored bytes are damaged" in each for each in told)
+
+
+def test_a_spread_restore_by_one_process_of_a_job_alone_is_refused(
+    tmp_path: Path,
+) -> None:
+    told = run_job(
+        "tests.job_parts:spreads_alone", 2, devices=1, target=tmp_path.as_uri()
+    )
+
+    for opened_alone, restored_alone, apart in told:
+        assert "InvalidRequestError: restore of" in opened_alone
+        assert "with processes='all'" in restored_alone
+        assert "" == apart

@@ -17,6 +17,9 @@ from typing import Final
 from storesvc.format.reads import Read
 from storesvc_client._receiving import Assembly
 
+BUDGET_BYTES: Final = 1 << 30
+"""Of the buffers of a restore that are begun and not handed over, on each path."""
+
 LOOK_SECONDS: Final = 0.2
 """How often it is looked whether reads take too long."""
 

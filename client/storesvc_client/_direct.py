@@ -25,15 +25,12 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._budget import Budget
+from storesvc_client._budget import BUDGET_BYTES, Budget
 from storesvc_client._layouts import Bytes, allocate
 from storesvc_client._ranges import describe, planned
 from storesvc_client._receiving import Assembly
 from storesvc_client._unpacking import PIECE_BYTES, SMALL_BYTES, unpack
 from storesvc_client.errors import DataLossError, StoreError, UnavailableError
-
-BUDGET_BYTES: Final = 1 << 30
-"""Of buffers that are begun and not handed over."""
 
 READ_SECONDS: Final = 30.0
 """How long a call for a file may take ..."""

@@ -47,6 +47,7 @@ from storesvc_client._values import (
     RestoreReport,
 )
 from storesvc_client.errors import (
+    InvalidRequestError,
     LimitError,
     NotFoundError,
     PreconditionError,
@@ -185,6 +186,8 @@ class OpenCheckpoint:
         """
         from storesvc_client.trees.restoring import Target
 
+        if joint is None and spread:
+            self._check_alone()
         chosen = None
         if select is not None:
             chosen = checked_patterns(f"restore of {self.name}: select=", select)
@@ -215,6 +218,18 @@ class OpenCheckpoint:
                 result = target.result()
         self.report = _report(source, assembly, joint, reading_seconds)
         return result
+
+    def _check_alone(self) -> None:
+        """Refuses to spread a restore over a job whose other processes have no part in
+        it. Where there is no job, this process reads every byte once as it is."""
+        from storesvc_client.trees.processes import job_of_process
+
+        if job_of_process() is not None:
+            raise InvalidRequestError(
+                f"restore of {self.name}: expected spread= with all processes of the "
+                "job, got a restore by this process alone; open the checkpoint, or "
+                "restore it, with processes='all' in each of them, or leave spread= out"
+            )
 
     def read(self, keys: Iterable[str]) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
         """Yields leaves as host arrays; see ``Run.read``."""

@@ -46,7 +46,7 @@ _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 class Buffer:
     """Regions of a leaf in memory, to be filled and handed over together."""
 
-    __slots__ = ("_is_begun", "chunks_left", "dtype", "group", "memory", "row", "slabs")
+    __slots__ = ("chunks_left", "dtype", "group", "is_begun", "memory", "row", "slabs")
 
     def __init__(self, row: int, group: Group, dtype: "np.dtype[Any]") -> None:
         self.row = row
@@ -56,7 +56,8 @@ class Buffer:
         self.chunks_left = group.chunk_count
         self.memory = _NOTHING
         self.slabs: Sequence[NDArrayAny] = ()
-        self._is_begun = False
+        self.is_begun = False
+        """Whether it is allocated, or was."""
 
     @property
     def regions(self) -> Sequence[Region]:
@@ -71,9 +72,9 @@ class Buffer:
 
     def begin(self) -> int:
         """Allocates it, unless it is, and returns the bytes that were taken."""
-        if self._is_begun:
+        if self.is_begun:
             return 0
-        self._is_begun = True
+        self.is_begun = True
         self.memory = allocate(self.group.size_bytes)
         self.slabs = [
             self.memory[slab.start : slab.start + slab.size_bytes]
@@ -163,6 +164,10 @@ class Assembly:
             self._plan(row, layouts[key], first_chunk[row])
         self._lengths: list[int] = tree.stored_lengths.tolist()
         self._untold_bytes = 0
+        self.held_bytes = 0
+        """Of the buffers that are begun and not handed over."""
+        self.peak_bytes = 0
+        """The most of them at once."""
         self.meter.total_bytes += sum(self._lengths[at] for at in self._chunks)
 
     @property
@@ -240,7 +245,32 @@ class Assembly:
                 chunk = self._chunks[ordinal]
                 for group in chunk.goal.groups:
                     taken += chunk.buffers[group].begin()
+            self.held_bytes += taken
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return taken
+
+    def count_fitting(self, ordinals: Sequence[int], limit: int) -> int:
+        """Returns how many of the first chunks may be on their way at once, so that
+        their buffers take no more memory than a limit beside those that are begun; one
+        at least, as a buffer may be larger than the limit.
+
+        Args:
+            ordinals: Chunks that are not whole.
+            limit: Bytes.
+        """
+        counted: set[int] = set()
+        with self._lock:
+            size = self.held_bytes
+            for count, ordinal in enumerate(ordinals):
+                chunk = self._chunks[ordinal]
+                for group in chunk.goal.groups:
+                    buffer = chunk.buffers[group]
+                    if not buffer.is_begun and id(buffer) not in counted:
+                        counted.add(id(buffer))
+                        size += buffer.group.size_bytes
+                if count and size > limit:
+                    return count
+        return len(ordinals)
 
     def destination(self, ordinal: int) -> Bytes | None:
         """Returns where the elements of a chunk go, once it is begun; None where they
@@ -333,6 +363,8 @@ class Assembly:
                 self._place(buffer)
                 buffer.drop()
             self.meter.times["place"] += self.meter.clock() - since
+            with self._lock:
+                self.held_bytes -= sum(buffer.group.size_bytes for buffer in whole)
         if done_bytes:
             self.meter.add(done_bytes)
             self.check_time()

@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
+from storesvc_client._budget import BUDGET_BYTES
 from storesvc_client._channel import Connection
 from storesvc_client._framing import frame_of
 from storesvc_client._receiving import Assembly
@@ -56,11 +57,25 @@ class StreamedSource:
         self._connection = connection
         self._name = name
         self._uid = uid
+        self.budget_bytes = BUDGET_BYTES
         self._streams: set[grpc.Call] = set()
         self._stopped = False
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        """See ``ChunkSource.read``; a broken stream goes on where it stopped."""
+        """See ``ChunkSource.read``; a broken stream goes on where it stopped.
+
+        Chunks are asked for in windows: the server chooses the order within one, and
+        its buffers fit the budget. Chunks ascend by leaf, so that a window completes
+        most of the buffers that it begins.
+        """
+        left = ordinals
+        while left and not self._stopped:
+            count = assembly.count_fitting(left, self.budget_bytes)
+            self._read_window(left[:count], assembly)
+            left = left[count:]
+
+    def _read_window(self, ordinals: Sequence[int], assembly: Assembly) -> None:
+        """Reads chunks over several streams, and returns once all are whole."""
         sizes = [assembly.length(ordinal) for ordinal in ordinals]
         calls = list(shares(ordinals, sizes, STREAMS))
         channels = cycle(self._connection.channels(min(STREAMS, len(calls))))

@@ -6,6 +6,7 @@ for those, DELETED or PURGING.
 
 import asyncio
 import difflib
+import logging
 from collections.abc import AsyncGenerator, Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -28,7 +29,7 @@ from storesvc.format.manifests import (
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
 from storesvc.gathering import AT_ONCE, rows
-from storesvc.records import or_damage, read_record, sound
+from storesvc.records import on_its_way, or_damage, read_listed, sound
 from storesvc.rollbacks import purged, put_back
 from storesvc.slot_reads import SlotReads
 from storesvc.slots import CHECKPOINTS, COMMITTED, UPLOADING
@@ -37,6 +38,9 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 _NEAREST: Final = 3
 _LISTED: Final = frozenset({COMMITTED})
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,7 @@ class Catalogue:
             CheckpointDeletedError: It was deleted.
             TagNotFoundError: With the most similar tags.
         """
-        record = await self._resolved(name)
+        record = await self._resolved(name) or await self._resolved_again(name)
         if record is None:
             raise await self.missing(name)
         if record.state != COMMITTED:
@@ -169,7 +173,7 @@ class Catalogue:
             CheckpointNotFoundError: It was purged, or replaced by another one.
             TagNotFoundError: With the most similar tags.
         """
-        record = await self._resolved(name)
+        record = await self._resolved(name) or await self._resolved_again(name)
         if record is None:
             raise await self.missing(name)
         if record.upload != uid:
@@ -207,7 +211,7 @@ class Catalogue:
     async def tag_slot(self, name: TagName) -> tuple[pb.TagRecord, Generation] | None:
         """Returns what the place of a tag holds, also of one that was deleted."""
         place = RunPlaces(name.run).tag(name.tag)
-        return await read_record(self._bucket, place, pb.TagRecord, of=f"tag {name}")
+        return await read_listed(self._bucket, place, pb.TagRecord, of=f"tag {name}")
 
     async def tag_names(self, run: RunName) -> list[str]:
         """Returns the names of tags in order, those of deleted ones among them."""
@@ -241,16 +245,28 @@ class Catalogue:
         return await self._manifests.get(place, lambda: self._parsed(run, record))
 
     async def _parsed(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
-        data = await self.manifest_bytes(run, record)
+        """The manifest; where it is damaged, of a second read: the answer may have been
+        corrupted on its way."""
         try:
-            return await asyncio.to_thread(
-                unpack_manifest,
-                data,
-                size_bytes=record.manifest_bytes,
-                expected=record.manifest_digest,
-            )
+            return await self._unpacked(run, record)
+        except CorruptManifestError:
+            pass
+        try:
+            manifest = await self._unpacked(run, record)
         except CorruptManifestError as e:
             raise CorruptDataError(f"{run}@{record.step}: {e}") from e
+        place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
+        _log.warning("%s", on_its_way(place))
+        return manifest
+
+    async def _unpacked(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
+        data = await self.manifest_bytes(run, record)
+        return await asyncio.to_thread(
+            unpack_manifest,
+            data,
+            size_bytes=record.manifest_bytes,
+            expected=record.manifest_digest,
+        )
 
     async def manifest_bytes(self, run: RunName, record: pb.CheckpointRecord) -> bytes:
         """Returns a manifest as it lies, unchecked.
@@ -311,6 +327,16 @@ class Catalogue:
             return await self._held_slot(name.run, name.which, CHECKPOINTS)
         return await self._tagged(TagName(name.run, name.which))
 
+    async def _resolved_again(self, name: CheckpointName) -> pb.CheckpointRecord | None:
+        """The checkpoint of a step that one read has found absent, where a list has
+        its record."""
+        if not isinstance(name.which, int):
+            return None  # the latest one is looked for by a list, and tags by theirs
+        place = RunPlaces(name.run).checkpoint(name.which)
+        if place not in await self._bucket.list(place):
+            return None
+        return await self._resolved(name)
+
     async def _tagged(self, name: TagName) -> pb.CheckpointRecord | None:
         """The checkpoint that a tag names; None: it is gone."""
         tag = await self._tag(name)
@@ -353,7 +379,7 @@ class Catalogue:
     async def _summary(self, name: RunName) -> RunSummary | None:
         """What is known of a run; its record comes a moment before its first slot."""
         place = layout.run_record(name)
-        found = await read_record(self._bucket, place, pb.RunRecord)
+        found = await read_listed(self._bucket, place, pb.RunRecord)
         if found is None:
             return None
         return RunSummary(name, found[0], await self._newest(name, _LISTED))

@@ -1,5 +1,6 @@
 """Sealed records in the bucket: read, and changed without losing an answer."""
 
+import logging
 import os
 from collections.abc import Awaitable
 from datetime import datetime, timedelta
@@ -9,7 +10,13 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.bucket import Bucket, Generation, PreconditionError, WriteCondition
+from storesvc.bucket import (
+    Bucket,
+    Generation,
+    PreconditionError,
+    Stored,
+    WriteCondition,
+)
 from storesvc.errors import CorruptDataError, FormatUnsupportedError
 from storesvc.format.checksums import digest
 from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, seal, unseal
@@ -17,6 +24,8 @@ from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, seal
 T = TypeVar("T")
 
 _NONCE_BYTES: Final = 8
+
+_log = logging.getLogger(__name__)
 
 
 async def read_record(
@@ -31,6 +40,9 @@ async def read_record(
         of: What users call what it is the record of, if they can give that up by
             removing the object.
 
+    What is damaged is read a second time: the answer may have been corrupted on its
+    way.
+
     Raises:
         CorruptDataError: It does not hold the record that was written there.
         FormatUnsupportedError: It is of another version of the format.
@@ -39,11 +51,54 @@ async def read_record(
     if stored is None:
         return None
     try:
-        return unseal(stored.data, kind, place=place), stored.generation
+        return _unsealed(stored, kind, place), stored.generation
+    except CorruptRecordError:
+        again = await bucket.read(place)
+    if again is None:
+        return None
+    try:
+        record = _unsealed(again, kind, place)
     except CorruptRecordError as e:
-        raise damaged(place, str(e), of=of) from e
+        reads = "" if again.data == stored.data else ", and two reads of it differ"
+        raise damaged(place, f"{e}{reads}", of=of) from e
+    _log.warning("%s", on_its_way(place))
+    return record, again.generation
+
+
+def _unsealed(stored: Stored, kind: type[M], place: str) -> M:
+    try:
+        return unseal(stored.data, kind, place=place)
     except FormatVersionError as e:
         raise FormatUnsupportedError(f"{place}: {e}; use a newer release") from e
+
+
+def on_its_way(place: str) -> str:
+    """Returns what is logged where a second read finds sound what a first one did
+    not."""
+    return (
+        f"{place}: an answer of the storage was corrupted on its way; read again, it "
+        "is sound"
+    )
+
+
+async def read_listed(
+    bucket: Bucket, place: str, kind: type[M], *, of: str = ""
+) -> tuple[M, Generation] | None:
+    """Returns what ``read_record`` does, and does not take one answer for it that a
+    place holds nothing: where a list has the place, it is read a second time.
+
+    For what a user asks for by its name, as it costs a list where there is nothing.
+
+    Raises:
+        CorruptDataError: See ``read_record``.
+        FormatUnsupportedError: See ``read_record``.
+    """
+    found = await read_record(bucket, place, kind, of=of)
+    if found is None and place in await bucket.list(place):
+        found = await read_record(bucket, place, kind, of=of)
+        if found is not None:
+            _log.warning("%s: it was read as absent, and is there", place)
+    return found
 
 
 def damaged(place: str, how: str, *, of: str = "") -> CorruptDataError:

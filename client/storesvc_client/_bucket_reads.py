@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -116,7 +118,19 @@ class BucketSource:
                 reason="CORRUPT_DATA",
             )
         memory: Bytes = np.frombuffer(answer.value, np.uint8)
-        return unpack(read, memory, assembly)
+        return unpack(read, memory, assembly, partial(self._again, read))
+
+    def _again(self, read: Read, start: int, stop: int) -> Bytes:
+        """Reads bytes of a data file a second time."""
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        asked = self.ask(replace(read, start=start, stop=stop), answers)
+        try:
+            while not asked.is_settled:
+                asked.await_answer(at_most=LOOK_SECONDS)
+            answer = asked.result()
+        finally:
+            asked.end()
+        return np.frombuffer(answer.value, np.uint8)
 
     def _planned(self, ordinals: Sequence[int], assembly: Assembly) -> list[Read]:
         del assembly  # all are copied, wherever they go

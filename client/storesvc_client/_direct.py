@@ -29,7 +29,12 @@ from storesvc_client._budget import BUDGET_BYTES, Budget
 from storesvc_client._layouts import Bytes, allocate
 from storesvc_client._ranges import describe, planned
 from storesvc_client._receiving import Assembly
-from storesvc_client._unpacking import PIECE_BYTES, SMALL_BYTES, unpack
+from storesvc_client._unpacking import (
+    PIECE_BYTES,
+    SMALL_BYTES,
+    check_or_read_again,
+    unpack,
+)
 from storesvc_client.errors import DataLossError, StoreError, UnavailableError
 
 READ_SECONDS: Final = 30.0
@@ -146,8 +151,8 @@ class DirectSource:
                     assembly.spread(chunk, piece, at)
             if self.budget.is_stopped:
                 raise UnavailableError(f"{self._name}: another read of it failed")
-        assembly.check(chunk, checksum, bytes(tail))
-        return assembly.finish(chunk)
+        again = partial(self._again, file, read, read.start, read.stop)
+        return check_or_read_again(chunk, checksum, bytes(tail), assembly, again)
 
     def _take_together(
         self, file: int, read: Read, staging: "_Staging", assembly: Assembly
@@ -156,7 +161,13 @@ class DirectSource:
         memory = staging.memory(read.stop - read.start)
         with assembly.meter.phase("read"):
             self._fill(file, [memory.data], read, read.start)
-        return unpack(read, memory, assembly)
+        return unpack(read, memory, assembly, partial(self._again, file, read))
+
+    def _again(self, file: int, read: Read, start: int, stop: int) -> Bytes:
+        """Reads bytes of a data file a second time."""
+        memory = np.empty(stop - start, np.uint8)
+        self._fill(file, [memory.data], read, start)
+        return memory
 
     @contextmanager
     def _file(self, read: Read) -> Iterator[int]:

@@ -7,6 +7,7 @@ of a chunk or by ``spread``. Nothing is believed: a piece that was not asked for
 refused, and every chunk is checked against the manifest.
 """
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +40,8 @@ TOLD_BYTES: Final = 64 << 10
 
 _SHOWN: Final = 4
 """Data files that a message lists."""
+
+_log = logging.getLogger(__name__)
 
 _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 
@@ -164,6 +167,8 @@ class Assembly:
             self._plan(row, layouts[key], first_chunk[row])
         self._lengths: list[int] = tree.stored_lengths.tolist()
         self._untold_bytes = 0
+        self._suspects: set[int] = set()
+        """Chunks that have come damaged once."""
         self.held_bytes = 0
         """Of the buffers that are begun and not handed over."""
         self.peak_bytes = 0
@@ -218,11 +223,37 @@ class Assembly:
         times["verify"] += self.meter.clock() - verified_from
         chunk.tail += bytes(piece[len(elements) :])
         chunk.received += len(piece)
-        if chunk.received == length:
-            self.check(ordinal, chunk.checksum, chunk.tail)
+        if chunk.received == length and self._is_sound(ordinal, chunk):
             if not self.is_run(ordinal):
                 self.spread(ordinal, chunk.into)
             self.finish(ordinal)
+
+    def _is_sound(self, ordinal: int, chunk: "_Chunk") -> bool:
+        """Checks a chunk that came in pieces. One that is damaged for the first time is
+        to be asked for again: the answer may have been corrupted on its way.
+
+        Raises:
+            DataLossError: It is damaged for the second time.
+        """
+        try:
+            self.check(ordinal, chunk.checksum, chunk.tail)
+        except DataLossError:
+            if ordinal in self._suspects:
+                raise
+            self._suspects.add(ordinal)
+            fresh = _Chunk(chunk.goal, chunk.layout, chunk.buffers)
+            self._chunks[ordinal] = fresh
+            return False
+        if ordinal in self._suspects:
+            self.log_corrupted(ordinal)
+        return True
+
+    def log_corrupted(self, ordinal: int) -> None:
+        """Logs that the second read of a chunk is sound, and the first was not."""
+        _log.warning(
+            "%s %s was corrupted on its way; read again, it is sound",
+            *(self._name, self._manifest.tree.describe_chunk(ordinal)),
+        )
 
     def length(self, ordinal: int) -> int:
         """Returns the bytes of a chunk as it is stored."""

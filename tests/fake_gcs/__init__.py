@@ -20,6 +20,7 @@ not know.
 from tests.fake_gcs.emulator import FakeGcs
 from tests.fake_gcs.faults import (
     ALWAYS,
+    Corrupt,
     Delay,
     Late,
     Lost,
@@ -34,6 +35,7 @@ from tests.fake_gcs.tokens import Tokens
 
 __all__ = [
     "ALWAYS",
+    "Corrupt",
     "Delay",
     "FakeGcs",
     "Late",

@@ -48,6 +48,11 @@ class Truncate:
 
 
 @dataclass(frozen=True, slots=True)
+class Corrupt:
+    """It is done, and one bit of the answer's body is another."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delay:
     """It is done later."""
 
@@ -71,13 +76,16 @@ class Mute:
     """It is done, and nothing answered for as long as the client waits."""
 
 
-Action: TypeAlias = Status | Reset | Lost | Truncate | Delay | Late | Stall | Mute
+Action: TypeAlias = (
+    Status | Reset | Lost | Truncate | Corrupt | Delay | Late | Stall | Mute
+)
 
 _ACTIONS: Final[Mapping[str, type[Action]]] = {
     "status": Status,
     "reset": Reset,
     "lost": Lost,
     "truncate": Truncate,
+    "corrupt": Corrupt,
     "delay": Delay,
     "late": Late,
     "stall": Stall,

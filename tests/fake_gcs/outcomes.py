@@ -3,7 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tests.fake_gcs.faults import Action, Lost, Mute, Reset, Stall, Status, Truncate
+from tests.fake_gcs.faults import (
+    Action,
+    Corrupt,
+    Lost,
+    Mute,
+    Reset,
+    Stall,
+    Status,
+    Truncate,
+)
 from tests.fake_gcs.messages import Answer
 
 
@@ -41,9 +50,17 @@ def outcome_of(
             whole = _sent(do())
             sent_bytes = min(body_bytes, whole.sent_bytes)
             return replace(whole, sent_bytes=sent_bytes, breaks=True)
+        case Corrupt():
+            return _sent(_corrupted(do()))
         case Status():
             return _sent(_injected(action, refuse))
     return _sent(do())
+
+
+def _corrupted(answer: Answer) -> Answer:
+    body = bytearray(answer.body)
+    body[len(body) // 2] ^= 1
+    return replace(answer, body=bytes(body))
 
 
 def _sent(answer: Answer) -> Outcome:

@@ -1,0 +1,107 @@
+"""One answer of a bucket that is wrong: read again, and no lasting damage."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from tests.conftest import gcs_root
+from tests.fake_gcs import ALWAYS, Corrupt, FakeGcs, Status
+from tests.server_process import ServerProcess
+
+TREE = {
+    "large": np.arange(1 << 18),
+    "small": np.arange(7),
+    "other": np.arange(9.0),
+}
+
+
+@pytest.fixture
+def root(gcs: FakeGcs) -> Iterator[str]:
+    """A store with one checkpoint in a bucket."""
+    gcs.clear()
+    root = gcs_root()
+    with store.connect(root) as client:
+        run = client.run("prod/tiny")
+        run.save(1, TREE).result()
+        run.tag("best", 1)
+    yield root
+    gcs.clear()
+
+
+RECORDS: dict[str, Callable[[store.Run], object]] = {
+    "checkpoints/": lambda run: run.checkpoint(1).step,
+    "tags/best": lambda run: run.checkpoint("best").step,
+    "runs/prod/tiny": lambda run: run.info().latest_step,
+}
+
+
+@pytest.mark.parametrize("place", RECORDS)
+@pytest.mark.parametrize("wrong", [Corrupt(), Status(404)], ids=["corrupt", "absent"])
+def test_a_record_is_read_again_after_one_wrong_answer(
+    root: str,
+    gcs: FakeGcs,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+    wrong: Corrupt | Status,
+) -> None:
+    with store.connect(root) as client:
+        run = client.run("prod/tiny")
+        caplog.clear()
+        gcs.fault(rf"GET .*{place}.*alt=media", wrong)
+
+        assert 1 == RECORDS[place](run)
+
+    assert 1 == sum(place in message for message in caplog.messages) or isinstance(
+        wrong, Status
+    )
+
+
+def test_a_step_that_is_absent_is_not_named_as_the_nearest(root: str) -> None:
+    with (
+        store.connect(root) as client,
+        pytest.raises(store.NotFoundError, match=r"@2 does not exist; .* are 1$"),
+    ):
+        client.run("prod/tiny").checkpoint(2)
+
+
+@pytest.mark.parametrize("way", ["direct", "streamed"])
+@pytest.mark.parametrize("place", ["manifests/", "pool/"])
+def test_a_restore_reads_again_what_was_corrupted_on_its_way(
+    root: str,
+    gcs: FakeGcs,
+    start_server: Callable[..., ServerProcess],
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+    place: str,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    target = root if way == "direct" else start_server("--root", root).address
+    with store.connect(target) as client:
+        gcs.fault(rf"GET .*{place}.*alt=media", Corrupt())
+
+        found = client.run("prod/tiny").restore(1)
+
+    assert all(np.array_equal(TREE[key], found[key]) for key in TREE)
+    assert any("corrupted on its way" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("way", ["direct", "streamed"])
+@pytest.mark.parametrize("place", ["manifests/", "pool/", "checkpoints/"])
+def test_what_is_corrupt_twice_is_damaged(
+    root: str,
+    gcs: FakeGcs,
+    start_server: Callable[..., ServerProcess],
+    way: str,
+    place: str,
+) -> None:
+    target = root if way == "direct" else start_server("--root", root).address
+    with store.connect(target) as client:
+        gcs.fault(rf"GET .*{place}.*alt=media", Corrupt(), times=ALWAYS)
+
+        with pytest.raises(store.DataLossError) as caught:
+            client.run("prod/tiny").restore(1)
+
+    assert "CORRUPT_DATA" == caught.value.reason

@@ -242,11 +242,17 @@ class Catalogue:
             CorruptDataError: It is missing or damaged.
         """
         place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
-        return await self._manifests.get(place, lambda: self._parsed(run, record))
+        return await self._manifests.get(place, lambda: self.read_manifest(run, record))
 
-    async def _parsed(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
-        """The manifest; where it is damaged, of a second read: the answer may have been
-        corrupted on its way."""
+    async def read_manifest(
+        self, run: RunName, record: pb.CheckpointRecord
+    ) -> Manifest:
+        """Returns the manifest as it lies now, not one that was kept; where that is
+        damaged, of a second read: the answer may have been corrupted on its way.
+
+        Raises:
+            CorruptDataError: It is missing or damaged.
+        """
         try:
             return await self._unpacked(run, record)
         except CorruptManifestError:

@@ -38,10 +38,11 @@ from storesvc.errors import (
 from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.chunks import Places
 from storesvc.format.layout import RunPlaces
-from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
+from storesvc.format.manifests import Manifest
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.format.reads import Read, plan_reads
 from storesvc.kvbucket import KvBucket, Place
+from storesvc.records import on_its_way
 from storesvc.tallies import Report, Tally
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -130,17 +131,8 @@ class _Reading:
         Raises:
             CorruptDataError: It is missing or damaged.
         """
-        record = self._record
         try:
-            data = await self._catalogue.manifest_bytes(self._run, record)
-            return await asyncio.to_thread(
-                unpack_manifest,
-                data,
-                size_bytes=record.manifest_bytes,
-                expected=record.manifest_digest,
-            )
-        except CorruptManifestError as e:
-            raise CorruptDataError(f"{self._run}@{record.step}: {e}") from e
+            return await self._catalogue.read_manifest(self._run, self._record)
         except CorruptDataError:
             await self._check_slot()
             raise
@@ -212,7 +204,15 @@ class _Reading:
                 found = await self._look_at_each(read, check, missing)
                 await self._check_slot()
                 return found
-            return await asyncio.to_thread(_checked, check, read.chunks, data)
+            found = await asyncio.to_thread(_checked, check, read.chunks, data)
+            if not found:
+                return found
+            # the answer may have been corrupted on its way
+            data = await self._bucket.read_range(place, read.start, read.stop)
+            found = await asyncio.to_thread(_checked, check, read.chunks, data)
+            if not found:
+                _log.warning("%s", on_its_way(place))
+            return found
 
     async def _look_at_each(
         self, read: Read, check: Check, missing: Missing

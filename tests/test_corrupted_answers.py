@@ -105,3 +105,13 @@ def test_what_is_corrupt_twice_is_damaged(
             client.run("prod/tiny").restore(1)
 
     assert "CORRUPT_DATA" == caught.value.reason
+
+
+@pytest.mark.parametrize("place", ["manifests/", "pool/"])
+def test_a_verification_calls_no_damage_what_was_corrupted_on_its_way(
+    root: str, gcs: FakeGcs, place: str
+) -> None:
+    with store.connect(root) as client:
+        gcs.fault(rf"GET .*{place}.*alt=media", Corrupt())
+
+        assert client.run("prod/tiny").verify(1).ok

@@ -432,10 +432,10 @@ def test_a_token_comes_also_while_only_others_have_events(
 
         async with aclosing(process.watch()) as watch:
             busy = asyncio.create_task(others())
-            tokens = [await begun(watch) for _ in range(4)]
+            tokens = set[str]()
+            while len(tokens) < 3:  # or the test times out
+                tokens.add(await begun(watch))
             busy.cancel()
-
-        assert 3 <= len(set(tokens))
 
     within(test)
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from storesvc.format.names import RunName
 from storesvc_client._channel import Connection
 from storesvc_client._durations import duration_message
-from storesvc_client._names import parent_resource
+from storesvc_client._names import parent_resource, received
 from storesvc_client._retrying import BEGINNINGS
 from storesvc_client._run_base import RunBase
 from storesvc_client.errors import UnavailableError, translated
@@ -39,7 +39,7 @@ class Collected:
     def from_message(cls, message: api.CollectGarbageResponse) -> "Collected":
         """Returns a pass of the contract."""
         return cls(
-            run=str(RunName.from_resource(message.run)),
+            run=str(received(RunName.from_resource, message.run)),
             aborted_upload_count=message.aborted_upload_count,
             deleted_checkpoint_count=message.deleted_checkpoint_count,
             purged_checkpoint_count=message.purged_checkpoint_count,

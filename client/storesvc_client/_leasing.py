@@ -13,6 +13,7 @@ from storesvc.format.names import CheckpointName
 from storesvc_client._channel import Connection
 from storesvc_client._durations import Deadline, duration_message
 from storesvc_client._entries import checked_text
+from storesvc_client._names import received
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,
@@ -94,7 +95,7 @@ class Lease:
     @property
     def checkpoint(self) -> CheckpointName:
         """What it holds, by step."""
-        return CheckpointName.from_resource(self._hold.checkpoint)
+        return received(CheckpointName.from_resource, self._hold.checkpoint)
 
     @property
     def uid(self) -> str:

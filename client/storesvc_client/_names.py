@@ -1,7 +1,12 @@
 """Names of runs and namespaces as people give them, and how the contract has them."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from storesvc.format.names import InvalidNameError, RunName, check_id
-from storesvc_client.errors import InvalidRequestError
+from storesvc_client.errors import DataLossError, InvalidRequestError
+
+N = TypeVar("N")
 
 
 def run_name(name: object) -> RunName:
@@ -15,6 +20,21 @@ def run_name(name: object) -> RunName:
         return RunName.parse(text)
     except InvalidNameError as e:
         raise InvalidRequestError(str(e)) from None
+
+
+def received(parse: Callable[[str], N], text: str) -> N:
+    """Returns the name that a server sent.
+
+    Raises:
+        DataLossError: It is none that a store could hold.
+    """
+    try:
+        return parse(text)
+    except InvalidNameError as e:
+        raise DataLossError(
+            f"the server sent a name that no store holds ({e}); ask another server",
+            reason="CORRUPT_DATA",
+        ) from None
 
 
 def namespace_resource(namespace: object) -> str:

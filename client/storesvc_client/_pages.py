@@ -41,6 +41,12 @@ def rows(
         yield from _in_order(rows_of(page), page.damaged, on_damage)
         if not page.next_page_token:
             return
+        if page.next_page_token == request.page_token:
+            raise DataLossError(
+                "the server sent a page of a list that refers to itself; ask another "
+                "server",
+                reason=_REASON,
+            )
         request.page_token = page.next_page_token
         request.page_size = FOLLOWING
 

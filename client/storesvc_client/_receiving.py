@@ -33,7 +33,7 @@ from storesvc_client._layouts import (
     lay_out,
 )
 from storesvc_client._progress import Meter
-from storesvc_client.errors import DataLossError, UnavailableError
+from storesvc_client.errors import DataLossError, LimitError, UnavailableError
 
 TOLD_BYTES: Final = 64 << 10
 """Of chunks that the meter is told of at once: it takes as long as a small one."""
@@ -275,10 +275,22 @@ class Assembly:
             for ordinal in ordinals:
                 chunk = self._chunks[ordinal]
                 for group in chunk.goal.groups:
-                    taken += chunk.buffers[group].begin()
+                    taken += self._begun(chunk.buffers[group])
             self.held_bytes += taken
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return taken
+
+    def _begun(self, buffer: Buffer) -> int:
+        try:
+            return buffer.begin()
+        except MemoryError:
+            key = self._manifest.tree.leaves[buffer.row].key
+            raise LimitError(
+                f"{self._name} leaf {key!r}: expected to allocate "
+                f"{buffer.group.size_bytes} bytes of host memory, got none; restore it "
+                "in parts (select=, or a mesh of more processes), or where there is "
+                "more memory"
+            ) from None
 
     def count_fitting(self, ordinals: Sequence[int], limit: int) -> int:
         """Returns how many of the first chunks may be on their way at once, so that

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
 from storesvc_client._channel import Connection
 from storesvc_client._durations import NEVER, Deadline
+from storesvc_client._names import received
 from storesvc_client._pages import OnDamage, rows
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -54,7 +55,7 @@ class RunBase:
         request = api.GetCheckpointRequest(name=name.resource)
         ask = self._connection.ask
         found = ask(self._stub.GetCheckpoint, request, deadline).checkpoint
-        return CheckpointName.from_resource(found.name)
+        return received(CheckpointName.from_resource, found.name)
 
     def _ask(self, method: Callable[..., T], request: Message) -> T:
         """The answer to a request that may be repeated, as it only asks, or its id

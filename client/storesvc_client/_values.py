@@ -15,6 +15,7 @@ from storesvc.format.names import (
     TagName,
     UploadName,
 )
+from storesvc_client._names import received
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
@@ -69,7 +70,7 @@ class RunInfo:
     def from_message(cls, message: api.Run) -> "RunInfo":
         """Returns a run of the contract."""
         return cls(
-            name=str(RunName.from_resource(message.name)),
+            name=str(received(RunName.from_resource, message.name)),
             uid=message.uid,
             create_time=message.create_time.ToDatetime(UTC),
             latest_step=(
@@ -147,7 +148,7 @@ class Checkpoint:
     def from_message(cls, message: api.Checkpoint) -> "Checkpoint":
         """Returns a checkpoint of the contract."""
         return cls(
-            run=str(CheckpointName.from_resource(message.name).run),
+            run=str(received(CheckpointName.from_resource, message.name).run),
             step=message.step,
             uid=message.uid,
             create_time=message.create_time.ToDatetime(UTC),
@@ -257,7 +258,7 @@ class Tag:
     def from_message(cls, message: api.Tag) -> "Tag":
         """Returns a tag of the contract."""
         return cls(
-            name=TagName.from_resource(message.name).tag,
+            name=received(TagName.from_resource, message.name).tag,
             step=_step_of(message.checkpoint),
             uid=message.uid,
             protected=message.protected,
@@ -288,7 +289,7 @@ class HoldInfo:
     def from_message(cls, message: api.Hold) -> "HoldInfo":
         """Returns a hold of the contract."""
         return cls(
-            id=HoldName.from_resource(message.name).hold,
+            id=received(HoldName.from_resource, message.name).hold,
             step=_step_of(message.checkpoint),
             uid=message.uid,
             owner=message.owner,
@@ -342,7 +343,7 @@ class UploadInfo:
     @classmethod
     def from_message(cls, message: upload_api.Upload) -> "UploadInfo":
         """Returns an upload of the contract, as GetUpload and ListUploads answer."""
-        name = UploadName.from_resource(message.name)
+        name = received(UploadName.from_resource, message.name)
         return cls(
             run=str(name.run),
             id=name.upload,
@@ -400,7 +401,7 @@ class Event:
         is_there = found.HasField("commit_time")
         return cls(
             kind=_EVENT_KINDS.get(message.kind, UNKNOWN),
-            run=str(CheckpointName.from_resource(found.name).run),
+            run=str(received(CheckpointName.from_resource, found.name).run),
             step=found.step,
             uid=found.uid,
             checkpoint=Checkpoint.from_message(found) if is_there else None,
@@ -465,6 +466,6 @@ def _moment(
 
 
 def _step_of(resource: str) -> int:
-    which = CheckpointName.from_resource(resource).which
+    which = received(CheckpointName.from_resource, resource).which
     assert isinstance(which, int)  # the server resolved it
     return which

@@ -1,0 +1,102 @@
+"""A client of a malicious or broken server: typed errors, and no memory for them."""
+
+import resource
+from collections.abc import Callable, Iterator
+from itertools import repeat
+
+import pytest
+
+import storesvc_client as store
+from tests.malicious_server import PART_BYTES, Answers, malicious, manifest_of
+
+MEMORY_BYTES = 1 << 40
+"""That a read may have at most; a machine may promise more than it has."""
+
+
+@pytest.fixture
+def bounded_memory() -> Iterator[None]:
+    """Ends allocations of more than ``MEMORY_BYTES``."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def endless(manifest: bytes) -> Iterator[bytes]:
+    del manifest
+    return repeat(bytes(PART_BYTES))
+
+
+READS: dict[str, tuple[Callable[[], Answers], type[store.StoreError], str]] = {
+    "a manifest that never ends": (
+        lambda: Answers(parts=endless),
+        store.DataLossError,
+        "more than the",
+    ),
+    "a manifest of an exabyte": (
+        lambda: Answers(changes={"manifest_bytes": 1 << 60}, parts=endless),
+        store.DataLossError,
+        "announced a manifest of",
+    ),
+    "a manifest of less than nothing": (
+        lambda: Answers(changes={"manifest_bytes": -1}),
+        store.DataLossError,
+        "announced a manifest of -1 bytes",
+    ),
+    "a manifest that is none": (
+        lambda: Answers(manifest=b"\xff" * 99),
+        store.DataLossError,
+        "manifest",
+    ),
+    "a leaf of more than there is memory": (
+        lambda: Answers(
+            manifest=manifest_of(2 * MEMORY_BYTES, chunk=1 << 26),
+            chunks=lambda: repeat(bytes(500)),
+        ),
+        store.LimitError,
+        f"leaf 'x': expected to allocate {2 * MEMORY_BYTES} bytes",
+    ),
+    "chunks that never end": (
+        lambda: Answers(chunks=lambda: repeat(bytes(500))),
+        store.DataLossError,
+        "which were not asked for",
+    ),
+    "a chunk that is larger than it can be": (
+        lambda: Answers(chunks=lambda: iter([bytes(5000)])),
+        store.DataLossError,
+        "which were not asked for",
+    ),
+}
+
+
+@pytest.mark.usefixtures("bounded_memory")
+@pytest.mark.parametrize("case", READS)
+def test_what_no_server_means_is_a_typed_error_of_a_read(case: str) -> None:
+    answers, error, said = READS[case]
+    with (
+        malicious(answers()) as address,
+        store.connect(address, timeout=20) as client,
+        pytest.raises(error, match=said),
+    ):
+        list(client.run("ns/r").read(1, ["x"]))
+
+
+@pytest.mark.parametrize("name", ["", "namespaces/../runs/x\x1b[2J/checkpoints/1"])
+def test_a_name_that_no_store_holds_is_data_loss(name: str) -> None:
+    with (
+        malicious(Answers(changes={"name": name})) as address,
+        store.connect(address) as client,
+        pytest.raises(store.DataLossError) as caught,
+    ):
+        list(client.run("ns/r").checkpoints())
+
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_page_that_refers_to_itself_ends_a_list() -> None:
+    with (
+        malicious(Answers(page_token="again")) as address,
+        store.connect(address) as client,
+        pytest.raises(store.DataLossError, match="refers to itself"),
+    ):
+        list(client.run("ns/r").checkpoints())

@@ -441,8 +441,15 @@ class KeySpace:
         root = manifest["versions"][-1]["root"].get("location")
         found: dict[str, Place] = {}
         nodes = [] if root is None else [(root, b"")]
+        seen: set[str] = set()
         while nodes:  # of the B-tree
             location, prefix = nodes.pop()
+            if location in seen:
+                raise CorruptDataError(
+                    f"{self._place}: expected a tree of nodes, got one that refers to "
+                    f"the node {location} twice"
+                )
+            seen.add(location)
             node = await self._node(location)
             with translated(self._bucket.opened.storage, self._place):
                 below = await asyncio.to_thread(_take_node, node, prefix, found)

@@ -347,6 +347,25 @@ def test_a_flipped_bit_anywhere_is_an_error(
                 contents(key_space.opened())
 
 
+def test_nodes_that_refer_to_themselves_are_damage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def looped(file: ocdbt_nodes.NodeFile, *_: object) -> list[ocdbt_nodes.Node]:
+        statistics = ocdbt_nodes.Statistics(1, 1, 1)
+        itself = ocdbt_nodes.Node(
+            first_key=b"k", common=0, offset=0, length=38, statistics=statistics
+        )
+        (root,) = ocdbt_nodes.interior(file, [itself], 1)
+        assert (root.offset, root.length) == (itself.offset, itself.length)
+        return [root]
+
+    monkeypatch.setattr(ocdbt, "leaves", looped)
+    key_space = Store().add(encoded({"k": ("b0", 0, 4)}))
+
+    with pytest.raises(CorruptDataError, match=r"refers to the node .* twice"):
+        asyncio.run(key_space.places())
+
+
 def test_an_array_is_opened_as_any_other(tmp_path: Path) -> None:
     expected = np.arange(35, dtype=np.float32).reshape(5, 7)
     ts.open(

@@ -313,11 +313,12 @@ def dies(target: str, seconds: float) -> list[str]:
             all_gather(own, [0, 1])
         if index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        unjoined = _told(lambda: all_gather(own, [0, 1])) if index == 0 else ""
         first = run.save(2, state, base=None, lease=lease)
         second = run.save(3, state, base=None, lease=lease)
         assert not first.done(), "the next save was held up"
-        return [_told(first.result), _told(second.result), unjoined]
+        told = [_told(first.result), _told(second.result)]
+        unjoined = _told(lambda: all_gather(own, [0, 1])) if index == 0 else ""
+        return [*told, unjoined]
 
 
 def differ(target: str) -> dict[str, Any]:

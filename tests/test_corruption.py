@@ -155,8 +155,9 @@ def test_where_one_stream_fails_no_other_goes_on(
         run.restore(1)
         assert _streaming.STREAMS == len(begun)
         begun.clear()
-        first = run.open(1)._manifest.places
-        flip(tmp_path / "data/tests/damage/pool" / first.files[first.file[0]], 99)
+        places = run.open(1)._manifest.places  # files hold chunks in any order
+        damaged = tmp_path / "data/tests/damage/pool" / places.files[places.file[0]]
+        flip(damaged, int(places.offset[0]) + 99)
 
         with pytest.raises(store.DataLossError, match="chunk 0"):
             run.restore(1)

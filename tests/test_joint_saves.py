@@ -204,7 +204,7 @@ def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
     tmp_path: Path,
 ) -> None:
     target, size = tmp_path.as_uri(), job_parts.state_bytes()
-    job = JaxJob("tests.job_parts:dies", PROCESSES, 1, {"target": target, "seconds": 2})
+    job = JaxJob("tests.job_parts:dies", PROCESSES, 1, {"target": target, "seconds": 6})
     job.start()
     job.await_outcomes(0, 2, 3)
     with store.connect(target) as client:

@@ -49,7 +49,7 @@ def test_only_closures_and_instances_are_holes(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].needs_template])
 def test_a_hole_without_a_template_is_refused(name: str) -> None:
-    with pytest.raises(StructureError, match="pass template="):
+    with pytest.raises(StructureError, match="its class, or a factory"):
         decode_graphdef(document(name), allow=CASES[name].allow)
 
 
@@ -188,7 +188,7 @@ def test_a_class_that_was_not_allowed_is_named_with_its_place() -> None:
     assert (
         "structure a/0: expected an nnx.Module class that is allowed, got "
         "'tests.test_structure:local_module.<locals>.Local'; if it is yours, pass it "
-        "in allow=; or give the model's code in model=, or pass template="
+        "in allow=; or give the model's code in model=: its class, or a factory"
     ) == str(e.value)
 
 

@@ -13,10 +13,15 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from storesvc_client.trees.structure import differences, fingerprint, rows
+from storesvc_client.trees import structure
+from storesvc_client.trees.structure import fingerprint, rows
 from tests.modules import CASES, Closure, Holder, Partitioned, rngs
 from tests.stable_ids import stable_id
 from tests.test_structure_golden import stored
+
+
+def differences(*documents: Any, ignore: Any = ()) -> list[str]:
+    return [*map(str, structure.differences(*documents, ignore=ignore))]
 
 
 def norm(**more: Any) -> Any:

@@ -432,8 +432,8 @@ def test_what_is_refused_names_place_and_advice() -> None:
 
     assert (
         "structure dot_general: expected a function that is allowed, got 'os:system'; "
-        "if it is yours, pass it in allow=; or give the model's code in model=, or "
-        "pass template="
+        "if it is yours, pass it in allow=; or give the model's code in model=: "
+        "its class, or a factory"
     ) == str(e.value)
 
 

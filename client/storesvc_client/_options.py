@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SnapshotMode: TypeAlias = Literal["host", "device", "auto", "none"]
 IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
 Processes: TypeAlias = Literal["all", "this"]
+Rehearse: TypeAlias = Literal["warn", "strict", "off"]
 
 DEFAULT_DEADLINE: Final = timedelta(hours=1)
 """How long a restore may take."""

@@ -8,6 +8,7 @@ from storesvc_client._values import Checkpoint, SaveReport
 
 if TYPE_CHECKING:
     from storesvc_client._sending import Saved
+    from storesvc_client.trees.rehearsal import Rehearsal
 
 
 class Save:
@@ -27,6 +28,9 @@ class Save:
             written: The end of what this process does of it; None: that is all of it.
         """
         self.step = step
+        self.rehearsal: Future[Rehearsal] | None = None
+        """Of what ``easydel.save_state`` and ``save_model`` save: whether it could be
+        restored. None where nothing is rehearsed."""
         self._future = future
         self._written: Future[Any] = written or future
         self._observed = False

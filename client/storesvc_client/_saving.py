@@ -7,7 +7,7 @@ own part of the one before, and not for the other processes.
 import logging
 import operator
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -158,6 +158,39 @@ class RunSaving(RunBase):
             StoreError: What the save before failed with, if nobody has seen it; where
                 another process of the job failed it, that is only logged.
         """
+        return self.begin_save(
+            step,
+            tree,
+            structure=structure,
+            check=None,
+            metrics=metrics,
+            labels=labels,
+            base=base,
+            snapshot=snapshot,
+            if_busy=if_busy,
+            processes=processes,
+            lease=lease,
+            progress=progress,
+        )
+
+    def begin_save(
+        self,
+        step: SupportsIndex,
+        tree: Any,
+        *,
+        structure: bytes,
+        check: "Callable[[Plan], None] | None",
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        labels: Mapping[str, str] | None = None,
+        base: Which | None = "latest",
+        snapshot: SnapshotMode = "auto",
+        if_busy: IfBusy = "wait",
+        processes: Processes = "all",
+        lease: timedelta = DEFAULT_LEASE,
+        progress: OnProgress | None = None,
+    ) -> Save:
+        """Begins a save as ``save`` does, once its plan has passed a check: what that
+        raises is raised here, and nothing is saved."""
         checked_choice(f"save to {self.name}: processes=", processes, Processes)
         number = self._checked_step(step)
         joint = _joint_save(self.name, number) if processes == "all" else None
@@ -177,6 +210,8 @@ class RunSaving(RunBase):
                 planner = self._planner(joint.job if joint else None)
                 with meter.phase("plan"):
                     plan, values = planner.plan(tree, structure)
+                if check is not None:
+                    check(plan)
                 save, outbox = self._start(
                     _part(self._connection, description, plan, meter, joint),
                     plan,

@@ -17,13 +17,23 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, SupportsIndex, Unpack
+from types import SimpleNamespace
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    SupportsIndex,
+    Unpack,
+)
 
 from storesvc.format.names import Which
+from storesvc_client._entries import checked_choice
 from storesvc_client._options import (
     DEFAULT_DEADLINE,
     Processes,
     ReadOptions,
+    Rehearse,
     RestoreOptions,
     SaveOptions,
 )
@@ -39,6 +49,8 @@ if TYPE_CHECKING:
     from storesvc_client._client import Client
     from storesvc_client._opened import OpenCheckpoint
     from storesvc_client._options import Rules
+    from storesvc_client.trees.recipes import Recipe
+    from storesvc_client.trees.rehearsal import Rehearser
 
 __all__ = ["restore_model", "restore_state", "save_model", "save_state"]
 
@@ -46,18 +58,32 @@ DIRECTORY_RUN: Final = "local/state"
 """The run of a store that is one directory of checkpoints."""
 
 
-def save_state(run: Run, state: Any, **options: Unpack[SaveOptions]) -> Save:
+def save_state(
+    run: Run,
+    state: Any,
+    *,
+    rehearse: Rehearse = "warn",
+    **options: Unpack[SaveOptions],
+) -> Save:
     """Starts a save of the state at its own step; see ``Run.save``.
+
+    Once for each structure the restore is rehearsed, abstractly: the model is built by
+    its class from the config that is saved, and each leaf is fitted. It makes no array.
 
     Args:
         run: The run that the checkpoint is to belong to.
         state: An ``EasyDeLState``: this library's, EasyDeL's, or any other pytree
             with ``step``, ``graphdef``, ``graphstate``, ``graphother`` and
             ``opt_state``. It may be donated as soon as this returns.
+        rehearse: What to do where ``restore_state`` would refuse what is saved: "warn",
+            in the background after the first save, with the call that works;
+            "strict", before it, refuses to save; "off" does not try.
+            ``Save.rehearsal`` has what came of it.
         options: As of ``Run.save``: ``metrics``, ``labels``, ``base``, ``snapshot``,
             ``if_busy``, ``processes``, ``lease`` and ``progress``.
 
     Raises:
+        MismatchError: With ``rehearse="strict"``: it could not be restored.
         StoreError: As ``Run.save``.
     """
     # Lazily: `import storesvc_client` must not import jax.
@@ -75,16 +101,18 @@ def save_state(run: Run, state: Any, **options: Unpack[SaveOptions]) -> Save:
     recipe = Recipe.of(
         state.graphdef, state.graphstate, state.graphother, state.opt_state
     )
-    return run.save(
-        _step_of(run, state.step),
-        state,
-        structure=recipe.pack(),
-        **options,
-    )
+    rehearser = _rehearser(run, state, rehearse, is_state=True)
+    step = _step_of(run, state.step)
+    return _begun(run, step, state, recipe, rehearser, options)
 
 
 def save_model(
-    run: Run, step: SupportsIndex, model: Any, **options: Unpack[SaveOptions]
+    run: Run,
+    step: SupportsIndex,
+    model: Any,
+    *,
+    rehearse: Rehearse = "warn",
+    **options: Unpack[SaveOptions],
 ) -> Save:
     """Starts a save of a module without optimizer and step; see ``Run.save``.
 
@@ -96,10 +124,12 @@ def save_model(
         step: The step to save it at.
         model: An NNX module, or anything with ``graphdef``, ``graphstate`` and
             ``graphother``.
+        rehearse: As of ``save_state``, for ``restore_model``.
         options: As of ``save_state``.
 
     Raises:
         InvalidRequestError: It is no module.
+        MismatchError: As ``save_state``.
         StoreError: As ``Run.save``.
     """
     from storesvc_client.trees.parts import split_module
@@ -110,19 +140,50 @@ def save_model(
         graphdef, graphstate, graphother = split_module(model)
     except TypeError as e:
         raise InvalidRequestError(f"save to {run.name}: {e}") from e
-    return run.save(
-        step,
-        {"graphstate": graphstate, "graphother": graphother},
-        structure=Recipe.of(graphdef, graphstate, graphother).pack(),
-        **options,
+    parts = SimpleNamespace(
+        graphdef=graphdef, graphstate=graphstate, graphother=graphother
     )
+    rehearser = _rehearser(run, parts, rehearse, is_state=False)
+    recipe = Recipe.of(graphdef, graphstate, graphother)
+    tree = {"graphstate": graphstate, "graphother": graphother}
+    return _begun(run, step, tree, recipe, rehearser, options)
+
+
+def _begun(
+    run: Run,
+    step: SupportsIndex,
+    tree: Any,
+    recipe: "Recipe",
+    rehearser: "Rehearser | None",
+    options: SaveOptions,
+) -> Save:
+    """A save that has begun, and its rehearsal."""
+    structure = recipe.pack()
+    if rehearser is None:
+        return run.save(step, tree, structure=structure, **options)
+    save = run.begin_save(
+        step, tree, structure=structure, check=rehearser.check, **options
+    )
+    save.rehearsal = rehearser.after(save)
+    return save
+
+
+def _rehearser(
+    run: Run, saved: Any, rehearse: Rehearse, *, is_state: bool
+) -> "Rehearser | None":
+    from storesvc_client.trees.rehearsal import Rehearser
+
+    checked_choice(f"save to {run.name}: rehearse=", rehearse, Rehearse)
+    if rehearse == "off":
+        return None
+    return Rehearser(run, saved, rehearse=rehearse, is_state=is_state)
 
 
 def restore_state(
     run: Run,
     which: Which = "latest",
     *,
-    model: Any,
+    model: Any = None,
     tx: "optax.GradientTransformation | None" = None,
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
@@ -143,8 +204,9 @@ def restore_state(
         which: A step, "latest", or a tag.
         model: The model: a class, a factory (a callable that takes nothing), a
             module, or a state; modules and states may be abstract. Factories run
-            under ``nnx.eval_shape``. A class with a ``config_class``, such as those
-            of EasyDeL, gets the config and the dtypes that were saved.
+            under ``nnx.eval_shape``. A class whose constructor takes a config, such
+            as those of EasyDeL, gets the config and the dtypes that were saved. None
+            returns a dict of dicts and lists, with all leaves as they were saved.
         tx: The optimizer that the state was trained with.
         mesh: The devices, in any shape. None: the mesh that the model names, and
             else the sharding of each leaf of ``model``, or the default device.
@@ -154,7 +216,8 @@ def restore_state(
             "recorded", as it was saved. None: the rules that the model knows.
         opt_state: Whether to restore the optimizer's state; inference skips it.
         dtype: A floating-point dtype for the parameters, ``graphstate``, and for the
-            moments that ``tx`` keeps of them. None: as they were saved.
+            moments that ``tx`` keeps of them; it is the ``param_dtype`` of a model
+            that comes as a class. None: as they were saved.
         missing: Whether Variables that the checkpoint lacks, such as those of LoRA,
             are an error or are initialised by the model. With "init" a parameter
             may also have become a frozen Variable of ``graphother``, or vice versa.
@@ -177,6 +240,10 @@ def restore_state(
     from storesvc_client.trees.easydel import EasyDeLState
 
     _check_run(run)
+    if model is None and state_class is not None:
+        raise InvalidRequestError(
+            f"restore of {run.name}: expected model= with state_class=, got None"
+        )
     if state_class is not None and not hasattr(state_class, "create"):
         raise InvalidRequestError(
             "state_class: expected a class with the create() of EasyDeLState, got "
@@ -194,10 +261,8 @@ def restore_state(
     )
     return rebuild.restore_state(
         _opened(run, which, processes, reading),
-        model=model,
-        tx=tx,
-        state_class=state_class or EasyDeLState,
-        options=wanted,
+        rebuild.Request(model=model, tx=tx, options=wanted),
+        state_class or EasyDeLState,
     )
 
 
@@ -258,9 +323,7 @@ def restore_model(
     )
     return rebuild.restore_module(
         _opened(run, which, processes, reading),
-        model=model,
-        allow=allow,
-        options=wanted,
+        rebuild.Request(model=model, allow=allow, options=wanted),
     )
 
 

@@ -6,20 +6,30 @@ factory, a class, or a module or state that is already there.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.sharding import Mesh
 
 from storesvc.format.dtypes import DTYPES
 from storesvc_client._values import LeafInfo, PathPart
-from storesvc_client.errors import InvalidRequestError, MismatchError
+from storesvc_client.errors import (
+    InvalidRequestError,
+    MismatchError,
+    StoreError,
+)
 from storesvc_client.trees.casting import cast_floating
+from storesvc_client.trees.config_classes import (
+    built_config,
+    factory_of,
+    takes_config,
+)
 from storesvc_client.trees.graphs import (
     GraphPath,
     GraphState,
@@ -30,6 +40,7 @@ from storesvc_client.trees.graphs import (
     refine_graphs,
 )
 from storesvc_client.trees.making import nnx_init
+from storesvc_client.trees.matching import cast_name
 from storesvc_client.trees.nesting import nest
 from storesvc_client.trees.partitioning import Rules
 from storesvc_client.trees.parts import (
@@ -39,7 +50,6 @@ from storesvc_client.trees.parts import (
     split_module,
 )
 from storesvc_client.trees.recipes import Recipe
-from storesvc_client.trees.structure import Opaque
 
 __all__ = [
     "PARTS",
@@ -92,7 +102,7 @@ class Blueprint:
 
 
 def draw_blueprint(
-    model: ModelLike, recipe: Recipe | None, mesh: Mesh | None
+    model: ModelLike, recipe: Recipe | None, mesh: Mesh | None, dtype: Any = None
 ) -> Blueprint:
     """Returns the blueprint of a model.
 
@@ -101,23 +111,70 @@ def draw_blueprint(
             gets the config and the dtypes of the recipe; another class is called
             with ``rngs`` if it takes that, and nothing else.
         recipe: Of the checkpoint, if it has one.
-        mesh: What the config of such a class is told, if it asks for a mesh.
+        mesh: What the config of such a class is given, if it asks for a mesh.
+        dtype: The ``param_dtype`` of such a class; None: as it was saved.
 
     Raises:
-        InvalidRequestError: ``model`` is none of these, or a class that needs a
-            config where the recipe has none.
+        InvalidRequestError: ``model`` is none of these, a class that needs a config
+            where the recipe has none, or a factory that needs values.
+        MismatchError: A class refuses the config that was saved.
     """
     make: Callable[[], Any] | None = None
     if isinstance(model, type):
-        make = _maker(model, recipe, mesh)
+        make = _maker(model, recipe, mesh, dtype)
     elif not is_module(model) and callable(model):
         make = model
-    graphdef, graphstate, graphother = (
-        _parts(model) if make is None else _abstract_parts(make, mesh)
-    )
+    if make is None:
+        graphdef, graphstate, graphother = _parts(model)
+    else:
+        with _explained(model):
+            graphdef, graphstate, graphother = _abstract_parts(make, mesh)
     return Blueprint(
         graphdef=graphdef, graphstate=graphstate, graphother=graphother, make=make
     )
+
+
+_NEEDS_VALUES: Final = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.UnexpectedTracerError,
+)
+
+
+@contextmanager
+def _explained(model: Any) -> Generator[None]:
+    """Has what a class or a factory raises say what it is about."""
+    name = getattr(model, "__name__", type(model).__name__)
+    try:
+        yield
+    except StoreError:
+        raise
+    except TraceContextError as e:
+        raise InvalidRequestError(
+            f"model={name}: expected a factory that makes all that it changes, got one "
+            f"that changes what was made outside of it ({_first_line(e)}); make the "
+            "rngs and the layers within it"
+        ) from e
+    except _NEEDS_VALUES as e:
+        raise InvalidRequestError(
+            f"model={name}: expected code that runs abstractly, under nnx.eval_shape, "
+            f"got code that needs values ({_first_line(e)}); compute them, such as "
+            "those of a config, before the restore, or give a module that is made"
+        ) from e
+    except Exception as e:
+        if not isinstance(model, type):
+            raise  # the caller's own
+        raise MismatchError(
+            f"model={name}: expected a class that takes the config and dtypes that "
+            f"were saved, got {type(e).__name__}: {_first_line(e)}; give a factory, "
+            f"model={factory_of(model)}"
+        ) from e
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _parts(module: Any) -> Parts:
@@ -221,41 +278,25 @@ def stand_in(leaf: LeafInfo) -> Any:
     return np.broadcast_to(zero, leaf.shape)  # of no size in memory
 
 
-def _maker(model: type, recipe: Recipe | None, mesh: Mesh | None) -> Callable[[], Any]:
+def _maker(
+    model: type, recipe: Recipe | None, mesh: Mesh | None, dtype: Any
+) -> Callable[[], Any]:
     # of its class, flax's metaclass shows only *args and **kwargs
     accepted = inspect.signature(model.__init__).parameters  # type: ignore[misc]
-    config_class = _config_class(model)
-    if not hasattr(config_class, "from_dict") or "config" not in accepted:
+    if not takes_config(model):
         _refuse_needs(model, accepted)
         takes_rngs = "rngs" in accepted
         return lambda: nnx_init(model, _add_rngs=takes_rngs, _lazy=False)
-    fields = None if recipe is None else recipe.decoded_config()
-    if recipe is None or not isinstance(fields, dict):
-        raise InvalidRequestError(
-            f"expected a checkpoint with the config of a {model.__name__}, got none; "
-            "give a factory, model=lambda: ..."
-        )
-    config = _config(config_class, fields)
+    config = built_config(model, recipe)
     if mesh is not None and hasattr(config, "set_model_mesh"):
         config.set_model_mesh(mesh)  # EasyDeL's models compute on that of their config
-    arguments = recipe.decoded_arguments()
+    arguments = {} if recipe is None else recipe.decoded_arguments()
+    if dtype is not None:
+        arguments["param_dtype"] = DTYPES[str(cast_name(dtype))]
     taken = {name: arguments[name] for name in arguments if name in accepted}
+    if "rngs" not in accepted:
+        return lambda: model(config=config, **taken)
     return lambda: model(config=config, **taken, rngs=nnx.Rngs(0))
-
-
-def _config(config_class: Any, fields: dict[Any, Any]) -> Any:
-    plain = {
-        name: value
-        for name, value in fields.items()
-        if isinstance(name, str) and not isinstance(value, Opaque)
-    }
-    try:
-        return config_class.from_dict(plain)
-    except (TypeError, ValueError, LookupError, AttributeError) as e:
-        raise MismatchError(
-            f"expected a config that {config_class.__name__} takes, got one that it "
-            f"refuses ({type(e).__name__}: {e}); give a factory, model=lambda: ..."
-        ) from e
 
 
 def _refuse_needs(model: type, accepted: Mapping[str, inspect.Parameter]) -> None:
@@ -271,12 +312,6 @@ def _refuse_needs(model: type, accepted: Mapping[str, inspect.Parameter]) -> Non
     if needed:
         raise InvalidRequestError(
             f"expected a class that needs no arguments but rngs, got {model.__name__}, "
-            f"which needs {', '.join(needed)}; give a factory, model=lambda: ..."
+            f"which needs {', '.join(needed)}; give a factory, "
+            f"model={factory_of(model)}"
         )
-
-
-def _config_class(model: type) -> Any:
-    """The class of a model's config: EasyDeL documents the first name, and sets the
-    second."""
-    named = getattr(model, "config_class", None)
-    return named or getattr(model, "_config_class", None)

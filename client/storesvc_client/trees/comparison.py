@@ -5,17 +5,36 @@ They quote what somebody stored, so they are made safe to print.
 """
 
 import logging
-from typing import Final, Literal, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Literal, Protocol, TypeAlias
 
-from storesvc_client._opened import OpenCheckpoint
+from storesvc_client._values import LeafInfo
 from storesvc_client.errors import MismatchError, StructureError
 from storesvc_client.trees.flattening import list_problems
 from storesvc_client.trees.recipes import Recipe
+from storesvc_client.trees.structure import Difference, is_execution, merge_layers
 
-__all__ = ["Structure", "compare", "recipe_of", "refuse"]
+__all__ = ["Stored", "Structure", "compare", "recipe_of", "refuse", "report_as_saved"]
 
 Structure: TypeAlias = Literal["check", "report"]
 """Whether differences are refused, or logged."""
+
+
+class Stored(Protocol):
+    """A checkpoint, or what is about to become one."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def structure(self) -> bytes:
+        """The document about its tree; b"" without one."""
+
+    @property
+    def leaves(self) -> Mapping[str, LeafInfo]:
+        """Its leaves by key."""
+
 
 MAX_TEXT: Final = 300
 """Characters of one difference in a message."""
@@ -26,25 +45,25 @@ _SHOWN: Final = 5
 _log = logging.getLogger("storesvc_client")
 
 
-def recipe_of(opened: OpenCheckpoint, structure: Structure) -> Recipe | None:
+def recipe_of(stored: Stored, structure: Structure) -> Recipe | None:
     """Returns what a checkpoint tells of its model; None where it tells nothing.
 
     Raises:
         StructureError: It is damaged, and differences are to be refused.
     """
-    if not opened.structure:
+    if not stored.structure:
         return None
     try:
-        return Recipe.unpack(opened.structure)
+        return Recipe.unpack(stored.structure)
     except StructureError as e:
         if structure == "check":
             raise
-        _log.warning("%s: nothing is compared with its model: %s", opened.name, e)
+        _log.warning("%s: nothing is compared with its model: %s", stored.name, e)
         return None
 
 
 def compare(
-    opened: OpenCheckpoint,
+    stored: Stored,
     recipe: Recipe | None,
     target: Recipe,
     *,
@@ -54,7 +73,7 @@ def compare(
     """Refuses a model or an optimizer that is not the one that was saved.
 
     Args:
-        opened: The checkpoint.
+        stored: The checkpoint.
         recipe: What it tells of its model; None: nothing.
         target: What is about to be built.
         structure: Whether to refuse a difference, or to log it. One in the config
@@ -66,28 +85,47 @@ def compare(
     """
     if recipe is None:
         return
-    config = recipe.config_differences(target, casting=casting)
-    found = recipe.optimizer_differences(target)
-    found += recipe.model_differences(target, casting=casting)
+    settings = recipe.config_differences(target, casting=casting)
+    places = recipe.optimizer_differences(target)
+    places += recipe.model_differences(target, casting=casting)
+    execution = [each for each in (*settings, *places) if is_execution(each)]
+    if execution:
+        _log.info(
+            "%s is computed otherwise than where it was saved: %s",
+            stored.name,
+            list_problems(_told(_lines(execution))),
+        )
+    config, found = _lines({*settings} - {*execution}), _lines({*places} - {*execution})
     if config and len(found) > _SHOWN:
         # the config names in the caller's words what the structure shows everywhere
         found[_SHOWN:] = [f"and {len(found) - _SHOWN} more places of the structure"]
     if found and structure == "check":
         advice = "mend what is given, or restore with structure='report' what fits"
-        refuse(opened, [*config, *found], advice=advice)
+        refuse(stored, [*config, *found], advice=advice)
     if config or found:
         _log.warning(
             "%s was saved from another model: %s",
-            opened.name,
+            stored.name,
             list_problems(_told([*config, *found])),
         )
 
 
-def refuse(opened: OpenCheckpoint, problems: list[str], *, advice: str) -> None:
+def report_as_saved(stored: Stored, changed: Sequence[Difference]) -> None:
+    """Logs of which leaves the saved dtype is restored, where the caller's code makes
+    another."""
+    if changed:
+        _log.info(
+            "%s comes back with the dtypes that were saved: %s",
+            stored.name,
+            list_problems(_told(_lines(changed))),
+        )
+
+
+def refuse(stored: Stored, problems: list[str], *, advice: str) -> None:
     """Refuses differences, if there are any.
 
     Args:
-        opened: The checkpoint.
+        stored: The checkpoint.
         problems: The differences.
         advice: What to do about them.
 
@@ -96,9 +134,16 @@ def refuse(opened: OpenCheckpoint, problems: list[str], *, advice: str) -> None:
     """
     if problems:
         raise MismatchError(
-            f"{opened.name} was saved from another model or optimizer: "
+            f"{stored.name} was saved from another model or optimizer: "
             f"{list_problems(_told(problems))}; {advice}"
         )
+
+
+def _lines(differences: Iterable[Difference]) -> list[str]:
+    """A line for each difference, the shortest first."""
+    return sorted(
+        map(str, merge_layers(differences)), key=lambda line: (len(line), line)
+    )
 
 
 def _told(problems: list[str]) -> list[str]:

@@ -3,34 +3,40 @@
 What only says where a model runs (its mesh) or which release wrote it is no
 difference; nor is a list for a tuple, which is what JSON made of it.
 
->>> config_differences({"eps": 1e-06, "sizes": (1, 2)}, {"eps": 0.001, "sizes": [1, 2]})
+>>> saved = {"eps": 1e-06, "sizes": (1, 2)}
+>>> [str(each) for each in config_differences(saved, {"eps": 0.001, "sizes": [1, 2]})]
 ['eps: expected 1e-06 as saved, got 0.001']
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from storesvc_client.trees.structure.descriptions import IGNORED
+from storesvc_client.trees.structure.difference_texts import ABSENT, Difference
 
 __all__ = ["config_differences"]
 
-_ABSENT: Final = "nothing"
 
-
-def config_differences(saved: Any, target: Any) -> list[str]:
+def config_differences(
+    saved: Any, target: Any, *, common: bool = False
+) -> list[Difference]:
     """Returns in what the fields of the target are not the saved ones.
 
     Args:
         saved: Plain data: dicts, lists, tuples, numbers, texts, dtypes.
         target: Likewise.
+        common: Whether to compare only fields that both have.
     """
     before, after = dict(_rows(saved, "")), dict(_rows(target, ""))
-    keys = [*before, *(key for key in after if key not in before)]
+    keys = [key for key in before if key in after or not common]
+    keys += [key for key in after if key not in before and not common]
     return [
-        f"{key or 'config'}: expected {before.get(key, _ABSENT)} as saved, "
-        f"got {after.get(key, _ABSENT)}"
+        Difference(key or "config", before.get(key, ABSENT), after.get(key, ABSENT))
         for key in keys
-        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+        if before.get(key, ABSENT) != after.get(key, ABSENT)
     ]
 
 
@@ -48,4 +54,11 @@ def _rows(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def _text(value: Any) -> str:
     """An attribute that was never set is one that is None."""
-    return _ABSENT if value is None else repr(value)
+    if _is_dtype(value):  # a config that went through JSON has only its name
+        return repr(np.dtype(value).name)
+    return ABSENT if value is None else repr(value)
+
+
+def _is_dtype(value: Any) -> bool:
+    is_class = isinstance(value, type) and issubclass(value, np.generic)
+    return is_class or isinstance(value, (np.dtype, type(jnp.float32)))

@@ -125,6 +125,14 @@ def fill_graph(graphdef: "nnx.GraphDef[M]", values: Mapping[GraphPath, Any]) -> 
     return filled
 
 
+def class_of(graphdef: "nnx.GraphDef[Any]") -> type[Any] | None:
+    """Returns the class of a structure's module; None of a dict or a list, and of the
+    modules of flax itself, which are made of arguments."""
+    cls = getattr(graphdef.nodes[0], "type", None)
+    is_module = isinstance(cls, type) and issubclass(cls, nnx.Pytree)
+    return cls if is_module and not cls.__module__.startswith("flax.") else None
+
+
 def graph_paths(graphdef: "nnx.GraphDef[M]") -> frozenset[GraphPath]:
     """Returns the paths at which a module of this structure has leaves."""
     return _leaf_paths(Identity(graphdef))[1]

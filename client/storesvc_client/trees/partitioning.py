@@ -117,9 +117,11 @@ class Partitioner:
                 for axes, size in zip(spec, shape, strict=False)
             ]
             same = _spec(fitted) == _spec(list(spec))
-            found = NamedSharding(self.mesh, spec if same else _spec(fitted))
+            # one longer than the leaf's rank is refused by jax, be the rest None
+            keeps = same and len(spec) <= len(shape)
+            found = NamedSharding(self.mesh, spec if keeps else _spec(fitted))
             self._fits[spec, shape] = found
-        if found.spec != spec:
+        if _spec(list(found.spec)) != _spec(list(spec)):
             self.dropped.append(f"{key}: {spec} does not fit {shape}")
         return found
 

@@ -9,7 +9,7 @@ question has an answer for both. Nothing here imports EasyDeL.
 """
 
 import inspect
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
@@ -19,6 +19,7 @@ from storesvc_client.trees.partitioning import Rules
 
 __all__ = [
     "HasGraph",
+    "has_setting",
     "is_module",
     "mesh_of",
     "partition_rules_of",
@@ -122,8 +123,15 @@ def setting_of(model: Any, name: str) -> Any:
 
     ``nnx.Rngs`` answer any other way of asking with a stream of random numbers.
     """
-    known = inspect.getattr_static(model, name, None) is not None
-    return getattr(model, name) if known else None
+    return getattr(model, name) if has_setting(model, name) else None
+
+
+def has_setting(model: Any, name: str) -> bool:
+    """Returns whether a model or its class has an attribute, be it None."""
+    return inspect.getattr_static(model, name, _ABSENT) is not _ABSENT
+
+
+_ABSENT: Final = object()
 
 
 def _method_of(owner: Any, name: str) -> Any:

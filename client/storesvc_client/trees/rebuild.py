@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from storesvc_client._opened import OpenCheckpoint
-from storesvc_client._options import ReadOptions
+from storesvc_client._options import ReadOptions, TargetOptions
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.blueprints import (
     Blueprint,
@@ -28,7 +28,13 @@ from storesvc_client.trees.blueprints import (
     draw_blueprint,
     stored_blueprint,
 )
-from storesvc_client.trees.comparison import compare, recipe_of, refuse
+from storesvc_client.trees.comparison import (
+    Stored,
+    compare,
+    recipe_of,
+    refuse,
+    report_as_saved,
+)
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.graphs import GraphState, merge_by_path
 from storesvc_client.trees.optimizers import (
@@ -44,7 +50,16 @@ from storesvc_client.trees.recipes import Recipe
 from storesvc_client.trees.sourcing import Sources, as_saved
 from storesvc_client.trees.structure import decode_graphdef
 
-__all__ = ["Options", "restore_module", "restore_opt_state", "restore_state"]
+__all__ = [
+    "Options",
+    "Plan",
+    "Request",
+    "plan_module",
+    "plan_state",
+    "restore_module",
+    "restore_opt_state",
+    "restore_state",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,46 +95,63 @@ _ALLOWED: Final = {
 }
 
 
-def restore_state(
-    opened: OpenCheckpoint,
-    *,
-    model: ModelLike,
-    tx: optax.GradientTransformation | None,
-    state_class: Any,
-    options: Options,
-) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a caller has restored, and of which code."""
+
+    model: ModelLike
+    tx: optax.GradientTransformation | None = None
+    allow: Any = ()
+    options: Options = field(default_factory=Options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a checkpoint becomes a state or a module. Made without reading a leaf."""
+
+    request: Request
+    blueprint: Blueprint
+    sources: Sources
+    options: Options
+    """With the mesh and the rules that the model knows itself."""
+    like: Any
+    """The leaves to restore, abstract."""
+    select: list[str]
+    """Their keys, and those that nothing asks for: a restore refuses them."""
+    begins: bool = False
+    """Whether the optimizer begins anew."""
+
+    @property
+    def target(self) -> TargetOptions:
+        """The arguments of the restore that it takes."""
+        return {
+            "like": self.like,
+            "mesh": self.options.mesh,
+            "rules": self.options.rules,
+            "cast": self.options.dtype,
+            "missing": "error",
+        }
+
+    def restored(self, opened: OpenCheckpoint) -> Any:
+        """Returns the leaves of a checkpoint."""
+        return opened.restore(**self.target, select=self.select, **self.options.reading)
+
+
+def restore_state(opened: OpenCheckpoint, request: Request, state_class: Any) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
-    if tx is not None:
-        check_tx(tx)
-    recipe = recipe_of(opened, options.structure)
-    blueprint = _drawn(model, recipe, options)
-    options = _with_own_placement(blueprint, options)
-    begins = _begins_optimizer(opened, recipe, tx, options)
-    like: dict[str, Any] = {"opt_state": None}
-    if tx is not None and options.opt_state == "restore" and not begins:
-        like["opt_state"] = abstract_opt_state(tx, blueprint.graphstate)
-    compare(
-        opened,
-        recipe,
-        blueprint.recipe(like["opt_state"]),
-        structure=options.structure,
-        casting=options.dtype is not None,
-    )
-    sources = Sources.find(blueprint, opened.leaves, initialising=options.initialises)
-    if "step" in opened.leaves or not options.initialises:
-        like["step"] = jax.ShapeDtypeStruct((), jnp.int32)
-    if options.mesh is None:
-        known = getattr(model, "opt_state", None)
-        like = _beside_parameters(like, blueprint.graphstate, known)
-    restored = _restored(opened, {**sources.like(), **like}, options)
-    graphstate, graphother = sources.merge(restored, options.mesh, options.rules)
+    if request.model is None:
+        return _containers(opened, request)
+    plan = plan_state(opened, request)
+    restored = plan.restored(opened)
+    options, tx = plan.options, request.tx
+    graphstate, graphother = plan.sources.merge(restored, options.mesh, options.rules)
     opt_state = restored["opt_state"]
-    if begins and tx is not None:
+    if plan.begins and tx is not None:
         rules = options.rules if not isinstance(options.rules, str) else None
         opt_state = init_opt_state(tx, graphstate, mesh=options.mesh, rules=rules)
     return state_class.create(
         step=restored.get("step", 0),
-        graphdef=blueprint.graphdef,
+        graphdef=plan.blueprint.graphdef,
         graphstate=graphstate,
         graphother=graphother,
         tx=tx,
@@ -127,28 +159,88 @@ def restore_state(
     )
 
 
-def restore_module(
-    opened: OpenCheckpoint, *, model: ModelLike, allow: Any, options: Options
-) -> Any:
+def restore_module(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
-    recipe = recipe_of(opened, options.structure)
-    if model is None:
+    plan = plan_module(opened, request)
+    restored = plan.restored(opened)
+    parts = plan.sources.merge(restored, plan.options.mesh, plan.options.rules)
+    return merge_by_path(plan.blueprint.graphdef, *parts)
+
+
+def plan_state(stored: Stored, request: Request) -> Plan:
+    """Returns the plan of a restore of a state; no array is made.
+
+    Raises:
+        StoreError: As ``restore_state``, but for what leaves have to fit.
+    """
+    options, tx = request.options, request.tx
+    if tx is not None:
+        check_tx(tx)
+    recipe = recipe_of(stored, options.structure)
+    blueprint = _drawn(request.model, recipe, options)
+    options = _with_own_placement(blueprint, options)
+    begins = _begins_optimizer(stored, recipe, tx, options)
+    like: dict[str, Any] = {"opt_state": None}
+    if tx is not None and options.opt_state == "restore" and not begins:
+        like["opt_state"] = abstract_opt_state(tx, blueprint.graphstate)
+    _compare(stored, recipe, blueprint.recipe(like["opt_state"]), options)
+    sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
+    if "step" in stored.leaves or not options.initialises:
+        like["step"] = jax.ShapeDtypeStruct((), jnp.int32)
+    if options.mesh is None:
+        known = getattr(request.model, "opt_state", None)
+        like = _beside_parameters(like, blueprint.graphstate, known)
+    return Plan(
+        request=request,
+        blueprint=blueprint,
+        sources=sources,
+        options=options,
+        like=_as_saved(stored, {**sources.like(), **like}, options),
+        select=_selected(stored, like, options),
+        begins=begins,
+    )
+
+
+def plan_module(stored: Stored, request: Request) -> Plan:
+    """Returns the plan of a restore of a module; see ``plan_state``."""
+    options = request.options
+    recipe = recipe_of(stored, options.structure)
+    if request.model is None:
         # its mesh and its rules are not asked for: what is stored calls nothing
-        blueprint = _as_stored(opened, recipe, allow, options)
+        blueprint = _as_stored(stored, recipe, request.allow, options)
     else:
-        blueprint = _drawn(model, recipe, options)
-        compare(
-            opened,
-            recipe,
-            blueprint.recipe(None),
-            structure=options.structure,
-            casting=options.dtype is not None,
-        )
+        blueprint = _drawn(request.model, recipe, options)
+        _compare(stored, recipe, blueprint.recipe(None), options)
         options = _with_own_placement(blueprint, options)
-    sources = Sources.find(blueprint, opened.leaves, initialising=options.initialises)
-    restored = _restored(opened, sources.like(), options)
-    parts = sources.merge(restored, options.mesh, options.rules)
-    return merge_by_path(blueprint.graphdef, *parts)
+    sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
+    like = sources.like()
+    return Plan(
+        request=request,
+        blueprint=blueprint,
+        sources=sources,
+        options=options,
+        like=_as_saved(stored, like, options),
+        select=_selected(stored, like, options),
+    )
+
+
+def _containers(opened: OpenCheckpoint, request: Request) -> Any:
+    """The state as dicts and lists, for whom has none of its code."""
+    options = request.options
+    if request.tx is not None or options.initialises:
+        given = "tx=" if request.tx is not None else "missing='init'"
+        raise InvalidRequestError(
+            f"restore of {opened.name}: expected model= with {given}, got None; "
+            "without a model, a state comes back as dicts and lists"
+        )
+    select = _selected(opened, {"step": None}, options)
+    return opened.restore(
+        mesh=options.mesh,
+        rules=options.rules,
+        select=select,
+        cast=options.dtype,
+        **options.reading,
+    )
 
 
 def restore_opt_state(opened: OpenCheckpoint, state: EasyDeLState) -> Any:
@@ -169,16 +261,23 @@ def restore_opt_state(opened: OpenCheckpoint, state: EasyDeLState) -> Any:
     target = Recipe.of(state.graphdef, state.graphstate, state.graphother, abstract)
     if recipe is not None:
         found = recipe.optimizer_differences(target)
-        refuse(opened, found, advice="give the state the optimizer that was saved")
+        advice = "give the state the optimizer that was saved"
+        refuse(opened, [*map(str, found)], advice=advice)
     like = {"opt_state": abstract}
     if options.mesh is None or options.rules is None:
         options = replace(options, mesh=None, rules=None)
         like = _beside_parameters(like, state.graphstate, state.opt_state)
-    return _restored(opened, like, options)["opt_state"]
+    return opened.restore(
+        like=_as_saved(opened, like, options),
+        mesh=options.mesh,
+        rules=options.rules,
+        select=_selected(opened, like, options),
+        **options.reading,
+    )["opt_state"]
 
 
 def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Blueprint:
-    blueprint = draw_blueprint(model, recipe, options.mesh)
+    blueprint = draw_blueprint(model, recipe, options.mesh, options.dtype)
     return blueprint if options.dtype is None else blueprint.cast(options.dtype)
 
 
@@ -196,7 +295,7 @@ def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
 
 
 def _begins_optimizer(
-    opened: OpenCheckpoint,
+    stored: Stored,
     recipe: Recipe | None,
     tx: optax.GradientTransformation | None,
     options: Options,
@@ -208,38 +307,38 @@ def _begins_optimizer(
     """
     if options.opt_state == "skip":
         return False
-    holds = _holds_optimizer(opened, recipe)
+    holds = _holds_optimizer(stored, recipe)
     if holds and tx is None:
         raise InvalidRequestError(
-            f"{opened.name} holds the state of an optimizer: expected tx=, got None; "
+            f"{stored.name} holds the state of an optimizer: expected tx=, got None; "
             "give the optimizer, or opt_state='skip'"
         )
     if tx is None or holds:
         return False
     if recipe is not None and not options.initialises:
         raise InvalidRequestError(
-            f"{opened.name} holds no state of an optimizer: expected no tx=, got one; "
+            f"{stored.name} holds no state of an optimizer: expected no tx=, got one; "
             "leave it out, or give missing='init' to begin it anew"
         )
     return options.initialises
 
 
-def _holds_optimizer(opened: OpenCheckpoint, recipe: Recipe | None) -> bool:
+def _holds_optimizer(stored: Stored, recipe: Recipe | None) -> bool:
     """Whether an optimizer was saved, be it one without a leaf."""
     saved = recipe is not None and recipe.opt_state is not None
-    return saved or bool(_opt_state_keys(opened))
+    return saved or bool(_opt_state_keys(stored))
 
 
 def _as_stored(
-    opened: OpenCheckpoint, recipe: Recipe | None, allow: Any, options: Options
+    stored: Stored, recipe: Recipe | None, allow: Any, options: Options
 ) -> Blueprint:
     """The blueprint of the structure in the checkpoint."""
     if recipe is None or recipe.graphdef is None:
         raise InvalidRequestError(
-            f"{opened.name} holds no structure of a module: expected model=, got None"
+            f"{stored.name} holds no structure of a module: expected model=, got None"
         )
     graphdef = decode_graphdef(recipe.graphdef, allow=allow)
-    blueprint = stored_blueprint(graphdef, opened.leaves)
+    blueprint = stored_blueprint(graphdef, stored.leaves)
     return blueprint if options.dtype is None else blueprint.cast(options.dtype)
 
 
@@ -257,28 +356,36 @@ def _beside_parameters(
     return placed
 
 
-def _restored(opened: OpenCheckpoint, like: Any, options: Options) -> Any:
+def _compare(
+    stored: Stored, recipe: Recipe | None, target: Recipe, options: Options
+) -> None:
+    casting = options.dtype is not None
+    compare(stored, recipe, target, structure=options.structure, casting=casting)
+
+
+def _as_saved(stored: Stored, like: Any, options: Options) -> Any:
+    """The leaves to restore, as they were saved; in what that is not what the code
+    makes is logged."""
+    casting = options.dtype is not None
+    found, changed = as_saved(like, stored.leaves, casting=casting)
+    report_as_saved(stored, changed)
+    return found
+
+
+def _selected(stored: Stored, like: Any, options: Options) -> list[str]:
     skipped: set[str] = set()
     if options.opt_state == "skip":
-        skipped.update(_opt_state_keys(opened))
+        skipped.update(_opt_state_keys(stored))
     if "step" not in like:  # of a state, a module takes the Variables
         skipped.add("step")
     if set(like) == {"opt_state"}:
-        skipped.update(opened.leaves.keys() - set(_opt_state_keys(opened)))
-    select = [key for key in opened.leaves if key not in skipped]
-    return opened.restore(
-        like=as_saved(like, opened.leaves, casting=options.dtype is not None),
-        mesh=options.mesh,
-        rules=options.rules,
-        select=select,
-        cast=options.dtype,
-        **options.reading,
-    )
+        skipped.update(stored.leaves.keys() - set(_opt_state_keys(stored)))
+    return [key for key in stored.leaves if key not in skipped]
 
 
-def _opt_state_keys(opened: OpenCheckpoint) -> list[str]:
+def _opt_state_keys(stored: Stored) -> list[str]:
     return [
         key
-        for key in opened.leaves
+        for key in stored.leaves
         if key == "opt_state" or key.startswith("opt_state/")
     ]

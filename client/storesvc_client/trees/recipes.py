@@ -5,14 +5,16 @@ whether that code is the same: the model's config and dtypes, its structure as d
 the type of each Variable, and the containers of the optimizer's state. It is JSON,
 compressed by zlib, in ``LeafTable.structure``::
 
-    {"format": "storesvc.recipe/1",
+    {"format": "storesvc.recipe/2",
      "versions": {"flax": "0.12.8", "jax": "0.10.2", "optax": "0.2.8"},
      "model": "LlamaForCausalLM",     for people; nothing is looked up by it
-     "config": {...} or null,         plain data (``structure.encode_data``)
-     "arguments": {...},              likewise: dtype, param_dtype, precision
+     "config": {...} or null,         an object (``structure.encode_settings``)
+     "arguments": {...},              plain data: dtype, param_dtype, precision
      "graphdef": {...} or null,       the structure (``structure.encode_graphdef``)
      "variables": {"graphstate/fc1/kernel": "Param", ...},
      "opt_state": {"opt_state/0": "ScaleByAdamState", ...} or null}
+
+In ``storesvc.recipe/1``, which is read still, the config is what its ``to_dict`` said.
 
 Nothing in it is believed: it is compared as data. Only where a caller asks for a
 module and gives no code is the structure decoded, by an exact allow-list.
@@ -21,7 +23,7 @@ module and gives no code is the structure decoded, by an exact allow-list.
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
@@ -44,18 +46,24 @@ from storesvc_client.trees.graphs import (
     graph_leaves,
     graph_paths,
 )
-from storesvc_client.trees.parts import setting_of
+from storesvc_client.trees.parts import has_setting, setting_of
 from storesvc_client.trees.structure import (
+    ABSENT,
+    Difference,
     common_differences,
     decode_data,
     differences,
     encode_data,
     encode_graphdef,
+    encode_settings,
+    plain_settings,
 )
+from storesvc_client.trees.structure.settings import class_name
 
 __all__ = ["Recipe"]
 
-FORMAT: Final = "storesvc.recipe/1"
+FORMAT: Final = "storesvc.recipe/2"
+_READ: Final = (FORMAT, "storesvc.recipe/1")
 
 _ARGUMENTS: Final = ("dtype", "param_dtype", "precision")
 """What EasyDeL's models are built with besides their config."""
@@ -85,7 +93,7 @@ class Recipe:
     model: str
     """The name of its class; informative."""
     config: Json
-    """Encoded plain data; None of a model without a config."""
+    """Of ``encode_settings``; None of a model without a config."""
     arguments: Mapping[str, Json]
     """Encoded plain data."""
     graphdef: Json
@@ -143,7 +151,7 @@ class Recipe:
             StructureError: It is no recipe.
         """
         fields = unpack_document(document)
-        if fields.pop("format", None) != FORMAT or set(fields) != set(cls.__slots__):
+        if fields.pop("format", None) not in _READ or set(fields) != set(cls.__slots__):
             raise StructureError(
                 f"structure of the checkpoint: expected a {FORMAT}, got other fields; "
                 "use a newer release, or restore with run.restore(like=)"
@@ -165,7 +173,7 @@ class Recipe:
         Raises:
             StructureError: It is no plain data.
         """
-        return None if self.config is None else decode_data(self.config)
+        return None if self.config is None else decode_data(plain_settings(self.config))
 
     def decoded_arguments(self) -> dict[str, Any]:
         """Returns the dtypes and the precision that the model was built with.
@@ -178,7 +186,9 @@ class Recipe:
             found["precision"] = jax.lax.Precision.__members__.get(name)
         return {name: found[name] for name in _ARGUMENTS if name in found}
 
-    def config_differences(self, target: "Recipe", *, casting: bool) -> list[str]:
+    def config_differences(
+        self, target: "Recipe", *, casting: bool
+    ) -> list[Difference]:
         """Returns in what the target's config and dtypes are not this one's.
 
         Args:
@@ -188,27 +198,32 @@ class Recipe:
         Raises:
             StructureError: The config is no plain data.
         """
-        found = config_differences(self.decoded_config(), target.decoded_config())
+        is_either_plain = None in (class_name(self.config), class_name(target.config))
+        found = config_differences(
+            self.decoded_config(),
+            target.decoded_config(),
+            # what a to_dict() says is not all that there is, and some of it is not
+            common=is_either_plain and self.config is not None,
+        )
         own, other = self.decoded_arguments(), target.decoded_arguments()
         for name in _CAST if casting else ():
             own.pop(name, None)
             other.pop(name, None)
         return found + config_differences(own, other)
 
-    def optimizer_differences(self, target: "Recipe") -> list[str]:
+    def optimizer_differences(self, target: "Recipe") -> list[Difference]:
         """Returns in what the target's optimizer state is another one; nothing where
         either has none."""
         saved, other = self.opt_state, target.opt_state
         if saved is None or other is None:
             return []
         return [
-            f"{key}: expected {saved.get(key, 'nothing')} as saved, "
-            f"got {other.get(key, 'nothing')}"
+            Difference(key, saved.get(key, ABSENT), other.get(key, ABSENT))
             for key in {**saved, **other}
             if saved.get(key) != other.get(key)
         ]
 
-    def model_differences(self, target: "Recipe", *, casting: bool) -> list[str]:
+    def model_differences(self, target: "Recipe", *, casting: bool) -> list[Difference]:
         """Returns in what the target is another module.
 
         Args:
@@ -216,7 +231,7 @@ class Recipe:
             casting: As of ``config_differences``.
         """
         found = [
-            f"{key}: expected {kind} as saved, got {target.variables[key]}"
+            Difference(key, kind, target.variables[key])
             for key, kind in self.variables.items()
             if target.variables.get(key, kind) != kind
         ]
@@ -264,14 +279,16 @@ def _facts_of(
         leaves = {**graph_leaves(graphstate), **graph_leaves(graphother)}
         held = {p: fresh_leaf(leaves.get(p, _NOTHING)) for p in graph_paths(graphdef)}
         model = fill_graph(graphdef, held)
-        arguments = {
-            name: _encoded(partial(setting_of, model, name)) for name in _ARGUMENTS
-        }
         found = _known[Identity(graphdef)] = _Facts(
             graphdef=_structure(graphdef),
             model=type(model).__qualname__,
-            config=_encoded(partial(_config, model)),
-            arguments={k: v for k, v in arguments.items() if v is not None},
+            config=_encoded(partial(_config, model), encode_settings),
+            arguments={
+                # None is a choice, too, where a class has another default
+                name: _encoded(partial(setting_of, model, name))
+                for name in _ARGUMENTS
+                if has_setting(model, name)
+            },
         )
         while len(_known) > _KNOWN:
             _known.popitem(last=False)
@@ -295,12 +312,14 @@ def _structure(graphdef: "nnx.GraphDef[Any]") -> Json:
         return None
 
 
-def _encoded(ask: Callable[[], Any]) -> Json:
+def _encoded(
+    ask: Callable[[], Any], encode: Callable[[Any], Json] = encode_data
+) -> Json:
     """What a model says of itself; None where it fails to. It is for comparing, and a
     save must not fail for it."""
     try:
         found = ask()
-        return None if found is None else encode_data(_plain(found))
+        return None if found is None else encode(_plain(found))
     except _FAILURES as e:
         _log.warning("a setting of the model is not kept with it: %r", e)
         return None
@@ -308,13 +327,7 @@ def _encoded(ask: Callable[[], Any]) -> Json:
 
 def _config(model: Any) -> Any:
     config = setting_of(model, "config")
-    if isinstance(config, Mapping):
-        return dict(config)
-    if hasattr(config, "to_dict"):
-        return config.to_dict()
-    if is_dataclass(config) and not isinstance(config, type):
-        return {field.name: getattr(config, field.name) for field in fields(config)}
-    return None
+    return dict(config) if isinstance(config, Mapping) else config
 
 
 def _plain(argument: Any) -> Any:

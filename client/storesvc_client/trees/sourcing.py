@@ -33,6 +33,7 @@ from storesvc_client.trees.meta_values import recreate_meta_values
 from storesvc_client.trees.partitioning import Partitioner, Rules
 from storesvc_client.trees.parts import split_module
 from storesvc_client.trees.placing import would_narrow
+from storesvc_client.trees.structure import Difference
 
 __all__ = ["Sources", "as_saved"]
 
@@ -154,12 +155,17 @@ class Sources:
         return dict(zip(places, made, strict=True))
 
 
-def as_saved(like: Any, leaves: Mapping[str, LeafInfo], *, casting: bool) -> Any:
-    """Returns the tree with stand-ins of what was saved, where abstract ones lost it.
+def as_saved(
+    like: Any, leaves: Mapping[str, LeafInfo], *, casting: bool
+) -> tuple[Any, list[Difference]]:
+    """Returns the tree with stand-ins of what was saved, and in what those differ from
+    what the caller's code makes.
 
     Traced, a Python number is an array of 32 bits, and so is a NumPy array of 64. What
     was saved as such comes back as such; and where parameters are cast, scalars of
-    their optimizer, such as a decay rate of 0.999, are not.
+    their optimizer, such as a decay rate of 0.999, are not. An optimizer's state may
+    have moved to another dtype than it begins with, and PRNG keys may be raw or typed:
+    they come back as they were, and are told as differences.
 
     Args:
         like: A pytree, abstract where it came of a trace.
@@ -167,24 +173,39 @@ def as_saved(like: Any, leaves: Mapping[str, LeafInfo], *, casting: bool) -> Any
         casting: Whether floating-point leaves are to be cast.
     """
     named, treedef = named_leaves(like)
-    return jax.tree.unflatten(
-        treedef,
-        [
-            _as_saved(leaf.value, leaves[leaf.key], casting=casting)
-            if isinstance(leaf.value, jax.ShapeDtypeStruct) and leaf.key in leaves
-            else leaf.value
-            for leaf in named
-        ],
-    )
+    values: list[Any] = []
+    changed: list[Difference] = []
+    for leaf in named:
+        value, saved = leaf.value, leaves.get(leaf.key)
+        if isinstance(value, jax.ShapeDtypeStruct) and saved is not None:
+            value = _as_saved(value, saved, casting=casting)
+            if _is_told(leaf.value, value):
+                given, kept = str(leaf.value.dtype), str(value.dtype)
+                changed.append(Difference(leaf.key, kept, given))
+        values.append(value)
+    return jax.tree.unflatten(treedef, values), changed
+
+
+def _is_told(given: jax.ShapeDtypeStruct, kept: Any) -> bool:
+    return isinstance(kept, jax.ShapeDtypeStruct) and kept.dtype != given.dtype
 
 
 def _as_saved(like: jax.ShapeDtypeStruct, leaf: LeafInfo, *, casting: bool) -> Any:
+    if _is_key(like) != (leaf.prng_impl is not None):
+        return _key_as_saved(like, leaf)
     dtype = DTYPES[leaf.dtype]
     families = (jnp.integer, jnp.floating, jnp.complexfloating, jnp.bool_)
     same = any(
         jnp.issubdtype(like.dtype, family) and jnp.issubdtype(dtype, family)
         for family in families
     )
+    is_moment = leaf.key.startswith("opt_state/") and leaf.kind == "array"
+    if (
+        like.shape == leaf.shape
+        and is_moment
+        and not (casting or would_narrow(leaf.dtype))
+    ):
+        return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
     if not same or like.shape != leaf.shape or like.dtype == dtype:
         return stand_in(leaf) if leaf.kind == "python_scalar" and same else like
     floating = jnp.issubdtype(dtype, jnp.floating)
@@ -201,6 +222,26 @@ def _as_saved(like: jax.ShapeDtypeStruct, leaf: LeafInfo, *, casting: bool) -> A
             jax.ShapeDtypeStruct((), dtype, sharding=like.sharding) if scalar else like
         )
     return stand_in(leaf)
+
+
+def _is_key(like: jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+
+
+def _key_as_saved(like: jax.ShapeDtypeStruct, leaf: LeafInfo) -> Any:
+    """Raw key data for a typed key that was saved so, or the reverse; ``like`` where
+    what was saved is no key at all."""
+    known = stand_in(leaf)
+    is_raw = leaf.dtype == "uint32" and leaf.shape[:-1] == like.shape != leaf.shape
+    is_typed = leaf.prng_impl is not None and like.dtype == jnp.uint32
+    if not isinstance(known, jax.ShapeDtypeStruct) or not (is_raw or is_typed):
+        return like
+    if is_typed and known.shape != like.shape[:-1]:
+        return like
+    sharding = like.sharding
+    if sharding is not None and not sharding.is_fully_replicated:
+        sharding = None
+    return jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding)
 
 
 def _variables(blueprint: Blueprint) -> Iterator[tuple[Place, Any]]:

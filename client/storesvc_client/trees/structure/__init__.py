@@ -22,9 +22,21 @@ from storesvc_client.trees.structure.comparing import (
 )
 from storesvc_client.trees.structure.data import Opaque, decode_data, encode_data
 from storesvc_client.trees.structure.decoding import decode_graphdef
+from storesvc_client.trees.structure.difference_texts import (
+    ABSENT,
+    Difference,
+    is_execution,
+    merge_layers,
+)
 from storesvc_client.trees.structure.encoding import encode_graphdef
+from storesvc_client.trees.structure.settings import (
+    encode_settings,
+    plain_settings,
+)
 
 __all__ = [
+    "ABSENT",
+    "Difference",
     "Opaque",
     "StructureError",
     "common_differences",
@@ -33,6 +45,10 @@ __all__ = [
     "differences",
     "encode_data",
     "encode_graphdef",
+    "encode_settings",
     "fingerprint",
+    "is_execution",
+    "merge_layers",
+    "plain_settings",
     "rows",
 ]

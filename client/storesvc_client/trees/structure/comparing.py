@@ -19,14 +19,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from storesvc_client.trees.structure.descriptions import IGNORED
+from storesvc_client.trees.structure.difference_texts import ABSENT, Difference
 from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.plain import pairs_of, tag_of
 from storesvc_client.trees.structure.refusals import refusal, shown
 from storesvc_client.trees.structure.texts import Texts, parts_of, short
 
 _PLACE: Final = "the structure"
-_ROOT: Final = "the module itself"
-_ABSENT: Final = "nothing"
+ROOT: Final = "the module itself"
 _NONE: Final = repr(None)
 
 _MAX_PATH: Final = 240
@@ -45,8 +45,10 @@ def rows(document: JSON) -> dict[str, str]:
     return _rows(document, IGNORED)
 
 
-def differences(saved: JSON, target: JSON, *, ignore: Iterable[str] = ()) -> list[str]:
-    """Returns where two documents differ, in words; none if they do not.
+def differences(
+    saved: JSON, target: JSON, *, ignore: Iterable[str] = ()
+) -> list[Difference]:
+    """Returns where two documents differ; nothing if they do not.
 
     Where one has nothing, or a module of another class, what lies below is left out.
 
@@ -61,11 +63,11 @@ def differences(saved: JSON, target: JSON, *, ignore: Iterable[str] = ()) -> lis
     ignored = IGNORED | frozenset(ignore)
     ours, theirs = _rows(saved, ignored), _rows(target, ignored)
     found = [
-        _difference(path, text, theirs.get(path, _ABSENT))
+        Difference(path or ROOT, text, theirs.get(path, ABSENT))
         for path, text in _tops(ours, theirs)
     ]
     found += [
-        _difference(path, _ABSENT, text)
+        Difference(path or ROOT, ABSENT, text)
         for path, text in _tops(theirs, ours)
         if path not in ours
     ]
@@ -74,7 +76,7 @@ def differences(saved: JSON, target: JSON, *, ignore: Iterable[str] = ()) -> lis
 
 def common_differences(
     saved: JSON, target: JSON, *, ignore: Iterable[str] = ()
-) -> list[str]:
+) -> list[Difference]:
     """Returns where two documents differ in what both of them say.
 
     It is for documents of two releases of flax, which add and rename attributes: what
@@ -92,12 +94,9 @@ def common_differences(
     ours, theirs = _rows(saved, ignored), _rows(target, ignored)
     common = {path: text for path, text in ours.items() if path in theirs}
     return [
-        _difference(path, text, theirs[path]) for path, text in _tops(common, theirs)
+        Difference(path or ROOT, text, theirs[path])
+        for path, text in _tops(common, theirs)
     ]
-
-
-def _difference(path: str, saved: str, target: str) -> str:
-    return f"{path or _ROOT}: expected {saved} as saved, got {target}"
 
 
 def fingerprint(document: JSON) -> str:
@@ -211,7 +210,7 @@ class _Rows:
     def _first(self, path: str, index: JSON) -> str:
         if type(index) is not int or index not in self._paths:
             raise refusal(path or _PLACE, "an index that came before", shown(index))
-        return self._paths[index] or _ROOT
+        return self._paths[index] or ROOT
 
 
 _CHILDREN: Final = {

@@ -86,6 +86,19 @@ def is_cached(cls: type[Any], name: str) -> bool:
     )
 
 
+def slots_of(cls: type[Any], value: Any = None) -> list[str]:
+    """Returns the names of the slots of a class, and with an object of it only those
+    that are set."""
+    return [
+        name
+        for base in cls.__mro__
+        for name, descriptor in vars(base).items()
+        if isinstance(descriptor, types.MemberDescriptorType)
+        and "__slots__" in vars(base)
+        and (value is None or hasattr(value, name))
+    ]
+
+
 def bounded(text: str) -> str:
     """Returns a text, or what tells a long one from others."""
     if len(text) <= _MAX_TEXT:
@@ -125,11 +138,7 @@ def _attributes(value: Any) -> dict[str, Any]:
         return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
     found: dict[str, Any] = {}
     cls = type(value)
-    for base in cls.__mro__:
-        for name, descriptor in vars(base).items():
-            slot = isinstance(descriptor, types.MemberDescriptorType)
-            if slot and "__slots__" in vars(base) and hasattr(value, name):
-                found[name] = getattr(value, name)
+    found |= {name: getattr(value, name) for name in slots_of(cls, value)}
     own = getattr(value, "__dict__", None)
     if isinstance(own, Mapping):
         # what was computed when first asked for says nothing, and is not always there

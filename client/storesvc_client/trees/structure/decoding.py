@@ -96,6 +96,6 @@ def _of_template(document: JSON, template: Any) -> "nnx.GraphDef[Any]":
         graphdef = nnx.split(template)[0]
     if found := differences(document, encode_graphdef(graphdef)):
         raise MismatchError(
-            f"the template has another structure: {list_problems(found)}"
+            f"the template has another structure: {list_problems([*map(str, found)])}"
         )
     return nnx.split(filled(hollow(graphdef)[0]))[0]

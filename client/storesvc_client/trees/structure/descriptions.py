@@ -32,12 +32,35 @@ TOPOLOGY: Final = frozenset(
 VOLATILE: Final = frozenset(
     {
         *("transformers_version", "easydel_version", "_name_or_path"),
-        *("name_or_path", "_commit_hash"),
+        *("name_or_path", "_commit_hash", "_esurge_cache_scope_key"),
     }
 )
 """Settings that say who wrote them."""
 
 IGNORED: Final = TOPOLOGY | VOLATILE
+
+EXECUTION: Final = frozenset(
+    {
+        *("backend", "platform", "easy_method", "hardware_abstraction"),
+        *("attn_mechanism", "decode_attn_mechanism", "mla_attn_mechanism"),
+        *("blocksize_q", "blocksize_k", "blocksize_b", "lmhead_chunksize"),
+        *("gradient_checkpointing", "gradient_checkpointing_targets"),
+        *("scan_ring_attention", "scan_attention_layers", "precompute_masks"),
+        *("use_scan_mlp", "scan_mlp_chunk_size", "use_sharding_constraint"),
+        *("use_sharded_kv_caching", "flash_attention_backward_pass_impl"),
+        *("sequence_axis_name", "kv_cache_sharding_sequence_axis_name"),
+        *("partition_axis", "operation_configs", "moe_method", "moe_force_xla_gmm"),
+        *("moe_tiling_size_batch", "moe_tiling_size_seqlen", "moe_tiling_size_dim"),
+        *("pallas_m_block_size", "pallas_k_block_size", "pallas_n_block_size"),
+        *("use_expert_tensor_mode", "use_ring_of_experts", "fsdp_is_ep_bound"),
+        *("sp_is_ep_bound", "use_qmm_best_config", "qmm_platform_override"),
+        *("qmm_tpu_path_override", "generation_config", "use_cache"),
+        *("output_attentions", "output_hidden_states"),
+        *("return_dict", "use_return_dict", "torchscript"),
+    }
+)
+"""Settings that say how a model is computed, by which kernel and in which order, and
+not what is computed."""
 
 MAX_DESCRIBED: Final = 6
 """Descriptions within each other."""

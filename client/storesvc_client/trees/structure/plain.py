@@ -305,3 +305,6 @@ _DECODERS: Final[dict[str, Callable[[JSON, Place, Decode], Any]]] = {
     "spec": _decode_spec,
     "tuple": _decode_tuple,
 }
+
+PLAIN_TAGS: Final = frozenset(_DECODERS)
+"""What an object of plain data may be."""

@@ -10,7 +10,7 @@ OTHER: Final = "the document is damaged or not of this library; use another chec
 Place: TypeAlias = object
 """What ``str`` makes the place of; made only where it is told."""
 
-CODE: Final = "give the model's code in model=, or pass template="
+CODE: Final = "give the model's code in model=: its class, or a factory"
 """What to do about a value that no document can hold."""
 
 MAX_WORDS: Final = 200

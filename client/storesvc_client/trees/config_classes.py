@@ -1,0 +1,195 @@
+"""The class of a model's config, and a saved config rebuilt as an object of it.
+
+A model's class says which config it takes in one of several ways, tried in this order:
+``config_class`` or ``_config_class``; the annotation of ``config`` in its constructor;
+EasyDeL's registry, where it is registered, if EasyDeL is imported already. The config
+that was saved may be of a class that derives from that one.
+
+Nothing here imports EasyDeL, and no stored name leads anywhere but to these classes.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import jax
+
+from storesvc_client.errors import InvalidRequestError, MismatchError, StructureError
+from storesvc_client.trees.recipes import Recipe
+from storesvc_client.trees.structure import Opaque
+from storesvc_client.trees.structure.setting_classes import (
+    derived_classes,
+    enumerations,
+    named_classes,
+    setting_classes,
+)
+from storesvc_client.trees.structure.settings import class_name, rebuild_settings
+
+__all__ = ["built_config", "factory_of", "takes_config"]
+
+_REGISTRY: Final = "easydel.infra.factory"
+"""The module of EasyDeL that has its registry."""
+
+
+def takes_config(model: type[Any]) -> bool:
+    """Returns whether a class is constructed with a config."""
+    # of its class, flax's metaclass shows only *args and **kwargs
+    parameters = inspect.signature(model.__init__).parameters
+    return "config" in parameters and bool(_config_classes(model))
+
+
+def factory_of(model: type[Any]) -> str:
+    """Returns how to write a factory of a class: the call, with what it needs."""
+    parameters = list(inspect.signature(model.__init__).parameters.values())[1:]
+    needed = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in _OPEN_ENDED
+    ]
+    dtypes = [each.name for each in parameters if each.name in _DTYPES]
+    names = dict.fromkeys([*needed, *dtypes])
+    arguments = [
+        "rngs=nnx.Rngs(0)" if name == "rngs" else f"{name}={name}" for name in names
+    ]
+    return f"lambda: {model.__name__}({', '.join(arguments)})"
+
+
+_OPEN_ENDED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_DTYPES: Final = ("dtype", "param_dtype")
+
+
+def built_config(model: type[Any], recipe: Recipe | None) -> Any:
+    """Returns the saved config, as an object of the class that a model takes.
+
+    Args:
+        model: The class of the model.
+        recipe: Of the checkpoint, if it has one.
+
+    Raises:
+        InvalidRequestError: The checkpoint has no config.
+        MismatchError: The config is of a class that the model does not name, or one
+            that this release of it does not take.
+    """
+    document = None if recipe is None else recipe.config
+    if recipe is None or document is None:
+        raise InvalidRequestError(
+            f"expected a checkpoint with the config of a {model.__name__}, got none; "
+            f"give a factory, model={factory_of(model)}"
+        )
+    classes = _config_classes(model)
+    saved = class_name(document)
+    if saved is None:  # plain data: by an earlier release, or the config is a dict
+        return _from_dict(model, classes, recipe.decoded_config())
+    found = [cls for cls in _with_derived(classes) if _name(cls) == saved]
+    if not found:
+        named = " or ".join(map(_name, classes))
+        raise MismatchError(
+            f"expected a config of {model.__name__}, that is of {named}, got one of "
+            f"{saved} as saved; give the class that was saved, or a factory, "
+            f"model={factory_of(model)}"
+        )
+    known = {**enumerations(document, found[0]), **setting_classes(found[0])}
+    for cls in classes:
+        known.update(setting_classes(cls))
+    try:
+        config = rebuild_settings(document, known)
+    except StructureError as e:
+        raise MismatchError(
+            f"the config of {model.__name__} cannot be rebuilt: {e}"
+        ) from e
+    _of_this_machine(config)
+    return config
+
+
+def _from_dict(model: type[Any], classes: list[type[Any]], fields: Any) -> Any:
+    able = [cls for cls in classes if hasattr(cls, "from_dict")]
+    if not able or not isinstance(fields, dict):
+        raise InvalidRequestError(
+            f"expected a config of a class that {model.__name__} names, got plain "
+            f"data as saved; "
+            f"give a factory, model={factory_of(model)}"
+        )
+    plain = {
+        name: value
+        for name, value in fields.items()
+        if isinstance(name, str) and not isinstance(value, Opaque)
+    }
+    try:
+        return able[0].from_dict(plain)
+    except (TypeError, ValueError, LookupError, AttributeError) as e:
+        raise MismatchError(
+            f"expected a config that {able[0].__name__} takes, got one that it "
+            f"refuses ({type(e).__name__}: {e}); "
+            f"give a factory, model={factory_of(model)}"
+        ) from e
+
+
+_MACHINE: Final = ("backend", "platform")
+"""Settings that EasyDeL takes from the machine where the config is made."""
+
+
+def _of_this_machine(config: Any) -> None:
+    """Has a config of EasyDeL, and those within it, say where it runs now.
+
+    A config that names a backend which is absent here could not make its mesh.
+    """
+    here = jax.default_backend()
+    kernels = "triton" if here == "gpu" else "jax"
+    seen: set[int] = set()
+    left = [config]
+    while left:
+        value = left.pop()
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        is_easydels = all(isinstance(attributes.get(name), str) for name in _MACHINE)
+        if is_easydels and attributes["backend"] != here:
+            attributes.update(backend=here, platform=kernels)
+        left += attributes.values()
+
+
+def _config_classes(model: type[Any]) -> list[type[Any]]:
+    """The classes that a model's config may be of; the first is the likeliest."""
+    return list(dict.fromkeys(_found_classes(model)))
+
+
+def _found_classes(model: type[Any]) -> Iterator[type[Any]]:
+    for name in ("config_class", "_config_class"):
+        named = getattr(model, name, None)
+        if isinstance(named, type):
+            yield named
+    yield from _registered(model)
+    for base in model.__mro__:
+        init = base.__dict__.get("__init__")
+        annotation = getattr(init, "__annotations__", {}).get("config")
+        if annotation is not None:
+            scope: Mapping[str, Any] = getattr(init, "__globals__", {})
+            for cls in named_classes(annotation, scope):
+                if cls.__module__ != "builtins":
+                    yield cls
+            return
+
+
+def _registered(model: type[Any]) -> Iterator[type[Any]]:
+    """The class that EasyDeL's registry has for a model."""
+    registry = getattr(sys.modules.get(_REGISTRY), "registry", None)
+    tasks = getattr(registry, "_task_registry", None)
+    if not isinstance(tasks, Mapping):
+        return
+    for models in tasks.values():
+        for registration in models.values():
+            if getattr(registration, "module", None) is model:
+                yield registration.config
+
+
+def _with_derived(classes: list[type[Any]]) -> list[type[Any]]:
+    found = list(classes)
+    for cls in found:  # which grows meanwhile
+        found += [each for each in derived_classes(cls) if each not in found]
+    return found
+
+
+def _name(cls: type[Any]) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"

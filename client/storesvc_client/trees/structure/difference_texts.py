@@ -1,0 +1,75 @@
+"""Differences between what was saved and what is given, and how messages name them.
+
+>>> places = [f"layers/{layer}/epsilon" for layer in (0, 1, 2)]
+>>> each = [Difference(place, "1e-06", "0.001") for place in places]
+>>> [str(one) for one in merge_layers(each)]
+['layers/{0..2}/epsilon: expected 1e-06 as saved, got 0.001']
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from math import prod
+from typing import Final, NamedTuple
+
+from storesvc_client.trees.structure.descriptions import EXECUTION
+
+__all__ = ["ABSENT", "Difference", "is_execution", "merge_layers"]
+
+ABSENT: Final = "nothing"
+"""What stands for a value that one of the two lacks."""
+
+_NUMBER: Final = re.compile(r"(?<![^/\[])\d+(?![^/@.\[\]])")
+"""A part of a path that is the number of a layer or of an item."""
+
+_PART: Final = re.compile(r"[/.@\[\]]+")
+
+
+class Difference(NamedTuple):
+    """One place that differs."""
+
+    path: str
+    """Parts joined by "/", those of a config by "." and "[N]"."""
+    saved: str
+    given: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: expected {self.saved} as saved, got {self.given}"
+
+
+def is_execution(difference: Difference) -> bool:
+    """Returns whether a difference is in how a model is computed, not in what is."""
+    return not EXECUTION.isdisjoint(_PART.split(difference.path))
+
+
+def merge_layers(differences: Iterable[Difference]) -> list[Difference]:
+    """Returns differences, each that repeats for many layers once, for all of them.
+
+    What cannot be said as ranges of numbers, one for each part of the path, is kept as
+    it is.
+    """
+    groups: dict[tuple[str, str, str], list[Difference]] = defaultdict(list)
+    for each in differences:
+        groups[_NUMBER.sub("{}", each.path), each.saved, each.given].append(each)
+    merged: list[Difference] = []
+    for (pattern, saved, given), group in groups.items():
+        numbers = [tuple(map(int, _NUMBER.findall(each.path))) for each in group]
+        columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+        is_whole = prod(map(len, columns)) == len(set(numbers)) == len(group)
+        if len(group) == 1 or not is_whole:
+            merged += group
+            continue
+        path = pattern
+        for column in columns:
+            path = path.replace("{}", _numbers(column), 1)
+        merged.append(Difference(path, saved, given))
+    return merged
+
+
+def _numbers(column: list[int]) -> str:
+    first, last = column[0], column[-1]
+    if len(column) == 1:
+        return str(first)
+    if column == list(range(first, last + 1)):
+        return f"{{{first}..{last}}}"
+    return f"{{{','.join(map(str, column))}}}"

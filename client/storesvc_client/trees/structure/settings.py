@@ -1,0 +1,292 @@
+"""Configurations as JSON and back, exactly: objects and enumerations included.
+
+Beside what ``values`` has::
+
+    {"object": "my.models:Config", "fields": [["eps", 1e-06], ...]}
+    {"object": "my.models:Sizes", "base": {"dict": [...]}, "fields": []}
+    {"ndarray": "float32", "shape": [2], "data": "0000803f00000040"}
+
+An object is its class and its attributes as they are, not what its ``to_dict`` makes of
+them: many such methods lose enumerations, tuples and dtypes. It is rebuilt from them
+without a call of its constructor, so that nothing is computed anew. Its class is looked
+up among those that the caller's code names (``setting_classes``); nothing is imported.
+
+Attributes that no document can hold, such as a mesh, are described, and are absent from
+what is rebuilt.
+"""
+
+import enum
+import types
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import jax
+import numpy as np
+from flax import nnx
+
+from storesvc.format.dtypes import DTYPES
+from storesvc_client.trees.structure.contents import is_cached, slots_of
+from storesvc_client.trees.structure.limits import JSON, check_json
+from storesvc_client.trees.structure.names import Table
+from storesvc_client.trees.structure.plain import (
+    NOT_PLAIN,
+    PLAIN_TAGS,
+    encode_plain,
+    items_of,
+    pairs_of,
+)
+from storesvc_client.trees.structure.refusals import (
+    Place,
+    Within,
+    refusal,
+    shown,
+)
+from storesvc_client.trees.structure.values import (
+    MAPPINGS,
+    ValueDecoder,
+    ValueEncoder,
+)
+
+__all__ = ["class_name", "encode_settings", "plain_settings", "rebuild_settings"]
+
+_PLACE: Final = "the config"
+
+_PLACES: Final = (
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+    jax.sharding.Sharding,
+    jax.Device,
+)
+"""Where a model runs. A restore has a place of its own."""
+
+_BASES: Final = (dict, list, tuple, set, frozenset, str, int, float)
+"""Plain classes that a class of settings may derive from."""
+
+_MAX_ARRAY_BYTES: Final = 1 << 16
+"""Of an array in a config; a larger one is described."""
+
+_UNKNOWN_CLASS: Final = (
+    "import the module that has it, or give a factory, model=lambda: ..."
+)
+
+
+def encode_settings(value: Any) -> JSON:
+    """Returns a config as JSON; parts that no document can hold are described."""
+    return _SettingsEncoder().encode(value)
+
+
+def class_name(document: JSON) -> str | None:
+    """Returns the name of the class whose object a document holds; None where it holds
+    something else."""
+    name = document.get("object") if isinstance(document, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def rebuild_settings(document: JSON, classes: Mapping[str, type[Any]]) -> Any:
+    """Returns the config that a document holds.
+
+    Args:
+        document: What ``encode_settings`` returned.
+        classes: The classes that it may have objects and members of, by name.
+
+    Raises:
+        StructureError: It is malformed, or has an object of another class.
+    """
+    check_json(document, _PLACE)
+    return _SettingsDecoder(classes).decode(document, _PLACE)
+
+
+def plain_settings(document: JSON) -> JSON:
+    """Returns a document of settings as one of plain data, for comparing.
+
+    An object becomes a dict of its attributes, and a member of an enumeration its value
+    or its name; what has no plain form is described.
+    """
+    if isinstance(document, list):
+        return [plain_settings(item) for item in document]
+    if not isinstance(document, dict) or "opaque" in document:
+        return document
+    if "object" in document:
+        fields = [[k, plain_settings(v)] for k, v in document.get("fields", [])]
+        base = plain_settings(document.get("base"))
+        if base is None or not fields:
+            return {"dict": fields} if base is None else base
+        return {"dict": [["(value)", base], *fields]}
+    if "enum" in document:
+        return document.get("value") or document.get("member")
+    if "ndarray" in document:
+        return {"opaque": {"array": document["ndarray"], "of": document.get("data")}}
+    if "named_tuple" in document:
+        return {"tuple": plain_settings(document.get("items"))}
+    mapping = next((tag for tag in MAPPINGS if tag in document), None)
+    if mapping is not None:
+        return {"dict": plain_settings(document[mapping])}
+    if not any(tag in document for tag in PLAIN_TAGS):
+        return {"opaque": document}
+    return {key: plain_settings(value) for key, value in document.items()}
+
+
+class _SettingsEncoder(ValueEncoder):
+    """Encodes objects by their attributes."""
+
+    def encode_object(self, value: Any) -> JSON | None:
+        """Returns what is not plain as JSON; None where only a description can."""
+        if isinstance(value, (np.ndarray, jax.Array)):
+            return _array(value)
+        if not _is_settings(value):
+            return super().encode_object(value)
+        base = next((base for base in _BASES if isinstance(value, base)), None)
+        known = super().encode_object(value) if base is not None else None
+        if known is not None:  # such as an OrderedDict or a NamedTuple
+            return known
+        document = {"object": _name_of(type(value))}
+        if base is not None:
+            document["base"] = encode_plain(base(value), self.encode)
+            if document["base"] is NOT_PLAIN:
+                return None
+        fields = attributes_of(value)
+        return {**document, "fields": [[k, self.encode(fields[k])] for k in fields]}
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, in the order in which they were set, but for
+    where it runs and for what it computes when first asked."""
+    cls = type(value)
+    found: dict[Any, Any] = {
+        name: getattr(value, name) for name in slots_of(cls, value)
+    }
+    found |= getattr(value, "__dict__", {})
+    return {
+        name: part
+        for name, part in found.items()
+        if isinstance(name, str)
+        and not isinstance(part, _PLACES)
+        and not is_cached(cls, name)
+    }
+
+
+def _is_settings(value: Any) -> bool:
+    """Whether a value is an object whose attributes say all of it."""
+    cls = type(value)
+    if cls.__module__ == "builtins" or isinstance(value, (*_PLACES, *_NO_SETTINGS)):
+        return False
+    if isinstance(value, _BASES):
+        return True
+    has_attributes = hasattr(value, "__dict__") or bool(slots_of(cls))
+    is_made_by_init = vars(object)["__new__"] is cls.__new__
+    return is_made_by_init and not callable(value) and has_attributes
+
+
+_NO_SETTINGS: Final = (enum.Enum, type, types.ModuleType, nnx.Pytree, nnx.Variable)
+
+
+def _array(value: Any) -> JSON | None:
+    """A small array with its values; None of what is abstract, large or of keys."""
+    try:
+        found = np.asarray(value)
+    except Exception:  # noqa: BLE001 - jax raises many kinds for what has no value
+        return None
+    if found.dtype.name not in DTYPES or found.nbytes > _MAX_ARRAY_BYTES:
+        return None
+    data = found.astype(found.dtype.newbyteorder("<"), order="C").tobytes().hex()
+    return {"ndarray": found.dtype.name, "shape": list(found.shape), "data": data}
+
+
+def _name_of(cls: type[Any]) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+class _SettingsDecoder(ValueDecoder):
+    """Rebuilds objects, of the classes that it was given."""
+
+    def __init__(self, classes: Mapping[str, type[Any]]) -> None:
+        super().__init__(Table(dict(classes)))
+        self._classes = classes
+
+    def decode(self, value: JSON, place: Place) -> Any:
+        """Returns the value of a document; see ``ValueDecoder.decode``."""
+        if isinstance(value, dict) and "object" in value:
+            return self._object(value, place)
+        if isinstance(value, dict) and "ndarray" in value:
+            return self._ndarray(value, place)
+        return super().decode(value, place)
+
+    def _object(self, value: dict[str, JSON], place: Place) -> Any:
+        name = value["object"]
+        if value.keys() - {"object", "base", "fields"}:
+            raise refusal(place, "one object", shown(value))
+        cls = self._classes.get(name) if isinstance(name, str) else None
+        if cls is None:
+            raise refusal(
+                place,
+                "a class that the model's config names",
+                shown(name),
+                _UNKNOWN_CLASS,
+            )
+        made = self._empty(cls, value, place)
+        attributes = getattr(made, "__dict__", None)
+        slots = slots_of(cls)
+        for key, item in pairs_of(value.get("fields", []), place):
+            if not isinstance(key, str) or not key.isidentifier():
+                raise refusal(place, "names of attributes", shown(key))
+            if _is_described(item):
+                continue
+            decoded = self.decode(item, Within(place, key))
+            if key in slots:
+                object.__setattr__(made, key, decoded)
+            elif attributes is not None:
+                attributes[key] = decoded
+            else:
+                raise refusal(place, f"attributes of {shown(name)}", shown(key))
+        return made
+
+    def _empty(self, cls: type[Any], value: dict[str, JSON], place: Place) -> Any:
+        """A new object without attributes. No constructor of its class runs."""
+        base = next((base for base in _BASES if issubclass(cls, base)), None)
+        if issubclass(cls, enum.Enum) or (base is None) != ("base" not in value):
+            raise refusal(place, "an object of settings", shown(value["object"]))
+        if base is None:
+            return self._call(lambda: object.__new__(cls), place)
+        content = self.decode(value["base"], Within(place, "base"))
+        if type(content) is not base:
+            raise refusal(place, f"a {base.__name__}", f"a {type(content).__name__}")
+        new: Callable[..., Any] = base.__new__
+        if base in _MUTABLE:
+            made = self._call(partial(new, cls), place)
+            _MUTABLE[base](made, content)
+            return made
+        return self._call(partial(new, cls, content), place)
+
+    def _ndarray(self, value: dict[str, JSON], place: Place) -> Any:
+        name, shape = value["ndarray"], items_of(value.get("shape"), place)
+        if not isinstance(name, str) or name not in DTYPES:
+            raise refusal(place, "the name of a dtype", shown(name))
+        if not all(type(n) is int and n >= 0 for n in shape):
+            raise refusal(place, "a shape", shown(shape))
+        try:
+            content = bytes.fromhex(value["data"])
+            return np.frombuffer(content, DTYPES[name]).reshape(shape).copy()
+        except (TypeError, ValueError, LookupError) as e:
+            raise refusal(place, "the bytes of an array", shown(value)) from e
+
+
+_MUTABLE: Final[dict[type[Any], Callable[[Any, Any], None]]] = {
+    dict: dict.update,
+    list: list.extend,
+    set: set.update,
+}
+
+
+def _is_described(document: JSON) -> bool:
+    """Whether a part of a value is only described."""
+    left = [document]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            if "opaque" in value:
+                return True
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return False

@@ -178,9 +178,7 @@ def test_a_rehearsal_makes_no_array(client: store.Client) -> None:
 
     assert rehearsed(save_state(client.run("tests/rehearsal"), state)).ok
 
-    assert [] == [
-        array.shape for array in jax.live_arrays() if id(array) not in before
-    ]
+    assert [] == [array.shape for array in jax.live_arrays() if id(array) not in before]
 
 
 def test_a_state_may_be_donated_before_it_is_rehearsed(client: store.Client) -> None:

@@ -413,3 +413,35 @@ def test_a_malformed_document_of_containers_is_refused(run: store.Run) -> None:
         with pytest.raises(store.StructureError, match="restore with like="):
             run.restore(run_step)
         assert {"a": 1} == run.restore(run_step, like={"a": 0})
+
+
+class Moments(NamedTuple):
+    first: Any
+    second: Any
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"a": [1.0, (2.0, None)], "b": {}, "c": {3: 1}}, ()),
+        (
+            {"opt": (Moments([1.0], {"x": Moments(1.0, 2.0)}), Moments(1.0, None))},
+            ("opt/0: Moments", "opt/0/second/x: Moments", "opt/1: Moments"),
+        ),
+        (Moments(1.0, 2.0), ("the tree itself: Moments",)),
+        ({"by": {1.5: 1.0, 2.5: 2.0}}, ("by: dict",)),
+    ],
+    ids=["plain", "named tuples", "root", "keys"],
+)
+def test_a_save_reports_which_containers_need_like(
+    client: store.Client, tree: Any, expected: tuple[str, ...]
+) -> None:
+    run = client.run(f"tests/needs-like-{len(expected)}-{len(str(tree))}")
+
+    for step in (1, 2):  # the plan of the second save is that of the first
+        report = run.save(step, tree).report()
+        assert sorted(expected) == sorted(report.needs_like)
+
+    saved: Any = jax.tree.structure(tree)
+    assert saved == jax.tree.structure(run.restore(2, like=tree))
+    assert (not expected) is (saved == jax.tree.structure(run.restore(2)))

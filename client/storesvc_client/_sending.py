@@ -104,6 +104,7 @@ class Upload:
         self._part = part
         self._tree = tree
         self._own = plan.own
+        self._foreign = plan.foreign
         self._outbox = outbox
         self._sums = SumsInProgress(tree.chunk_count)
         self._claimed = np.zeros(tree.chunk_count, np.bool_)
@@ -406,6 +407,7 @@ class Upload:
             slowest=self._meter.slowest.name,
             slowest_seconds=self._meter.slowest.seconds,
             last_process=self._part.last_process,
+            needs_like=self._foreign,
         )
 
 

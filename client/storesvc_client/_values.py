@@ -193,6 +193,9 @@ class SaveReport:
     last_process: str
     """The process of the job that was the last to finish, with its host: ``process 2
     (tpu-host-2)``; "": this one saved alone, or the last one did not live to say so."""
+    needs_like: tuple[str, ...]
+    """``key: class`` of the containers, such as named tuples, that only a restore with
+    ``like=`` rebuilds; without it they come back as dicts or lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

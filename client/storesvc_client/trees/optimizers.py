@@ -27,6 +27,7 @@ __all__ = [
     "check_tx",
     "init_opt_state",
     "replicated_beside",
+    "updated_opt_state",
 ]
 
 
@@ -53,6 +54,20 @@ def abstract_opt_state(
     """
     check_tx(tx)
     return jax.eval_shape(tx.init, graphstate)
+
+
+def updated_opt_state(
+    tx: optax.GradientTransformation, opt_state: optax.OptState, graphstate: GraphState
+) -> optax.OptState | None:
+    """Returns what the first update makes of an abstract state; None where that needs
+    more than gradients.
+
+    A few optimizers, such as ``optax.monitor``, have leaves from then on only.
+    """
+    try:
+        return jax.eval_shape(tx.update, graphstate, opt_state, graphstate)[1]
+    except Exception:  # noqa: BLE001 - the caller's own code
+        return None
 
 
 def init_opt_state(

@@ -59,14 +59,23 @@ class Container:
         return _MADE[self.what]() if self.what in _MADE else None
 
 
-def pack_containers(tree: Any) -> bytes:
-    """Returns the document of a pytree; b"" where its leaves show all, or where it
-    would be larger than a document may be."""
-    rows = [[each.what, each.key, each.path_kinds] for each in _containers(tree)]
+def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
+    """Returns the document of a pytree, and the containers that it does not describe.
+
+    Returns:
+        The document; b"" where the leaves show all, or where it would be larger than a
+        document may be. And ``key: class`` of each outermost container that comes back
+        as a dict or list unless a restore has ``like=``.
+    """
+    foreign: list[str] = []
+    found = _containers(tree, foreign)
+    rows = [[each.what, each.key, each.path_kinds] for each in found]
     if not rows:
-        return b""
+        return b"", tuple(foreign)
     packed = CONTAINERS + pack_document({"containers": sorted(rows)})
-    return packed if len(packed) <= MAX_STRUCTURE_BYTES else b""
+    if len(packed) <= MAX_STRUCTURE_BYTES:
+        return packed, tuple(foreign)
+    return b"", (f"{len(rows)} tuples and empty containers", *foreign)
 
 
 def unpack_containers(document: bytes) -> list[Container]:
@@ -93,7 +102,8 @@ def unpack_containers(document: bytes) -> list[Container]:
     return found
 
 
-def _containers(tree: Any) -> Iterator[Container]:
+def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
+    """Yields what a document describes; what it does not, it adds to ``foreign``."""
     names = Names()
     left: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     while left:
@@ -104,11 +114,29 @@ def _containers(tree: Any) -> Iterator[Container]:
                 yield Container(what, *names.of(path))
             except UnsupportedLeafError:
                 continue  # no leaf is below such a key, and it cannot be written
+        children = list(_children(node))
+        if children and not _is_plain(node):
+            foreign.append(f"{_key(names, path)}: {type(node).__name__}")
         left += [
             ((*path, *below), child)
-            for below, child in _children(node)
+            for below, child in children
             if not isinstance(child, _LEAVES)
         ]
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether a node comes back as it was: a dict does with texts and integers."""
+    if type(node) is dict:
+        return all(type(key) in (str, int) for key in node)
+    return type(node) in _EMPTY
+
+
+def _key(names: Names, path: tuple[Any, ...]) -> str:
+    """The key of a container, for a message."""
+    try:
+        return names.of(path)[0] or "the tree itself"
+    except UnsupportedLeafError:
+        return "a container"
 
 
 def _what(node: Any) -> str:

@@ -66,6 +66,9 @@ class Plan:
     tree: Tree
     structure: bytes
     """The document that its owner gave; b"": none."""
+    foreign: tuple[str, ...]
+    """The containers that come back as dicts or lists without ``like=``; nothing is
+    told of a tree whose owner gave a document."""
     leaves: tuple[LeafPlan, ...]
     """In the order of the tree's."""
     order: tuple[int, ...]
@@ -124,11 +127,13 @@ class Planner:
         rows = tuple(
             _row(leaf, what, of) for (leaf, what), of in zip(found, held, strict=True)
         )
-        planned = Tree(rows, structure or pack_containers(tree))
+        document, foreign = (structure, ()) if structure else pack_containers(tree)
+        planned = Tree(rows, document)
         own = _own_chunks(planned, held, self._job)
         plan = Plan(
             tree=planned,
             structure=structure,
+            foreign=foreign,
             leaves=tuple(
                 _leaf_plan(leaf.value, what, grid)
                 for (leaf, what), grid in zip(found, planned.grids, strict=True)

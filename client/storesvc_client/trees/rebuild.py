@@ -36,6 +36,7 @@ from storesvc_client.trees.comparison import (
     report_as_saved,
 )
 from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.flattening import named_leaves
 from storesvc_client.trees.graphs import GraphState, merge_by_path
 from storesvc_client.trees.optimizers import (
     abstract_opt_state,
@@ -43,6 +44,7 @@ from storesvc_client.trees.optimizers import (
     check_tx,
     init_opt_state,
     replicated_beside,
+    updated_opt_state,
 )
 from storesvc_client.trees.partitioning import Rules
 from storesvc_client.trees.parts import partition_rules_of
@@ -182,7 +184,7 @@ def plan_state(stored: Stored, request: Request) -> Plan:
     begins = _begins_optimizer(stored, recipe, tx, options)
     like: dict[str, Any] = {"opt_state": None}
     if tx is not None and options.opt_state == "restore" and not begins:
-        like["opt_state"] = abstract_opt_state(tx, blueprint.graphstate)
+        like["opt_state"] = _abstract_opt_state(stored, tx, blueprint.graphstate)
     _compare(stored, recipe, blueprint.recipe(like["opt_state"]), options)
     sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
     if "step" in stored.leaves or not options.initialises:
@@ -190,12 +192,13 @@ def plan_state(stored: Stored, request: Request) -> Plan:
     if options.mesh is None:
         known = getattr(request.model, "opt_state", None)
         like = _beside_parameters(like, blueprint.graphstate, known)
+    like = {**sources.like(), **like}
     return Plan(
         request=request,
         blueprint=blueprint,
         sources=sources,
         options=options,
-        like=_as_saved(stored, {**sources.like(), **like}, options),
+        like=_as_saved(stored, like, options),
         select=_selected(stored, like, options),
         begins=begins,
     )
@@ -257,7 +260,7 @@ def restore_opt_state(opened: OpenCheckpoint, state: EasyDeLState) -> Any:
             f"{opened.name}: expected the state of an optimizer, got a checkpoint "
             "without one; begin one with init_tx"
         )
-    abstract = abstract_opt_state(state.tx, state.graphstate)
+    abstract = _abstract_opt_state(opened, state.tx, state.graphstate)
     target = Recipe.of(state.graphdef, state.graphstate, state.graphother, abstract)
     if recipe is not None:
         found = recipe.optimizer_differences(target)
@@ -321,6 +324,23 @@ def _begins_optimizer(
             "leave it out, or give missing='init' to begin it anew"
         )
     return options.initialises
+
+
+def _abstract_opt_state(
+    stored: Stored, tx: optax.GradientTransformation, graphstate: GraphState
+) -> optax.OptState:
+    """The state that an optimizer begins with; or, where only that has the leaves of
+    the checkpoint, the one that it has after an update."""
+    begun = abstract_opt_state(tx, graphstate)
+    saved = set(_opt_state_keys(stored))
+    if _keys_of(begun) == saved:
+        return begun
+    updated = updated_opt_state(tx, begun, graphstate)
+    return updated if updated is not None and _keys_of(updated) == saved else begun
+
+
+def _keys_of(opt_state: optax.OptState) -> set[str]:
+    return {leaf.key for leaf in named_leaves({"opt_state": opt_state})[0]}
 
 
 def _holds_optimizer(stored: Stored, recipe: Recipe | None) -> bool:

@@ -177,17 +177,24 @@ def as_saved(
     changed: list[Difference] = []
     for leaf in named:
         value, saved = leaf.value, leaves.get(leaf.key)
-        if isinstance(value, jax.ShapeDtypeStruct) and saved is not None:
-            value = _as_saved(value, saved, casting=casting)
-            if _is_told(leaf.value, value):
-                given, kept = str(leaf.value.dtype), str(value.dtype)
-                changed.append(Difference(leaf.key, kept, given))
+        given = _abstract(value)
+        if given is not None and saved is not None:
+            kept = _as_saved(given, saved, casting=casting)
+            if isinstance(kept, jax.ShapeDtypeStruct) and kept.dtype != given.dtype:
+                change = Difference(leaf.key, str(kept.dtype), str(given.dtype))
+                changed.append(change)
+                value = kept
+            elif isinstance(value, jax.ShapeDtypeStruct):
+                value = kept
         values.append(value)
     return jax.tree.unflatten(treedef, values), changed
 
 
-def _is_told(given: jax.ShapeDtypeStruct, kept: Any) -> bool:
-    return isinstance(kept, jax.ShapeDtypeStruct) and kept.dtype != given.dtype
+def _abstract(value: Any) -> jax.ShapeDtypeStruct | None:
+    """What a value on a device is; None of one on the host."""
+    if isinstance(value, jax.Array):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+    return value if isinstance(value, jax.ShapeDtypeStruct) else None
 
 
 def _as_saved(like: jax.ShapeDtypeStruct, leaf: LeafInfo, *, casting: bool) -> Any:
@@ -232,11 +239,11 @@ def _key_as_saved(like: jax.ShapeDtypeStruct, leaf: LeafInfo) -> Any:
     """Raw key data for a typed key that was saved so, or the reverse; ``like`` where
     what was saved is no key at all."""
     known = stand_in(leaf)
-    is_raw = leaf.dtype == "uint32" and leaf.shape[:-1] == like.shape != leaf.shape
-    is_typed = leaf.prng_impl is not None and like.dtype == jnp.uint32
-    if not isinstance(known, jax.ShapeDtypeStruct) or not (is_raw or is_typed):
+    if not isinstance(known, jax.ShapeDtypeStruct):
         return like
-    if is_typed and known.shape != like.shape[:-1]:
+    typed, raw = (like, known) if _is_key(like) else (known, like)
+    data = jax.eval_shape(jax.random.key_data, typed)
+    if (data.shape, data.dtype) != (raw.shape, raw.dtype):
         return like
     sharding = like.sharding
     if sharding is not None and not sharding.is_fully_replicated:

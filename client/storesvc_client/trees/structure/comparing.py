@@ -61,7 +61,7 @@ def differences(
         StructureError: A document is malformed.
     """
     ignored = IGNORED | frozenset(ignore)
-    ours, theirs = _rows(saved, ignored), _rows(target, ignored)
+    ours, theirs = _row_pair(saved, target, ignored)
     found = [
         Difference(path or ROOT, text, theirs.get(path, ABSENT))
         for path, text in _tops(ours, theirs)
@@ -91,7 +91,7 @@ def common_differences(
         StructureError: A document is malformed.
     """
     ignored = IGNORED | frozenset(ignore)
-    ours, theirs = _rows(saved, ignored), _rows(target, ignored)
+    ours, theirs = _row_pair(saved, target, ignored)
     common = {path: text for path, text in ours.items() if path in theirs}
     return [
         Difference(path or ROOT, text, theirs[path])
@@ -112,13 +112,32 @@ def fingerprint(document: JSON) -> str:
     return digest.hexdigest()
 
 
+def _row_pair(
+    saved: JSON, target: JSON, ignored: frozenset[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The rows of both, without what is below a reference in either of them."""
+    ours, theirs = _read(saved, ignored), _read(target, ignored)
+    references = tuple(f"{path}/" for path in ours.references | theirs.references)
+    if not references:
+        return ours.texts, theirs.texts
+    first, second = (
+        {path: text for path, text in texts.items() if not path.startswith(references)}
+        for texts in (ours.texts, theirs.texts)
+    )
+    return first, second
+
+
 def _rows(document: JSON, ignored: frozenset[str]) -> dict[str, str]:
+    return _read(document, ignored).texts
+
+
+def _read(document: JSON, ignored: frozenset[str]) -> "_Rows":
     check_json(document, _PLACE)
     if not isinstance(document, dict):
         raise refusal(_PLACE, "a document", shown(document))
     found = _Rows(ignored)
     found.add_child("", document.get("root"))
-    return found.texts
+    return found
 
 
 def _tops(these: dict[str, str], those: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -139,6 +158,8 @@ class _Rows:
 
     def __init__(self, ignored: frozenset[str]) -> None:
         self.texts: dict[str, str] = {}
+        self.references: set[str] = set()
+        """Paths of modules that are described elsewhere."""
         self._ignored = ignored
         self._paths: dict[int, str] = {}
         self._texts = Texts()
@@ -178,6 +199,8 @@ class _Rows:
             self._add(path, text)
             return
         parts = parts_of(value, path)
+        if tag_of(value, {"opaque"}) and "reference" in value["opaque"]:
+            self.references.add(path)
         self._add(path, parts.title)
         for key, item in parts.pairs:
             if not self._is_ignored(key):

@@ -104,6 +104,10 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
     name = soft_name(type(value))
     if isinstance(value, (nnx.Variable, *_PLACES)):
         return {"class": name}
+    if isinstance(value, nnx.Pytree):
+        # such as the module that a closure of its own closes over: it is described
+        # where it stands, and what is below it here is not the same in every build
+        return {"class": name, "reference": True}
     if is_array(value):
         return _array(value, inner)
     if callable(value) and hasattr(value, "__wrapped__"):  # of jit, custom_jvp, ...

@@ -25,7 +25,9 @@ _MAX_CLASSES: Final = 5000
 
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
-_FOREIGN: Final = frozenset({"builtins", "typing", "types", "abc", "collections"})
+_FOREIGN: Final = frozenset(
+    {"abc", "builtins", "collections", "dataclasses", "types", "typing"}
+)
 """Modules whose classes hold no settings, or stand for themselves."""
 
 

@@ -3,7 +3,7 @@
 # CI runs.
 
 .PHONY: demo demo-multihost test check lint types contract breaking wheel-test \
-        deploy-test bench soak test-easydel test-gcs format proto lock clean
+        deploy-test bench soak test-easydel sweep-easydel test-gcs format proto lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -129,6 +129,13 @@ test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest
 test-easydel: $(EASYDEL_VENV)/.installed
 	$(EASYDEL_PYTEST) tests/easydel
 	$(EASYDEL_PYTEST) --ignore=tests/easydel
+
+# Every class of EasyDeL's registry, saved by one process and restored by its class in
+# another, on another mesh: half an hour. CI takes one class in nine.
+#   make sweep-easydel CLASSES=Llama
+sweep-easydel: $(EASYDEL_VENV)/.installed
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
+	  $(EASYDEL_VENV)/bin/python -W ignore -m tests.easydel.sweep '$(CLASSES)'
 
 # What the emulator stands in for otherwise: stores in a real bucket, below a prefix
 # of their own that is deleted at the end; credentials are Application Default

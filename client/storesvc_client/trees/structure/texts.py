@@ -18,6 +18,11 @@ MAX_TEXT: Final = 200
 """Characters of one text; a longer value is told by its parts."""
 
 
+ARRAY: Final = "an array "
+DIGEST: Final = " of digest "
+"""How the text of an array begins, and what stands before its digest."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """A value that has parts."""
@@ -175,11 +180,11 @@ def _opaque(value: JSON, place: Place) -> Parts:
         raise refusal(place, "a description", shown(described))
     end = " (cut short)" if described.get("cut") else ""
     if "digest" in described:
-        end += f" of digest {_name(described['digest'], place)[:16]}"
+        end += f"{DIGEST}{_name(described['digest'], place)[:16]}"
     parts = pairs_of(described.get("fields", []), place)
     if "array" in described:
         shape = ", ".join(map(shown, items_of(described.get("shape"), place)))
-        title = f"an array {shown(described['array'])} ({shape}){end}"
+        title = f"{ARRAY}{shown(described['array'])} ({shape}){end}"
         return _titled(short(title), parts)
     name = _name(described.get("function") or described.get("class"), place)
     # a wrapper often bears the name of what it wraps

@@ -1,0 +1,156 @@
+"""Models that are not as their class makes them: quantized, with adapters, loaded."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import easydel as ed
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from easydel.infra.base_state import EasyDeLState
+from easydel.layers.quantization import QuantizationConfig, QuantizationType
+from flax import nnx
+
+import storesvc_client as store
+from storesvc_client.easydel import restore_model, restore_state, save_state
+from tests.easydel.digests import digests
+from tests.easydel.scenarios import Scenario
+
+SCENARIO: Final = Scenario()
+PATTERN: Final = ".*(q_proj|v_proj).*"
+
+
+@pytest.fixture
+def run() -> Iterator[store.Run]:
+    with store.connect("memory://") as client:
+        yield client.run("tests/changed")
+
+
+def plain(**changes: Any) -> Any:
+    return SCENARIO.model(SCENARIO.dims, num_hidden_layers=1, **changes)
+
+
+def lora() -> Any:
+    return plain().apply_lora_to_layers(4, PATTERN, rngs=nnx.Rngs(1))
+
+
+def quantized(kind: QuantizationType) -> Callable[[], Any]:
+    def make() -> Any:
+        return plain().quantize(quantization_config=QuantizationConfig(dtype=kind))
+
+    return make
+
+
+def qlora() -> Any:
+    model = quantized(QuantizationType.NF4)()
+    return model.apply_lora_to_layers(4, PATTERN, rngs=nnx.Rngs(1))
+
+
+def of_qat() -> Any:
+    config = SCENARIO.config(SCENARIO.dims, num_hidden_layers=1)
+    config.quantization_config = QuantizationConfig(
+        dtype=QuantizationType.INT8, simulate=True, group_size=32
+    )
+    return ed.LlamaForCausalLM(
+        config=config,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        precision=None,
+        rngs=nnx.Rngs(0),
+    )
+
+
+KINDS: Final = ("mxfp8", "mxfp4", "nvfp8", "nvfp4", "nf4", "affine", "int8")
+CHANGED: Final[dict[str, Callable[[], Any]]] = {
+    "lora": lora,
+    "qlora": qlora,
+    **{kind: quantized(QuantizationType(kind)) for kind in KINDS},
+}
+
+
+def tx() -> optax.GradientTransformation:
+    return optax.adamw(1e-3)
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_changed_model_comes_back_from_its_factory_and_from_itself(
+    run: store.Run, kind: str
+) -> None:
+    model = CHANGED[kind]()
+    trains = "lora" in kind
+    state = EasyDeLState.create(
+        model=model, tx=tx() if trains else None, init_opt_state=trains
+    )
+    save = save_state(run, state)
+    save.result()
+    options = {"tx": state.tx, "mesh": model.mesh, "state_class": EasyDeLState}
+
+    for given in (CHANGED[kind], state, model):
+        back = restore_state(run, model=given, **options)
+        assert digests(state) == digests(back)
+
+    assert save.rehearsal is not None
+    found = save.rehearsal.result(120)
+    assert not found.ok  # its class alone makes another model
+    assert "model=lambda: LlamaForCausalLM(config=config" in found.message
+
+
+def test_a_model_for_quantization_aware_training_comes_back_by_class(
+    run: store.Run,
+) -> None:
+    model = of_qat()
+    state = EasyDeLState.create(model=model, tx=tx(), init_opt_state=True)
+    save_state(run, state, rehearse="strict").result()
+
+    back = restore_state(
+        run,
+        model=ed.LlamaForCausalLM,
+        tx=tx(),
+        mesh=model.mesh,
+        state_class=EasyDeLState,
+    )
+
+    assert digests(state) == digests(back)
+    saved, restored = model.config, back.model.config
+    assert saved.quantization_config == restored.quantization_config
+    assert isinstance(restored.quantization_config.dtype, QuantizationType)
+
+
+def test_a_model_that_easydel_loaded_comes_back_by_class(
+    run: store.Run, tmp_path: Path
+) -> None:
+    plain().save_pretrained(str(tmp_path))
+    model = ed.LlamaForCausalLM.from_pretrained(
+        str(tmp_path),
+        sharding_axis_dims=SCENARIO.dims,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        config_kwargs={"attn_mechanism": ed.AttentionMechanisms.VANILLA},
+    )
+    state = EasyDeLState.create(model=model, tx=tx(), init_opt_state=True)
+    raw = [
+        leaf
+        for leaf in jax.tree.leaves(state.graphother)
+        if leaf.shape == (2,) and leaf.dtype == jnp.uint32
+    ]
+    save_state(run, state, rehearse="strict").result()
+
+    for given in (ed.LlamaForCausalLM, state):
+        back = restore_state(
+            run, model=given, tx=tx(), mesh=model.mesh, state_class=EasyDeLState
+        )
+        assert digests(state) == digests(back)
+    assert raw, "EasyDeL leaves raw keys there: that is what is tested"
+
+
+def test_a_cast_gives_the_module_its_param_dtype(run: store.Run) -> None:
+    save_state(run, EasyDeLState.create(model=plain())).result()
+
+    back = restore_model(run, model=ed.LlamaForCausalLM, dtype="bfloat16")
+
+    assert jnp.bfloat16 == back.param_dtype
+    assert {jnp.dtype("bfloat16")} == {
+        leaf.dtype for leaf in jax.tree.leaves(back.graphstate)
+    }

@@ -1,0 +1,24 @@
+"""The registry sweep, over a part of EasyDeL's classes; ``make sweep-easydel``: all."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.easydel.registry import UNBUILDABLE, chosen, registered
+from tests.easydel.sweep import sweep
+
+
+@pytest.mark.timeout(900)
+def test_one_class_in_nine_and_one_of_each_task_come_back_by_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = chosen()
+
+    is_well = sweep(names, tmp_path)
+
+    assert is_well, capsys.readouterr().out
+    assert 25 <= len(names) <= 40
+
+
+def test_what_easydel_cannot_build_is_in_its_registry() -> None:
+    assert UNBUILDABLE.keys() <= registered().keys()

@@ -1,11 +1,13 @@
 """Planning and rebuilding trees of many leaves, beside jax's own flattening.
 
-    python -m tests.bench.trees [--leaves 100000] [--server]
+    python -m tests.bench.trees [--leaves 100000] [--server | --rehearse]
 
 What a save does before its first byte, and a restore before and after its last one,
 for a module of many small parameters. The floor is ``tree_flatten_with_path`` of the
 same state. Nothing is sent. With --server: whole saves and restores of such a tree of
-host arrays, and the processor time and the memory of the server.
+host arrays, and the processor time and the memory of the server. With --rehearse: the
+seconds that ``save_state`` keeps its caller, with and without the rehearsal of the
+restore, and those of the rehearsal in the background.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ from jax.sharding import PartitionSpec
 
 import storesvc_client as store
 from storesvc.format.trees import pack_leaves, unpack_leaves
+from storesvc_client.easydel import save_state
 from storesvc_client.trees.blueprints import draw_blueprint
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.flattening import named_leaves
@@ -111,6 +115,53 @@ def measure(leaves: int) -> dict[str, float]:
     return {name: min(timed(task), timed(task)) for name, task in tasks.items()}
 
 
+def measure_rehearsal(leaves: int, rounds: int = 3) -> None:
+    """Prints what the rehearsal adds to the first save, and to the next ones."""
+    rows: dict[str, list[tuple[float, float, float, float]]] = {"off": [], "warn": []}
+    for _ in range(rounds):
+        for rehearse, found in rows.items():
+            model = Many(leaves // 2, rngs=nnx.Rngs(0))
+            state = EasyDeLState.create(step=0, model=model)
+            found.append(saved(state, rehearse))
+    print(
+        f"{'medians, seconds':20}{'first':>8}{'whole':>8}{'next':>8}{'rehearsal':>11}"
+    )
+    medians = {
+        name: [median(column) for column in zip(*found, strict=True)]
+        for name, found in rows.items()
+    }
+    for name, values in medians.items():
+        first, whole, later, rehearsal = values
+        print(
+            f"rehearse={name:11}{first:8.2f}{whole:8.2f}{later:8.2f}{rehearsal:11.2f}"
+        )
+    ratios = [
+        warn / off
+        for warn, off in zip(medians["warn"], medians["off"], strict=True)
+        if off
+    ]
+    print(f"{'warn / off':20}{ratios[0]:8.2f}{ratios[1]:8.2f}{ratios[2]:8.2f}")
+
+
+def saved(state: Any, rehearse: Any) -> tuple[float, float, float, float]:
+    """Returns the seconds of the first call of ``save_state``, of all of that save, of
+    the next call, and of the rehearsal after its save."""
+    with store.connect("memory://") as client:
+        run = client.run("bench/rehearsal")
+        began = time.perf_counter()
+        save = save_state(run, state, rehearse=rehearse)
+        first = time.perf_counter() - began
+        save.result()
+        whole = time.perf_counter() - began
+        rehearsal = timed(lambda: save.rehearsal and save.rehearsal.result())
+        later = state.replace(step=1)
+        began = time.perf_counter()
+        save = save_state(run, later, rehearse=rehearse)
+        next_call = time.perf_counter() - began
+        save.result()
+        return first, whole, next_call, rehearsal if rehearse != "off" else 0.0
+
+
 def timed(task: Callable[[], Any]) -> float:
     """Returns the seconds that a task takes."""
     began = time.perf_counter()
@@ -174,7 +225,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--leaves", type=int, default=100_000)
     parser.add_argument("--server", action="store_true")
+    parser.add_argument("--rehearse", action="store_true")
     arguments = parser.parse_args()
+    if arguments.rehearse:
+        measure_rehearsal(arguments.leaves)
+        return
     if arguments.server:
         measure_server(arguments.leaves)
         return

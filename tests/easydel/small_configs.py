@@ -56,8 +56,8 @@ def small_config(config_class: Any, **changes: Any) -> Any:
         if value is not None:
             arguments[name] = value
     for name in getattr(config_class, "sub_configs", None) or {}:
-        if name in parameters:
-            part = type(getattr(config_class(), name))
+        part = type(getattr(config_class(), name))
+        if name in parameters and _is_config_class(part):
             arguments[name] = small_config(part).to_dict()
     config = config_class(**{**arguments, **changes})
     _shrink_sections(config)

@@ -18,6 +18,7 @@ import storesvc_client as store
 from storesvc_client.easydel import restore_state, save_state
 from tests.easydel.digests import digests
 from tests.easydel.scenarios import Scenario
+from tests.easydel.test_real_states import with_leaves_of
 
 DTYPES: Final = [("bfloat16", "float32"), ("float32", "bfloat16")]
 """Of parameters and gradients."""
@@ -107,4 +108,6 @@ def test_an_optimizer_of_the_trainer_goes_on_as_it_would_have(
 
     assert digests(state) == digests(back)
     if name.value not in UNSTEPPABLE:
-        assert digests(stepped(state, grad_dtype)) == digests(stepped(back, grad_dtype))
+        # a product of matrices is summed in another order where they lie otherwise
+        moved = with_leaves_of(state, back)
+        assert digests(stepped(moved, grad_dtype)) == digests(stepped(back, grad_dtype))

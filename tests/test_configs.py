@@ -4,7 +4,7 @@ import enum
 import json
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -19,6 +19,7 @@ import storesvc_client as store
 from storesvc_client.easydel import restore_model, restore_state, save_model
 from storesvc_client.errors import StructureError
 from storesvc_client.trees.config_classes import factory_of
+from storesvc_client.trees.recipes import Recipe
 from storesvc_client.trees.structure.setting_classes import setting_classes
 from storesvc_client.trees.structure.settings import (
     encode_settings,
@@ -284,6 +285,45 @@ def test_plain_settings_are_comparable_data() -> None:
     assert "opaque" in plain["of"]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"object": "x", "fields": 3},
+        {"object": "x", "fields": [1]},
+        {"object": "x", "base": [1], "fields": []},
+        {"enum": "x", "member": [1]},
+        {"named_tuple": "x", "items": 3},
+        {"ordered_dict": 3},
+        {"ndarray": []},
+        {"tuple": [{"object": "x", "fields": {"a": 1}}]},
+    ],
+)
+def test_a_malformed_config_is_refused_where_it_is_compared(
+    run: store.Run, config: Any
+) -> None:
+    model = Model(Config(), rngs=nnx.Rngs(0))
+    recipe = Recipe.of(*nnx.split(model, nnx.Param, ...))
+    state = {"graphstate": model.linear.kernel[...]}
+    document = replace(recipe, config=config).pack()
+    run.save(1, state, structure=document).result()
+
+    with pytest.raises(store.StoreError):
+        restore_model(run, model=model)
+
+
+class Optional(nnx.Module):
+    """Needs no config, and has saved none."""
+
+    def __init__(self, config: Config | None = None, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, 4 if config is None else config.width, rngs=rngs)
+
+
+def test_a_config_that_a_class_need_not_have_need_not_be_saved(run: store.Run) -> None:
+    save_model(run, 1, Optional(rngs=nnx.Rngs(0)), rehearse="strict").result()
+
+    assert (2, 4) == restore_model(run, model=Optional).linear.kernel.shape
+
+
 def test_the_call_of_a_factory_names_what_the_class_needs() -> None:
     class Typed(nnx.Module):
         def __init__(
@@ -309,7 +349,7 @@ class Broken(nnx.Module):
         self.linear = nnx.Linear(2, config.width, rngs=rngs)
 
 
-def test_a_class_that_refuses_its_config_is_told_with_the_factory(
+def test_a_class_that_refuses_its_config_is_an_error_with_the_factory(
     run: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(run, 1, Broken(Config(8), rngs=nnx.Rngs(0))).result()
@@ -325,7 +365,7 @@ def test_a_class_that_refuses_its_config_is_told_with_the_factory(
     ) == str(e.value)
 
 
-def test_a_factory_that_needs_values_or_changes_others_is_told_so(
+def test_a_factory_that_needs_values_or_changes_others_is_refused(
     run: store.Run,
 ) -> None:
     save_model(run, 1, Model(Config(), rngs=nnx.Rngs(0))).result()

@@ -28,6 +28,7 @@ from storesvc_client.trees.casting import cast_floating
 from storesvc_client.trees.config_classes import (
     built_config,
     factory_of,
+    needed_arguments,
     takes_config,
 )
 from storesvc_client.trees.graphs import (
@@ -283,8 +284,8 @@ def _maker(
 ) -> Callable[[], Any]:
     # of its class, flax's metaclass shows only *args and **kwargs
     accepted = inspect.signature(model.__init__).parameters  # type: ignore[misc]
-    if not takes_config(model):
-        _refuse_needs(model, accepted)
+    if not takes_config(model, recipe):
+        _refuse_needs(model)
         takes_rngs = "rngs" in accepted
         return lambda: nnx_init(model, _add_rngs=takes_rngs, _lazy=False)
     config = built_config(model, recipe)
@@ -299,16 +300,9 @@ def _maker(
     return lambda: model(config=config, **taken, rngs=nnx.Rngs(0))
 
 
-def _refuse_needs(model: type, accepted: Mapping[str, inspect.Parameter]) -> None:
+def _refuse_needs(model: type) -> None:
     """Refuses a class that cannot be called with rngs alone."""
-    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [
-        name
-        for name, parameter in list(accepted.items())[1:]  # the first is self
-        if parameter.default is parameter.empty
-        and parameter.kind not in open_ended
-        and name != "rngs"
-    ]
+    needed = [name for name in needed_arguments(model) if name != "rngs"]
     if needed:
         raise InvalidRequestError(
             f"expected a class that needs no arguments but rngs, got {model.__name__}, "

@@ -21,42 +21,52 @@ from storesvc_client.trees.structure import Opaque
 from storesvc_client.trees.structure.setting_classes import (
     derived_classes,
     enumerations,
+    name_of_class,
     named_classes,
     setting_classes,
 )
 from storesvc_client.trees.structure.settings import class_name, rebuild_settings
 
-__all__ = ["built_config", "factory_of", "takes_config"]
+__all__ = ["built_config", "factory_of", "needed_arguments", "takes_config"]
 
 _REGISTRY: Final = "easydel.infra.factory"
 """The module of EasyDeL that has its registry."""
 
 
-def takes_config(model: type[Any]) -> bool:
-    """Returns whether a class is constructed with a config."""
+def takes_config(model: type[Any], recipe: Recipe | None) -> bool:
+    """Returns whether a class is constructed with the config of a recipe: always, where
+    it needs one."""
     # of its class, flax's metaclass shows only *args and **kwargs
-    parameters = inspect.signature(model.__init__).parameters
-    return "config" in parameters and bool(_config_classes(model))
+    config = inspect.signature(model.__init__).parameters.get("config")
+    if config is None or not _config_classes(model):
+        return False
+    has_one = recipe is not None and recipe.config is not None
+    return has_one or config.default is config.empty
 
 
 def factory_of(model: type[Any]) -> str:
     """Returns how to write a factory of a class: the call, with what it needs."""
-    parameters = list(inspect.signature(model.__init__).parameters.values())[1:]
-    needed = [
-        each.name
-        for each in parameters
-        if each.default is each.empty and each.kind not in _OPEN_ENDED
-    ]
-    dtypes = [each.name for each in parameters if each.name in _DTYPES]
-    names = dict.fromkeys([*needed, *dtypes])
+    parameters = inspect.signature(model.__init__).parameters
+    dtypes = [name for name in parameters if name in _DTYPES]
+    names = dict.fromkeys([*needed_arguments(model), *dtypes])
     arguments = [
         "rngs=nnx.Rngs(0)" if name == "rngs" else f"{name}={name}" for name in names
     ]
     return f"lambda: {model.__name__}({', '.join(arguments)})"
 
 
-_OPEN_ENDED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _DTYPES: Final = ("dtype", "param_dtype")
+
+
+def needed_arguments(model: type[Any]) -> list[str]:
+    """Returns the names of the arguments that a class has no default for."""
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = list(inspect.signature(model.__init__).parameters.values())
+    return [
+        each.name
+        for each in parameters[1:]  # the first is self
+        if each.default is each.empty and each.kind not in open_ended
+    ]
 
 
 def built_config(model: type[Any], recipe: Recipe | None) -> Any:
@@ -81,9 +91,9 @@ def built_config(model: type[Any], recipe: Recipe | None) -> Any:
     saved = class_name(document)
     if saved is None:  # plain data: by an earlier release, or the config is a dict
         return _from_dict(model, classes, recipe.decoded_config())
-    found = [cls for cls in _with_derived(classes) if _name(cls) == saved]
+    found = [cls for cls in _with_derived(classes) if name_of_class(cls) == saved]
     if not found:
-        named = " or ".join(map(_name, classes))
+        named = " or ".join(map(name_of_class, classes))
         raise MismatchError(
             f"expected a config of {model.__name__}, that is of {named}, got one of "
             f"{saved} as saved; give the class that was saved, or a factory, "
@@ -189,7 +199,3 @@ def _with_derived(classes: list[type[Any]]) -> list[type[Any]]:
     for cls in found:  # which grows meanwhile
         found += [each for each in derived_classes(cls) if each not in found]
     return found
-
-
-def _name(cls: type[Any]) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"

@@ -67,8 +67,8 @@ class Plan:
     structure: bytes
     """The document that its owner gave; b"": none."""
     foreign: tuple[str, ...]
-    """The containers that come back as dicts or lists without ``like=``; nothing is
-    told of a tree whose owner gave a document."""
+    """The containers that come back as dicts or lists without ``like=``; not known of a
+    tree whose owner gave a document."""
     leaves: tuple[LeafPlan, ...]
     """In the order of the tree's."""
     order: tuple[int, ...]

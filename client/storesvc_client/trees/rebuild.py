@@ -228,7 +228,7 @@ def plan_module(stored: Stored, request: Request) -> Plan:
 
 
 def _containers(opened: OpenCheckpoint, request: Request) -> Any:
-    """The state as dicts and lists, for whom has none of its code."""
+    """The state as dicts and lists, for a caller without its code."""
     options = request.options
     if request.tx is not None or options.initialises:
         given = "tx=" if request.tx is not None else "missing='init'"

@@ -135,12 +135,14 @@ class Rehearser:
             MismatchError: What would be saved could not be restored.
         """
         self._plan = plan
-        if self._is_strict:
-            future, is_new = self._known.begin(self._run, plan)
-            if is_new:
-                future.set_result(self._rehearsed(plan, self._subject()))
-            if not (found := future.result()).ok:
-                raise MismatchError(f"save to {self._run}: {found.message}")
+        if not self._is_strict:
+            return
+        found = self._known.result(self._run, plan)
+        if found is None:
+            found = self._rehearsed(plan, self._subject())
+            self._known.add(self._run, plan, found)
+        if not found.ok:
+            raise MismatchError(f"save to {self._run}: {found.message}")
 
     def after(self, save: Save) -> "Future[Rehearsal] | None":
         """Rehearses in the background, once a save has ended, if it is the first one of
@@ -159,9 +161,9 @@ class Rehearser:
             def rehearse() -> None:
                 save.wait()  # a training loop may be waiting for it, too
                 found = self._rehearsed(plan, subject)
-                future.set_result(found)
                 if not found.ok:
                     _log.warning("%s: %s", self._run, found.message)
+                future.set_result(found)
 
             _in_background(rehearse, future)
         return future
@@ -245,12 +247,25 @@ class _Known:
             self._last[run] = plan, future
             return future, future is mine
 
+    def result(self, run: str, plan: Plan) -> Rehearsal | None:
+        """Returns what came of the rehearsal of a plan; None where it has not ended."""
+        with self._lock:
+            future = self._found.get((run, _digest(plan)))
+        return future.result() if future is not None and future.done() else None
+
+    def add(self, run: str, plan: Plan, found: Rehearsal) -> None:
+        """Adds what came of a rehearsal."""
+        ended: Future[Rehearsal] = Future()
+        ended.set_result(found)
+        with self._lock:
+            self._found.setdefault((run, _digest(plan)), ended)
+
 
 _of_connections: "WeakKeyDictionary[Connection, _Known]" = WeakKeyDictionary()
 
 
 def _digest(plan: Plan) -> bytes:
-    """A digest of what a plan is of, apart from where its leaves lie."""
+    """A digest of the structure and the leaves of a plan, without shardings."""
     digest = hashlib.sha256(plan.tree.structure)
     for leaf in plan.tree.leaves:
         digest.update(f"{leaf.key}\0{leaf.dtype}{leaf.shape}".encode())

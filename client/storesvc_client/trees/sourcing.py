@@ -165,7 +165,7 @@ def as_saved(
     was saved as such comes back as such; and where parameters are cast, scalars of
     their optimizer, such as a decay rate of 0.999, are not. An optimizer's state may
     have moved to another dtype than it begins with, and PRNG keys may be raw or typed:
-    they come back as they were, and are told as differences.
+    they come back as they were, and are returned as differences.
 
     Args:
         like: A pytree, abstract where it came of a trace.

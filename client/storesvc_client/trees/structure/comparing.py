@@ -117,14 +117,23 @@ def _row_pair(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The rows of both, without what is below a reference in either of them."""
     ours, theirs = _read(saved, ignored), _read(target, ignored)
-    references = tuple(f"{path}/" for path in ours.references | theirs.references)
+    references = ours.references | theirs.references
     if not references:
         return ours.texts, theirs.texts
     first, second = (
-        {path: text for path, text in texts.items() if not path.startswith(references)}
+        {path: text for path, text in texts.items() if not _is_below(path, references)}
         for texts in (ours.texts, theirs.texts)
     )
     return first, second
+
+
+def _is_below(path: str, references: set[str]) -> bool:
+    end = path.find("/")
+    while end >= 0:
+        if path[:end] in references:
+            return True
+        end = path.find("/", end + 1)
+    return False
 
 
 def _rows(document: JSON, ignored: frozenset[str]) -> dict[str, str]:

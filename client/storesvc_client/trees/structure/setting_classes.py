@@ -18,7 +18,13 @@ from typing import Any, Final
 
 from storesvc_client.trees.structure.limits import JSON
 
-__all__ = ["derived_classes", "enumerations", "named_classes", "setting_classes"]
+__all__ = [
+    "derived_classes",
+    "enumerations",
+    "name_of_class",
+    "named_classes",
+    "setting_classes",
+]
 
 _MAX_CLASSES: Final = 5000
 """Classes that one config leads to."""
@@ -37,7 +43,7 @@ def setting_classes(config_class: type[Any]) -> Mapping[str, type[Any]]:
     left = [config_class]
     while left and len(found) < _MAX_CLASSES:
         cls = left.pop()
-        name = f"{cls.__module__}:{cls.__qualname__}"
+        name = name_of_class(cls)
         if name in found or not _may_hold_settings(cls):
             continue
         found[name] = cls
@@ -45,6 +51,11 @@ def setting_classes(config_class: type[Any]) -> Mapping[str, type[Any]]:
         if not issubclass(cls, enum.Enum):
             left += _named_by(cls)
     return types.MappingProxyType(found)
+
+
+def name_of_class(cls: type[Any]) -> str:
+    """Returns ``module:qualname`` of a class."""
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def enumerations(

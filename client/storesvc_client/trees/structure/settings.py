@@ -42,6 +42,7 @@ from storesvc_client.trees.structure.refusals import (
     refusal,
     shown,
 )
+from storesvc_client.trees.structure.setting_classes import name_of_class
 from storesvc_client.trees.structure.values import (
     MAPPINGS,
     ValueDecoder,
@@ -102,14 +103,23 @@ def plain_settings(document: JSON) -> JSON:
 
     An object becomes a dict of its attributes, and a member of an enumeration its value
     or its name; what has no plain form is described.
+
+    Raises:
+        StructureError: It is malformed.
     """
+    check_json(document, _PLACE)
+    return _plain(document)
+
+
+def _plain(document: JSON) -> JSON:
     if isinstance(document, list):
-        return [plain_settings(item) for item in document]
+        return [_plain(item) for item in document]
     if not isinstance(document, dict) or "opaque" in document:
         return document
     if "object" in document:
-        fields = [[k, plain_settings(v)] for k, v in document.get("fields", [])]
-        base = plain_settings(document.get("base"))
+        pairs = pairs_of(document.get("fields", []), _PLACE)
+        fields = [[key, _plain(item)] for key, item in pairs]
+        base = _plain(document.get("base"))
         if base is None or not fields:
             return {"dict": fields} if base is None else base
         return {"dict": [["(value)", base], *fields]}
@@ -118,13 +128,13 @@ def plain_settings(document: JSON) -> JSON:
     if "ndarray" in document:
         return {"opaque": {"array": document["ndarray"], "of": document.get("data")}}
     if "named_tuple" in document:
-        return {"tuple": plain_settings(document.get("items"))}
+        return {"tuple": _plain(document.get("items"))}
     mapping = next((tag for tag in MAPPINGS if tag in document), None)
     if mapping is not None:
-        return {"dict": plain_settings(document[mapping])}
+        return {"dict": _plain(document[mapping])}
     if not any(tag in document for tag in PLAIN_TAGS):
         return {"opaque": document}
-    return {key: plain_settings(value) for key, value in document.items()}
+    return {key: _plain(value) for key, value in document.items()}
 
 
 class _SettingsEncoder(ValueEncoder):
@@ -140,7 +150,7 @@ class _SettingsEncoder(ValueEncoder):
         known = super().encode_object(value) if base is not None else None
         if known is not None:  # such as an OrderedDict or a NamedTuple
             return known
-        document = {"object": _name_of(type(value))}
+        document = {"object": name_of_class(type(value))}
         if base is not None:
             document["base"] = encode_plain(base(value), self.encode)
             if document["base"] is NOT_PLAIN:
@@ -191,10 +201,6 @@ def _array(value: Any) -> JSON | None:
         return None
     data = found.astype(found.dtype.newbyteorder("<"), order="C").tobytes().hex()
     return {"ndarray": found.dtype.name, "shape": list(found.shape), "data": data}
-
-
-def _name_of(cls: type[Any]) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 class _SettingsDecoder(ValueDecoder):

@@ -232,3 +232,62 @@ def test_another_process_has_the_same_fingerprints() -> None:
 
     own = {name: fingerprint(stored(CASES[name].make())) for name in names}
     assert own == json.loads(done.stdout)
+
+
+def difference(path: str, saved: str = "1", given: str = "2") -> structure.Difference:
+    return structure.Difference(path, saved, given)
+
+
+@pytest.mark.parametrize(
+    ("paths", "merged"),
+    [
+        (["layers/0/eps", "layers/1/eps", "layers/2/eps"], ["layers/{0..2}/eps"]),
+        (["layers/0/eps", "layers/2/eps"], ["layers/{0,2}/eps"]),
+        (["a/0/b/0/x", "a/0/b/1/x", "a/1/b/0/x", "a/1/b/1/x"], ["a/{0..1}/b/{0..1}/x"]),
+        (["a/0/b/0/x", "a/1/b/1/x"], ["a/0/b/0/x", "a/1/b/1/x"]),
+        (["sizes[0].x", "sizes[1].x"], ["sizes[{0..1}].x"]),
+        (["norm1/eps", "norm2/eps"], ["norm1/eps", "norm2/eps"]),
+        (["layers/7/eps"], ["layers/7/eps"]),
+    ],
+)
+def test_a_difference_of_many_layers_is_one(
+    paths: list[str], merged: list[str]
+) -> None:
+    found = structure.merge_layers(map(difference, paths))
+
+    assert merged == [each.path for each in found]
+
+
+def test_a_setting_of_a_shared_config_is_one_difference() -> None:
+    found = structure.merge_configs(
+        [
+            difference("layers/0/attention/base_config/eps"),
+            difference("config/eps"),
+            difference("config/eps", given="3"),
+            difference("layers/0/eps"),
+            difference("layers/1/eps"),
+        ]
+    )
+
+    assert {
+        ("config/eps", "2"),
+        ("config/eps", "3"),
+        ("layers/0/eps", "2"),
+        ("layers/1/eps", "2"),
+    } == {(each.path, each.given) for each in found}
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("platform", True),
+        ("text_config.attn_mechanism", True),
+        ("layers/0/attention_performer/impl", True),
+        ("layers/0/impl", False),
+        ("layers/0/attention_performer/impl/softmax_scale", False),
+        ("layers/0/my_platform", False),
+        ("output_router_logits", False),
+    ],
+)
+def test_only_how_a_model_is_computed_is_execution(path: str, expected: bool) -> None:
+    assert expected is structure.is_execution(difference(path))

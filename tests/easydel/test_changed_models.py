@@ -1,6 +1,7 @@
 """Models that are not as their class makes them: quantized, with adapters, loaded."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -154,3 +155,51 @@ def test_a_cast_gives_the_module_its_param_dtype(run: store.Run) -> None:
     assert {jnp.dtype("bfloat16")} == {
         leaf.dtype for leaf in jax.tree.leaves(back.graphstate)
     }
+
+
+EXECUTION: Final[dict[str, Any]] = {
+    "attn_mechanism": ed.AttentionMechanisms.SDPA,
+    "blocksize_k": 128,
+    "decode_attn_mechanism": ed.AttentionMechanisms.VANILLA,
+    "easy_method": "serve",
+    "gradient_checkpointing": ed.EasyDeLGradientCheckPointers.NOTHING_SAVEABLE,
+    "lmhead_chunksize": 8,
+    "platform": "triton",
+    "precompute_masks": False,
+    "use_scan_mlp": True,
+    "use_sharding_constraint": True,
+}
+NUMBERS: Final[dict[str, Any]] = {
+    "attn_softmax_dtype": jnp.bfloat16,
+    "hidden_act": "gelu",
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 9.0,
+}
+
+
+def with_setting(name: str, value: Any) -> Any:
+    config = SCENARIO.config(SCENARIO.dims, num_hidden_layers=1)
+    setattr(config, name, value)
+    return ed.LlamaForCausalLM(
+        config=config,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        precision=None,
+        rngs=nnx.Rngs(0),
+    )
+
+
+def test_how_a_model_is_computed_is_logged_and_what_is_computed_refused(
+    run: store.Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_state(run, EasyDeLState.create(model=plain())).result()
+
+    for name, value in EXECUTION.items():
+        caplog.clear()
+        with caplog.at_level("INFO", "storesvc_client"):
+            restore_model(run, model=partial(with_setting, name, value))
+        text = "\n".join(r.getMessage() for r in caplog.records if name in r.message)
+        assert f"computed otherwise than where it was saved: {name}: expected" in text
+    for name, value in NUMBERS.items():
+        with pytest.raises(store.MismatchError, match=name):
+            restore_model(run, model=partial(with_setting, name, value))

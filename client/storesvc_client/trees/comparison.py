@@ -12,7 +12,12 @@ from storesvc_client._values import LeafInfo
 from storesvc_client.errors import MismatchError, StructureError
 from storesvc_client.trees.flattening import list_problems
 from storesvc_client.trees.recipes import Recipe
-from storesvc_client.trees.structure import Difference, is_execution, merge_layers
+from storesvc_client.trees.structure import (
+    Difference,
+    is_execution,
+    merge_configs,
+    merge_layers,
+)
 
 __all__ = ["Stored", "Structure", "compare", "recipe_of", "refuse", "report_as_saved"]
 
@@ -141,9 +146,8 @@ def refuse(stored: Stored, problems: list[str], *, advice: str) -> None:
 
 def _lines(differences: Iterable[Difference]) -> list[str]:
     """A line for each difference, the shortest first."""
-    return sorted(
-        map(str, merge_layers(differences)), key=lambda line: (len(line), line)
-    )
+    merged = map(str, merge_layers(merge_configs(differences)))
+    return sorted(merged, key=lambda line: (len(line), line))
 
 
 def _told(problems: list[str]) -> list[str]:

@@ -26,6 +26,7 @@ from storesvc_client.trees.structure.difference_texts import (
     ABSENT,
     Difference,
     is_execution,
+    merge_configs,
     merge_layers,
 )
 from storesvc_client.trees.structure.encoding import encode_graphdef
@@ -48,6 +49,7 @@ __all__ = [
     "encode_settings",
     "fingerprint",
     "is_execution",
+    "merge_configs",
     "merge_layers",
     "plain_settings",
     "rows",

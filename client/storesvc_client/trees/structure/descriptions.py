@@ -57,6 +57,7 @@ EXECUTION: Final = frozenset(
         *("qmm_tpu_path_override", "generation_config", "use_cache"),
         *("output_attentions", "output_hidden_states"),
         *("return_dict", "use_return_dict", "torchscript"),
+        *("_gradient_checkpointing_feature", "module_moe_method"),
     }
 )
 """Settings that say how a model is computed, by which kernel and in which order, and

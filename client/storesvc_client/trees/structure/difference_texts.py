@@ -14,7 +14,13 @@ from typing import Final, NamedTuple
 
 from storesvc_client.trees.structure.descriptions import EXECUTION
 
-__all__ = ["ABSENT", "Difference", "is_execution", "merge_layers"]
+__all__ = [
+    "ABSENT",
+    "Difference",
+    "is_execution",
+    "merge_configs",
+    "merge_layers",
+]
 
 ABSENT: Final = "nothing"
 """What stands for a value that one of the two lacks."""
@@ -37,9 +43,28 @@ class Difference(NamedTuple):
         return f"{self.path}: expected {self.saved} as saved, got {self.given}"
 
 
+_KERNEL: Final = re.compile(r"(.*/)?attention_performer/impl(_decode)?")
+"""Where EasyDeL's models keep the kernel of an attention, which its config names."""
+
+_CONFIGS: Final = frozenset({"config", "base_config", "text_config", "vision_config"})
+"""What modules call a config that they share with others."""
+
+
 def is_execution(difference: Difference) -> bool:
     """Returns whether a difference is in how a model is computed, not in what is."""
-    return not EXECUTION.isdisjoint(_PART.split(difference.path))
+    named = not EXECUTION.isdisjoint(_PART.split(difference.path))
+    return named or _KERNEL.fullmatch(difference.path) is not None
+
+
+def merge_configs(differences: Iterable[Difference]) -> list[Difference]:
+    """Returns differences, each of a setting that many modules have in their configs
+    once, at the shortest path."""
+    kept: dict[tuple[str, str, str], Difference] = {}
+    for each in sorted(differences, key=lambda each: (len(each.path), each.path)):
+        *above, name = _PART.split(each.path)
+        shared = bool(above) and above[-1] in _CONFIGS
+        kept.setdefault((name if shared else each.path, each.saved, each.given), each)
+    return list(kept.values())
 
 
 def merge_layers(differences: Iterable[Difference]) -> list[Difference]:

@@ -157,6 +157,37 @@ def test_what_no_model_fits_is_said_with_what_still_works(
     assert {"b": [1.0]} == restore_state(run)["opt_state"]
 
 
+class Concrete(nnx.Module):
+    """Needs values while it is built, so that it is never built abstractly."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, int(jnp.ones(()) * 3), rngs=rngs)
+
+
+def test_a_class_that_needs_values_is_warned_of(client: store.Client) -> None:
+    run = client.run("tests/rehearsal")
+
+    found = rehearsed(save_model(run, 1, Concrete(rngs=nnx.Rngs(0))))
+
+    assert not found.ok
+    assert "got code that needs values" in found.message
+    made = Concrete(rngs=nnx.Rngs(1))
+    assert (2, 3) == restore_model(run, model=made).linear.kernel.shape
+
+
+class Keeping(nnx.Module):
+    """Needs a config, and keeps none."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, config.width, rngs=rngs)
+
+
+def test_a_class_that_keeps_no_config_has_a_factory(client: store.Client) -> None:
+    run = client.run("tests/rehearsal")
+
+    assert rehearsed(save_model(run, 1, Keeping(Config(), rngs=nnx.Rngs(0)))).ok
+
+
 def test_a_structure_is_rehearsed_once(
     client: store.Client, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,8 +28,12 @@ from storesvc_client._options import Rehearse
 from storesvc_client._run import Run
 from storesvc_client._save import Save
 from storesvc_client._values import LeafInfo
-from storesvc_client.errors import InvalidRequestError, MismatchError
-from storesvc_client.trees.config_classes import factory_of
+from storesvc_client.errors import MismatchError
+from storesvc_client.trees.config_classes import (
+    factory_of,
+    needed_arguments,
+    takes_config,
+)
 from storesvc_client.trees.graphs import GraphState, class_of
 from storesvc_client.trees.parts import HasGraph
 from storesvc_client.trees.planning import Plan
@@ -39,6 +43,7 @@ from storesvc_client.trees.rebuild import (
     plan_module,
     plan_state,
 )
+from storesvc_client.trees.recipes import Recipe
 from storesvc_client.trees.restoring import Target
 
 __all__ = ["Rehearsal", "Rehearser"]
@@ -85,7 +90,7 @@ class _Subject:
     graphstate: GraphState
     graphother: GraphState
     tx: Any
-    opt_state: Any
+    has_opt_state: bool
     is_state: bool
 
     @classmethod
@@ -97,7 +102,7 @@ class _Subject:
             graphstate=_abstract(state.graphstate),
             graphother=_abstract(state.graphother),
             tx=tx,
-            opt_state=getattr(state, "opt_state", None) is not None,
+            has_opt_state=getattr(state, "opt_state", None) is not None,
             is_state=is_state,
         )
 
@@ -179,7 +184,7 @@ class Rehearser:
         if cls is not None and by_class is None:
             return Rehearsal(ok=True, message="")
         again = _failure(stored, subject, subject)
-        if again is None and (cls is None or _needs_arguments(by_class)):
+        if again is None and (cls is None or _needs_arguments(cls, stored)):
             return Rehearsal(ok=True, message="")
         call = "restore_state" if subject.is_state else "restore_model"
         if again is None and cls is not None:
@@ -197,16 +202,19 @@ class Rehearser:
         return Rehearsal(ok=False, message=message)
 
 
-def _needs_arguments(failure: Exception | None) -> bool:
-    """Whether a class cannot be built by itself: then its owner has a factory."""
-    return isinstance(failure, InvalidRequestError)
+def _needs_arguments(cls: type[Any], stored: _Planned) -> bool:
+    """Whether a class needs what no checkpoint has: then its owner has a factory."""
+    recipe = Recipe.unpack(stored.structure)
+    has_config = recipe.config is not None and takes_config(cls, recipe)
+    given = {"rngs", "config"} if has_config else {"rngs"}
+    return not given.issuperset(needed_arguments(cls))
 
 
 def _failure(stored: _Planned, subject: _Subject, model: Any) -> Exception | None:
     """What a restore by a model would be refused with; None: nothing."""
     options = Options(opt_state="skip") if _skips(subject) else Options()
     request = Request(
-        model=model, tx=subject.tx if subject.opt_state else None, options=options
+        model=model, tx=subject.tx if subject.has_opt_state else None, options=options
     )
     try:
         plan = (plan_state if subject.is_state else plan_module)(stored, request)
@@ -250,7 +258,11 @@ class _Known:
     def result(self, run: str, plan: Plan) -> Rehearsal | None:
         """Returns what came of the rehearsal of a plan; None where it has not ended."""
         with self._lock:
-            future = self._found.get((run, _digest(plan)))
+            last = self._last.get(run)
+            if last is not None and last[0] is plan:
+                future: Future[Rehearsal] | None = last[1]
+            else:
+                future = self._found.get((run, _digest(plan)))
         return future.result() if future is not None and future.done() else None
 
     def add(self, run: str, plan: Plan, found: Rehearsal) -> None:
@@ -258,7 +270,8 @@ class _Known:
         ended: Future[Rehearsal] = Future()
         ended.set_result(found)
         with self._lock:
-            self._found.setdefault((run, _digest(plan)), ended)
+            known = self._found.setdefault((run, _digest(plan)), ended)
+            self._last[run] = plan, known
 
 
 _of_connections: "WeakKeyDictionary[Connection, _Known]" = WeakKeyDictionary()

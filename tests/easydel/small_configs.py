@@ -55,8 +55,10 @@ def small_config(config_class: Any, **changes: Any) -> Any:
         value = _small(name, parameter.default)
         if value is not None:
             arguments[name] = value
-    for name in getattr(config_class, "sub_configs", None) or {}:
-        part = type(getattr(config_class(), name))
+    for name, named in (getattr(config_class, "sub_configs", None) or {}).items():
+        # the named class may be any, and the default may have no such part
+        made = type(getattr(config_class(), name))
+        part = made if _is_config_class(made) else named
         if name in parameters and _is_config_class(part):
             arguments[name] = small_config(part).to_dict()
     config = config_class(**{**arguments, **changes})

@@ -123,12 +123,13 @@ soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak $(SOAK)
 
 # Beside the real easydel and the jax and flax that it pins: its states and helpers
-# against ours, then our own tests. Importing easydel changes a process (jax's flags,
-# the recursion limit), so each half has one of its own.
+# against ours, then those of our own tests that use jax. Importing easydel changes a
+# process (jax's flags, the recursion limit), so each half has one of its own.
 test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest
+test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(trees|easydel)
 test-easydel: $(EASYDEL_VENV)/.installed
 	$(EASYDEL_PYTEST) tests/easydel
-	$(EASYDEL_PYTEST) --ignore=tests/easydel
+	$(EASYDEL_PYTEST) $$(grep -lE '^ *$(USES_JAX)' tests/test_*.py)
 
 # Every class of EasyDeL's registry, saved by one process and restored by its class in
 # another, on another mesh: half an hour. CI takes one class in nine.

@@ -132,7 +132,7 @@ test-easydel: $(EASYDEL_VENV)/.installed
 	$(EASYDEL_PYTEST) $$(grep -lE '^ *$(USES_JAX)' tests/test_*.py)
 
 # Every class of EasyDeL's registry, saved by one process and restored by its class in
-# another, on another mesh: half an hour. CI takes one class in nine.
+# another, on another mesh: half an hour. CI takes one class in eighteen.
 #   make sweep-easydel CLASSES=Llama
 sweep-easydel: $(EASYDEL_VENV)/.installed
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \

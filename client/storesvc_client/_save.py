@@ -29,8 +29,8 @@ class Save:
         """
         self.step = step
         self.rehearsal: Future[Rehearsal] | None = None
-        """Of what ``easydel.save_state`` and ``save_model`` save: whether it could be
-        restored. None where nothing is rehearsed."""
+        """The result of the restore rehearsal that ``easydel.save_state`` and
+        ``save_model`` start; None if this save is not rehearsed."""
         self._future = future
         self._written: Future[Any] = written or future
         self._observed = False

@@ -30,7 +30,7 @@ class Stored(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the checkpoint, for messages."""
 
     @property
     def structure(self) -> bytes:

@@ -99,7 +99,7 @@ _ALLOWED: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a caller has restored, and of which code."""
+    """The arguments of a restore: the model, the optimizer and the options."""
 
     model: ModelLike
     tx: optax.GradientTransformation | None = None
@@ -121,7 +121,7 @@ class Plan:
     select: list[str]
     """Their keys, and those that nothing asks for: a restore refuses them."""
     begins: bool = False
-    """Whether the optimizer begins anew."""
+    """Whether the optimizer state is initialised instead of restored."""
 
     @property
     def target(self) -> TargetOptions:

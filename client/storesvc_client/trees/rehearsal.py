@@ -56,7 +56,7 @@ _log = logging.getLogger("storesvc_client")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What came of a rehearsal."""
+    """The result of a rehearsal."""
 
     ok: bool
     """Whether the checkpoint can be restored by the class of its model, or, where that
@@ -211,7 +211,7 @@ def _needs_arguments(cls: type[Any], stored: _Planned) -> bool:
 
 
 def _failure(stored: _Planned, subject: _Subject, model: Any) -> Exception | None:
-    """What a restore by a model would be refused with; None: nothing."""
+    """The error that a restore with this model would raise; None if it would work."""
     options = Options(opt_state="skip") if _skips(subject) else Options()
     request = Request(
         model=model, tx=subject.tx if subject.has_opt_state else None, options=options
@@ -232,7 +232,7 @@ def _skips(subject: _Subject) -> bool:
 
 
 class _Known:
-    """What was rehearsed already for one store, by structure."""
+    """The rehearsals of one store, by structure: each is done once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

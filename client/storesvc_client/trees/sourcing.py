@@ -191,7 +191,7 @@ def as_saved(
 
 
 def _abstract(value: Any) -> jax.ShapeDtypeStruct | None:
-    """What a value on a device is; None of one on the host."""
+    """The shape, dtype and sharding of a device array; None for a host value."""
     if isinstance(value, jax.Array):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
     return value if isinstance(value, jax.ShapeDtypeStruct) else None

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 ABSENT: Final = "nothing"
-"""What stands for a value that one of the two lacks."""
+"""The text for a value that is missing on one side."""
 
 _NUMBER: Final = re.compile(r"(?<![^/\[])\d+(?![^/@.\[\]])")
 """A part of a path that is the number of a layer or of an item."""
@@ -47,7 +47,7 @@ _KERNEL: Final = re.compile(r"(.*/)?attention_performer/impl(_decode)?")
 """Where EasyDeL's models keep the kernel of an attention, which its config names."""
 
 _CONFIGS: Final = frozenset({"config", "base_config", "text_config", "vision_config"})
-"""What modules call a config that they share with others."""
+"""Attribute names of configs that many modules share."""
 
 
 def is_execution(difference: Difference) -> bool:

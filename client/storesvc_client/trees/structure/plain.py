@@ -307,4 +307,4 @@ _DECODERS: Final[dict[str, Callable[[JSON, Place, Decode], Any]]] = {
 }
 
 PLAIN_TAGS: Final = frozenset(_DECODERS)
-"""What an object of plain data may be."""
+"""The tags of JSON objects that hold plain data."""

@@ -129,7 +129,7 @@ def named_classes(annotation: Any, scope: Mapping[str, Any]) -> Iterator[type[An
 
 
 def _evaluated(text: str, scope: Mapping[str, Any]) -> list[Any]:
-    """What the names in the text of an annotation lead to, of those in the scope.
+    """The objects that the names in an annotation text refer to, within the scope.
 
     The text is the caller's own code; it is not evaluated, as it may name what is only
     imported for type checkers.

@@ -26,8 +26,8 @@ from storesvc.bucket import (
 from storesvc.datafiles import NewFile
 from storesvc.errors import CorruptDataError
 from storesvc.format.checksums import Buffer
+from storesvc.format.frames import Part, cut
 from storesvc.format.layout import ROOT, is_pooled
-from storesvc.framing import Part, cut
 from storesvc.gathering import each
 from storesvc.gcs_client import endpoint_in_environment, endpoint_of
 from storesvc.gcs_lists import GcsLists

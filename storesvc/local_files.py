@@ -11,7 +11,7 @@ from storesvc.datafiles import NewFile
 from storesvc.directories import Directories
 from storesvc.file_threads import FileThreads
 from storesvc.format.checksums import Buffer
-from storesvc.framing import Part
+from storesvc.format.frames import Part
 from storesvc.local_reads import LocalReads
 from storesvc.storages import FILE_DRIVER, Storage
 

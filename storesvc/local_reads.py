@@ -12,7 +12,7 @@ from pathlib import Path
 
 from storesvc import rooted_files
 from storesvc.errors import CorruptDataError
-from storesvc.framing import Part
+from storesvc.format.frames import Part
 
 
 class LocalReads:

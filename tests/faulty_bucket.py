@@ -22,8 +22,8 @@ from storesvc.bucket import (
 )
 from storesvc.errors import StorageUnavailableError
 from storesvc.format.checksums import Buffer
+from storesvc.format.frames import Part
 from storesvc.format.layout import RESERVE
-from storesvc.framing import Part
 from storesvc.kvbucket import KvBucket, NewObject
 
 T = TypeVar("T")

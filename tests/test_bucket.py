@@ -25,7 +25,7 @@ from storesvc.errors import (
     StorageUnavailableError,
     StoreError,
 )
-from storesvc.framing import Part
+from storesvc.format.frames import Part
 from storesvc.kvbucket import KvBucket
 from storesvc.storages import CONCURRENCY, storage_at
 from storesvc.ticks import TICK_SECONDS

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.checksums import crc32c, digest
+from storesvc.format.frames import FRAME_BYTES, cut, part_of, parts_of
 from storesvc.format.wire import Frame
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc.framing import FRAME_BYTES, cut, part_of, parts_of
 from storesvc_client._channel import MAX_FRAME_BYTES
 from storesvc_client._framing import SentFrame, frame_of, frames
 from storesvc_client._progress import Meter

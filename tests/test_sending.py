@@ -12,9 +12,9 @@ import pytest
 import storesvc_client as store
 from storesvc import sending, units
 from storesvc.errors import StorageUnavailableError
+from storesvc.format.frames import FRAME_BYTES, Part
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.framing import FRAME_BYTES, Part
 from storesvc.kvbucket import KvBucket
 from storesvc.sending import Sender
 from storesvc.store import Store

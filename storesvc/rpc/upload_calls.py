@@ -10,9 +10,9 @@ from typing import Final
 
 from storesvc.errors import InvalidFieldError
 from storesvc.fair_semaphore import FairSemaphore
+from storesvc.format.frames import part_of
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
-from storesvc.framing import part_of
 from storesvc.memory_budget import MemoryBudget
 from storesvc.records import timestamp
 from storesvc.rpc import fields, messages

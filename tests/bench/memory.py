@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from storesvc import batches, framing
+from storesvc import batches
+from storesvc.format import frames
 from storesvc.receiving import MAX_BATCHES
 from storesvc.sending import SHELF_BYTES
 from storesvc_client import _sending, _streaming
@@ -108,7 +109,7 @@ def main() -> None:
             rate = clients * gib / seconds
             print(f"{what:10} {seconds:8.2f} {rate:7.2f} {now:8} {peak:9}")
     save = 4 * _sending.STREAMS * batches.FRAME_BYTES // MIB
-    restore = 4 * _streaming.STREAMS * framing.FRAME_BYTES // MIB
+    restore = 4 * _streaming.STREAMS * frames.FRAME_BYTES // MIB
     kept = 3 * MAX_BATCHES * batches.BATCH_BYTES if arguments.bucket else 0
     bound = SHELF_BYTES + kept
     print(

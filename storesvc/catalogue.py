@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
-from storesvc.bucket import Bucket, Generation
 from storesvc.caching import TREES_BYTES, ByteCache
 from storesvc.errors import (
     CheckpointNotFoundError,
@@ -28,11 +27,12 @@ from storesvc.format.manifests import (
     unpack_manifest,
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
-from storesvc.gathering import AT_ONCE, rows
 from storesvc.records import on_its_way, or_damage, read_listed, sound
 from storesvc.rollbacks import purged, put_back
 from storesvc.slot_reads import SlotReads
 from storesvc.slots import CHECKPOINTS, COMMITTED, UPLOADING
+from storesvc.storage.bounded_gather import AT_ONCE, rows
+from storesvc.storage.bucket import Bucket, Generation
 from storesvc.transitions import is_deleted, replaced
 from storesvc_proto.v1 import bucket_pb2 as pb
 

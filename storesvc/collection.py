@@ -25,7 +25,6 @@ from datetime import timedelta
 from typing import Final
 
 from storesvc import marking
-from storesvc.bucket import Bucket, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.endings import Ending, Endings
@@ -34,7 +33,6 @@ from storesvc.expiry import Expiry
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.names import RunName
 from storesvc.garbage import Garbage, Search
-from storesvc.gathering import each
 from storesvc.history import History
 from storesvc.journal import Journal
 from storesvc.leases import Observations
@@ -45,6 +43,8 @@ from storesvc.retaining import Retaining
 from storesvc.runs import Runs
 from storesvc.slots import FREE
 from storesvc.snapshots import Snapshots
+from storesvc.storage.bounded_gather import each
+from storesvc.storage.bucket import Bucket, Generation, PreconditionError
 from storesvc.uses import Use, Uses
 
 DEFAULT_GRACE: Final = timedelta(hours=1)

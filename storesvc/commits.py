@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc import slots
-from storesvc.bucket import PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.errors import (
@@ -34,9 +33,7 @@ from storesvc.format.layout import ROOT, RunPlaces
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
-from storesvc.gathering import each
 from storesvc.journal import Journal
-from storesvc.kvbucket import KvBucket
 from storesvc.records import read_record, timestamp, write_record
 from storesvc.reuse import (
     Claims,
@@ -45,6 +42,9 @@ from storesvc.reuse import (
     find_claims,
 )
 from storesvc.staging import unpack_table
+from storesvc.storage.bounded_gather import each
+from storesvc.storage.bucket import PreconditionError
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.uploads import OpenUpload, Uploads
 from storesvc.views import key_space_of
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -10,7 +10,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from storesvc import slots, transitions
-from storesvc.bucket import Bucket
 from storesvc.clocks import Clock
 from storesvc.errors import InvalidPolicyError, RunNotFoundError
 from storesvc.expiry import Expired, Expiry
@@ -22,6 +21,7 @@ from storesvc.marking import Snapshot
 from storesvc.records import read_record, timestamp
 from storesvc.reserve import Reserve
 from storesvc.retaining import Retaining, Verdict
+from storesvc.storage.bucket import Bucket
 from storesvc.uses import Use, Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 

@@ -13,15 +13,15 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc import marking, slots
-from storesvc.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import HoldName, RunName
-from storesvc.gathering import each
 from storesvc.leases import Observations
 from storesvc.marking import Snapshot
 from storesvc.records import read_record, timestamp, write_record
+from storesvc.storage.bounded_gather import each
+from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
 from storesvc.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 

@@ -12,7 +12,6 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from storesvc import marking
-from storesvc.bucket import Bucket, Generation
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.errors import CorruptDataError
@@ -20,11 +19,12 @@ from storesvc.expiry import Expiry
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName, TagName
-from storesvc.gathering import each
 from storesvc.leases import Observations
 from storesvc.marking import Fate, Marks, Snapshot, State
 from storesvc.rollbacks import purged
 from storesvc.snapshots import Snapshots
+from storesvc.storage.bounded_gather import each
+from storesvc.storage.bucket import Bucket, Generation
 from storesvc.uses import Use, Uses
 
 ANSWERED: Final = timedelta(hours=24)

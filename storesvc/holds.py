@@ -10,13 +10,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from storesvc import transitions
-from storesvc.bucket import (
-    IF_ABSENT,
-    Bucket,
-    Generation,
-    PreconditionError,
-    WriteCondition,
-)
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.errors import (
@@ -28,10 +21,17 @@ from storesvc.errors import (
 )
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, HoldName, RunName
-from storesvc.gathering import rows
 from storesvc.leases import MARGIN
 from storesvc.records import duration, read_record, sealed, timestamp
 from storesvc.slots import CHECKPOINTS, COMMITTED, DELETED, PURGING
+from storesvc.storage.bounded_gather import rows
+from storesvc.storage.bucket import (
+    IF_ABSENT,
+    Bucket,
+    Generation,
+    PreconditionError,
+    WriteCondition,
+)
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_TTL: Final = timedelta(minutes=10)

@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
-from storesvc.bucket import IF_ABSENT, Bucket, PreconditionError
 from storesvc.clocks import Clock
 from storesvc.errors import (
     CorruptDataError,
@@ -30,6 +29,7 @@ from storesvc.events import PATIENCE
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.records import read_record, timestamp, write_record
+from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 LEAST_AGE: Final = PATIENCE + timedelta(hours=1)

@@ -11,7 +11,6 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from storesvc import slots
-from storesvc.bucket import Bucket
 from storesvc.caching import TREES_BYTES, ByteCache
 from storesvc.errors import CorruptDataError, InvalidTreeError, LimitExceededError
 from storesvc.format.checksums import DIGEST_BYTES, digest
@@ -19,6 +18,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import UploadName
 from storesvc.format.trees import InvalidTreeError as InvalidTableError
 from storesvc.format.trees import Tree, unpack_leaves
+from storesvc.storage.bucket import Bucket
 from storesvc_proto.v1 import tree_pb2
 
 MAX_LEAVES: Final = 1_000_000

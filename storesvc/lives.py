@@ -11,7 +11,6 @@ from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 
 from storesvc import transitions
-from storesvc.bucket import Bucket, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.errors import ConflictError
@@ -19,10 +18,11 @@ from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.gathering import each
 from storesvc.journal import Journal
 from storesvc.records import etag_of, read_record, write_record
 from storesvc.slots import CHECKPOINTS, PURGING
+from storesvc.storage.bounded_gather import each
+from storesvc.storage.bucket import Bucket, Generation, PreconditionError
 from storesvc.transitions import Change
 from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb

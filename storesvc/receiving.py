@@ -42,11 +42,11 @@ from storesvc.failpoints import Failpoint, reach
 from storesvc.format.chunks import I64, Places, Sums, merge
 from storesvc.format.seal import seal
 from storesvc.format.wire import Frame
-from storesvc.kvbucket import KvBucket, NewObject
 from storesvc.placed import check_placed
 from storesvc.reuse import Claims, Reuse, claimed_places, find_claims
 from storesvc.staging import Table, pack_table, stage, staged
 from storesvc.stopwatch import Stopwatch
+from storesvc.storage.tensorstore_bucket import KvBucket, NewObject
 from storesvc.uploads import OpenUpload, Uploads
 from storesvc_proto.v1 import tree_pb2
 

@@ -10,16 +10,16 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc.bucket import (
+from storesvc.errors import CorruptDataError, FormatUnsupportedError
+from storesvc.format.checksums import digest
+from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, seal, unseal
+from storesvc.storage.bucket import (
     Bucket,
     Generation,
     PreconditionError,
     Stored,
     WriteCondition,
 )
-from storesvc.errors import CorruptDataError, FormatUnsupportedError
-from storesvc.format.checksums import digest
-from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, seal, unseal
 
 T = TypeVar("T")
 

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, ParamSpec, TypeVar
 
-from storesvc.bucket import IF_ABSENT, Bucket, PreconditionError
 from storesvc.errors import (
     StorageDeniedError,
     StorageFullError,
     StorageUnavailableError,
 )
 from storesvc.format import layout
+from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
 
 RESERVE_BYTES: Final = 1 << 20
 """Of the reserve: some hundred small records."""

@@ -23,12 +23,12 @@ from storesvc.errors import (
     RunNotFoundError,
 )
 from storesvc.format.names import RunName
-from storesvc.gathering import each
 from storesvc.lives import DEFAULT_PURGE_DELAY, Lives
 from storesvc.policies import Candidate, decide, metrics_of
 from storesvc.policy_bounds import check
 from storesvc.records import etag_of
 from storesvc.slots import COMMITTED
+from storesvc.storage.bounded_gather import each
 from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2

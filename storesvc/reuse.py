@@ -25,10 +25,10 @@ from storesvc.format.chunks import I64, Places, Sums, same_sums
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
-from storesvc.gathering import each
-from storesvc.kvbucket import KvBucket
 from storesvc.slots import CHECKPOINTS, PURGING
 from storesvc.staging import Table, staged_places, tables_at
+from storesvc.storage.bounded_gather import each
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.uploads import OpenUpload, Uploads
 
 MAX_VERSIONS: Final = 16

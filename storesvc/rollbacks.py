@@ -19,12 +19,12 @@ upload, and the data of a checkpoint to the collector.
 from collections.abc import Iterable
 from typing import Final
 
-from storesvc.bucket import Bucket, Generation
 from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.records import damaged, read_record
 from storesvc.slots import UPLOADING
+from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 NO_LEAF_TABLE: Final = "its manifest is there, and its leaf table is not"

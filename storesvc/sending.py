@@ -16,8 +16,8 @@ from storesvc.format.chunks import I64
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
-from storesvc.kvbucket import KvBucket
 from storesvc.shelf import Need, Reader, Shelf
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.turns import Turns
 from storesvc.units import Unit, plan_units
 

@@ -18,12 +18,12 @@ from grpc_health.v1 import health_pb2_grpc
 from storesvc.certificates import Tls
 from storesvc.errors import InvalidFieldError
 from storesvc.format import layout
-from storesvc.kvbucket import KvBucket
 from storesvc.rpc import services
 from storesvc.rpc.handlers import handler_of
 from storesvc.rpc.handling import MAX_MESSAGE_BYTES
 from storesvc.rpc.health_calls import HealthCalls
 from storesvc.rpc.reading import ReadOnly
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import (
     checkpoint_service_pb2,

@@ -28,7 +28,7 @@ from storesvc.server import (
     running,
     unusable,
 )
-from storesvc.storages import is_writable, storage_at
+from storesvc.storage.location import is_writable, storage_at
 from storesvc.workers import Lifeline, supervise
 
 END_SECONDS: Final = NOTICE_SECONDS + DRAIN_SECONDS + 5.0

@@ -27,9 +27,9 @@ from storesvc.format.chunks import (
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
-from storesvc.gathering import each
-from storesvc.kvbucket import KvBucket
 from storesvc.records import read_record
+from storesvc.storage.bounded_gather import each
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self
 
-from storesvc.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock, SystemClock
 from storesvc.collection import Collector
@@ -21,9 +20,7 @@ from storesvc.errors import (
 from storesvc.format import layout
 from storesvc.holds import Holds
 from storesvc.journal import Journal
-from storesvc.kvbucket import KvBucket
 from storesvc.lives import Lives
-from storesvc.probes import check_conditions
 from storesvc.receiving import Receiver
 from storesvc.recent import Recent
 from storesvc.records import read_record, timestamp, write_record
@@ -33,7 +30,10 @@ from storesvc.reuse import Reuse
 from storesvc.runs import Runs
 from storesvc.sending import Sender
 from storesvc.snapshots import Snapshots
-from storesvc.storages import LOCK_SUFFIX
+from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
+from storesvc.storage.condition_probe import check_conditions
+from storesvc.storage.location import LOCK_SUFFIX
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.tags import Tags
 from storesvc.uploads import Uploads
 from storesvc.usage import Usages

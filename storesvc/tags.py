@@ -8,22 +8,22 @@ back. A deleted tag stays as a record that names nothing, for those who watch.
 from typing import Final
 
 from storesvc import transitions
-from storesvc.bucket import (
-    IF_ABSENT,
-    Bucket,
-    Generation,
-    PreconditionError,
-)
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.errors import ConflictError, CorruptDataError, TagProtectedError
 from storesvc.events import NOTHING
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
-from storesvc.gathering import rows
 from storesvc.journal import Journal
 from storesvc.records import etag_of, sealed, timestamp, write_record
 from storesvc.slots import CHECKPOINTS, COMMITTED, DELETED
+from storesvc.storage.bounded_gather import rows
+from storesvc.storage.bucket import (
+    IF_ABSENT,
+    Bucket,
+    Generation,
+    PreconditionError,
+)
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _TRIES: Final = 8

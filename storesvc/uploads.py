@@ -18,7 +18,6 @@ from cachetools import LRUCache
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc import slots
-from storesvc.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.errors import (
@@ -38,13 +37,14 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
-from storesvc.gathering import AT_ONCE, each, rows
-from storesvc.kvbucket import KvBucket
 from storesvc.leaf_tables import LeafTables
 from storesvc.plans import difference, differing_rows
 from storesvc.records import duration, read_record, timestamp, write_record
 from storesvc.rollbacks import Rollbacks
 from storesvc.runs import Runs
+from storesvc.storage.bounded_gather import AT_ONCE, each, rows
+from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_LEASE: Final = timedelta(minutes=10)

@@ -41,8 +41,8 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.format.reads import Read, plan_reads
-from storesvc.kvbucket import KvBucket, Place
 from storesvc.records import on_its_way
+from storesvc.storage.tensorstore_bucket import KvBucket, Place
 from storesvc.tallies import Report, Tally
 from storesvc_proto.v1 import bucket_pb2 as pb
 

@@ -20,7 +20,7 @@ from hypothesis import settings
 
 import storesvc_client as store
 from storesvc.format.names import RunName
-from storesvc.kvbucket import KvBucket
+from storesvc.storage.tensorstore_bucket import KvBucket
 from tests.contract import Writer
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias, TypeVar
 
-from storesvc.bucket import (
+from storesvc.errors import StorageUnavailableError
+from storesvc.format.checksums import Buffer
+from storesvc.format.frames import Part
+from storesvc.format.layout import RESERVE
+from storesvc.storage.bucket import (
     ALWAYS,
     Generation,
     PreconditionError,
     Stored,
     WriteCondition,
 )
-from storesvc.errors import StorageUnavailableError
-from storesvc.format.checksums import Buffer
-from storesvc.format.frames import Part
-from storesvc.format.layout import RESERVE
-from storesvc.kvbucket import KvBucket, NewObject
+from storesvc.storage.tensorstore_bucket import KvBucket, NewObject
 
 T = TypeVar("T")
 

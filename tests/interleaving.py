@@ -16,15 +16,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from storesvc.bucket import (
-    ALWAYS,
-    IF_ABSENT,
-    Bucket,
-    Generation,
-    PreconditionError,
-    Stored,
-    WriteCondition,
-)
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock
 from storesvc.errors import CorruptDataError, StoreError
@@ -37,6 +28,15 @@ from storesvc.journal import Journal
 from storesvc.lives import Lives
 from storesvc.records import timestamp
 from storesvc.slots import COMMITTED
+from storesvc.storage.bucket import (
+    ALWAYS,
+    IF_ABSENT,
+    Bucket,
+    Generation,
+    PreconditionError,
+    Stored,
+    WriteCondition,
+)
 from storesvc.tags import Tags
 from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb

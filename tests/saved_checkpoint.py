@@ -12,7 +12,7 @@ from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest, unpack_manifest
 from storesvc.format.names import RunName
-from storesvc.kvbucket import KvBucket
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests import stored_records
 

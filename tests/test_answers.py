@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
-from storesvc.answers import answered
+from storesvc.storage.futures import answered
 
 
 def promised() -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ def test_an_answer_after_the_end_of_the_loop_disturbs_nobody() -> None:
 
 CANCELLING = """
 import asyncio, faulthandler, random, sys, time
-from storesvc.kvbucket import KvBucket
+from storesvc.storage.tensorstore_bucket import KvBucket
 
 faulthandler.dump_traceback_later(60, exit=True)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from storesvc.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.errors import (
     CorruptDataError,
     InvalidFieldError,
@@ -26,9 +25,10 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format.frames import Part
-from storesvc.kvbucket import KvBucket
-from storesvc.storages import CONCURRENCY, storage_at
-from storesvc.ticks import TICK_SECONDS
+from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
+from storesvc.storage.location import CONCURRENCY, storage_at
+from storesvc.storage.mtime_guard import TICK_SECONDS
+from storesvc.storage.tensorstore_bucket import KvBucket
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
 from tests.fake_s3 import FakeS3
 from tests.small_disk import small_disk
@@ -357,8 +357,8 @@ class BucketTests:
 
 RACING = """
 import asyncio, sys
-from storesvc.bucket import IF_ABSENT, PreconditionError
-from storesvc.kvbucket import KvBucket
+from storesvc.storage.bucket import IF_ABSENT, PreconditionError
+from storesvc.storage.tensorstore_bucket import KvBucket
 
 async def race(root, name, rounds):
     bucket = await KvBucket.open(root)

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc import hedging
 from storesvc.format.grids import whole
-from storesvc.hedging import Limits
+from storesvc.storage import hedging
+from storesvc.storage.hedging import Limits
 from storesvc_client import _bucket_reads, _bucket_writes
 from storesvc_client._buckets import Asked
 from storesvc_client._receiving import Assembly, Buffer

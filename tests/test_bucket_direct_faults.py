@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc import hedging
-from storesvc.hedging import Limits
 from storesvc.rpc import handling
-from storesvc.sparing import PAUSE_SECONDS
+from storesvc.storage import hedging
+from storesvc.storage.hedging import Limits
+from storesvc.storage.log_throttle import PAUSE_SECONDS
 from storesvc_client import _bucket_writes
 from storesvc_client._staging import MIN_BUDGET_BYTES
 from tests.conftest import gcs_root

@@ -37,7 +37,7 @@ sys.exit(3)
 
 DELETING = """
 import asyncio, sys, threading, time
-from storesvc.kvbucket import KvBucket
+from storesvc.storage.tensorstore_bucket import KvBucket
 async def main():
     bucket = await KvBucket.open(sys.argv[1])
     generation = await bucket.write("a", b"1")

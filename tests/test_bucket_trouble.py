@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from storesvc import deadlines, hedging
-from storesvc.bucket import IF_ABSENT, Condition, Stored
 from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
-from storesvc.hedging import Limits
-from storesvc.kvbucket import KvBucket
 from storesvc.records import write_record
+from storesvc.storage import deadlines, hedging
+from storesvc.storage.bucket import IF_ABSENT, Condition, Stored
+from storesvc.storage.hedging import Limits
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.conftest import gcs_root
 from tests.fake_gcs import (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import storesvc_client as store
-from storesvc import deadlines, hedging, storages
-from storesvc.hedging import Limits
-from storesvc.sparing import PAUSE_SECONDS
+from storesvc.storage import deadlines, hedging, location
+from storesvc.storage.hedging import Limits
+from storesvc.storage.log_throttle import PAUSE_SECONDS
 from storesvc_client import _retrying
 from tests.command_line import printed
 from tests.conftest import gcs_root
@@ -80,7 +80,7 @@ def test_a_bucket_that_fails_is_told_of_once_in_a_while(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setitem(storages.RETRIES, "max_retries", 1)
+    monkeypatch.setitem(location.RETRIES, "max_retries", 1)
     monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.0)
     with store.connect(root) as client:
         run = client.run("tests/warned")

@@ -12,7 +12,6 @@ import pytest
 
 import storesvc_client as store
 from storesvc import slot_reads
-from storesvc.bucket import Stored
 from storesvc.catalogue import Catalogue
 from storesvc.errors import (
     CheckpointNotFoundError,
@@ -24,10 +23,11 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.seal import seal
-from storesvc.kvbucket import KvBucket
 from storesvc.records import timestamp
 from storesvc.rpc import fields, pages
 from storesvc.rpc.fields import page_token
+from storesvc.storage.bucket import Stored
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import storesvc_client as store
-from storesvc import gcs_client
 from storesvc.errors import InvalidFieldError
-from storesvc.kvbucket import KvBucket
+from storesvc.storage import gcs_client
+from storesvc.storage.tensorstore_bucket import KvBucket
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Tokens
 from tests.gcs_calls import BUCKET

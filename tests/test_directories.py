@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from storesvc import directories
-from storesvc.directories import Directories
-from storesvc.kvbucket import KvBucket
+from storesvc.storage import directories
+from storesvc.storage.directories import Directories
+from storesvc.storage.tensorstore_bucket import KvBucket
 
 
 def test_what_is_known_of_directories_is_bounded(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import storesvc.errors
 import storesvc.statuses
 import storesvc_client as store
 import storesvc_client.errors
-from storesvc import storage_errors
 from storesvc.errors import StorageDeniedError
-from storesvc.storages import storage_at
+from storesvc.storage import errors as storage_errors
+from storesvc.storage.location import storage_at
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub

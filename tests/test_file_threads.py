@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from storesvc import file_threads
 from storesvc.errors import StorageUnavailableError
-from storesvc.file_threads import FileThreads
+from storesvc.storage import file_threads
+from storesvc.storage.file_threads import FileThreads
 
 SOON = 0.05
 

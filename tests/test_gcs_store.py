@@ -17,9 +17,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc import deadlines, hedging, storages
-from storesvc.hedging import Limits
-from storesvc.kvbucket import KvBucket
+from storesvc.storage import deadlines, hedging, location
+from storesvc.storage.hedging import Limits
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_client import _retrying
 from tests.command_line import document, refusal
 from tests.conftest import GIVEN_BUCKET, gcs_root
@@ -254,7 +254,7 @@ def test_a_restore_ends_at_its_deadline_wherever_the_bucket_stops_answering(
 def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
     gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(storages.RETRIES, "max_retries", 1)
+    monkeypatch.setitem(location.RETRIES, "max_retries", 1)
     monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.0)
     with store.connect(root) as client:
         run = client.run("tests/gcs")

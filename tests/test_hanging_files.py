@@ -13,10 +13,10 @@ import grpc
 import pytest
 
 import storesvc_client as store
-from storesvc import deadlines, rooted_files
 from storesvc.errors import StorageUnavailableError
 from storesvc.format.names import RunName
-from storesvc.kvbucket import KvBucket
+from storesvc.storage import deadlines, rooted_files
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.contract import Writer, frame

@@ -1,6 +1,6 @@
 """Reads that are slow are asked twice, those that are late anew, and not too many."""
 
-from storesvc.hedging import (
+from storesvc.storage.hedging import (
     LEAST_RECENT,
     SHARE,
     SPARE,

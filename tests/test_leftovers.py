@@ -6,8 +6,8 @@ from pathlib import Path
 
 import tensorstore as ts
 
-from storesvc import leftovers
-from storesvc.kvbucket import KvBucket
+from storesvc.storage import temporary_files
+from storesvc.storage.tensorstore_bucket import KvBucket
 
 
 def write(root: Path, place: str, data: bytes) -> None:
@@ -33,7 +33,7 @@ def test_writes_that_are_under_way_are_left_alone(tmp_path: Path) -> None:
 
     def clear() -> None:
         while not stop.is_set():
-            leftovers.clear(tmp_path / "a")
+            temporary_files.clear(tmp_path / "a")
 
     clearing = threading.Thread(target=clear)
     clearing.start()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from storesvc.errors import CorruptDataError
 from storesvc.format import ocdbt, ocdbt_nodes
 from storesvc.format.chunks import MAX_VALUE, Places
-from storesvc.kvbucket import KeySpace, KvBucket, Place
+from storesvc.storage.tensorstore_bucket import KeySpace, KvBucket, Place
 
 GOLDEN = Path(__file__).parent / "golden" / "ocdbt"
 

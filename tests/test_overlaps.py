@@ -13,7 +13,6 @@ import pytest
 
 import storesvc_client as store_client
 from storesvc import batches, receiving, slots
-from storesvc.bucket import ALWAYS, Generation, WriteCondition
 from storesvc.errors import (
     ConflictError,
     RunNotFoundError,
@@ -27,7 +26,8 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
-from storesvc.kvbucket import KvBucket
+from storesvc.storage.bucket import ALWAYS, Generation, WriteCondition
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc.uploads import NewUpload, OpenUpload
 from storesvc_proto.v1 import tree_pb2

@@ -19,10 +19,10 @@ import pytest
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import storesvc_client as store
-from storesvc.kvbucket import KvBucket
 from storesvc.rpc.handlers import handler_of
 from storesvc.rpc.health_calls import HealthCalls
 from storesvc.rpc.services import MaintenanceService
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_client import Progress, _progress
 from storesvc_proto.v1 import maintenance_service_pb2 as api

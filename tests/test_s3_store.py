@@ -18,17 +18,18 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc import hedging, s3_deletes
-from storesvc.bucket import IF_ABSENT, PreconditionError
 from storesvc.errors import (
     InvalidFieldError,
     StorageDeniedError,
     StorageUnavailableError,
     StoreError,
 )
-from storesvc.hedging import Limits
-from storesvc.kvbucket import KvBucket
 from storesvc.records import write_record
+from storesvc.storage import hedging
+from storesvc.storage import s3 as s3_deletes
+from storesvc.storage.bucket import IF_ABSENT, PreconditionError
+from storesvc.storage.hedging import Limits
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.command_line import document, refusal

@@ -16,8 +16,8 @@ import pytest
 import storesvc_client as store
 from storesvc import reuse
 from storesvc.format.chunks import Places, Sums
-from storesvc.kvbucket import KvBucket
 from storesvc.rpc import handling
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_client import _retrying
 from storesvc_client._acknowledging import Acknowledging
 from storesvc_client._staging import Staging

@@ -15,8 +15,8 @@ from storesvc.errors import StorageUnavailableError
 from storesvc.format.frames import FRAME_BYTES, Part
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.kvbucket import KvBucket
 from storesvc.sending import Sender
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 

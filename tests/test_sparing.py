@@ -1,6 +1,6 @@
 """Of many lines that tell alike, the log gets one in a while."""
 
-from storesvc.sparing import PAUSE_SECONDS, Sparing
+from storesvc.storage.log_throttle import PAUSE_SECONDS, Sparing
 
 
 def test_of_lines_that_tell_alike_one_in_a_while_is_admitted() -> None:

@@ -11,7 +11,7 @@ import requests
 
 import storesvc_client as store
 from storesvc.errors import StorageUnavailableError
-from storesvc.kvbucket import KvBucket
+from storesvc.storage.tensorstore_bucket import KvBucket
 from tests.fake_gcs import FakeGcs
 from tests.gcs_calls import BUCKET
 from tests.other_emulators import (

@@ -19,8 +19,8 @@ from storesvc.errors import CheckpointNotFoundError, StorageUnavailableError
 from storesvc.format import reads
 from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.kvbucket import KvBucket
 from storesvc.slots import FREE
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc.tallies import Report
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import pytest
 
 from storesvc import changes, slots, watching
-from storesvc.bucket import PreconditionError
 from storesvc.catalogue import Catalogue
 from storesvc.clocks import Clock, SystemClock
 from storesvc.errors import (
@@ -27,6 +26,7 @@ from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.journal import Journal
 from storesvc.records import etag_of, read_record, timestamp, write_record
+from storesvc.storage.bucket import PreconditionError
 from storesvc.watching import Told, Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.faulty_bucket import Call, Fault, FaultyBucket, no_faults, random_faults

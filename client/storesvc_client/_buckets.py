@@ -1,8 +1,8 @@
 """The root of a store in a bucket, which this process reads and writes by itself.
 
 Nothing waits for ever: what is slow is asked a second time, what is late is asked anew,
-and in the end it has failed (``storesvc.hedging`` decides). So it is with writes, too:
-they are of objects that nobody else names, and may be written twice.
+and in the end it has failed (``storesvc.storage.hedging`` decides). So it is with
+writes, too: they are of objects that nobody else names, and may be written twice.
 """
 
 import logging
@@ -24,18 +24,18 @@ from typing import (
     assert_never,
 )
 
-from storesvc import hedging
 from storesvc.errors import (
     CorruptDataError,
     StorageDeniedError,
     StorageFullError,
     StorageUnavailableError,
 )
-from storesvc.gcs_client import bucket_of, endpoint_in_environment
-from storesvc.hedging import Hedging
-from storesvc.sparing import Sparing
-from storesvc.storage_errors import translated
-from storesvc.storages import GRPC_DRIVER, Storage
+from storesvc.storage import hedging
+from storesvc.storage.errors import translated
+from storesvc.storage.gcs_client import bucket_of, endpoint_in_environment
+from storesvc.storage.hedging import Hedging
+from storesvc.storage.location import GRPC_DRIVER, Storage
+from storesvc.storage.log_throttle import Sparing
 from storesvc_client.errors import BY_REASON, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class Asked(Generic[T]):
         self._answers.put((self, one))
 
     def _give_up(self) -> None:
-        # not cancel(): see storesvc.answers; what nobody refers to is given up
+        # not cancel(): see storesvc.storage.futures; what nobody refers to is given up
         for one, answer in self._under_way.items():
             one.remove_done_callback(answer)
         self._under_way.clear()

@@ -20,11 +20,11 @@ from typing import Final
 
 import numpy as np
 
-from storesvc import rooted_files
 from storesvc.format.checksums import crc32c
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
 from storesvc.format.zarr import CHECKSUM_BYTES
+from storesvc.storage import rooted_files
 from storesvc_client._budget import BUDGET_BYTES, Budget
 from storesvc_client._layouts import Bytes, allocate
 from storesvc_client._ranges import describe, planned

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
-from storesvc import datafiles, rooted_files
+from storesvc.storage import data_file, rooted_files
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
@@ -84,7 +84,7 @@ class FilePool:
         place = f"{self._pool}{name}"
         try:
             rooted_files.make_directories(self._root, place)
-            with datafiles.NewFile(self._root, place) as file:
+            with data_file.NewFile(self._root, place) as file:
                 yield file
         except StoreError:  # some are OSErrors too
             raise
@@ -95,7 +95,7 @@ class FilePool:
 def _translated(e: OSError, pool: Path) -> StoreError:
     if e.errno == errno.ENOSPC:
         return LimitError(
-            f"{pool}: the storage is full; {datafiles.HOW_TO_FREE_SPACE}, then save "
+            f"{pool}: the storage is full; {data_file.HOW_TO_FREE_SPACE}, then save "
             "again",
             reason="STORAGE_FULL",
         )

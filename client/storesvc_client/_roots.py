@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import STORE
-from storesvc.storages import Storage, storage_at
+from storesvc.storage.location import Storage, storage_at
 from storesvc_client._targets import is_root
 from storesvc_client.errors import (
     InvalidRequestError,

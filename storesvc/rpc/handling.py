@@ -23,8 +23,8 @@ from storesvc.format.names import InvalidNameError
 from storesvc.memory_budget import LEAST_BYTES_PER_SECOND, RETRY_SECONDS, Share
 from storesvc.parsing import MESSAGE_TYPE
 from storesvc.rpc.request_counts import check_counts
-from storesvc.sparing import Sparing
 from storesvc.statuses import refuse
+from storesvc.storage.log_throttle import Sparing
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 MAX_MESSAGE_BYTES: Final = 4 << 20

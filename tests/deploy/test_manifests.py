@@ -9,7 +9,7 @@ from storesvc.batches import BATCH_BYTES
 from storesvc.receiving import MAX_BATCHES
 from storesvc.sending import SHELF_BYTES
 from storesvc.server import DRAIN_SECONDS, NOTICE_SECONDS
-from storesvc.storages import storage_at
+from storesvc.storage.location import storage_at
 from tests.deploy.manifests import (
     DEPLOY,
     KUBERNETES_VERSION,

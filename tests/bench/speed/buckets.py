@@ -20,7 +20,7 @@ import fsspec
 import tensorstore as ts
 
 import storesvc_client as store
-from storesvc.storages import CONCURRENCY
+from storesvc.storage.location import CONCURRENCY
 from tests.bench.catalogue import LARGE, records
 from tests.bench.speed.bucket_files import BucketFiles
 from tests.bench.speed.contenders import Maker

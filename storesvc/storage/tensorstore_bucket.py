@@ -13,9 +13,13 @@ from typing import Any, Final, NamedTuple, TypeVar, assert_never
 
 import tensorstore as ts
 
-from storesvc import deadlines, hedging
-from storesvc.answers import answered
-from storesvc.bucket import (
+from storesvc.errors import CorruptDataError
+from storesvc.format.checksums import Buffer
+from storesvc.format.frames import Part, cut
+from storesvc.format.layout import ROOT, is_pooled
+from storesvc.storage import deadlines, hedging
+from storesvc.storage.bounded_gather import each
+from storesvc.storage.bucket import (
     ALWAYS,
     Condition,
     Generation,
@@ -23,19 +27,14 @@ from storesvc.bucket import (
     Stored,
     WriteCondition,
 )
-from storesvc.datafiles import NewFile
-from storesvc.errors import CorruptDataError
-from storesvc.format.checksums import Buffer
-from storesvc.format.frames import Part, cut
-from storesvc.format.layout import ROOT, is_pooled
-from storesvc.gathering import each
-from storesvc.gcs_client import endpoint_in_environment, endpoint_of
-from storesvc.gcs_lists import GcsLists
-from storesvc.hedged_calls import HedgedCalls
-from storesvc.local_files import LocalFiles
-from storesvc.s3_deletes import S3Deletes
-from storesvc.storage_errors import no_bucket, translated
-from storesvc.storages import (
+from storesvc.storage.data_file import NewFile
+from storesvc.storage.errors import no_bucket, translated
+from storesvc.storage.futures import answered
+from storesvc.storage.gcs_client import endpoint_in_environment, endpoint_of
+from storesvc.storage.gcs_listing import GcsLists
+from storesvc.storage.hedged_calls import HedgedCalls
+from storesvc.storage.local_files import LocalFiles
+from storesvc.storage.location import (
     CONCURRENCY,
     GCS_DRIVERS,
     MEMORY_DRIVER,
@@ -43,6 +42,7 @@ from storesvc.storages import (
     Storage,
     storage_at,
 )
+from storesvc.storage.s3 import S3Deletes
 
 T = TypeVar("T")
 

@@ -6,14 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
-from storesvc import deadlines, leftovers, rooted_files, ticks
-from storesvc.datafiles import NewFile
-from storesvc.directories import Directories
-from storesvc.file_threads import FileThreads
 from storesvc.format.checksums import Buffer
 from storesvc.format.frames import Part
-from storesvc.local_reads import LocalReads
-from storesvc.storages import FILE_DRIVER, Storage
+from storesvc.storage import deadlines, mtime_guard, rooted_files, temporary_files
+from storesvc.storage.data_file import NewFile
+from storesvc.storage.directories import Directories
+from storesvc.storage.file_threads import FileThreads
+from storesvc.storage.local_reads import LocalReads
+from storesvc.storage.location import FILE_DRIVER, Storage
 
 T = TypeVar("T")
 
@@ -76,8 +76,8 @@ class LocalFiles:
     def _prepare(self, place: str) -> float:
         self._directories.make(place)
         rooted_files.check_file(self._root, place)
-        leftovers.clear(self._root / place)
-        return ticks.seconds_until_next(self._root / place)
+        temporary_files.clear(self._root / place)
+        return mtime_guard.seconds_until_next(self._root / place)
 
     async def write_new(self, place: str, parts: Sequence[Buffer]) -> None:
         """Writes a file that nobody else names; durable when it returns."""

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from storesvc.sparing import Sparing
-from storesvc.storages import MEMORY_DRIVER, Storage
+from storesvc.storage.location import MEMORY_DRIVER, Storage
+from storesvc.storage.log_throttle import Sparing
 
 ANSWER_SECONDS: Final = 60.0
 """How long a storage may take to answer, retries included ..."""

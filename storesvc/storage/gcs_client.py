@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from storesvc.errors import InvalidFieldError
-from storesvc.storages import GCS_DRIVERS, GRPC_DRIVER, JSON_DRIVER, Storage
+from storesvc.storage.location import GCS_DRIVERS, GRPC_DRIVER, JSON_DRIVER, Storage
 
 if TYPE_CHECKING:
     from google.auth.transport import Request

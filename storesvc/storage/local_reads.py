@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 
-from storesvc import rooted_files
 from storesvc.errors import CorruptDataError
 from storesvc.format.frames import Part
+from storesvc.storage import rooted_files
 
 
 class LocalReads:

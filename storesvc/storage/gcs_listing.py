@@ -6,18 +6,18 @@ one as if nothing followed. Who collects garbage by such a list deletes what is 
 
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from storesvc import deadlines
-from storesvc.asides import aside
 from storesvc.errors import StorageUnavailableError, StoreError
-from storesvc.gcs_client import bucket_of
-from storesvc.storage_errors import (
+from storesvc.storage import deadlines
+from storesvc.storage.daemon_threads import aside
+from storesvc.storage.errors import (
     denied,
     failed,
     no_bucket,
     translated,
     unaccepted,
 )
-from storesvc.storages import Storage
+from storesvc.storage.gcs_client import bucket_of
+from storesvc.storage.location import Storage
 
 if TYPE_CHECKING:
     from google.auth.exceptions import GoogleAuthError

@@ -14,7 +14,7 @@ from typing import Final
 
 from cachetools import LRUCache
 
-from storesvc import rooted_files
+from storesvc.storage import rooted_files
 
 KEPT: Final = 10_000
 """Directories that are known to be durable; others are synced again."""

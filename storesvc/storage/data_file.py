@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from storesvc import rooted_files
 from storesvc.format.checksums import Buffer
+from storesvc.storage import rooted_files
 
 HOW_TO_FREE_SPACE: Final = (
     "free space: 'storectl rm RUN@STEP --purge' ends a checkpoint, 'storectl uploads "

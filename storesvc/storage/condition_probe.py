@@ -10,15 +10,15 @@ import uuid
 from collections.abc import Awaitable
 from contextlib import suppress
 
-from storesvc.bucket import (
+from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
+from storesvc.format import layout
+from storesvc.storage.bucket import (
     IF_ABSENT,
     Bucket,
     Generation,
     PreconditionError,
     WriteCondition,
 )
-from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
-from storesvc.format import layout
 
 
 async def check_conditions(bucket: Bucket) -> None:

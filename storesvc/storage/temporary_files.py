@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from storesvc.storages import LOCK_SUFFIX
+from storesvc.storage.location import LOCK_SUFFIX
 
 _WHOLE_FILE: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 

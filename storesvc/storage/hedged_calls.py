@@ -5,8 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar, assert_never
 
-from storesvc.hedging import Asked, Hedging, Limits, Step
-from storesvc.sparing import Sparing
+from storesvc.storage.hedging import Asked, Hedging, Limits, Step
+from storesvc.storage.log_throttle import Sparing
 
 T = TypeVar("T")
 

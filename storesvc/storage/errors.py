@@ -8,7 +8,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final
 
-from storesvc.datafiles import HOW_TO_FREE_SPACE
 from storesvc.errors import (
     CorruptDataError,
     InvalidFieldError,
@@ -17,8 +16,9 @@ from storesvc.errors import (
     StorageUnavailableError,
     StoreError,
 )
-from storesvc.rooted_files import IrregularFileError
-from storesvc.storages import Storage
+from storesvc.storage.data_file import HOW_TO_FREE_SPACE
+from storesvc.storage.location import Storage
+from storesvc.storage.rooted_files import IrregularFileError
 
 _DAMAGE: Final = (
     "DATA_LOSS",

@@ -16,17 +16,17 @@ from datetime import timedelta
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from storesvc import deadlines
-from storesvc.asides import aside
-from storesvc.bucket import Generation, PreconditionError
 from storesvc.errors import InvalidFieldError
-from storesvc.storage_errors import (
+from storesvc.storage import deadlines
+from storesvc.storage.bucket import Generation, PreconditionError
+from storesvc.storage.daemon_threads import aside
+from storesvc.storage.errors import (
     denied,
     failed,
     is_about_who_asks,
     unaccepted,
 )
-from storesvc.storages import Storage
+from storesvc.storage.location import Storage
 
 if TYPE_CHECKING:
     from obstore.store import S3Store

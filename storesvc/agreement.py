@@ -24,7 +24,7 @@ takeover between the two reads of its slot makes another read necessary.
 
 from collections.abc import Mapping
 
-from storesvc.slots import FREE
+from storesvc.catalog.slots import FREE
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from storesvc import slots
-from storesvc.catalogue import Catalogue
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.journal import Journal
 from storesvc.clocks import Clock
 from storesvc.events import Held, Outcome, resolve
 from storesvc.format.names import RunName, TagName
-from storesvc.journal import Journal
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 KEPT: Final = 512

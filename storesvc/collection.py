@@ -25,7 +25,12 @@ from datetime import timedelta
 from typing import Final
 
 from storesvc import marking
-from storesvc.catalogue import Catalogue
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.disk_reserve import Reserve
+from storesvc.catalog.journal import Journal
+from storesvc.catalog.lease_clock import Observations
+from storesvc.catalog.runs import Runs
+from storesvc.catalog.slots import FREE
 from storesvc.clocks import Clock
 from storesvc.endings import Ending, Endings
 from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
@@ -34,14 +39,9 @@ from storesvc.failpoints import Failpoint, reach
 from storesvc.format.names import RunName
 from storesvc.garbage import Garbage, Search
 from storesvc.history import History
-from storesvc.journal import Journal
-from storesvc.leases import Observations
 from storesvc.lives import Lives
 from storesvc.marking import Snapshot
-from storesvc.reserve import Reserve
 from storesvc.retaining import Retaining
-from storesvc.runs import Runs
-from storesvc.slots import FREE
 from storesvc.snapshots import Snapshots
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError

@@ -14,8 +14,10 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc import slots
-from storesvc.catalogue import Catalogue
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.journal import Journal
+from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.clocks import Clock
 from storesvc.errors import (
     ChunksIncompleteError,
@@ -33,8 +35,6 @@ from storesvc.format.layout import ROOT, RunPlaces
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
-from storesvc.journal import Journal
-from storesvc.records import read_record, timestamp, write_record
 from storesvc.reuse import (
     Claims,
     Reuse,

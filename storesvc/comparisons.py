@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc.catalogue import Catalogue
+from storesvc.catalog.catalog import Catalogue
 from storesvc.differences import Difference, differences
 from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.names import CheckpointName

@@ -9,7 +9,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from storesvc import slots, transitions
+from storesvc.catalog import slots, transitions
+from storesvc.catalog.disk_reserve import Reserve
+from storesvc.catalog.records import read_record, timestamp
 from storesvc.clocks import Clock
 from storesvc.errors import InvalidPolicyError, RunNotFoundError
 from storesvc.expiry import Expired, Expiry
@@ -18,8 +20,6 @@ from storesvc.format.names import RunName
 from storesvc.history import History
 from storesvc.lives import DEFAULT_PURGE_DELAY, Lives
 from storesvc.marking import Snapshot
-from storesvc.records import read_record, timestamp
-from storesvc.reserve import Reserve
 from storesvc.retaining import Retaining, Verdict
 from storesvc.storage.bucket import Bucket
 from storesvc.uses import Use, Uses

@@ -27,10 +27,10 @@ from enum import Enum
 from itertools import accumulate, chain, pairwise
 from typing import Final, TypeAlias
 
-from storesvc import slots
+from storesvc.catalog import slots
+from storesvc.catalog.lease_clock import MARGIN
+from storesvc.catalog.records import etag_of
 from storesvc.errors import FormatUnsupportedError, InvalidResumeTokenError
-from storesvc.leases import MARGIN
-from storesvc.records import etag_of
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 MAX_PENDING: Final = 256

@@ -12,14 +12,15 @@ from datetime import UTC, datetime, timedelta
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc import marking, slots
-from storesvc.catalogue import Catalogue
+from storesvc import marking
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.lease_clock import Observations
+from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.clocks import Clock
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import HoldName, RunName
-from storesvc.leases import Observations
 from storesvc.marking import Snapshot
-from storesvc.records import read_record, timestamp, write_record
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
 from storesvc.uploads import DEFAULT_LEASE

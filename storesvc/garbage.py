@@ -12,16 +12,16 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from storesvc import marking
-from storesvc.catalogue import Catalogue
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.lease_clock import Observations
+from storesvc.catalog.rollbacks import purged
 from storesvc.clocks import Clock
 from storesvc.errors import CorruptDataError
 from storesvc.expiry import Expiry
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName, TagName
-from storesvc.leases import Observations
 from storesvc.marking import Fate, Marks, Snapshot, State
-from storesvc.rollbacks import purged
 from storesvc.snapshots import Snapshots
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation

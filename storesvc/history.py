@@ -12,13 +12,13 @@ from datetime import UTC, datetime
 from typing import Final
 
 from storesvc import marking
-from storesvc.catalogue import Catalogue
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.journal import Journal
+from storesvc.catalog.rollbacks import contradiction, has_manifest, put_back, removed
+from storesvc.catalog.slots import FREE
 from storesvc.expiry import Expired
 from storesvc.format.names import RunName
-from storesvc.journal import Journal
 from storesvc.marking import Fate, Snapshot
-from storesvc.rollbacks import contradiction, has_manifest, put_back, removed
-from storesvc.slots import FREE
 from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 

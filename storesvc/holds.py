@@ -9,8 +9,11 @@ answered.
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from storesvc import transitions
-from storesvc.catalogue import Catalogue
+from storesvc.catalog import transitions
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.lease_clock import MARGIN
+from storesvc.catalog.records import duration, read_record, sealed, timestamp
+from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED, PURGING
 from storesvc.clocks import Clock
 from storesvc.errors import (
     ConflictError,
@@ -21,9 +24,6 @@ from storesvc.errors import (
 )
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, HoldName, RunName
-from storesvc.leases import MARGIN
-from storesvc.records import duration, read_record, sealed, timestamp
-from storesvc.slots import CHECKPOINTS, COMMITTED, DELETED, PURGING
 from storesvc.storage.bounded_gather import rows
 from storesvc.storage.bucket import (
     IF_ABSENT,

@@ -10,8 +10,8 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from storesvc import slots
 from storesvc.caching import TREES_BYTES, ByteCache
+from storesvc.catalog import slots
 from storesvc.errors import CorruptDataError, InvalidTreeError, LimitExceededError
 from storesvc.format.checksums import DIGEST_BYTES, digest
 from storesvc.format.layout import RunPlaces

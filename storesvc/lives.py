@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 
-from storesvc import transitions
-from storesvc.catalogue import Catalogue
+from storesvc.catalog import transitions
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.journal import Journal
+from storesvc.catalog.records import etag_of, read_record, write_record
+from storesvc.catalog.slots import CHECKPOINTS, PURGING
+from storesvc.catalog.transitions import Change
 from storesvc.clocks import Clock
 from storesvc.errors import ConflictError
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.journal import Journal
-from storesvc.records import etag_of, read_record, write_record
-from storesvc.slots import CHECKPOINTS, PURGING
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
-from storesvc.transitions import Change
 from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 

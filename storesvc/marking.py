@@ -33,8 +33,8 @@ from typing import assert_never
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from storesvc.catalog.slots import CHECKPOINTS, FREE, SlotState, state_of
 from storesvc.format.layout import RunPlaces
-from storesvc.slots import CHECKPOINTS, FREE, SlotState, state_of
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 

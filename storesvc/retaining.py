@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
 from typing import Final
 
-from storesvc.catalogue import Catalogue
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.records import etag_of
+from storesvc.catalog.slots import COMMITTED
 from storesvc.clocks import Clock
 from storesvc.errors import (
     CheckpointInUseError,
@@ -26,8 +28,6 @@ from storesvc.format.names import RunName
 from storesvc.lives import DEFAULT_PURGE_DELAY, Lives
 from storesvc.policies import Candidate, decide, metrics_of
 from storesvc.policy_bounds import check
-from storesvc.records import etag_of
-from storesvc.slots import COMMITTED
 from storesvc.storage.bounded_gather import each
 from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -20,12 +20,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from storesvc.catalog.slots import CHECKPOINTS, PURGING
 from storesvc.errors import CorruptDataError, UploadNotFoundError
 from storesvc.format.chunks import I64, Places, Sums, same_sums
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
-from storesvc.slots import CHECKPOINTS, PURGING
 from storesvc.staging import Table, staged_places, tables_at
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.tensorstore_bucket import KvBucket

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 from google.protobuf.message import DecodeError
 
+from storesvc.catalog.records import read_record
 from storesvc.errors import CorruptDataError
 from storesvc.format.chunks import (
     InvalidChunksError,
@@ -27,7 +28,6 @@ from storesvc.format.chunks import (
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
-from storesvc.records import read_record
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb

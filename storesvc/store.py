@@ -7,7 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self
 
-from storesvc.catalogue import Catalogue
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.disk_reserve import Reserve
+from storesvc.catalog.journal import Journal
+from storesvc.catalog.records import read_record, timestamp, write_record
+from storesvc.catalog.runs import Runs
 from storesvc.clocks import Clock, SystemClock
 from storesvc.collection import Collector
 from storesvc.commits import Commits
@@ -19,15 +23,11 @@ from storesvc.errors import (
 )
 from storesvc.format import layout
 from storesvc.holds import Holds
-from storesvc.journal import Journal
 from storesvc.lives import Lives
 from storesvc.receiving import Receiver
 from storesvc.recent import Recent
-from storesvc.records import read_record, timestamp, write_record
-from storesvc.reserve import Reserve
 from storesvc.retaining import Retaining
 from storesvc.reuse import Reuse
-from storesvc.runs import Runs
 from storesvc.sending import Sender
 from storesvc.snapshots import Snapshots
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError

@@ -7,16 +7,16 @@ back. A deleted tag stays as a record that names nothing, for those who watch.
 
 from typing import Final
 
-from storesvc import transitions
-from storesvc.catalogue import Catalogue
+from storesvc.catalog import transitions
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.journal import Journal
+from storesvc.catalog.records import etag_of, sealed, timestamp, write_record
+from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED
 from storesvc.clocks import Clock
 from storesvc.errors import ConflictError, CorruptDataError, TagProtectedError
 from storesvc.events import NOTHING
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
-from storesvc.journal import Journal
-from storesvc.records import etag_of, sealed, timestamp, write_record
-from storesvc.slots import CHECKPOINTS, COMMITTED, DELETED
 from storesvc.storage.bounded_gather import rows
 from storesvc.storage.bucket import (
     IF_ABSENT,

@@ -17,8 +17,11 @@ from typing import Final
 from cachetools import LRUCache
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc import slots
-from storesvc.catalogue import Catalogue
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.records import duration, read_record, timestamp, write_record
+from storesvc.catalog.rollbacks import Rollbacks
+from storesvc.catalog.runs import Runs
 from storesvc.clocks import Clock
 from storesvc.errors import (
     CheckpointNotFoundError,
@@ -39,9 +42,6 @@ from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
 from storesvc.leaf_tables import LeafTables
 from storesvc.plans import difference, differing_rows
-from storesvc.records import duration, read_record, timestamp, write_record
-from storesvc.rollbacks import Rollbacks
-from storesvc.runs import Runs
 from storesvc.storage.bounded_gather import AT_ONCE, each, rows
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.tensorstore_bucket import KvBucket

@@ -9,12 +9,12 @@ where two checkpoints share different parts of a file whose own checkpoint was p
 
 from dataclasses import dataclass
 
-from storesvc.catalogue import Catalogue
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING
 from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
-from storesvc.slots import CHECKPOINTS, COMMITTED, UPLOADING
 from storesvc.snapshots import Snapshots
 from storesvc.storage.bounded_gather import each
 from storesvc_proto.v1 import bucket_pb2 as pb

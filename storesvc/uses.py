@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from datetime import UTC
 from typing import Literal
 
-from storesvc import slots
-from storesvc.catalogue import Catalogue
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.lease_clock import Observations
+from storesvc.catalog.records import read_record
 from storesvc.clocks import Clock
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import HoldName, RunName, TagName
-from storesvc.leases import Observations
-from storesvc.records import read_record
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -27,8 +27,10 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from storesvc import damages, slots
-from storesvc.catalogue import Catalogue
+from storesvc import damages
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.records import on_its_way
 from storesvc.clocks import Clock
 from storesvc.damages import Damage, Metadata
 from storesvc.errors import (
@@ -41,7 +43,6 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.format.reads import Read, plan_reads
-from storesvc.records import on_its_way
 from storesvc.storage.tensorstore_bucket import KvBucket, Place
 from storesvc.tallies import Report, Tally
 from storesvc_proto.v1 import bucket_pb2 as pb

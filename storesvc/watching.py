@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from storesvc.catalogue import Catalogue
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired
 from storesvc.changes import Change, Changes
 from storesvc.clocks import Clock
 from storesvc.errors import (
@@ -33,7 +34,6 @@ from storesvc.events import (
     unpack_token,
 )
 from storesvc.format.names import RunName
-from storesvc.journal import READS_AT_ONCE, Journal, expired
 
 POLL_SECONDS: Final = 1.0
 """How often a process looks for what others have announced."""

@@ -16,7 +16,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from storesvc.catalogue import Catalogue
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.journal import Journal
+from storesvc.catalog.records import timestamp
+from storesvc.catalog.slots import COMMITTED
 from storesvc.clocks import Clock
 from storesvc.errors import CorruptDataError, StoreError
 from storesvc.format import layout
@@ -24,10 +27,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal, unseal
 from storesvc.holds import Holds
-from storesvc.journal import Journal
 from storesvc.lives import Lives
-from storesvc.records import timestamp
-from storesvc.slots import COMMITTED
 from storesvc.storage.bucket import (
     ALWAYS,
     IF_ABSENT,

@@ -13,10 +13,10 @@ from datetime import timedelta
 
 from google.protobuf.message import DecodeError
 
+from storesvc.catalog.records import duration
 from storesvc.errors import StoreError
 from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, HoldName, TagName
-from storesvc.records import duration
 from storesvc.store import Store
 from storesvc.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb

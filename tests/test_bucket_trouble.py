@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from storesvc.catalog.records import write_record
 from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
-from storesvc.records import write_record
 from storesvc.storage import deadlines, hedging
 from storesvc.storage.bucket import IF_ABSENT, Condition, Stored
 from storesvc.storage.hedging import Limits

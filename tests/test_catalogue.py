@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc import slot_reads
-from storesvc.catalogue import Catalogue
+from storesvc.catalog import slot_reader
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.records import timestamp
 from storesvc.errors import (
     CheckpointNotFoundError,
     ConflictError,
@@ -23,7 +24,6 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.seal import seal
-from storesvc.records import timestamp
 from storesvc.rpc import fields, pages
 from storesvc.rpc.fields import page_token
 from storesvc.storage.bucket import Stored
@@ -526,7 +526,7 @@ def test_nothing_is_not_told_before_it_is_known(
     monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
     """Whether there is a checkpoint, while saves come and go whenever it is looked."""
-    monkeypatch.setattr(slot_reads, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(slot_reader, "_PAUSE_SECONDS", 0)
     taken = itertools.count(1)
 
     async def main() -> int:

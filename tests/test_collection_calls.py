@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
+from storesvc.catalog.disk_reserve import RESERVE_BYTES
 from storesvc.failpoints import VARIABLE
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
-from storesvc.reserve import RESERVE_BYTES
 from tests.collecting_process import NOW
 from tests.server_process import EndedError, ServerProcess
 

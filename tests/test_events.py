@@ -17,7 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from storesvc import events, slots
+from storesvc import events
+from storesvc.catalog import slots
+from storesvc.catalog.records import etag_of, timestamp
 from storesvc.errors import InvalidResumeTokenError
 from storesvc.events import (
     MAX_PENDING,
@@ -33,7 +35,6 @@ from storesvc.events import (
     resolve,
     unpack_token,
 )
-from storesvc.records import etag_of, timestamp
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 PARENT, STORE = "namespaces/n", "5f0c9c1e-6d8e-4b0c-9b7e-0c4b6d8f1a2b"

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
+from storesvc.catalog.lease_clock import MARGIN
+from storesvc.catalog.slots import CHECKPOINTS, DELETED, FREE, PURGING
 from storesvc.errors import ConflictError, HoldExpiredError, StoreError
 from storesvc.format.names import CheckpointName, HoldName, RunName
-from storesvc.leases import MARGIN
 from storesvc.rpc.fields import page_token
-from storesvc.slots import CHECKPOINTS, DELETED, FREE, PURGING
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

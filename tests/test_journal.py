@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from storesvc import journal as journals
+from storesvc.catalog import journal as journals
+from storesvc.catalog.journal import LEAST_AGE, Journal
 from storesvc.errors import (
     CorruptDataError,
     InvalidResumeTokenError,
@@ -18,7 +19,6 @@ from storesvc.errors import (
 )
 from storesvc.format import layout
 from storesvc.format.names import RunName
-from storesvc.journal import LEAST_AGE, Journal
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.faulty_bucket import Call, Fault, FaultyBucket, Plan, at_change, no_faults
 

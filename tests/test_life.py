@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc import transitions
+from storesvc.catalog import transitions
+from storesvc.catalog.slots import COMMITTED, FREE, PURGING
+from storesvc.catalog.transitions import purging
 from storesvc.errors import CheckpointInUseError
 from storesvc.failpoints import VARIABLE
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName
-from storesvc.slots import COMMITTED, FREE, PURGING
-from storesvc.transitions import purging
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

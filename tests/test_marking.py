@@ -9,11 +9,12 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc import marking, slots
+from storesvc import marking
+from storesvc.catalog import slots
+from storesvc.catalog.records import timestamp
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.marking import Marks, Snapshot, State
-from storesvc.records import timestamp
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 PLACES = RunPlaces(RunName("tests", "marking"))

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import storesvc_client as store_client
-from storesvc import batches, receiving, slots
+from storesvc import batches, receiving
+from storesvc.catalog import slots
 from storesvc.errors import (
     ConflictError,
     RunNotFoundError,

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
+from storesvc.catalog.slots import COMMITTED, DELETED
+from storesvc.catalog.transitions import Change
 from storesvc.errors import InvalidPolicyError, StoreError
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, TagName
 from storesvc.format.seal import unseal
 from storesvc.retaining import PAGE, Retaining, Verdict
-from storesvc.slots import COMMITTED, DELETED
-from storesvc.transitions import Change
 from storesvc_client._policy_messages import policy_message
 from storesvc_client.cli import main
 from storesvc_client.errors import translated

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
+from storesvc.catalog.runs import Runs, run_etag
 from storesvc.errors import EtagMismatchError
 from storesvc.format.names import RunName
-from storesvc.runs import Runs, run_etag
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

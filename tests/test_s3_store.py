@@ -18,13 +18,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
+from storesvc.catalog.records import write_record
 from storesvc.errors import (
     InvalidFieldError,
     StorageDeniedError,
     StorageUnavailableError,
     StoreError,
 )
-from storesvc.records import write_record
 from storesvc.storage import hedging
 from storesvc.storage import s3 as s3_deletes
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc import events, policies, slots
+from storesvc import events, policies
+from storesvc.catalog import slots
 from storesvc.errors import FormatUnsupportedError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName

@@ -15,11 +15,11 @@ import pytest
 
 import storesvc_client as store
 from storesvc import tallies, verification
+from storesvc.catalog.slots import FREE
 from storesvc.errors import CheckpointNotFoundError, StorageUnavailableError
 from storesvc.format import reads
 from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.slots import FREE
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc.tallies import Report

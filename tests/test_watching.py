@@ -10,8 +10,11 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from storesvc import changes, slots, watching
-from storesvc.catalogue import Catalogue
+from storesvc import changes, watching
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.journal import Journal
+from storesvc.catalog.records import etag_of, read_record, timestamp, write_record
 from storesvc.clocks import Clock, SystemClock
 from storesvc.errors import (
     CorruptDataError,
@@ -24,8 +27,6 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
-from storesvc.journal import Journal
-from storesvc.records import etag_of, read_record, timestamp, write_record
 from storesvc.storage.bucket import PreconditionError
 from storesvc.watching import Told, Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -4,8 +4,11 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Final, assert_never
 
-from storesvc import slots
-from storesvc.catalogue import RunSummary
+from storesvc.catalog import slots
+from storesvc.catalog.catalog import RunSummary
+from storesvc.catalog.records import etag_of, timestamp
+from storesvc.catalog.runs import run_etag
+from storesvc.catalog.slots import SlotState
 from storesvc.format.names import (
     CheckpointName,
     HoldName,
@@ -14,10 +17,7 @@ from storesvc.format.names import (
     UploadName,
 )
 from storesvc.holds import expire_time
-from storesvc.records import etag_of, timestamp
 from storesvc.retaining import Verdict
-from storesvc.runs import run_etag
-from storesvc.slots import SlotState
 from storesvc.uploads import Fate
 from storesvc.watching import Told
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -3,13 +3,13 @@
 from datetime import timedelta
 from typing import Final
 
+from storesvc.catalog.transitions import Change
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.lives import MAX_PURGE_DELAY
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals
 from storesvc.store import Store
-from storesvc.transitions import Change
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
 _MUTABLE: Final = ("labels", "metrics", "pinned")

@@ -3,13 +3,13 @@
 from contextlib import aclosing
 from dataclasses import replace
 
+from storesvc.catalog.runs import RUN_FIELDS, RunField
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import RunName
 from storesvc.lives import MAX_PURGE_DELAY
 from storesvc.policy_bounds import check
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals, write
-from storesvc.runs import RUN_FIELDS, RunField
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api

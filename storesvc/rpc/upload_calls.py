@@ -8,13 +8,13 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Final
 
+from storesvc.catalog.records import timestamp
 from storesvc.errors import InvalidFieldError
 from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.frames import part_of
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
 from storesvc.memory_budget import MemoryBudget
-from storesvc.records import timestamp
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import (
     CALL_SECONDS,

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
+from storesvc.catalog.records import or_damage
 from storesvc.errors import CorruptDataError
-from storesvc.records import or_damage
 
 AT_ONCE: Final = 128
 """Small objects that one call reads or writes at a time."""

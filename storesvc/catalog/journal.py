@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
+from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.clocks import Clock
 from storesvc.errors import (
     CorruptDataError,
@@ -28,7 +29,6 @@ from storesvc.errors import (
 from storesvc.events import PATIENCE
 from storesvc.format import layout
 from storesvc.format.names import RunName
-from storesvc.records import read_record, timestamp, write_record
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
 from storesvc_proto.v1 import bucket_pb2 as pb
 

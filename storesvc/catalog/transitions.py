@@ -16,6 +16,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import assert_never
 
+from storesvc.catalog.records import etag_of, timestamp
+from storesvc.catalog.slots import (
+    COMMITTED,
+    DELETED,
+    FREE,
+    PURGING,
+    SlotState,
+    state_of,
+)
 from storesvc.errors import (
     CheckpointDeletedError,
     CheckpointInUseError,
@@ -26,15 +35,6 @@ from storesvc.errors import (
     RequestIdReusedError,
 )
 from storesvc.format.names import RunName
-from storesvc.records import etag_of, timestamp
-from storesvc.slots import (
-    COMMITTED,
-    DELETED,
-    FREE,
-    PURGING,
-    SlotState,
-    state_of,
-)
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 

@@ -19,11 +19,11 @@ upload, and the data of a checkpoint to the collector.
 from collections.abc import Iterable
 from typing import Final
 
+from storesvc.catalog.records import damaged, read_record
+from storesvc.catalog.slots import UPLOADING
 from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
-from storesvc.records import damaged, read_record
-from storesvc.slots import UPLOADING
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final, Literal, TypeAlias
 
-from storesvc.catalogue import Catalogue
+from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.records import etag_of, read_record, timestamp, write_record
+from storesvc.catalog.transitions import check_etag, is_repeated
 from storesvc.clocks import Clock
 from storesvc.errors import ConflictError, EtagMismatchError
 from storesvc.format import layout
 from storesvc.format.names import RunName
-from storesvc.records import etag_of, read_record, timestamp, write_record
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
-from storesvc.transitions import check_etag, is_repeated
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 RunField: TypeAlias = Literal["labels", "retention", "purge_delay"]

@@ -13,6 +13,11 @@ from operator import attrgetter
 from typing import Final
 
 from storesvc.caching import TREES_BYTES, ByteCache
+from storesvc.catalog.records import on_its_way, or_damage, read_listed, sound
+from storesvc.catalog.rollbacks import purged, put_back
+from storesvc.catalog.slot_reader import SlotReads
+from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING
+from storesvc.catalog.transitions import is_deleted, replaced
 from storesvc.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -27,13 +32,8 @@ from storesvc.format.manifests import (
     unpack_manifest,
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
-from storesvc.records import on_its_way, or_damage, read_listed, sound
-from storesvc.rollbacks import purged, put_back
-from storesvc.slot_reads import SlotReads
-from storesvc.slots import CHECKPOINTS, COMMITTED, UPLOADING
 from storesvc.storage.bounded_gather import AT_ONCE, rows
 from storesvc.storage.bucket import Bucket, Generation
-from storesvc.transitions import is_deleted, replaced
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _NEAREST: Final = 3

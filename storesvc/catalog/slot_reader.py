@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
+from storesvc.catalog.records import damaged, or_damage, read_record
+from storesvc.catalog.rollbacks import Rollbacks
+from storesvc.catalog.slots import state_of
 from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
-from storesvc.records import damaged, or_damage, read_record
-from storesvc.rollbacks import Rollbacks
-from storesvc.slots import state_of
 from storesvc.storage.bounded_gather import AT_ONCE, each
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -39,13 +39,13 @@ from storesvc.failpoints import Failpoint, reach
 from storesvc.format.names import RunName
 from storesvc.garbage import Garbage, Search
 from storesvc.history import History
-from storesvc.lives import Lives
+from storesvc.lifecycle.checkpoints import Lives
+from storesvc.lifecycle.references import Use, Uses
 from storesvc.marking import Snapshot
 from storesvc.retaining import Retaining
 from storesvc.snapshots import Snapshots
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
-from storesvc.uses import Use, Uses
 
 DEFAULT_GRACE: Final = timedelta(hours=1)
 """How long ago something must have lost its use: readers without a hold go on."""

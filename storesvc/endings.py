@@ -18,11 +18,11 @@ from storesvc.expiry import Expired, Expiry
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.history import History
-from storesvc.lives import DEFAULT_PURGE_DELAY, Lives
+from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, Lives
+from storesvc.lifecycle.references import Use, Uses
 from storesvc.marking import Snapshot
 from storesvc.retaining import Retaining, Verdict
 from storesvc.storage.bucket import Bucket
-from storesvc.uses import Use, Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _log = logging.getLogger(__name__)

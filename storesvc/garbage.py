@@ -21,11 +21,11 @@ from storesvc.expiry import Expiry
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName, TagName
+from storesvc.lifecycle.references import Use, Uses
 from storesvc.marking import Fate, Marks, Snapshot, State
 from storesvc.snapshots import Snapshots
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
-from storesvc.uses import Use, Uses
 
 ANSWERED: Final = timedelta(hours=24)
 """How long the record of an upload answers repeated requests, once all is over."""

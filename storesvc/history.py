@@ -18,8 +18,8 @@ from storesvc.catalog.rollbacks import contradiction, has_manifest, put_back, re
 from storesvc.catalog.slots import FREE
 from storesvc.expiry import Expired
 from storesvc.format.names import RunName
+from storesvc.lifecycle.references import Uses
 from storesvc.marking import Fate, Snapshot
-from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _ONLY_COMMITTED: Final = {

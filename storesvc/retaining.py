@@ -25,11 +25,11 @@ from storesvc.errors import (
     RunNotFoundError,
 )
 from storesvc.format.names import RunName
-from storesvc.lives import DEFAULT_PURGE_DELAY, Lives
+from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, Lives
+from storesvc.lifecycle.references import Uses
 from storesvc.policies import Candidate, decide, metrics_of
 from storesvc.policy_bounds import check
 from storesvc.storage.bounded_gather import each
-from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
 

@@ -22,8 +22,10 @@ from storesvc.errors import (
     StorageUnavailableError,
 )
 from storesvc.format import layout
-from storesvc.holds import Holds
-from storesvc.lives import Lives
+from storesvc.lifecycle.checkpoints import Lives
+from storesvc.lifecycle.holds import Holds
+from storesvc.lifecycle.references import Uses
+from storesvc.lifecycle.tags import Tags
 from storesvc.receiving import Receiver
 from storesvc.recent import Recent
 from storesvc.retaining import Retaining
@@ -34,10 +36,8 @@ from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.condition_probe import check_conditions
 from storesvc.storage.location import LOCK_SUFFIX
 from storesvc.storage.tensorstore_bucket import KvBucket
-from storesvc.tags import Tags
 from storesvc.uploads import Uploads
 from storesvc.usage import Usages
-from storesvc.uses import Uses
 from storesvc.verification import Verifier
 from storesvc.watching import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -26,8 +26,10 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal, unseal
-from storesvc.holds import Holds
-from storesvc.lives import Lives
+from storesvc.lifecycle.checkpoints import Lives
+from storesvc.lifecycle.holds import Holds
+from storesvc.lifecycle.references import Uses
+from storesvc.lifecycle.tags import Tags
 from storesvc.storage.bucket import (
     ALWAYS,
     IF_ABSENT,
@@ -37,8 +39,6 @@ from storesvc.storage.bucket import (
     Stored,
     WriteCondition,
 )
-from storesvc.tags import Tags
-from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 RUN = RunName("tests", "races")

@@ -16,7 +16,7 @@ from storesvc.format.names import (
     TagName,
     UploadName,
 )
-from storesvc.holds import expire_time
+from storesvc.lifecycle.holds import expire_time
 from storesvc.retaining import Verdict
 from storesvc.uploads import Fate
 from storesvc.watching import Told

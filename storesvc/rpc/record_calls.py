@@ -6,7 +6,7 @@ from typing import Final
 from storesvc.catalog.transitions import Change
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.lives import MAX_PURGE_DELAY
+from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals
 from storesvc.store import Store

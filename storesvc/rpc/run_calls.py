@@ -6,7 +6,7 @@ from dataclasses import replace
 from storesvc.catalog.runs import RUN_FIELDS, RunField
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import RunName
-from storesvc.lives import MAX_PURGE_DELAY
+from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
 from storesvc.policy_bounds import check
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals, write

@@ -5,7 +5,7 @@ from typing import Final
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import CheckpointName, HoldName, RunName, TagName
-from storesvc.holds import DEFAULT_TTL
+from storesvc.lifecycle.holds import DEFAULT_TTL
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals
 from storesvc.rpc.pages import page

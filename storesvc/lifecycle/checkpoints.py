@@ -22,9 +22,9 @@ from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
+from storesvc.lifecycle.references import Uses
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
-from storesvc.uses import Uses
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_PURGE_DELAY: Final = timedelta(days=3)

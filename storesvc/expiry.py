@@ -21,9 +21,9 @@ from storesvc.clocks import Clock
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import HoldName, RunName
 from storesvc.marking import Snapshot
+from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
-from storesvc.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 

@@ -14,7 +14,6 @@ from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.catalog.runs import Runs
 from storesvc.clocks import Clock, SystemClock
 from storesvc.collection import Collector
-from storesvc.commits import Commits
 from storesvc.comparisons import Comparisons
 from storesvc.errors import (
     InvalidFieldError,
@@ -26,17 +25,18 @@ from storesvc.lifecycle.checkpoints import Lives
 from storesvc.lifecycle.holds import Holds
 from storesvc.lifecycle.references import Uses
 from storesvc.lifecycle.tags import Tags
-from storesvc.receiving import Receiver
 from storesvc.recent import Recent
 from storesvc.retaining import Retaining
-from storesvc.reuse import Reuse
+from storesvc.save.commit import Commits
+from storesvc.save.receiver import Receiver
+from storesvc.save.reuse import Reuse
+from storesvc.save.uploads import Uploads
 from storesvc.sending import Sender
 from storesvc.snapshots import Snapshots
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.condition_probe import check_conditions
 from storesvc.storage.location import LOCK_SUFFIX
 from storesvc.storage.tensorstore_bucket import KvBucket
-from storesvc.uploads import Uploads
 from storesvc.usage import Usages
 from storesvc.verification import Verifier
 from storesvc.watching import Watcher

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 
-from storesvc.receiving import MAX_FILES
+from storesvc.save.receiver import MAX_FILES
 from tests.thread_server import ThreadServer
 
 SECONDS: Final = 60.0

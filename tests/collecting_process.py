@@ -10,8 +10,8 @@ from storesvc.collection import Progress
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
+from storesvc.save.uploads import DEFAULT_LEASE, NewUpload
 from storesvc.store import Store
-from storesvc.uploads import DEFAULT_LEASE, NewUpload
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from tests.contract import frame, mixed_sums, received, tree_of
 from tests.faulty_bucket import (

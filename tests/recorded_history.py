@@ -17,8 +17,8 @@ from storesvc.catalog.records import duration
 from storesvc.errors import StoreError
 from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, HoldName, TagName
+from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc.store import Store
-from storesvc.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.collecting_process import RUN, Hands, Process
 from tests.faulty_bucket import FaultyBucket

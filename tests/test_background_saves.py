@@ -22,9 +22,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc import batches
 from storesvc.failpoints import Failpoint, armed
 from storesvc.format.chunks import Sums
+from storesvc.save import batches
 from storesvc_client._acknowledging import Acknowledging
 from storesvc_client._outbox import Outbox, Wanted
 from storesvc_client._save import Save

@@ -16,7 +16,7 @@ from storesvc.collection import DEFAULT_GRACE, Progress
 from storesvc.errors import StorageFullError
 from storesvc.format import layout
 from storesvc.format.names import CheckpointName, HoldName, TagName
-from storesvc.uploads import DEFAULT_LEASE
+from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.collecting_process import NOW, PLACES, RUN, Hands, Process, history, started
 from tests.faulty_bucket import Call, DiedError, Fault, FaultyBucket, dies_before

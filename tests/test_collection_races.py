@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from storesvc.errors import UploadNotFoundError
-from storesvc.uploads import DEFAULT_LEASE
+from storesvc.save.uploads import DEFAULT_LEASE
 from tests.collecting_process import CHUNKS, PLACES, RUN, Process, history, started
 from tests.faulty_bucket import DiedError, FaultyBucket, dies_before
 

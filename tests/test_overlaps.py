@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import storesvc_client as store_client
-from storesvc import batches, receiving
 from storesvc.catalog import slots
 from storesvc.errors import (
     ConflictError,
@@ -27,10 +26,11 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
+from storesvc.save import batches, receiver
+from storesvc.save.uploads import NewUpload, OpenUpload
 from storesvc.storage.bucket import ALWAYS, Generation, WriteCondition
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
-from storesvc.uploads import NewUpload, OpenUpload
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.contract import Writer, frame, received, stored, sums, tree_of
@@ -224,7 +224,7 @@ async def all_places_free(store: Store) -> None:
     """Returns once no batch holds a place; a thread deletes its file before."""
     places = store.receiver.places
     async with asyncio.timeout(20):
-        while places.free < receiving.MAX_FILES:  # noqa: ASYNC110 - no event
+        while places.free < receiver.MAX_FILES:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
 
 
@@ -234,7 +234,7 @@ def test_cancelled_streams_give_their_places_back(
 ) -> None:
     async def test(store: Store, callers: list[Caller]) -> None:
         await callers[0].begin()
-        for _ in range(3 * receiving.MAX_BATCHES):
+        for _ in range(3 * receiver.MAX_BATCHES):
             many = frames_of(*(frame(0, 1, 2) for _ in range(20)))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(callers[0].write(many), pause)
@@ -249,7 +249,7 @@ def test_a_client_that_pauses_is_acknowledged_and_holds_no_place(
     within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "BATCH_SECONDS", 0.2)
-    monkeypatch.setattr(receiving, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(receiver, "TICK_SECONDS", 0.1)
 
     async def test(store: Store, callers: list[Caller]) -> None:
         await callers[0].begin()
@@ -274,7 +274,7 @@ def test_a_chunk_that_never_ends_is_stalled(
     within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "CHUNK_SECONDS", 0.3)
-    monkeypatch.setattr(receiving, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(receiver, "TICK_SECONDS", 0.1)
 
     async def test(store: Store, callers: list[Caller]) -> None:
         await callers[0].begin()
@@ -301,7 +301,7 @@ class WaitingBucket(KvBucket):
 
 
 def test_no_more_tables_are_taken_than_can_be_stored(tmp_path: Path) -> None:
-    count = 10 * receiving.MAX_BATCHES
+    count = 10 * receiver.MAX_BATCHES
     taken = 0
 
     async def main() -> None:
@@ -331,7 +331,7 @@ def test_no_more_tables_are_taken_than_can_be_stored(tmp_path: Path) -> None:
         while before < taken or not taken:  # until it takes no more
             before = taken
             await asyncio.sleep(0.2)
-        assert taken <= receiving.MAX_BATCHES + 2  # one that waits, and the next
+        assert taken <= receiver.MAX_BATCHES + 2  # one that waits, and the next
         bucket.may_go_on.set()
         assert count == (await writing)[-1]
 

@@ -21,7 +21,7 @@ from storesvc.format.names import (
 )
 from storesvc.format.seal import seal, unseal
 from storesvc.garbage import ANSWERED
-from storesvc.uploads import DEFAULT_LEASE
+from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.collecting_process import NOW, PLACES, RUN, Process, started
 from tests.contract import Writer, frame, sums

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc import reuse
 from storesvc.format.chunks import Places, Sums
 from storesvc.rpc import handling
+from storesvc.save import reuse
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_client import _retrying
 from storesvc_client._acknowledging import Acknowledging

@@ -31,8 +31,8 @@ from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.seal import seal
 from storesvc.format.trees import Leaf, Tree, pack_leaves, unpack_leaves
 from storesvc.format.wire import Frame
+from storesvc.save.uploads import NewUpload
 from storesvc.store import Store
-from storesvc.uploads import NewUpload
 from storesvc_client._pausing import collector_paused
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2

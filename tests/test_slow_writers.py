@@ -14,8 +14,8 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 import storesvc_client as store
-from storesvc import batch_places
-from storesvc.receiving import MAX_BATCHES
+from storesvc.save import batch_admission
+from storesvc.save.receiver import MAX_BATCHES
 from storesvc_client import _retrying
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.contract import Writer, frame, stored
@@ -120,7 +120,7 @@ def test_streams_that_stop_within_a_chunk_lose_their_places_to_a_save() -> None:
 def test_streams_that_stop_after_a_chunk_are_acknowledged_for_a_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("storesvc.batches.BATCH_SECONDS", 3600.0)
+    monkeypatch.setattr("storesvc.save.batches.BATCH_SECONDS", 3600.0)
     with (
         ThreadServer("memory://") as server,
         stalled_streams(server, MAX_BATCHES, frame(0)) as streams,
@@ -138,9 +138,9 @@ def test_streams_that_stop_after_a_chunk_are_acknowledged_for_a_save(
 def test_a_slow_client_that_nobody_waits_for_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_places, "FIRST_SECONDS", 0.1)
-    monkeypatch.setattr(batch_places, "CREDIT_SECONDS", 0.1)
-    monkeypatch.setattr(batch_places, "CLIENT_SECONDS", 0.1)
+    monkeypatch.setattr(batch_admission, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(batch_admission, "CREDIT_SECONDS", 0.1)
+    monkeypatch.setattr(batch_admission, "CLIENT_SECONDS", 0.1)
     with ThreadServer("memory://") as server:
         writer = Writer(server.address, "slow/run", 1)
         writer.begin()
@@ -163,10 +163,10 @@ def test_a_slow_client_that_nobody_waits_for_keeps_its_place(
 def test_a_stream_that_finds_no_place_is_refused_and_may_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_places, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(batch_places, "FIRST_SECONDS", 3600.0)
-    monkeypatch.setattr(batch_places, "CREDIT_SECONDS", 3600.0)
-    monkeypatch.setattr(batch_places, "CLIENT_SECONDS", 3600.0)
+    monkeypatch.setattr(batch_admission, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(batch_admission, "FIRST_SECONDS", 3600.0)
+    monkeypatch.setattr(batch_admission, "CREDIT_SECONDS", 3600.0)
+    monkeypatch.setattr(batch_admission, "CLIENT_SECONDS", 3600.0)
     with (
         ThreadServer("memory://") as server,
         stalled_streams(server, MAX_BATCHES, within_a_chunk()),
@@ -183,10 +183,10 @@ def test_a_stream_that_finds_no_place_is_refused_and_may_retry(
 def test_a_save_that_finds_no_place_is_repeated_until_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_places, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(batch_places, "FIRST_SECONDS", 3600.0)
-    monkeypatch.setattr(batch_places, "CREDIT_SECONDS", 3600.0)
-    monkeypatch.setattr(batch_places, "CLIENT_SECONDS", 3600.0)
+    monkeypatch.setattr(batch_admission, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(batch_admission, "FIRST_SECONDS", 3600.0)
+    monkeypatch.setattr(batch_admission, "CREDIT_SECONDS", 3600.0)
+    monkeypatch.setattr(batch_admission, "CLIENT_SECONDS", 3600.0)
     monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.1)
     with ThreadServer("memory://") as server, store.connect(server.address) as client:
         state = {"x": np.arange(1000)}

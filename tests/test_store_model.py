@@ -45,8 +45,8 @@ from storesvc.errors import (
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, UploadName
 from storesvc.format.trees import pack_leaves
+from storesvc.save.uploads import NewUpload
 from storesvc.store import Store
-from storesvc.uploads import NewUpload
 from storesvc.watching import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api

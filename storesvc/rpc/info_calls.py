@@ -1,11 +1,12 @@
 """Calls that tell what the server is."""
 
 import storesvc
-from storesvc import batches, leaf_tables, sending
+from storesvc import sending
 from storesvc.format import trees
 from storesvc.rpc.handling import MAX_MESSAGE_BYTES, Context
+from storesvc.save import batches, leaf_tables
+from storesvc.save.table_parts import MAX_TREE_BYTES
 from storesvc.store import Store
-from storesvc.table_parts import MAX_TREE_BYTES
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 
 

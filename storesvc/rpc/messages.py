@@ -18,7 +18,7 @@ from storesvc.format.names import (
 )
 from storesvc.lifecycle.holds import expire_time
 from storesvc.retaining import Verdict
-from storesvc.uploads import Fate
+from storesvc.save.uploads import Fate
 from storesvc.watching import Told
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api

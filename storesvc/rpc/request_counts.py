@@ -14,12 +14,12 @@ from typing import Final, NamedTuple
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from storesvc.batches import FRAME_BYTES
 from storesvc.errors import InvalidFieldError, LimitExceededError, StoreError
 from storesvc.format.grids import MAX_RANK
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
 from storesvc.rpc.fields import MAX_ENTRIES
+from storesvc.save.batches import FRAME_BYTES
+from storesvc.save.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
 from storesvc.sending import MAX_CHUNKS as MAX_READ_CHUNKS
 from storesvc_proto.v1 import tree_pb2
 

@@ -32,10 +32,10 @@ from storesvc.rpc.handling import (
 from storesvc.rpc.pages import page
 from storesvc.rpc.part_streams import PartStream
 from storesvc.rpc.request_counts import check_counts
+from storesvc.save.table_parts import LeafParts, SumParts, unpacked
+from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
 from storesvc.stopwatch import Stopwatch
 from storesvc.store import Store
-from storesvc.table_parts import LeafParts, SumParts, unpacked
-from storesvc.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 

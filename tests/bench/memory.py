@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from storesvc import batches
 from storesvc.format import frames
-from storesvc.receiving import MAX_BATCHES
+from storesvc.save import batches
+from storesvc.save.receiver import MAX_BATCHES
 from storesvc.sending import SHELF_BYTES
 from storesvc_client import _sending, _streaming
 from tests.fake_gcs import FakeGcs

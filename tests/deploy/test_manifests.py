@@ -5,8 +5,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from storesvc.batches import BATCH_BYTES
-from storesvc.receiving import MAX_BATCHES
+from storesvc.save.batches import BATCH_BYTES
+from storesvc.save.receiver import MAX_BATCHES
 from storesvc.sending import SHELF_BYTES
 from storesvc.server import DRAIN_SECONDS, NOTICE_SECONDS
 from storesvc.storage.location import storage_at

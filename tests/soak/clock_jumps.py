@@ -17,9 +17,9 @@ from storesvc.clocks import SystemClock
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
+from storesvc.save.uploads import NewUpload
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
-from storesvc.uploads import NewUpload
 from tests.contract import elements, frame, received, sums, tree_of
 from tests.soak.outcomes import Outcome
 

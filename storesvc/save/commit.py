@@ -35,18 +35,18 @@ from storesvc.format.layout import ROOT, RunPlaces
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
-from storesvc.reuse import (
+from storesvc.save.reuse import (
     Claims,
     Reuse,
     claimed_places,
     find_claims,
 )
-from storesvc.staging import unpack_table
+from storesvc.save.staging_tables import unpack_table
+from storesvc.save.uploads import OpenUpload, Uploads
+from storesvc.save.zarr_view import key_space_of
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import PreconditionError
 from storesvc.storage.tensorstore_bucket import KvBucket
-from storesvc.uploads import OpenUpload, Uploads
-from storesvc.views import key_space_of
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from storesvc.format.chunks import (
     unpack_places,
     unpack_sums,
 )
-from storesvc.uploads import OpenUpload
+from storesvc.save.uploads import OpenUpload
 from storesvc_proto.v1 import tree_pb2
 
 

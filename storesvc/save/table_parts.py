@@ -9,13 +9,13 @@ from typing import Final
 
 import numpy as np
 
-from storesvc import leaf_tables
 from storesvc.errors import InvalidChunkError, InvalidTreeError, LimitExceededError
 from storesvc.format.chunks import InvalidChunksError, Sums, unpack_sums
 from storesvc.format.grids import MAX_RANK
 from storesvc.format.names import UploadName
 from storesvc.format.trees import MAX_STRUCTURE_BYTES, Tree
-from storesvc.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
+from storesvc.save import leaf_tables
+from storesvc.save.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
 from storesvc_proto.v1 import tree_pb2
 
 MAX_TREE_BYTES: Final = 128 << 20

@@ -26,10 +26,10 @@ from storesvc.format.chunks import I64, Places, Sums, same_sums
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
-from storesvc.staging import Table, staged_places, tables_at
+from storesvc.save.staging_tables import Table, staged_places, tables_at
+from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.tensorstore_bucket import KvBucket
-from storesvc.uploads import OpenUpload, Uploads
 
 MAX_VERSIONS: Final = 16
 """Of a chunk that one writer stored; others are as if they were not stored."""

@@ -23,13 +23,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.batch_places import (
-    LEAST_BYTES_PER_SECOND,
-    RETRY_SECONDS,
-    BatchPlaces,
-    Place,
-)
-from storesvc.batches import Batch
 from storesvc.errors import (
     ChunksIncompleteError,
     CorruptDataError,
@@ -42,12 +35,19 @@ from storesvc.failpoints import Failpoint, reach
 from storesvc.format.chunks import I64, Places, Sums, merge
 from storesvc.format.seal import seal
 from storesvc.format.wire import Frame
-from storesvc.placed import check_placed
-from storesvc.reuse import Claims, Reuse, claimed_places, find_claims
-from storesvc.staging import Table, pack_table, stage, staged
+from storesvc.save.batch_admission import (
+    LEAST_BYTES_PER_SECOND,
+    RETRY_SECONDS,
+    BatchPlaces,
+    Place,
+)
+from storesvc.save.batches import Batch
+from storesvc.save.direct_chunks import check_placed
+from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
+from storesvc.save.staging_tables import Table, pack_table, stage, staged
+from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.stopwatch import Stopwatch
 from storesvc.storage.tensorstore_bucket import KvBucket, NewObject
-from storesvc.uploads import OpenUpload, Uploads
 from storesvc_proto.v1 import tree_pb2
 
 MAX_BATCHES: Final = 4

@@ -40,8 +40,8 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
-from storesvc.leaf_tables import LeafTables
-from storesvc.plans import difference, differing_rows
+from storesvc.save.leaf_tables import LeafTables
+from storesvc.save.plan_mismatch import difference, differing_rows
 from storesvc.storage.bounded_gather import AT_ONCE, each, rows
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.tensorstore_bucket import KvBucket

@@ -26,12 +26,12 @@ from storesvc.lifecycle.holds import Holds
 from storesvc.lifecycle.references import Uses
 from storesvc.lifecycle.tags import Tags
 from storesvc.recent import Recent
+from storesvc.restore.sender import Sender
 from storesvc.retaining import Retaining
 from storesvc.save.commit import Commits
 from storesvc.save.receiver import Receiver
 from storesvc.save.reuse import Reuse
 from storesvc.save.uploads import Uploads
-from storesvc.sending import Sender
 from storesvc.snapshots import Snapshots
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.condition_probe import check_conditions

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc import sending, units
 from storesvc.errors import StorageUnavailableError
 from storesvc.format.frames import FRAME_BYTES, Part
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.sending import Sender
+from storesvc.restore import read_units
+from storesvc.restore import sender as sending
+from storesvc.restore.sender import Sender
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
@@ -91,7 +92,7 @@ async def opened(root: Path) -> Opened:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "SHELF_BYTES", SHELF_BYTES)
-    monkeypatch.setattr(units, "WINDOW_BYTES", 2 << 20)
+    monkeypatch.setattr(read_units, "WINDOW_BYTES", 2 << 20)
 
 
 def run(test: Coroutine[Any, Any, T]) -> T:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc.shelf import Need, Reader, Shelf
+from storesvc.restore.read_scheduler import Need, Reader, Shelf
 
 
 class Unit(NamedTuple):

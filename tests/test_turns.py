@@ -2,7 +2,7 @@
 
 import asyncio
 
-from storesvc.turns import Turns
+from storesvc.restore.send_pacer import Turns
 
 MANY = 20
 

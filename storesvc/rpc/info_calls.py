@@ -1,8 +1,8 @@
 """Calls that tell what the server is."""
 
 import storesvc
-from storesvc import sending
 from storesvc.format import trees
+from storesvc.restore import sender
 from storesvc.rpc.handling import MAX_MESSAGE_BYTES, Context
 from storesvc.save import batches, leaf_tables
 from storesvc.save.table_parts import MAX_TREE_BYTES
@@ -29,6 +29,6 @@ class InfoCalls:
                 max_leaf_count=leaf_tables.MAX_LEAVES,
                 max_chunk_count=leaf_tables.MAX_CHUNKS,
                 max_tree_bytes=MAX_TREE_BYTES,
-                max_read_chunk_count=sending.MAX_CHUNKS,
+                max_read_chunk_count=sender.MAX_CHUNKS,
             ),
         )

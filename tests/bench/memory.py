@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 
 from storesvc.format import frames
+from storesvc.restore.sender import SHELF_BYTES
 from storesvc.save import batches
 from storesvc.save.receiver import MAX_BATCHES
-from storesvc.sending import SHELF_BYTES
 from storesvc_client import _sending, _streaming
 from tests.fake_gcs import FakeGcs
 from tests.gcs_calls import BUCKET

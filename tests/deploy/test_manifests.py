@@ -5,9 +5,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from storesvc.restore.sender import SHELF_BYTES
 from storesvc.save.batches import BATCH_BYTES
 from storesvc.save.receiver import MAX_BATCHES
-from storesvc.sending import SHELF_BYTES
 from storesvc.server import DRAIN_SECONDS, NOTICE_SECONDS
 from storesvc.storage.location import storage_at
 from tests.deploy.manifests import (

@@ -16,10 +16,10 @@ from storesvc.format.chunks import I64
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
-from storesvc.shelf import Need, Reader, Shelf
+from storesvc.restore.read_scheduler import Need, Reader, Shelf
+from storesvc.restore.read_units import Unit, plan_units
+from storesvc.restore.send_pacer import Turns
 from storesvc.storage.tensorstore_bucket import KvBucket
-from storesvc.turns import Turns
-from storesvc.units import Unit, plan_units
 
 READS_AHEAD: Final = 3
 """Units that a stream has read, or under way, beyond the one it sends."""

@@ -1,0 +1,8 @@
+"""Reads chunks once and sends them to every client that restores the checkpoint.
+
+It may import `storesvc.catalog` and what lies below it, and none of the packages
+`lifecycle`, `save`, `inspect` and `watch`.
+
+Begin with `sender.py`; `read_scheduler.py` decides what is read next and what leaves
+memory.
+"""

@@ -14,13 +14,14 @@ from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.catalog.runs import Runs
 from storesvc.clocks import Clock, SystemClock
 from storesvc.collection import Collector
-from storesvc.comparisons import Comparisons
 from storesvc.errors import (
     InvalidFieldError,
     StorageDeniedError,
     StorageUnavailableError,
 )
 from storesvc.format import layout
+from storesvc.inspect.diff import Comparisons
+from storesvc.inspect.verify import Verifier
 from storesvc.lifecycle.checkpoints import Lives
 from storesvc.lifecycle.holds import Holds
 from storesvc.lifecycle.references import Uses
@@ -38,7 +39,6 @@ from storesvc.storage.condition_probe import check_conditions
 from storesvc.storage.location import LOCK_SUFFIX
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.usage import Usages
-from storesvc.verification import Verifier
 from storesvc.watching import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 

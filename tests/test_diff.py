@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc.differences import CONTENT, Difference, differences
 from storesvc.format.chunks import Places, Sums
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
+from storesvc.inspect.diff_rules import CONTENT, Difference, differences
 from storesvc_client.cli import main
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc import tallies, verification
 from storesvc.catalog.slots import FREE
 from storesvc.errors import CheckpointNotFoundError, StorageUnavailableError
 from storesvc.format import reads
 from storesvc.format.checksums import crc32c
 from storesvc.format.names import CheckpointName, RunName
+from storesvc.inspect import verify as verification
+from storesvc.inspect import verify_report
+from storesvc.inspect.verify_report import Report
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
-from storesvc.tallies import Report
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.contract import CHUNK, Writer
 from tests.hanging_disk import HangingDisk
@@ -384,8 +385,8 @@ def test_very_many_damages_are_summed_up(
     reports: Callable[..., list[Report]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tallies, "MAX_DAMAGES", 3)
-    monkeypatch.setattr(tallies, "DAMAGES_A_REPORT", 2)
+    monkeypatch.setattr(verify_report, "MAX_DAMAGES", 3)
+    monkeypatch.setattr(verify_report, "DAMAGES_A_REPORT", 2)
     saved.file(0).unlink()
 
     found = reports()

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from storesvc.comparisons import Comparison
-from storesvc.differences import Difference, dtype_text, shape_of
 from storesvc.format.names import CheckpointName, RunName
+from storesvc.inspect.diff import Comparison
+from storesvc.inspect.diff_rules import Difference, dtype_text, shape_of
 from storesvc.memory_budget import MemoryBudget
 from storesvc.rpc import messages
 from storesvc.rpc.handling import Context, host_of, refusals, write

@@ -2,12 +2,12 @@
 
 from contextlib import aclosing
 
-from storesvc.damages import Damage
 from storesvc.format.names import CheckpointName
+from storesvc.inspect.damage import Damage
+from storesvc.inspect.verify_report import Report
 from storesvc.rpc import messages
 from storesvc.rpc.handling import Context, refusals, write
 from storesvc.store import Store
-from storesvc.tallies import Report
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 import storesvc_client as store
-from storesvc.differences import differences
 from storesvc.format.chunks import Places, Sums
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import READ_BYTES
 from storesvc.format.trees import Leaf, Tree
-from storesvc.verification import MAX_READS
+from storesvc.inspect.diff_rules import differences
+from storesvc.inspect.verify import MAX_READS
 from storesvc_proto.v1 import tree_pb2
 from tests.bench.memory import MIB, resident
 from tests.server_process import ServerProcess

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from storesvc.catalog.catalog import Catalogue
-from storesvc.differences import Difference, differences
 from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.names import CheckpointName
+from storesvc.inspect.diff_rules import Difference, differences
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 COMPARISONS_AT_ONCE: Final = 2

@@ -27,12 +27,10 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from storesvc import damages
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.records import on_its_way
 from storesvc.clocks import Clock
-from storesvc.damages import Damage, Metadata
 from storesvc.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -43,8 +41,10 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.format.reads import Read, plan_reads
+from storesvc.inspect import damage
+from storesvc.inspect.damage import Damage, Metadata
+from storesvc.inspect.verify_report import Report, Tally
 from storesvc.storage.tensorstore_bucket import KvBucket, Place
-from storesvc.tallies import Report, Tally
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 VERIFICATIONS_AT_ONCE: Final = 2
@@ -168,7 +168,7 @@ class _Reading:
             await self._check_slot()
         data = stored.data if stored is not None else None
         return await asyncio.to_thread(
-            damages.of_file_table, manifest, data, expected=expected
+            damage.of_file_table, manifest, data, expected=expected
         )
 
     async def checked(
@@ -265,10 +265,10 @@ def _chunks(
     """What is wrong with the chunks, as the manifest places them."""
 
     def check(chunks: Sequence[int], data: bytes) -> Iterator[Damage]:
-        return damages.of_chunks(manifest, chunks, data)
+        return damage.of_chunks(manifest, chunks, data)
 
     def missing(chunk: int, why: str) -> list[Damage]:
-        return [damages.of_chunk(manifest.tree, chunk, damages.MISSING, why)]
+        return [damage.of_chunk(manifest.tree, chunk, damage.MISSING, why)]
 
     return reading.checked(manifest.places, check, missing)
 
@@ -280,10 +280,10 @@ async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) 
         what = "the key space of the checkpoint is missing or damaged"
         leaves = manifest.tree.leaves
         await asyncio.to_thread(
-            tally.add, (damages.of_leaf(leaf, what) for leaf in leaves)
+            tally.add, (damage.of_leaf(leaf, what) for leaf in leaves)
         )
         return
-    differing = damages.of_key_space(manifest, shown, tally.damaged)
+    differing = damage.of_key_space(manifest, shown, tally.damaged)
     await asyncio.to_thread(tally.add, differing)
     metadata = Metadata(manifest.tree)
     unshown, sharing, places = await asyncio.to_thread(

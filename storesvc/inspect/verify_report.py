@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from storesvc.damages import Damage
+from storesvc.inspect.damage import Damage
 
 MAX_DAMAGES: Final = 10_000
 """Told one by one of a checkpoint."""

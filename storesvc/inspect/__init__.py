@@ -1,0 +1,8 @@
+"""Verifies the stored bytes of checkpoints, and compares two checkpoints.
+
+It may import `storesvc.catalog` and what lies below it, and none of the packages
+`lifecycle`, `save`, `restore` and `watch`.
+
+Begin with `verify.py` and `diff.py`, which read; `damage.py`, `verify_report.py` and
+`diff_rules.py` decide.
+"""

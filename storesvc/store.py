@@ -39,7 +39,7 @@ from storesvc.storage.condition_probe import check_conditions
 from storesvc.storage.location import LOCK_SUFFIX
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.usage import Usages
-from storesvc.watching import Watcher
+from storesvc.watch.watcher import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _LOOKED_AT: Final = 100

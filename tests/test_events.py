@@ -17,11 +17,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from storesvc import events
 from storesvc.catalog import slots
 from storesvc.catalog.records import etag_of, timestamp
 from storesvc.errors import InvalidResumeTokenError
-from storesvc.events import (
+from storesvc.watch import events
+from storesvc.watch.events import (
     MAX_PENDING,
     NOTHING,
     PATIENCE,

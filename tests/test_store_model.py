@@ -47,7 +47,7 @@ from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, Up
 from storesvc.format.trees import pack_leaves
 from storesvc.save.uploads import NewUpload
 from storesvc.store import Store
-from storesvc.watching import Watcher
+from storesvc.watch.watcher import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from storesvc import changes, watching
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
@@ -28,7 +27,8 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.storage.bucket import PreconditionError
-from storesvc.watching import Told, Watcher
+from storesvc.watch import change_cache, watcher
+from storesvc.watch.watcher import Told, Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.faulty_bucket import Call, Fault, FaultyBucket, no_faults, random_faults
 
@@ -381,7 +381,7 @@ def test_a_poll_costs_the_same_for_one_watch_and_for_many() -> None:
 def test_who_is_slow_neither_holds_others_nor_makes_the_server_keep_more(
     within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changes, "KEPT", 20)
+    monkeypatch.setattr(change_cache, "KEPT", 20)
 
     async def test(bucket: FaultyBucket) -> None:
         process = Process(bucket)
@@ -615,7 +615,7 @@ def test_a_damaged_announcement_ends_the_watches_once(
 def test_a_process_has_a_limit_of_watches(
     within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "MAX_WATCHES", 2)
+    monkeypatch.setattr(watcher, "MAX_WATCHES", 2)
 
     async def test(bucket: FaultyBucket) -> None:
         process = Process(bucket)

@@ -26,10 +26,10 @@ from storesvc.errors import (
     ResumeTokenExpiredError,
     StorageUnavailableError,
 )
-from storesvc.events import PATIENCE
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
+from storesvc.watch.events import PATIENCE
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 LEAST_AGE: Final = PATIENCE + timedelta(hours=1)

@@ -14,7 +14,6 @@ from storesvc.catalog.records import etag_of, sealed, timestamp, write_record
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED
 from storesvc.clocks import Clock
 from storesvc.errors import ConflictError, CorruptDataError, TagProtectedError
-from storesvc.events import NOTHING
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
 from storesvc.storage.bounded_gather import rows
@@ -24,6 +23,7 @@ from storesvc.storage.bucket import (
     Generation,
     PreconditionError,
 )
+from storesvc.watch.events import NOTHING
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _TRIES: Final = 8

@@ -19,7 +19,7 @@ from storesvc.format.names import (
 from storesvc.lifecycle.holds import expire_time
 from storesvc.retaining import Verdict
 from storesvc.save.uploads import Fate
-from storesvc.watching import Told
+from storesvc.watch.watcher import Told
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api

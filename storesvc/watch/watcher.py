@@ -16,14 +16,15 @@ from typing import Final
 
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired
-from storesvc.changes import Change, Changes
 from storesvc.clocks import Clock
 from storesvc.errors import (
     CorruptDataError,
     LimitExceededError,
     StorageUnavailableError,
 )
-from storesvc.events import (
+from storesvc.format.names import RunName
+from storesvc.watch.change_cache import Change, Changes
+from storesvc.watch.events import (
     MAX_PENDING,
     Outcome,
     Position,
@@ -33,7 +34,6 @@ from storesvc.events import (
     pack_token,
     unpack_token,
 )
-from storesvc.format.names import RunName
 
 POLL_SECONDS: Final = 1.0
 """How often a process looks for what others have announced."""

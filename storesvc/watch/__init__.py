@@ -1,0 +1,8 @@
+"""Streams events of checkpoints to clients that watch a run or a namespace.
+
+It may import `storesvc.catalog` and what lies below it, and none of the packages
+`lifecycle`, `save`, `restore` and `inspect`.
+
+Begin with `watcher.py`; `events.py` decides which events a change of the journal
+produces, and `change_cache.py` keeps the changes that were read.
+"""

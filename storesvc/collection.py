@@ -42,7 +42,7 @@ from storesvc.history import History
 from storesvc.lifecycle.checkpoints import Lives
 from storesvc.lifecycle.references import Use, Uses
 from storesvc.marking import Snapshot
-from storesvc.retaining import Retaining
+from storesvc.retention.enforcement import Retaining
 from storesvc.snapshots import Snapshots
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError

@@ -21,7 +21,7 @@ from storesvc.history import History
 from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, Lives
 from storesvc.lifecycle.references import Use, Uses
 from storesvc.marking import Snapshot
-from storesvc.retaining import Retaining, Verdict
+from storesvc.retention.enforcement import Retaining, Verdict
 from storesvc.storage.bucket import Bucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 

@@ -28,7 +28,7 @@ from storesvc.lifecycle.references import Uses
 from storesvc.lifecycle.tags import Tags
 from storesvc.recent import Recent
 from storesvc.restore.sender import Sender
-from storesvc.retaining import Retaining
+from storesvc.retention.enforcement import Retaining
 from storesvc.save.commit import Commits
 from storesvc.save.receiver import Receiver
 from storesvc.save.reuse import Reuse

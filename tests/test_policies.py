@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc.errors import InvalidPolicyError, PolicyKeepsNothingError
-from storesvc.policies import Candidate, decide, metrics_of
-from storesvc.policy_bounds import MAX_DEPTH, MAX_RULES, check
+from storesvc.retention.policy import Candidate, decide, metrics_of
+from storesvc.retention.validation import MAX_DEPTH, MAX_RULES, check
 from storesvc_client._durations import (
     MAX_DURATION,
     duration_message,

@@ -23,7 +23,7 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, TagName
 from storesvc.format.seal import unseal
-from storesvc.retaining import PAGE, Retaining, Verdict
+from storesvc.retention.enforcement import PAGE, Retaining, Verdict
 from storesvc_client._policy_messages import policy_message
 from storesvc_client.cli import main
 from storesvc_client.errors import translated

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc import policies
 from storesvc.catalog import slots
 from storesvc.errors import FormatUnsupportedError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
+from storesvc.retention import policy as policies
 from storesvc.watch import events
 from storesvc_client._policies import KeepAny, RetentionPolicy
 from storesvc_client._policy_messages import policy_message

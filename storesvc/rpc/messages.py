@@ -17,7 +17,7 @@ from storesvc.format.names import (
     UploadName,
 )
 from storesvc.lifecycle.holds import expire_time
-from storesvc.retaining import Verdict
+from storesvc.retention.enforcement import Verdict
 from storesvc.save.uploads import Fate
 from storesvc.watch.watcher import Told
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -7,7 +7,7 @@ from storesvc.catalog.runs import RUN_FIELDS, RunField
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import RunName
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
-from storesvc.policy_bounds import check
+from storesvc.retention.validation import check
 from storesvc.rpc import fields, messages
 from storesvc.rpc.handling import Context, refusals, write
 from storesvc.store import Store

@@ -27,8 +27,8 @@ from storesvc.errors import (
 from storesvc.format.names import RunName
 from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, Lives
 from storesvc.lifecycle.references import Uses
-from storesvc.policies import Candidate, decide, metrics_of
-from storesvc.policy_bounds import check
+from storesvc.retention.policy import Candidate, decide, metrics_of
+from storesvc.retention.validation import check
 from storesvc.storage.bounded_gather import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2

@@ -10,7 +10,7 @@ from typing import Final, assert_never
 from google.protobuf.duration_pb2 import Duration
 
 from storesvc.errors import InvalidPolicyError, PolicyKeepsNothingError
-from storesvc.policies import cut, describe, members_of, nanos, negated
+from storesvc.retention.policy import cut, describe, members_of, nanos, negated
 from storesvc_proto.v1 import retention_pb2 as pb
 
 MAX_POLICIES: Final = 64

@@ -19,10 +19,10 @@ from typing import Final
 
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.records import read_record, timestamp, write_record
-from storesvc.collection import DEFAULT_GRACE, Patience
 from storesvc.errors import StoreError
 from storesvc.format import layout
 from storesvc.format.names import RunName
+from storesvc.gc.collector import DEFAULT_GRACE, Patience
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -13,32 +13,32 @@ from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.catalog.runs import Runs
 from storesvc.clocks import Clock, SystemClock
-from storesvc.collection import Collector
 from storesvc.errors import (
     InvalidFieldError,
     StorageDeniedError,
     StorageUnavailableError,
 )
 from storesvc.format import layout
+from storesvc.gc.collector import Collector
+from storesvc.gc.recent_commits import Recent
+from storesvc.gc.run_state import Snapshots
+from storesvc.gc.usage import Usages
 from storesvc.inspect.diff import Comparisons
 from storesvc.inspect.verify import Verifier
 from storesvc.lifecycle.checkpoints import Lives
 from storesvc.lifecycle.holds import Holds
 from storesvc.lifecycle.references import Uses
 from storesvc.lifecycle.tags import Tags
-from storesvc.recent import Recent
 from storesvc.restore.sender import Sender
 from storesvc.retention.enforcement import Retaining
 from storesvc.save.commit import Commits
 from storesvc.save.receiver import Receiver
 from storesvc.save.reuse import Reuse
 from storesvc.save.uploads import Uploads
-from storesvc.snapshots import Snapshots
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.condition_probe import check_conditions
 from storesvc.storage.location import LOCK_SUFFIX
 from storesvc.storage.tensorstore_bucket import KvBucket
-from storesvc.usage import Usages
 from storesvc.watch.watcher import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 

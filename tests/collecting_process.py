@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from storesvc.collection import Progress
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
+from storesvc.gc.collector import Progress
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api

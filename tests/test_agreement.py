@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storesvc.agreement import agree
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED, FREE, UPLOADING
+from storesvc.gc.read_agreement import agree
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 STEPS = 4

@@ -12,10 +12,10 @@ import pytest
 from storesvc.catalog import slots
 from storesvc.catalog.disk_reserve import RESERVE_BYTES
 from storesvc.catalog.records import read_record
-from storesvc.collection import DEFAULT_GRACE, Progress
 from storesvc.errors import StorageFullError
 from storesvc.format import layout
 from storesvc.format.names import CheckpointName, HoldName, TagName
+from storesvc.gc.collector import DEFAULT_GRACE, Progress
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.collecting_process import NOW, PLACES, RUN, Hands, Process, history, started

@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc import marking
 from storesvc.catalog import slots
 from storesvc.catalog.records import timestamp
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
-from storesvc.marking import Marks, Snapshot, State
+from storesvc.gc import mark
+from storesvc.gc.mark import Marks, Snapshot, State
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 PLACES = RunPlaces(RunName("tests", "marking"))
@@ -46,7 +46,7 @@ class World:
             slots=self.slots,
             records={
                 upload: self.records[upload]
-                for upload in marking.unnamed(bare)
+                for upload in mark.unnamed(bare)
                 if upload in self.records
             },
         )
@@ -58,10 +58,10 @@ class World:
         answered: Collection[str] = EVERYTHING,
     ) -> Marks:
         snapshot = self.snapshot()
-        known = marking.fates(snapshot)
-        tables = marking.tables(snapshot, known, over=over)
+        known = mark.fates(snapshot)
+        tables = mark.tables(snapshot, known, over=over)
         named = {file for table in tables for file in self.tables.get(table, ())}
-        return marking.mark(snapshot, known, over=over, answered=answered, named=named)
+        return mark.mark(snapshot, known, over=over, answered=answered, named=named)
 
     def sweep(self, marks: Marks) -> None:
         self.listed -= {*marks.garbage, *marks.records}
@@ -218,7 +218,7 @@ def test_nothing_reachable_is_garbage(world: World, over: set[str]) -> None:
 @given(worlds())
 def test_all_that_is_unreachable_and_old_is_garbage(world: World) -> None:
     world.sweep(world.marks())
-    known = marking.fates(world.snapshot())
+    known = mark.fates(world.snapshot())
     kept = reachable(world)
     sharing = {PLACES.upload_of(p) for p in kept if p.startswith(PLACES.pool)}
 
@@ -326,7 +326,7 @@ def test_an_upload_is_not_gone_while_a_file_is_named_that_came_after_the_list() 
 def test_an_upload_that_has_begun_stays_until_its_slot_says_otherwise() -> None:
     world = World()
     begun = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
-    assert State.BEGUN is marking.fates(world.snapshot())[begun].state
+    assert State.BEGUN is mark.fates(world.snapshot())[begun].state
     assert set() == all_of(world.marks())
 
     world.set_slot(slots.FREE, begun)
@@ -339,18 +339,16 @@ def test_a_begun_upload_ends_with_the_commit_of_another() -> None:
     owner = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
     begun = world.add_upload(2, pb.UploadRecord(step=0, epoch=2, predecessor=owner))
     world.set_slot(slots.UPLOADING, owner)
-    assert State.BEGUN is marking.fates(world.snapshot())[begun].state
-    assert [] == [
-        u for u in marking.leases(world.snapshot(), _known(world)) if u == begun
-    ]
+    assert State.BEGUN is mark.fates(world.snapshot())[begun].state
+    assert [] == [u for u in mark.leases(world.snapshot(), _known(world)) if u == begun]
 
     world.commit(owner, [], slots.COMMITTED)
 
-    assert State.ENDED is marking.fates(world.snapshot())[begun].state
+    assert State.ENDED is mark.fates(world.snapshot())[begun].state
 
 
-def _known(world: World) -> Mapping[str, marking.Fate]:
-    return marking.fates(world.snapshot())
+def _known(world: World) -> Mapping[str, mark.Fate]:
+    return mark.fates(world.snapshot())
 
 
 def test_a_slot_is_not_emptied_while_an_upload_may_have_found_it_empty() -> None:
@@ -434,4 +432,4 @@ def test_a_live_upload_without_a_record_is_told() -> None:
     world.set_slot(slots.UPLOADING, upload)
     del world.records[upload]
 
-    assert [upload] == marking.blind(world.snapshot(), _known(world))
+    assert [upload] == mark.blind(world.snapshot(), _known(world))

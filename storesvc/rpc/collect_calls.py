@@ -6,12 +6,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Final
 
-from storesvc.collection import DEFAULT_GRACE, Patience, Progress
 from storesvc.format.names import RunName
+from storesvc.gc.collector import DEFAULT_GRACE, Patience, Progress
+from storesvc.gc.usage import Usage
 from storesvc.rpc import fields
 from storesvc.rpc.handling import Context, refusals, write
 from storesvc.store import Store
-from storesvc.usage import Usage
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 
 MAX_GRACE: Final = timedelta(days=365)

@@ -15,7 +15,7 @@ from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
-from storesvc.snapshots import Snapshots
+from storesvc.gc.run_state import Snapshots
 from storesvc.storage.bounded_gather import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 

@@ -12,7 +12,6 @@ from datetime import UTC, datetime, timedelta
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from storesvc import marking
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.lease_clock import Observations
@@ -20,7 +19,8 @@ from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.clocks import Clock
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import HoldName, RunName
-from storesvc.marking import Snapshot
+from storesvc.gc import mark
+from storesvc.gc.mark import Snapshot
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
@@ -64,8 +64,8 @@ class Expiry:
         async def look(upload: str) -> Expired | None:
             return await self._expired(run, snapshot, upload)
 
-        known = marking.fates(snapshot)
-        found = await each(look, marking.leases(snapshot, known))
+        known = mark.fates(snapshot)
+        found = await each(look, mark.leases(snapshot, known))
         return [expired for expired in found if expired is not None]
 
     async def abort(self, run: RunName, expired: Expired) -> bool:

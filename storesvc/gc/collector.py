@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
 
-from storesvc import marking
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.disk_reserve import Reserve
 from storesvc.catalog.journal import Journal
@@ -32,18 +31,19 @@ from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.runs import Runs
 from storesvc.catalog.slots import FREE
 from storesvc.clocks import Clock
-from storesvc.endings import Ending, Endings
 from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
-from storesvc.expiry import Expiry
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.names import RunName
-from storesvc.garbage import Garbage, Search
-from storesvc.history import History
+from storesvc.gc import mark
+from storesvc.gc.expiry import Ending, Endings
+from storesvc.gc.history import History
+from storesvc.gc.lease_expiry import Expiry
+from storesvc.gc.mark import Snapshot
+from storesvc.gc.run_state import Snapshots
+from storesvc.gc.sweep import Garbage, Search
 from storesvc.lifecycle.checkpoints import Lives
 from storesvc.lifecycle.references import Use, Uses
-from storesvc.marking import Snapshot
 from storesvc.retention.enforcement import Retaining
-from storesvc.snapshots import Snapshots
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
 
@@ -226,7 +226,7 @@ class Collector:
             over = self._search.over(snapshot, grace)
             after = snapshot.with_slots(endings.slots)
             if not grace:
-                over |= marking.ended(marking.fates(after))
+                over |= mark.ended(mark.fates(after))
             garbage = await self._search.find(after, over - lost.keys())
             progress = progress.knowing(garbage, grace, lost)
         except StoreError as e:

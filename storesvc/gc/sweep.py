@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from storesvc import marking
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.rollbacks import purged
 from storesvc.clocks import Clock
 from storesvc.errors import CorruptDataError
-from storesvc.expiry import Expiry
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName, TagName
+from storesvc.gc import mark
+from storesvc.gc.lease_expiry import Expiry
+from storesvc.gc.mark import Fate, Marks, Snapshot, State
+from storesvc.gc.run_state import Snapshots
 from storesvc.lifecycle.references import Use, Uses
-from storesvc.marking import Fate, Marks, Snapshot, State
-from storesvc.snapshots import Snapshots
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
 
@@ -79,7 +79,7 @@ class Search:
         """Returns the uploads that lost their step to another one although a tag or a
         hold names them, as after a slot was put back and the step was saved again.
         What they stored may be all that is left of a checkpoint."""
-        known = await asyncio.to_thread(marking.fates, snapshot)
+        known = await asyncio.to_thread(mark.fates, snapshot)
         ended = {
             upload
             for upload, fate in known.items()
@@ -101,8 +101,8 @@ class Search:
             CorruptDataError: What something needs cannot be told: nothing may go.
         """
         # Threads: a ping must not wait for a hundred thousand objects.
-        known = await asyncio.to_thread(marking.fates, snapshot)
-        blind = marking.blind(snapshot, known)
+        known = await asyncio.to_thread(mark.fates, snapshot)
+        blind = mark.blind(snapshot, known)
         if blind:
             raise CorruptDataError(
                 f"upload {blind[0]} lives and has no record, so that it is not known "
@@ -110,7 +110,7 @@ class Search:
             )
         answered = self._answered(snapshot, known)
         named: set[str] = set()
-        tables = marking.tables(snapshot, known, over=over)
+        tables = mark.tables(snapshot, known, over=over)
         found = await each(self._snapshots.file_table, tables)
         for (place, must_be), table in zip(tables.items(), found, strict=True):
             if table is not None:
@@ -118,7 +118,7 @@ class Search:
             elif must_be:
                 raise _without_table(snapshot, known, place)
         marks = await asyncio.to_thread(
-            marking.mark, snapshot, known, over=over, answered=answered, named=named
+            mark.mark, snapshot, known, over=over, answered=answered, named=named
         )
         run = snapshot.places.name
         self._forget(snapshot)
@@ -137,7 +137,7 @@ class Search:
         """
         now = self._clock.now()
         found = set()
-        for upload, fate in marking.fates(snapshot).items():
+        for upload, fate in mark.fates(snapshot).items():
             if fate.state is not State.ENDED:
                 continue
             key = f"{snapshot.places.upload(upload)} ended"
@@ -154,7 +154,7 @@ class Search:
             if snapshot.places.upload(upload) not in listed:
                 continue
             record = snapshot.records.get(upload)
-            begun = record and marking.moment(record.create_time)
+            begun = record and mark.moment(record.create_time)
             since = max(filter(None, (fate.since, begun)), default=None)
             key = f"{snapshot.places.upload(upload)} {fate.state.value} answers"
             if self._was_seen(key, since, ANSWERED):

@@ -14,13 +14,13 @@ from storesvc.catalog.disk_reserve import Reserve
 from storesvc.catalog.records import read_record, timestamp
 from storesvc.clocks import Clock
 from storesvc.errors import InvalidPolicyError, RunNotFoundError
-from storesvc.expiry import Expired, Expiry
 from storesvc.format import layout
 from storesvc.format.names import RunName
-from storesvc.history import History
+from storesvc.gc.history import History
+from storesvc.gc.lease_expiry import Expired, Expiry
+from storesvc.gc.mark import Snapshot
 from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, Lives
 from storesvc.lifecycle.references import Use, Uses
-from storesvc.marking import Snapshot
 from storesvc.retention.enforcement import Retaining, Verdict
 from storesvc.storage.bucket import Bucket
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -11,7 +11,6 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from storesvc.agreement import agree
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.records import damaged, read_record
 from storesvc.catalog.slots import fault
@@ -19,7 +18,8 @@ from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
-from storesvc.marking import Snapshot, unnamed
+from storesvc.gc.mark import Snapshot, unnamed
+from storesvc.gc.read_agreement import agree
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb

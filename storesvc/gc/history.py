@@ -11,15 +11,15 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Final
 
-from storesvc import marking
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.rollbacks import contradiction, has_manifest, put_back, removed
 from storesvc.catalog.slots import FREE
-from storesvc.expiry import Expired
 from storesvc.format.names import RunName
+from storesvc.gc import mark
+from storesvc.gc.lease_expiry import Expired
+from storesvc.gc.mark import Fate, Snapshot
 from storesvc.lifecycle.references import Uses
-from storesvc.marking import Fate, Snapshot
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _ONLY_COMMITTED: Final = {
@@ -53,15 +53,15 @@ class History:
         Raises:
             CorruptDataError: Naming the slot, and what shows that it was put back.
         """
-        known = marking.fates(snapshot)
+        known = mark.fates(snapshot)
         await self._check_orphans(run, snapshot, known)
-        unfinished = marking.unfinished(known)
+        unfinished = mark.unfinished(known)
         if not unfinished:
             return
         named = await self._uses.named(run)
         announced = await self._announced(run, expired)
         for upload in unfinished:
-            step = marking.step_of(snapshot, upload, known[upload])
+            step = mark.step_of(snapshot, upload, known[upload])
             slot, why = snapshot.slots.get(step), ""
             objects = snapshot.objects.get(upload, ())
             if upload in named:
@@ -85,7 +85,7 @@ class History:
         the journal does."""
         orphans = {
             upload
-            for upload in marking.orphans(snapshot, known)
+            for upload in mark.orphans(snapshot, known)
             if has_manifest(snapshot.places, upload, snapshot.objects.get(upload, ()))
         }
         if not orphans:

@@ -16,7 +16,7 @@ from storesvc import server
 from storesvc.collecting import DEFAULT_INTERVAL, collecting
 from storesvc.errors import StorageUnavailableError, StoreError
 from storesvc.format import layout
-from storesvc.statuses import WIRE, reason_name
+from storesvc.rpc.status import WIRE, reason_name
 from storesvc.storage.tensorstore_bucket import KvBucket
 
 T = TypeVar("T")

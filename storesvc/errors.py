@@ -40,7 +40,7 @@ The tree::
 
 A message is one sentence: place, expected, got, what to do. What it mentions and
 a program may want is in ``metadata`` too. Nothing here knows of gRPC:
-``storesvc.statuses`` alone turns these into statuses.
+``storesvc.rpc.status`` alone turns these into statuses.
 """
 
 

@@ -19,10 +19,10 @@ from storesvc.certificates import Tls
 from storesvc.errors import InvalidFieldError
 from storesvc.format import layout
 from storesvc.rpc import services
-from storesvc.rpc.handlers import handler_of
-from storesvc.rpc.handling import MAX_MESSAGE_BYTES
-from storesvc.rpc.health_calls import HealthCalls
-from storesvc.rpc.reading import ReadOnly
+from storesvc.rpc.boundary import MAX_MESSAGE_BYTES
+from storesvc.rpc.health import HealthCalls
+from storesvc.rpc.read_only import ReadOnly
+from storesvc.rpc.registry import handler_of
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import (

@@ -63,7 +63,7 @@ def test_a_server_whose_bucket_denies_it_says_so_once_in_a_while_and_still_answe
 
     told = [line for line in server.log.splitlines() if "WARNING" in line]
     assert 1 <= len(told) <= at_most(seconds)
-    kind = "WARNING storesvc.rpc.handling"
+    kind = "WARNING storesvc.rpc.boundary"
     said = "the storage denies this to our credentials (who are you); let them"
     assert f"{kind}: {root}/data/tests/warned/checkpoints/" in told[0]
     assert said in told[0]

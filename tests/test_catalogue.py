@@ -24,8 +24,8 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.seal import seal
-from storesvc.rpc import fields, pages
-from storesvc.rpc.fields import page_token
+from storesvc.rpc import paging, requests
+from storesvc.rpc.requests import page_token
 from storesvc.storage.bucket import Stored
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
@@ -385,11 +385,11 @@ def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:
     ]
     found, left = [], rows
     while left:
-        made = pages.page(
+        made = paging.page(
             "runs", left[:1001], size=1000, key=str, show=lambda _, run: run
         )
-        assert 0 < sum(row.ByteSize() for row in made.rows) <= pages.MAX_PAGE_BYTES
-        last = fields.last_of_page("runs", made.token, str)
+        assert 0 < sum(row.ByteSize() for row in made.rows) <= paging.MAX_PAGE_BYTES
+        last = requests.last_of_page("runs", made.token, str)
         assert last == (str(left[len(made.rows) - 1][0]) if made.token else None)
         found += made.rows
         left = left[len(made.rows) :]

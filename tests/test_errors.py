@@ -7,7 +7,7 @@ import pytest
 from google.rpc import error_details_pb2
 
 import storesvc.errors
-import storesvc.statuses
+import storesvc.rpc.status
 import storesvc_client as store
 import storesvc_client.errors
 from storesvc.errors import StorageDeniedError
@@ -31,13 +31,13 @@ def subclasses(base: type[T]) -> set[type[T]]:
 
 
 def test_every_refusal_of_the_service_has_its_own_reason() -> None:
-    wire = storesvc.statuses.WIRE
+    wire = storesvc.rpc.status.WIRE
 
     assert subclasses(storesvc.errors.StoreError) == set(wire)
-    assert [storesvc.statuses.reason_name(w.reason) for w in wire.values()] == list(
-        dict.fromkeys(storesvc.statuses.reason_name(w.reason) for w in wire.values())
+    assert [storesvc.rpc.status.reason_name(w.reason) for w in wire.values()] == list(
+        dict.fromkeys(storesvc.rpc.status.reason_name(w.reason) for w in wire.values())
     )
-    assert {storesvc.statuses.reason_name(w.reason) for w in wire.values()} == REASONS
+    assert {storesvc.rpc.status.reason_name(w.reason) for w in wire.values()} == REASONS
 
 
 def test_every_reason_of_the_contract_has_an_error_of_the_client() -> None:
@@ -53,7 +53,7 @@ def test_every_error_of_the_client_is_public() -> None:
 def test_a_status_carries_one_error_info_with_what_the_message_mentions() -> None:
     error = storesvc.errors.RunNotFoundError("run a/b is absent", run="a/b")
 
-    status = storesvc.statuses.status_of(error)
+    status = storesvc.rpc.status.status_of(error)
 
     assert status.message == "run a/b is absent"
     (detail,) = status.details
@@ -73,7 +73,7 @@ def test_a_long_text_is_cut_so_that_its_reason_arrives(run: store.Run) -> None:
     with pytest.raises(store.MismatchError):
         run.restore(0, like={})
     error = storesvc.errors.CorruptDataError(f"leaf {key!r} is damaged", leaf=key)
-    status = storesvc.statuses.status_of(error)
+    status = storesvc.rpc.status.status_of(error)
     assert status.message.startswith("leaf 'é")
     assert status.message.endswith("' is damaged")
     assert status.ByteSize() < 1500
@@ -89,7 +89,7 @@ def test_a_long_name_is_refused_with_its_reason(server_address: str, name: str) 
 
 
 def test_a_status_says_when_to_try_again_where_time_is_all_that_it_takes() -> None:
-    status = storesvc.statuses.status_of(storesvc.errors.StorageFullError("full"))
+    status = storesvc.rpc.status.status_of(storesvc.errors.StorageFullError("full"))
 
     retry = error_details_pb2.RetryInfo()
     assert [detail.Unpack(retry) for detail in status.details] == [False, True]

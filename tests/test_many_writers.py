@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from storesvc.rpc.upload_calls import MAX_WRITERS
+from storesvc.rpc.uploads import MAX_WRITERS
 from tests.conftest import gcs_root
 from tests.contract import Writer, frame, sums
 from tests.fake_gcs import FakeGcs

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.rpc.reading import READING
+from storesvc.rpc.read_only import READING
 from storesvc_proto.v1 import (
     checkpoint_service_pb2,
     chunk_service_pb2,

@@ -10,7 +10,7 @@ import storesvc_client as store
 from storesvc.catalog.transitions import is_repeated
 from storesvc.errors import RequestIdReusedError
 from storesvc.format.names import RunName
-from storesvc.rpc.fields import write_id_of
+from storesvc.rpc.requests import write_id_of
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub

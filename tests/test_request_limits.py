@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from storesvc.format.checksums import crc32c
-from storesvc.rpc.request_counts import COUNTS
+from storesvc.rpc.request_limits import COUNTS
 from storesvc_client.errors import StoreError, translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api

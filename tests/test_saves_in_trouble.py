@@ -15,7 +15,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.chunks import Places, Sums
-from storesvc.rpc import handling
+from storesvc.rpc import boundary
 from storesvc.save import reuse
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_client import _retrying
@@ -120,7 +120,7 @@ def test_saves_that_fail_do_not_stop_the_next_one(
 def test_a_save_whose_memory_comes_late_is_not_refused_as_stalled(
     local: store.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handling, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(boundary, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.2)
     staging = local._connection.staging
     held = staging.take(128 * MIB, given_up=lambda: False, waiting=lambda: None)

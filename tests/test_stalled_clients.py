@@ -13,13 +13,13 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from storesvc import fair_semaphore, memory_budget
+from storesvc import fair_semaphore
 from storesvc.errors import LimitExceededError
 from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.checksums import crc32c, digest
 from storesvc.format.chunks import Sums, pack_sums
-from storesvc.memory_budget import MemoryBudget
-from storesvc.rpc import upload_calls
+from storesvc.rpc import message_budget, uploads
+from storesvc.rpc.message_budget import MemoryBudget
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -111,9 +111,9 @@ def test_readers_of_manifests_that_stop_delay_no_other_reader(
 def test_the_slowest_client_is_cut_where_others_need_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stalled: Stalled
 ) -> None:
-    monkeypatch.setattr(upload_calls, "TABLES_BYTES", 1 << 20)
-    monkeypatch.setattr(upload_calls, "PEER_BYTES", 1 << 20)
-    monkeypatch.setattr(memory_budget, "CREDIT_SECONDS", -30.0)
+    monkeypatch.setattr(uploads, "TABLES_BYTES", 1 << 20)
+    monkeypatch.setattr(uploads, "PEER_BYTES", 1 << 20)
+    monkeypatch.setattr(message_budget, "CREDIT_SECONDS", -30.0)
     document = tree_pb2.LeafTable(structure=[b"x" * (700 << 10)])
     part = api.BeginUploadRequest(leaves=document)
     with serving(tmp_path) as address:

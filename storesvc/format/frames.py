@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from storesvc.format import wire
-from storesvc.parsing import parsed
+from storesvc.rpc.parsing import parsed
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 

@@ -1,16 +1,16 @@
 """The services of the contract, put together from their calls."""
 
-from storesvc.rpc.catalogue_calls import CatalogueCalls
-from storesvc.rpc.chunk_calls import ChunkService
-from storesvc.rpc.collect_calls import CollectCalls
-from storesvc.rpc.diff_calls import DiffCalls
-from storesvc.rpc.info_calls import InfoCalls
-from storesvc.rpc.record_calls import RecordCalls
-from storesvc.rpc.run_calls import RunCalls
-from storesvc.rpc.tag_calls import TagCalls
-from storesvc.rpc.upload_calls import UploadService
-from storesvc.rpc.verify_calls import VerifyCalls
-from storesvc.rpc.watch_calls import WatchCalls
+from storesvc.rpc.catalog import CatalogueCalls
+from storesvc.rpc.checkpoints import RecordCalls
+from storesvc.rpc.chunks import ChunkService
+from storesvc.rpc.collection import CollectCalls
+from storesvc.rpc.diff import DiffCalls
+from storesvc.rpc.runs import RunCalls
+from storesvc.rpc.server_info import InfoCalls
+from storesvc.rpc.tags import TagCalls
+from storesvc.rpc.uploads import UploadService
+from storesvc.rpc.verify import VerifyCalls
+from storesvc.rpc.watch import WatchCalls
 
 __all__ = ["CheckpointService", "ChunkService", "MaintenanceService", "UploadService"]
 

@@ -7,8 +7,8 @@ import grpc
 import grpc.aio
 
 from storesvc.errors import StorageDeniedError
-from storesvc.rpc.handling import Context
-from storesvc.statuses import refuse
+from storesvc.rpc.boundary import Context
+from storesvc.rpc.status import refuse
 
 _SERVICE: Final = "storesvc.v1."
 

@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import CheckpointName
-from storesvc.rpc.handling import Context, refusals, write
+from storesvc.rpc.boundary import Context, refusals, write
 from storesvc.stopwatch import Stopwatch
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api

@@ -7,9 +7,9 @@ from typing import Final
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.inspect.diff import Comparison
 from storesvc.inspect.diff_rules import Difference, dtype_text, shape_of
-from storesvc.memory_budget import MemoryBudget
 from storesvc.rpc import messages
-from storesvc.rpc.handling import Context, host_of, refusals, write
+from storesvc.rpc.boundary import Context, host_of, refusals, write
+from storesvc.rpc.message_budget import MemoryBudget
 from storesvc.store import Store
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 

@@ -7,8 +7,8 @@ from typing import Final, Generic, Protocol, TypeVar
 from google.protobuf.message import Message
 
 from storesvc.errors import CorruptDataError
-from storesvc.rpc import fields
-from storesvc.statuses import MAX_MESSAGE_BYTES
+from storesvc.rpc import requests
+from storesvc.rpc.status import MAX_MESSAGE_BYTES
 from storesvc_proto.v1 import errors_pb2
 
 MAX_PAGE_BYTES: Final = 3 << 20
@@ -67,7 +67,7 @@ def page(
             row = show(name, thing)
         held += row.ByteSize()
         if count == size or (count and held > MAX_PAGE_BYTES):
-            made.token = fields.page_token(listed, key(found[count - 1][0]))
+            made.token = requests.page_token(listed, key(found[count - 1][0]))
             break
         if isinstance(row, errors_pb2.DamagedRecord):
             made.damaged.append(row)

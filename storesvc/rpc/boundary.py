@@ -20,10 +20,10 @@ from storesvc.errors import (
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
-from storesvc.memory_budget import LEAST_BYTES_PER_SECOND, RETRY_SECONDS, Share
-from storesvc.parsing import MESSAGE_TYPE
-from storesvc.rpc.request_counts import check_counts
-from storesvc.statuses import refuse
+from storesvc.rpc.message_budget import LEAST_BYTES_PER_SECOND, RETRY_SECONDS, Share
+from storesvc.rpc.parsing import MESSAGE_TYPE
+from storesvc.rpc.request_limits import check_counts
+from storesvc.rpc.status import refuse
 from storesvc.storage.log_throttle import Sparing
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 

@@ -4,8 +4,8 @@ from contextlib import aclosing
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import RunName
-from storesvc.rpc import fields, messages
-from storesvc.rpc.handling import Context, refusals, write
+from storesvc.rpc import messages, requests
+from storesvc.rpc.boundary import Context, refusals, write
 from storesvc.store import Store
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
@@ -36,7 +36,7 @@ def watched(parent: str) -> RunName | str:
     """
     if "/runs/" in parent:
         return RunName.from_resource(parent)
-    namespace = fields.namespace_of(parent)
+    namespace = requests.namespace_of(parent)
     if namespace is None:
         raise InvalidFieldError(
             f"parent {parent!r}: expected one namespace, or a run of it; watch each "

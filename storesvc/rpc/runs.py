@@ -8,8 +8,8 @@ from storesvc.errors import InvalidFieldError
 from storesvc.format.names import RunName
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
 from storesvc.retention.validation import check
-from storesvc.rpc import fields, messages
-from storesvc.rpc.handling import Context, refusals, write
+from storesvc.rpc import messages, requests
+from storesvc.rpc.boundary import Context, refusals, write
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
@@ -27,7 +27,7 @@ class RunCalls:
     ) -> catalogue_api.UpdateRunResponse:
         async with refusals(context):
             name = RunName.from_resource(request.run.name)
-            write_id = fields.write_id_of(request)
+            write_id = requests.write_id_of(request)
             record = await self._store.runs.update(
                 name, *change_of(request), etag=request.etag, write_id=write_id
             )
@@ -68,13 +68,13 @@ def change_of(
             f"{', '.join(sorted(paths))[:200] or 'none'}"
         )
     given, record = request.run, pb.RunRecord()
-    fields.check_entries("run.labels", given.labels)
+    requests.check_entries("run.labels", given.labels)
     record.labels.update(given.labels)
     if given.HasField("retention"):
         check(given.retention)
         record.retention.CopyFrom(given.retention)
     if given.HasField("purge_delay"):
-        fields.duration("run.purge_delay", given.purge_delay, most=MAX_PURGE_DELAY)
+        requests.duration("run.purge_delay", given.purge_delay, most=MAX_PURGE_DELAY)
         record.purge_delay.CopyFrom(given.purge_delay)
     return record, [field for field in RUN_FIELDS if field in paths]
 

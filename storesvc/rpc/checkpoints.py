@@ -7,8 +7,8 @@ from storesvc.catalog.transitions import Change
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
-from storesvc.rpc import fields, messages
-from storesvc.rpc.handling import Context, refusals
+from storesvc.rpc import messages, requests
+from storesvc.rpc.boundary import Context, refusals
 from storesvc.store import Store
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
@@ -26,7 +26,7 @@ class RecordCalls:
     ) -> catalogue_api.UpdateCheckpointResponse:
         async with refusals(context):
             run, step = step_of(request.checkpoint.name)
-            write_id = fields.write_id_of(request)
+            write_id = requests.write_id_of(request)
             record = await self._store.lives.update(
                 run, step, change_of(request), etag=request.etag, write_id=write_id
             )
@@ -46,7 +46,7 @@ class RecordCalls:
                 step,
                 purge_delay=purge_delay_of(request),
                 etag=request.etag,
-                write_id=fields.write_id_of(request),
+                write_id=requests.write_id_of(request),
                 uid=request.uid,
             )
             return catalogue_api.DeleteCheckpointResponse(
@@ -59,7 +59,7 @@ class RecordCalls:
     ) -> catalogue_api.UndeleteCheckpointResponse:
         async with refusals(context):
             run, step = step_of(request.name)
-            write_id = fields.write_id_of(request)
+            write_id = requests.write_id_of(request)
             record = await self._store.lives.undelete(
                 run, step, write_id=write_id, uid=request.uid
             )
@@ -112,8 +112,8 @@ def change_of(request: catalogue_api.UpdateCheckpointRequest) -> Change:
             f"{', '.join(sorted(paths))[:200] or 'none'}"
         )
     given = request.checkpoint
-    fields.check_entries("checkpoint.labels", given.labels)
-    fields.check_entries("checkpoint.metrics", given.metrics)
+    requests.check_entries("checkpoint.labels", given.labels)
+    requests.check_entries("checkpoint.metrics", given.metrics)
     return Change(
         labels=dict(given.labels) if "labels" in paths else None,
         metrics=dict(given.metrics) if "metrics" in paths else None,
@@ -131,4 +131,4 @@ def purge_delay_of(
     """
     if not request.HasField("purge_delay"):
         return None
-    return fields.duration("purge_delay", request.purge_delay, most=MAX_PURGE_DELAY)
+    return requests.duration("purge_delay", request.purge_delay, most=MAX_PURGE_DELAY)

@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from storesvc.rpc.handling import Context
+from storesvc.rpc.boundary import Context
 
 
 class HealthCalls(HealthServicer):

@@ -6,7 +6,7 @@ from storesvc.format.names import CheckpointName
 from storesvc.inspect.damage import Damage
 from storesvc.inspect.verify_report import Report
 from storesvc.rpc import messages
-from storesvc.rpc.handling import Context, refusals, write
+from storesvc.rpc.boundary import Context, refusals, write
 from storesvc.store import Store
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 

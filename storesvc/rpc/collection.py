@@ -9,8 +9,8 @@ from typing import Final
 from storesvc.format.names import RunName
 from storesvc.gc.collector import DEFAULT_GRACE, Patience, Progress
 from storesvc.gc.usage import Usage
-from storesvc.rpc import fields
-from storesvc.rpc.handling import Context, refusals, write
+from storesvc.rpc import requests
+from storesvc.rpc.boundary import Context, refusals, write
 from storesvc.store import Store
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 
@@ -52,7 +52,7 @@ class CollectCalls:
             if run not in await self._store.catalogue.run_names(run.namespace):
                 await self._store.catalogue.check_run(run)
             return [run]
-        return await self._store.catalogue.run_names(fields.namespace_of(parent))
+        return await self._store.catalogue.run_names(requests.namespace_of(parent))
 
 
 async def _passes(
@@ -79,7 +79,7 @@ def grace_of(request: maintenance_api.CollectGarbageRequest) -> timedelta:
     """
     if not request.HasField("grace"):
         return DEFAULT_GRACE
-    return fields.duration("grace", request.grace, most=MAX_GRACE)
+    return requests.duration("grace", request.grace, most=MAX_GRACE)
 
 
 def progress_message(progress: Progress) -> maintenance_api.CollectGarbageResponse:

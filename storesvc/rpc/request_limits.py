@@ -18,7 +18,7 @@ from storesvc.errors import InvalidFieldError, LimitExceededError, StoreError
 from storesvc.format.grids import MAX_RANK
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.restore.sender import MAX_CHUNKS as MAX_READ_CHUNKS
-from storesvc.rpc.fields import MAX_ENTRIES
+from storesvc.rpc.requests import MAX_ENTRIES
 from storesvc.save.batches import FRAME_BYTES
 from storesvc.save.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
 from storesvc_proto.v1 import tree_pb2

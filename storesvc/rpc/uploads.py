@@ -14,9 +14,9 @@ from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.frames import part_of
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
-from storesvc.memory_budget import MemoryBudget
-from storesvc.rpc import fields, messages
-from storesvc.rpc.handling import (
+from storesvc.rpc import messages
+from storesvc.rpc import requests as fields
+from storesvc.rpc.boundary import (
     CALL_SECONDS,
     Context,
     Patience,
@@ -29,9 +29,10 @@ from storesvc.rpc.handling import (
     released,
     unexpected,
 )
-from storesvc.rpc.pages import page
-from storesvc.rpc.part_streams import PartStream
-from storesvc.rpc.request_counts import check_counts
+from storesvc.rpc.message_budget import MemoryBudget
+from storesvc.rpc.paging import page
+from storesvc.rpc.request_limits import check_counts
+from storesvc.rpc.table_streams import PartStream
 from storesvc.save.table_parts import LeafParts, SumParts, unpacked
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
 from storesvc.stopwatch import Stopwatch

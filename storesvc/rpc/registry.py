@@ -15,9 +15,9 @@ from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from storesvc.parsing import parsed
-from storesvc.rpc.handling import Context, refusals, released
-from storesvc.rpc.request_counts import check_request
+from storesvc.rpc.boundary import Context, refusals, released
+from storesvc.rpc.parsing import parsed
+from storesvc.rpc.request_limits import check_request
 
 _Method = Callable[[Any, Context], Any]
 """A method of a servicer: a coroutine function, or one of an asynchronous generator."""

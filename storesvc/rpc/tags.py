@@ -6,9 +6,9 @@ from typing import Final
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import CheckpointName, HoldName, RunName, TagName
 from storesvc.lifecycle.holds import DEFAULT_TTL
-from storesvc.rpc import fields, messages
-from storesvc.rpc.handling import Context, refusals
-from storesvc.rpc.pages import page
+from storesvc.rpc import messages, requests
+from storesvc.rpc.boundary import Context, refusals
+from storesvc.rpc.paging import page
 from storesvc.store import Store
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
@@ -31,7 +31,7 @@ class TagCalls:
                 checkpoint_of(request, name),
                 protected=request.protected if request.HasField("protected") else None,
                 etag=request.etag,
-                write_id=fields.write_id_of(request),
+                write_id=requests.write_id_of(request),
             )
             return catalogue_api.SetTagResponse(tag=messages.tag_message(name, record))
         raise AssertionError
@@ -43,7 +43,7 @@ class TagCalls:
             await self._store.tags.delete(
                 TagName.from_resource(request.name),
                 etag=request.etag,
-                write_id=fields.write_id_of(request),
+                write_id=requests.write_id_of(request),
             )
             return catalogue_api.DeleteTagResponse()
         raise AssertionError
@@ -53,8 +53,11 @@ class TagCalls:
     ) -> catalogue_api.ListTagsResponse:
         async with refusals(context):
             run = RunName.from_resource(request.parent)
-            size, listed = fields.page_size(request.page_size), f"{request.parent}/tags"
-            after = fields.last_of_page(listed, request.page_token, str) or ""
+            size, listed = (
+                requests.page_size(request.page_size),
+                f"{request.parent}/tags",
+            )
+            after = requests.last_of_page(listed, request.page_token, str) or ""
             found = await self._store.tags.list(run, after=after, limit=size + 1)
             made = page(
                 listed,
@@ -73,12 +76,12 @@ class TagCalls:
     ) -> catalogue_api.CreateHoldResponse:
         async with refusals(context):
             checkpoint = CheckpointName.from_resource(request.parent)
-            hex_id = fields.checked_request_id(request.request_id).replace("-", "")
+            hex_id = requests.checked_request_id(request.request_id).replace("-", "")
             name = HoldName(checkpoint.run, hex_id)
             record = await self._store.holds.create(
                 name,
                 checkpoint,
-                owner=fields.checked_owner("owner", request.owner),
+                owner=requests.checked_owner("owner", request.owner),
                 ttl=ttl_of(request),
                 uid=request.uid,
             )
@@ -109,10 +112,10 @@ class TagCalls:
         async with refusals(context):
             run = RunName.from_resource(request.parent)
             size, listed = (
-                fields.page_size(request.page_size),
+                requests.page_size(request.page_size),
                 f"{request.parent}/holds",
             )
-            after = fields.last_of_page(listed, request.page_token, str) or ""
+            after = requests.last_of_page(listed, request.page_token, str) or ""
             found = await self._store.holds.list(run, after=after, limit=size + 1)
             made = page(
                 listed,
@@ -152,7 +155,7 @@ def ttl_of(request: catalogue_api.CreateHoldRequest) -> timedelta:
     """
     if not request.HasField("ttl"):
         return DEFAULT_TTL
-    ttl = fields.duration("ttl", request.ttl, most=MAX_TTL)
+    ttl = requests.duration("ttl", request.ttl, most=MAX_TTL)
     if not ttl:
         raise InvalidFieldError("ttl: expected more than 0 s, got 0 s")
     return ttl

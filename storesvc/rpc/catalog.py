@@ -5,10 +5,10 @@ from typing import Final
 
 from storesvc.format import trees
 from storesvc.format.names import CheckpointName, RunName, parse_step
-from storesvc.memory_budget import MemoryBudget
-from storesvc.rpc import fields, messages
-from storesvc.rpc.handling import Context, host_of, refusals, write
-from storesvc.rpc.pages import page
+from storesvc.rpc import messages, requests
+from storesvc.rpc.boundary import Context, host_of, refusals, write
+from storesvc.rpc.message_budget import MemoryBudget
+from storesvc.rpc.paging import page
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
@@ -31,10 +31,10 @@ class CatalogueCalls:
         self, request: catalogue_api.ListRunsRequest, context: Context
     ) -> catalogue_api.ListRunsResponse:
         async with refusals(context):
-            size = fields.page_size(request.page_size)
+            size = requests.page_size(request.page_size)
             found = await self._store.catalogue.runs(
-                fields.namespace_of(request.parent),
-                after=fields.last_of_page(
+                requests.namespace_of(request.parent),
+                after=requests.last_of_page(
                     request.parent, request.page_token, RunName.parse
                 ),
                 limit=size + 1,
@@ -65,9 +65,9 @@ class CatalogueCalls:
     ) -> catalogue_api.ListCheckpointsResponse:
         async with refusals(context):
             run = RunName.from_resource(request.parent)
-            size = fields.page_size(request.page_size)
+            size = requests.page_size(request.page_size)
             listed = f"{request.parent}{' with deleted' * request.show_deleted}"
-            last = fields.last_of_page(listed, request.page_token, parse_step)
+            last = requests.last_of_page(listed, request.page_token, parse_step)
             found = await self._store.catalogue.checkpoint_rows(
                 run, before=last, limit=size + 1, show_deleted=request.show_deleted
             )

@@ -11,15 +11,15 @@ from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from storesvc.errors import LimitExceededError, StalledError, StoreError
-from storesvc.memory_budget import (
+from storesvc.rpc import boundary
+from storesvc.rpc.boundary import Context, PartedRequest, check_part, host_of, released
+from storesvc.rpc.message_budget import (
     LEAST_BYTES_PER_SECOND,
     RETRY_SECONDS,
     MemoryBudget,
     Share,
 )
-from storesvc.rpc import handling
-from storesvc.rpc.handling import Context, PartedRequest, check_part, host_of, released
-from storesvc.rpc.request_counts import check_counts
+from storesvc.rpc.request_limits import check_counts
 
 T = TypeVar("T", bound=PartedRequest)
 
@@ -63,7 +63,7 @@ class PartStream(Generic[T]):
         assert share is not None
         clock = asyncio.get_running_loop().time
         while True:
-            grace = handling.STALL_SECONDS + min(0.0, share.spare_seconds(clock()))
+            grace = boundary.STALL_SECONDS + min(0.0, share.spare_seconds(clock()))
             try:
                 async with share.awaiting_client(grace):
                     message = await anext(self._stream)
@@ -85,6 +85,6 @@ def _late(share: Share) -> StoreError:
             retry_seconds=RETRY_SECONDS,
         )
     return StalledError(
-        f"the stream sent nothing for {handling.STALL_SECONDS:.0f} s, or less than "
+        f"the stream sent nothing for {boundary.STALL_SECONDS:.0f} s, or less than "
         f"{LEAST_BYTES_PER_SECOND} bytes a second; send its table in a new one"
     )

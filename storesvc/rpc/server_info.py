@@ -3,7 +3,7 @@
 import storesvc
 from storesvc.format import trees
 from storesvc.restore import sender
-from storesvc.rpc.handling import MAX_MESSAGE_BYTES, Context
+from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, Context
 from storesvc.save import batches, leaf_tables
 from storesvc.save.table_parts import MAX_TREE_BYTES
 from storesvc.store import Store

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from storesvc import server
+from storesvc.server import app
 from storesvc.store import Store
 from tests.faulty_bucket import FaultyBucket, Plan, no_faults
 
@@ -21,7 +21,7 @@ def serving(root: Path, plan: Plan = no_faults) -> Iterator[str]:
         bucket = await FaultyBucket.faulty(root.as_uri())
         opened = await Store.open(bucket)
         bucket.calls.follow(plan)
-        async with server.running(opened, "127.0.0.1:0") as port:
+        async with app.running(opened, "127.0.0.1:0") as port:
             ready.append(f"127.0.0.1:{port}")
             await stop.wait()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import storesvc_client as store
-from storesvc.server import DRAIN_SECONDS
+from storesvc.server.app import DRAIN_SECONDS
 from tests.conftest import gcs_root, s3_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Mute, Stall
 from tests.fake_s3 import FakeS3

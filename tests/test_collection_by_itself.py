@@ -5,12 +5,12 @@ from datetime import timedelta
 
 from storesvc.catalog import slots
 from storesvc.catalog.records import read_record
-from storesvc.collecting import Lease, _pass, collecting
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.gc.collector import DEFAULT_GRACE
+from storesvc.server.gc_scheduler import Lease, _pass, collecting
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.collecting_process import RUN, Process, started
 from tests.faulty_bucket import Call, Fault, no_faults

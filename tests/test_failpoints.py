@@ -17,9 +17,9 @@ import pytest
 
 import storesvc_client as store
 from storesvc import failpoints
-from storesvc.embedded import EmbeddedServer
 from storesvc.errors import InvalidFieldError
 from storesvc.failpoints import Action, Failpoint, Fault
+from storesvc.server.embedded import EmbeddedServer
 from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoints
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub

@@ -13,7 +13,7 @@ from storesvc_client.cli._main import COMMANDS
 from tests.server_process import ServerProcess
 
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
-SERVER = {"storesvc.server", "storesvc.store", "tensorstore"}
+SERVER = {"storesvc.server.app", "storesvc.store", "tensorstore"}
 SLOW = {"crc32c", "ml_dtypes", "numpy", "rich", "tenacity", "tqdm"}
 """For a list of checkpoints, that is."""
 

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from storesvc import server
+from storesvc.server import app
 from storesvc.store import Store
 
 T = TypeVar("T")
@@ -49,8 +49,8 @@ class ThreadServer:
         self.loop.run_until_complete(self._run())
 
     async def _run(self) -> None:
-        self.store = await server.open_store(self._root)
-        async with server.running(self.store, "127.0.0.1:0") as port:
+        self.store = await app.open_store(self._root)
+        async with app.running(self.store, "127.0.0.1:0") as port:
             self.address = f"127.0.0.1:{port}"
             self._ready.set()
             await self._stop.wait()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from storesvc_client.errors import BY_REASON, InvalidRequestError
 
 if TYPE_CHECKING:
-    from storesvc.embedded import EmbeddedServer
+    from storesvc.server.embedded import EmbeddedServer
 
 
 def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
@@ -23,7 +23,7 @@ def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
         StoreError: The store cannot be opened.
     """
     with _refused(root):
-        from storesvc.embedded import EmbeddedServer
+        from storesvc.server.embedded import EmbeddedServer
 
         return EmbeddedServer(root, timeout=timeout)
 
@@ -40,7 +40,7 @@ def holds_store(root: str, *, timeout: float) -> bool:
         StoreError: The storage does not answer.
     """
     with _refused(root):
-        from storesvc import embedded
+        from storesvc.server import embedded
 
         return embedded.holds_store(root, timeout=timeout)
 
@@ -49,7 +49,7 @@ def holds_store(root: str, *, timeout: float) -> bool:
 def _refused(root: str) -> Generator[None]:
     """Raises our error for what the service inside refuses, or lacks."""
     try:
-        from storesvc.embedded import StartError
+        from storesvc.server.embedded import StartError
     except ModuleNotFoundError as e:
         raise InvalidRequestError(
             f"store {root!r}: an embedded store needs {e.name}; "

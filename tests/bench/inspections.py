@@ -27,7 +27,7 @@ from tests.bench.memory import MIB, resident
 from tests.server_process import ServerProcess
 
 KEPT_MIB = 64
-"""The trim threshold that ``storesvc.server`` sets."""
+"""The trim threshold that ``storesvc.server.app`` sets."""
 
 
 def manifest_of(leaves: int, *, seed: int) -> Manifest:

@@ -8,7 +8,7 @@ import pytest
 from storesvc.restore.sender import SHELF_BYTES
 from storesvc.save.batches import BATCH_BYTES
 from storesvc.save.receiver import MAX_BATCHES
-from storesvc.server import DRAIN_SECONDS, NOTICE_SECONDS
+from storesvc.server.app import DRAIN_SECONDS, NOTICE_SECONDS
 from storesvc.storage.location import storage_at
 from tests.deploy.manifests import (
     DEPLOY,

@@ -116,15 +116,15 @@ def serve(
     # before gRPC is loaded: it would log each handshake that a client fails
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     _require_server()
-    from storesvc import serving
-    from storesvc.certificates import Tls
     from storesvc.errors import StoreError
+    from storesvc.server import process
+    from storesvc.server.tls import Tls
 
-    serving.log_to_stderr(log_level.upper())
+    process.log_to_stderr(log_level.upper())
     tls = None
     if tls_cert and tls_key:
         tls = Tls(certificate=tls_cert, key=tls_key, client_ca=tls_client_ca)
-    what = serving.Serving(
+    what = process.Serving(
         root=root,
         host=host,
         port=port,
@@ -133,7 +133,7 @@ def serve(
         is_read_only=read_only,
     )
     try:
-        serving.serve(what, insecure=insecure, ready_file=ready_file, workers=workers)
+        process.serve(what, insecure=insecure, ready_file=ready_file, workers=workers)
     except StoreError as e:
         raise Refusal(str(e)) from e
     except OSError as e:  # of the ready file: the store's own are StoreErrors
@@ -142,7 +142,7 @@ def serve(
 
 def _require_server() -> None:
     try:
-        import storesvc.serving  # noqa: F401
+        import storesvc.server.process  # noqa: F401
     except ModuleNotFoundError as e:
         raise Refusal(
             f"serving needs {e.name}, which is not installed: "

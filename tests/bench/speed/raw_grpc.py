@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from storesvc.server import keep_freed_memory
+from storesvc.server.app import keep_freed_memory
 
 MESSAGE_BYTES: Final = 2 << 20
 SERVICE: Final = "bench.Raw"

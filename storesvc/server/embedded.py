@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
-from storesvc import server
-from storesvc.collecting import DEFAULT_INTERVAL, collecting
 from storesvc.errors import StorageUnavailableError, StoreError
 from storesvc.format import layout
 from storesvc.rpc.status import WIRE, reason_name
+from storesvc.server import app
+from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
 from storesvc.storage.tensorstore_bucket import KvBucket
 
 T = TypeVar("T")
@@ -64,8 +64,8 @@ class EmbeddedServer:
 
     async def _start(self, root: str, seconds: float) -> None:
         async with _answering(root, seconds):
-            store = await server.open_store(root)
-        await self._stack.enter_async_context(server.running(store, self.address))
+            store = await app.open_store(root)
+        await self._stack.enter_async_context(app.running(store, self.address))
         await self._stack.enter_async_context(collecting(store, DEFAULT_INTERVAL))
 
 

@@ -16,10 +16,8 @@ from typing import Final
 
 import storesvc
 from storesvc import failpoints
-from storesvc.certificates import Tls
-from storesvc.collecting import DEFAULT_INTERVAL, collecting
 from storesvc.errors import InvalidFieldError, StoreError
-from storesvc.server import (
+from storesvc.server.app import (
     DRAIN_SECONDS,
     NOTICE_SECONDS,
     is_loopback,
@@ -28,8 +26,10 @@ from storesvc.server import (
     running,
     unusable,
 )
+from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
+from storesvc.server.tls import Tls
+from storesvc.server.workers import Lifeline, supervise
 from storesvc.storage.location import is_writable, storage_at
-from storesvc.workers import Lifeline, supervise
 
 END_SECONDS: Final = NOTICE_SECONDS + DRAIN_SECONDS + 5.0
 """After SIGTERM: what has not returned by then never does, as a call for a file on a

@@ -15,7 +15,6 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from storesvc.certificates import Tls
 from storesvc.errors import InvalidFieldError
 from storesvc.format import layout
 from storesvc.rpc import services
@@ -23,6 +22,7 @@ from storesvc.rpc.boundary import MAX_MESSAGE_BYTES
 from storesvc.rpc.health import HealthCalls
 from storesvc.rpc.read_only import ReadOnly
 from storesvc.rpc.registry import handler_of
+from storesvc.server.tls import Tls
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import (

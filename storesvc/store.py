@@ -12,7 +12,7 @@ from storesvc.catalog.disk_reserve import Reserve
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.catalog.runs import Runs
-from storesvc.clocks import Clock, SystemClock
+from storesvc.clock import Clock, SystemClock
 from storesvc.errors import (
     InvalidFieldError,
     StorageDeniedError,

@@ -20,7 +20,7 @@ from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import timestamp
 from storesvc.catalog.slots import COMMITTED
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import CorruptDataError, StoreError
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces

@@ -24,7 +24,7 @@ import pytest
 from google.protobuf.message import Message
 
 import storesvc_client as store
-from storesvc.caching import ByteCache
+from storesvc.byte_cache import ByteCache
 from storesvc.format import layout, trees
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName

@@ -14,7 +14,7 @@ from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, read_record, timestamp, write_record
-from storesvc.clocks import Clock, SystemClock
+from storesvc.clock import Clock, SystemClock
 from storesvc.errors import (
     CorruptDataError,
     InvalidResumeTokenError,

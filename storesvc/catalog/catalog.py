@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
-from storesvc.caching import TREES_BYTES, ByteCache
+from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog.records import on_its_way, or_damage, read_listed, sound
 from storesvc.catalog.rollbacks import purged, put_back
 from storesvc.catalog.slot_reader import SlotReads

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from cachetools import LRUCache
 
 from storesvc.catalog.records import read_record, timestamp, write_record
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import (
     CorruptDataError,
     InvalidResumeTokenError,

@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.records import etag_of, read_record, timestamp, write_record
 from storesvc.catalog.transitions import check_etag, is_repeated
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import ConflictError, EtagMismatchError
 from storesvc.format import layout
 from storesvc.format.names import RunName

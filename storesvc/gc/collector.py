@@ -30,7 +30,7 @@ from storesvc.catalog.journal import Journal
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.runs import Runs
 from storesvc.catalog.slots import FREE
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.names import RunName

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from storesvc.catalog import slots, transitions
 from storesvc.catalog.disk_reserve import Reserve
 from storesvc.catalog.records import read_record, timestamp
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import InvalidPolicyError, RunNotFoundError
 from storesvc.format import layout
 from storesvc.format.names import RunName

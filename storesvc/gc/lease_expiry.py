@@ -16,7 +16,7 @@ from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.records import read_record, timestamp, write_record
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import HoldName, RunName
 from storesvc.gc import mark

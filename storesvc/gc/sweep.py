@@ -14,7 +14,7 @@ from typing import Final
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.rollbacks import purged
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import CorruptDataError
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces

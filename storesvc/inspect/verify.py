@@ -30,7 +30,7 @@ import numpy as np
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.records import on_its_way
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import (
     CheckpointNotFoundError,
     CorruptDataError,

@@ -16,7 +16,7 @@ from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, read_record, write_record
 from storesvc.catalog.slots import CHECKPOINTS, PURGING
 from storesvc.catalog.transitions import Change
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import ConflictError
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout

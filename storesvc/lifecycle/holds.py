@@ -14,7 +14,7 @@ from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.lease_clock import MARGIN
 from storesvc.catalog.records import duration, read_record, sealed, timestamp
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED, PURGING
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import (
     ConflictError,
     CorruptDataError,

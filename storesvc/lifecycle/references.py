@@ -14,7 +14,7 @@ from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.records import read_record
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import HoldName, RunName, TagName
 from storesvc.storage.bounded_gather import each

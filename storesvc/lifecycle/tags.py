@@ -12,7 +12,7 @@ from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, sealed, timestamp, write_record
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import ConflictError, CorruptDataError, TagProtectedError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName

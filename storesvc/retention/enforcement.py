@@ -16,7 +16,7 @@ from typing import Final
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.records import etag_of
 from storesvc.catalog.slots import COMMITTED
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import (
     CheckpointInUseError,
     CheckpointNotFoundError,

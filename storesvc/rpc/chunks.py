@@ -3,10 +3,10 @@
 import logging
 from contextlib import aclosing
 
+from storesvc.call_timer import Stopwatch
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import CheckpointName
 from storesvc.rpc.boundary import Context, refusals, write
-from storesvc.stopwatch import Stopwatch
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Final
 
+from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
 from storesvc.errors import InvalidFieldError
 from storesvc.fair_semaphore import FairSemaphore
@@ -35,7 +36,6 @@ from storesvc.rpc.request_limits import check_counts
 from storesvc.rpc.table_streams import PartStream
 from storesvc.save.table_parts import LeafParts, SumParts, unpacked
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
-from storesvc.stopwatch import Stopwatch
 from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api

@@ -18,7 +18,7 @@ from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import read_record, timestamp, write_record
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import (
     ChunksIncompleteError,
     ConflictError,

@@ -10,7 +10,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from storesvc.caching import TREES_BYTES, ByteCache
+from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog import slots
 from storesvc.errors import CorruptDataError, InvalidTreeError, LimitExceededError
 from storesvc.format.checksums import DIGEST_BYTES, digest

@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from storesvc.call_timer import Stopwatch
 from storesvc.errors import (
     ChunksIncompleteError,
     CorruptDataError,
@@ -46,7 +47,6 @@ from storesvc.save.direct_chunks import check_placed
 from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
 from storesvc.save.staging_tables import Table, pack_table, stage, staged
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.stopwatch import Stopwatch
 from storesvc.storage.tensorstore_bucket import KvBucket, NewObject
 from storesvc_proto.v1 import tree_pb2
 

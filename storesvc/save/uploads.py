@@ -22,7 +22,7 @@ from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.records import duration, read_record, timestamp, write_record
 from storesvc.catalog.rollbacks import Rollbacks
 from storesvc.catalog.runs import Runs
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import (
     CheckpointNotFoundError,
     ConflictError,

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.format.names import RunName, TagName
 from storesvc.watch.events import Held, Outcome, resolve
 from storesvc_proto.v1 import bucket_pb2 as pb

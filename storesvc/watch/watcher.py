@@ -16,7 +16,7 @@ from typing import Final
 
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired
-from storesvc.clocks import Clock
+from storesvc.clock import Clock
 from storesvc.errors import (
     CorruptDataError,
     LimitExceededError,

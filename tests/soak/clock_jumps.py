@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import storesvc_client as store
-from storesvc.clocks import SystemClock
+from storesvc.clock import SystemClock
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame

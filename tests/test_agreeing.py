@@ -11,10 +11,10 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client import _joint_restore, _looks
-from storesvc_client._durations import Deadline
 from storesvc_client._jobs import JointSave
 from storesvc_client._joint_restore import JointRestore
-from storesvc_client._values import ProcessReading
+from storesvc_client._values.durations import Deadline
+from storesvc_client._values.values import ProcessReading
 from tests.thread_job import ThreadJob, ThreadProcess
 
 WHAT = "tests/run@1"

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc_client import _joint_restore, _looks
-from storesvc_client._durations import Deadline
 from storesvc_client._joint_restore import together
+from storesvc_client._values.durations import Deadline
 from tests.thread_job import ThreadJob, ThreadProcess
 
 RUN = "tests/run"

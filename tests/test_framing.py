@@ -15,9 +15,9 @@ from storesvc.format.wire import Frame
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._channel import MAX_FRAME_BYTES
 from storesvc_client._framing import SentFrame, frame_of, frames
-from storesvc_client._progress import Meter
 from storesvc_client._slabs import Filled, Slab
 from storesvc_client._sums import SumsInProgress
+from storesvc_client._values.progress import Meter
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api

@@ -14,14 +14,14 @@ import storesvc_client as store
 from storesvc.errors import InvalidPolicyError, PolicyKeepsNothingError
 from storesvc.retention.policy import Candidate, decide, metrics_of
 from storesvc.retention.validation import MAX_DEPTH, MAX_RULES, check
-from storesvc_client._durations import (
+from storesvc_client._values.durations import (
     MAX_DURATION,
     duration_message,
     duration_text,
     parse_duration,
 )
-from storesvc_client._policies import KeepAll, KeepAny
-from storesvc_client._policy_messages import policy_message, policy_of
+from storesvc_client._values.policies import KeepAll, KeepAny
+from storesvc_client._values.policy_messages import policy_message, policy_of
 from storesvc_proto.v1 import retention_pb2 as pb
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

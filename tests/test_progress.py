@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client import _progress
-from storesvc_client._progress import Meter
+from storesvc_client._values import progress as _progress
+from storesvc_client._values.progress import Meter
 from tests.server_process import ServerProcess
 
 MiB = 1 << 20

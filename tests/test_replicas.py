@@ -24,7 +24,8 @@ from storesvc.rpc.registry import handler_of
 from storesvc.rpc.services import MaintenanceService
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
-from storesvc_client import Progress, _progress
+from storesvc_client import Progress
+from storesvc_client._values import progress as _progress
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub

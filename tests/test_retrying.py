@@ -5,7 +5,7 @@ import time
 import pytest
 
 from storesvc_client import LimitError, UnavailableError, _retrying
-from storesvc_client._durations import Deadline
+from storesvc_client._values.durations import Deadline
 
 
 @pytest.fixture(autouse=True)

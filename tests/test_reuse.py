@@ -403,9 +403,9 @@ class TestASaveThatWasCutOff:
         self, run: store.Run, server_address: str
     ) -> None:
         from storesvc_client._framing import frames
-        from storesvc_client._progress import Meter
         from storesvc_client._slabs import Filled
         from storesvc_client._sums import SumsInProgress
+        from storesvc_client._values.progress import Meter
         from storesvc_client.trees.planning import Planner
         from storesvc_client.trees.snapshot import TreeSource
 

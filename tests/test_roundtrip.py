@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
 from storesvc.format.dtypes import DTYPES
-from storesvc_client._documents import CONTAINERS, pack_document
+from storesvc_client._values.documents import CONTAINERS, pack_document
 
 SHAPES = [(), (0,), (3, 0, 2), (1,) * 8, (7, 11, 13), (10_007,)]
 

@@ -22,7 +22,7 @@ import storesvc_client as store
 from storesvc.format.trees import Leaf
 from storesvc_client import _retrying
 from storesvc_client._save import Save
-from storesvc_client._values import Event, LeafInfo, UploadInfo
+from storesvc_client._values.values import Event, LeafInfo, UploadInfo
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from tests.server_process import ServerProcess

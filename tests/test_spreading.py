@@ -13,12 +13,12 @@ import pytest
 import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc_client import _shares, _spread_plan, _spreading
-from storesvc_client._durations import Deadline
 from storesvc_client._opened import OpenCheckpoint
-from storesvc_client._progress import CallbackFailedError, Meter
 from storesvc_client._receiving import Assembly, Buffer
 from storesvc_client._spread_plan import Spread
 from storesvc_client._spreading import SpreadSource
+from storesvc_client._values.durations import Deadline
+from storesvc_client._values.progress import CallbackFailedError, Meter
 from tests.thread_job import ThreadJob, ThreadProcess
 
 COUNT = 3

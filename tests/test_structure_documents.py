@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from storesvc_client import _documents
-from storesvc_client._documents import pack_document, unpack_document
+from storesvc_client._values import documents
+from storesvc_client._values.documents import pack_document, unpack_document
 from storesvc_client.errors import StructureError
 
 
@@ -43,7 +43,7 @@ def test_other_bytes_are_refused(document: bytes, words: str) -> None:
 
 
 def test_a_document_that_becomes_too_many_bytes_is_refused() -> None:
-    document = zlib.compress(b" " * (_documents.MAX_BYTES + 1), 9)
+    document = zlib.compress(b" " * (documents.MAX_BYTES + 1), 9)
 
     with pytest.raises(StructureError, match="too large: expected at most 134217728 b"):
         unpack_document(document)
@@ -51,7 +51,7 @@ def test_a_document_that_becomes_too_many_bytes_is_refused() -> None:
 
 @pytest.mark.parametrize("item", ['{"":0}', "{}", "[]", "0"])
 def test_a_document_that_becomes_too_many_objects_is_refused(item: str) -> None:
-    count = _documents.MAX_TOKENS // (1 + sum(map(item.count, ",:[{"))) + 1
+    count = documents.MAX_TOKENS // (1 + sum(map(item.count, ",:[{"))) + 1
     document = packed('{"a":[' + ",".join([item] * count) + "]}")
 
     with pytest.raises(StructureError, match="too large: expected at most 5000000 v"):
@@ -62,7 +62,7 @@ def test_a_document_that_becomes_too_many_objects_is_refused(item: str) -> None:
 def test_nothing_is_packed_that_could_not_be_unpacked(
     limit: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_documents, limit, most)
+    monkeypatch.setattr(documents, limit, most)
     fields: dict[str, Any] = {"a": list(range(50))}
 
     with pytest.raises(StructureError, match="too large"):

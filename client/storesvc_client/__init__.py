@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from storesvc_client._client import Client, connect
     from storesvc_client._collecting import Collected, Usage
-    from storesvc_client._findings import Damage, Diff, LeafDifference, Verification
     from storesvc_client._holding import Hold
     from storesvc_client._opened import OpenCheckpoint
-    from storesvc_client._policies import (
+    from storesvc_client._run import Run
+    from storesvc_client._save import Save
+    from storesvc_client._values.findings import (
+        Damage,
+        Diff,
+        LeafDifference,
+        Verification,
+    )
+    from storesvc_client._values.policies import (
         KeepBest,
         KeepEvery,
         KeepLatest,
@@ -26,11 +33,9 @@ if TYPE_CHECKING:
         KeepTagged,
         RetentionPolicy,
     )
-    from storesvc_client._progress import Progress
-    from storesvc_client._progress_bar import progress_bar
-    from storesvc_client._run import Run
-    from storesvc_client._save import Save
-    from storesvc_client._values import (
+    from storesvc_client._values.progress import Progress
+    from storesvc_client._values.progress_bar import progress_bar
+    from storesvc_client._values.values import (
         Checkpoint,
         Event,
         HoldInfo,
@@ -116,8 +121,8 @@ _HOMES: Final = {
     **dict.fromkeys(("Collected", "Usage"), "_collecting"),
     "Hold": "_holding",
     "OpenCheckpoint": "_opened",
-    "Progress": "_progress",
-    "progress_bar": "_progress_bar",
+    "Progress": "_values.progress",
+    "progress_bar": "_values.progress_bar",
     "Run": "_run",
     "Save": "_save",
     **dict.fromkeys(
@@ -131,9 +136,11 @@ _HOMES: Final = {
             "KeepTagged",
             "RetentionPolicy",
         ),
-        "_policies",
+        "_values.policies",
     ),
-    **dict.fromkeys(("Damage", "Diff", "LeafDifference", "Verification"), "_findings"),
+    **dict.fromkeys(
+        ("Damage", "Diff", "LeafDifference", "Verification"), "_values.findings"
+    ),
     **dict.fromkeys(
         (
             "Checkpoint",
@@ -149,7 +156,7 @@ _HOMES: Final = {
             "Tag",
             "UploadInfo",
         ),
-        "_values",
+        "_values.values",
     ),
 }
 """Modules of the public names; those that are not here are errors."""

@@ -13,7 +13,6 @@ import grpc
 from google.protobuf.message import Message
 
 from storesvc_client._certificates import Tls, refusal
-from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._embedded import start_embedded
 from storesvc_client._renewing import RenewedChannel
 from storesvc_client._retrying import (
@@ -24,6 +23,7 @@ from storesvc_client._retrying import (
 )
 from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
 from storesvc_client._targets import Target, is_root
+from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client._waiting import Wait, Waits
 from storesvc_client.errors import (
     InvalidRequestError,

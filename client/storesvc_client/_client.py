@@ -17,12 +17,12 @@ from storesvc_client._channel import (
     open_connection,
 )
 from storesvc_client._collecting import ClientCollection
-from storesvc_client._names import namespace_resource, run_name
 from storesvc_client._pages import OnDamage, rows
 from storesvc_client._roots import check_root, direct_root
 from storesvc_client._run import Run
 from storesvc_client._uploading import ClientUploads
-from storesvc_client._values import Event, RunInfo, ServerInfo
+from storesvc_client._values.resource_names import namespace_resource, run_name
+from storesvc_client._values.values import Event, RunInfo, ServerInfo
 from storesvc_client._watching import watch
 from storesvc_client.errors import UnavailableError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

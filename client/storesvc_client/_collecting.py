@@ -7,10 +7,10 @@ from datetime import timedelta
 
 from storesvc.format.names import RunName
 from storesvc_client._channel import Connection
-from storesvc_client._durations import duration_message
-from storesvc_client._names import parent_resource, received
 from storesvc_client._retrying import BEGINNINGS
 from storesvc_client._run_base import RunBase
+from storesvc_client._values.durations import duration_message
+from storesvc_client._values.resource_names import parent_resource, received
 from storesvc_client.errors import UnavailableError, translated
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub

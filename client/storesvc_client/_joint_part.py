@@ -22,8 +22,8 @@ from storesvc.format.trees import Tree
 from storesvc_client._channel import Connection
 from storesvc_client._jobs import JointSave, Outcome, process_name
 from storesvc_client._part import Description, Part
-from storesvc_client._progress import Meter
-from storesvc_client._values import Checkpoint
+from storesvc_client._values.progress import Meter
+from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     AlreadyExistsError,
     ConflictError,

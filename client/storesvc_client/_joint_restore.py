@@ -21,10 +21,10 @@ from itertools import count
 from typing import Final
 
 from storesvc_client._calls import Calls
-from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._jobs import Job, Outcome, process_name
 from storesvc_client._looks import Looks
-from storesvc_client._values import ProcessReading
+from storesvc_client._values.durations import NEVER, Deadline
+from storesvc_client._values.values import ProcessReading
 from storesvc_client._verdicts import absent, failed, late, listed, outcome_of
 from storesvc_client.errors import (
     GivenUpError,

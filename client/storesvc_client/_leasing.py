@@ -11,9 +11,9 @@ from typing import Final, Self
 
 from storesvc.format.names import CheckpointName
 from storesvc_client._channel import Connection
-from storesvc_client._durations import Deadline, duration_message
-from storesvc_client._entries import checked_text
-from storesvc_client._names import received
+from storesvc_client._values.arguments import checked_text
+from storesvc_client._values.durations import Deadline, duration_message
+from storesvc_client._values.resource_names import received
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,

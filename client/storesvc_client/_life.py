@@ -5,18 +5,18 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from storesvc.format.names import HoldName, InvalidNameError, TagName, Which
-from storesvc_client._durations import duration_message
-from storesvc_client._entries import (
+from storesvc_client._holding import Hold
+from storesvc_client._leasing import Lease
+from storesvc_client._pages import OnDamage
+from storesvc_client._run_base import RunBase
+from storesvc_client._values.arguments import (
     checked_flag,
     checked_labels,
     checked_metrics,
     checked_text,
 )
-from storesvc_client._holding import Hold
-from storesvc_client._leasing import Lease
-from storesvc_client._pages import OnDamage
-from storesvc_client._run_base import RunBase
-from storesvc_client._values import Checkpoint, HoldInfo, Tag
+from storesvc_client._values.durations import duration_message
+from storesvc_client._values.values import Checkpoint, HoldInfo, Tag
 from storesvc_client.errors import (
     InvalidRequestError,
     NotFoundError,

@@ -26,21 +26,26 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._bucket_reads import BucketSource
 from storesvc_client._channel import Connection
 from storesvc_client._direct import DirectSource
-from storesvc_client._documents import CONTAINERS
-from storesvc_client._durations import NEVER, Deadline, checked_length
-from storesvc_client._entries import checked_patterns, checked_texts
-from storesvc_client._globs import Pattern, Patterns, matching_keys, nearest_keys
 from storesvc_client._jobs import Job
 from storesvc_client._joint_restore import JointRestore, together
 from storesvc_client._leasing import Lease
-from storesvc_client._options import DEFAULT_DEADLINE
-from storesvc_client._pausing import collector_paused
-from storesvc_client._progress import Meter, OnProgress
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource
 from storesvc_client._spread_plan import Spread
 from storesvc_client._spreading import SpreadSource, may_spread
 from storesvc_client._streaming import StreamedSource
-from storesvc_client._values import (
+from storesvc_client._values.arguments import checked_patterns, checked_texts
+from storesvc_client._values.documents import CONTAINERS
+from storesvc_client._values.durations import NEVER, Deadline, checked_length
+from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.key_patterns import (
+    Pattern,
+    Patterns,
+    matching_keys,
+    nearest_keys,
+)
+from storesvc_client._values.options import DEFAULT_DEADLINE
+from storesvc_client._values.progress import Meter, OnProgress
+from storesvc_client._values.values import (
     Checkpoint,
     LeafInfo,
     ProcessReading,
@@ -58,7 +63,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
-    from storesvc_client._options import Rules, TargetOptions
+    from storesvc_client._values.options import Rules, TargetOptions
     from storesvc_client.trees.plain_containers import Container
     from storesvc_client.trees.restoring import Target
 

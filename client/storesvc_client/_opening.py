@@ -6,12 +6,12 @@ from typing import Final
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
 from storesvc.format.names import CheckpointName
 from storesvc_client._channel import Connection
-from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._jobs import Job
 from storesvc_client._leasing import Lease
 from storesvc_client._opened import OpenCheckpoint
-from storesvc_client._pausing import collector_paused
-from storesvc_client._values import Checkpoint
+from storesvc_client._values.durations import NEVER, Deadline
+from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub

@@ -14,10 +14,10 @@ from storesvc.format.chunks import Sums, pack_sums
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.trees import Tree, pack_leaves
 from storesvc_client._channel import Connection
-from storesvc_client._durations import duration_message
-from storesvc_client._owner import owner
-from storesvc_client._progress import Meter
-from storesvc_client._values import Checkpoint
+from storesvc_client._values.durations import duration_message
+from storesvc_client._values.process_name import owner
+from storesvc_client._values.progress import Meter
+from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import ConflictError, translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api

@@ -21,7 +21,6 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._durations import NEVER, Deadline
 from storesvc_client._layouts import (
     Bytes,
     Goal,
@@ -32,7 +31,8 @@ from storesvc_client._layouts import (
     allocate,
     lay_out,
 )
-from storesvc_client._progress import Meter
+from storesvc_client._values.durations import NEVER, Deadline
+from storesvc_client._values.progress import Meter
 from storesvc_client.errors import DataLossError, LimitError, UnavailableError
 
 TOLD_BYTES: Final = 64 << 10

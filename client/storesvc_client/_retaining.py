@@ -7,12 +7,12 @@ from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
 
-from storesvc_client._durations import duration_message
-from storesvc_client._entries import checked_labels, checked_text
-from storesvc_client._policies import RetentionPolicy
-from storesvc_client._policy_messages import policy_message, policy_of
 from storesvc_client._run_base import RunBase
-from storesvc_client._values import RetentionDecision, RunInfo
+from storesvc_client._values.arguments import checked_labels, checked_text
+from storesvc_client._values.durations import duration_message
+from storesvc_client._values.policies import RetentionPolicy
+from storesvc_client._values.policy_messages import policy_message, policy_of
+from storesvc_client._values.values import RetentionDecision, RunInfo
 from storesvc_client.errors import InvalidRequestError, translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from storesvc.format.names import CheckpointName, Which
 from storesvc_client._collecting import RunUsage
-from storesvc_client._durations import Deadline, checked_length
-from storesvc_client._entries import checked_choice
-from storesvc_client._globs import Patterns
 from storesvc_client._inspecting import RunInspection
 from storesvc_client._life import RunLife
-from storesvc_client._options import DEFAULT_DEADLINE, Processes
 from storesvc_client._pages import OnDamage
-from storesvc_client._progress import OnProgress
 from storesvc_client._retaining import RunRetention
 from storesvc_client._run_base import RunBase
 from storesvc_client._saving import RunSaving
 from storesvc_client._uploading import RunUploads
-from storesvc_client._values import Checkpoint, LeafInfo
+from storesvc_client._values.arguments import checked_choice
+from storesvc_client._values.durations import Deadline, checked_length
+from storesvc_client._values.key_patterns import Patterns
+from storesvc_client._values.options import DEFAULT_DEADLINE, Processes
+from storesvc_client._values.progress import OnProgress
+from storesvc_client._values.values import Checkpoint, LeafInfo
 from storesvc_client._watching import RunWatch
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from storesvc_client._jobs import Job
     from storesvc_client._joint_restore import JointRestore
     from storesvc_client._opened import OpenCheckpoint
-    from storesvc_client._options import Rules
+    from storesvc_client._values.options import Rules
 
 
 class Run(

@@ -4,7 +4,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Self
 
 from storesvc_client._tracebacks import trim
-from storesvc_client._values import Checkpoint, SaveReport
+from storesvc_client._values.values import Checkpoint, SaveReport
 
 if TYPE_CHECKING:
     from storesvc_client._sending import Saved

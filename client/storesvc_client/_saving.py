@@ -23,16 +23,16 @@ from typing import (
 
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, Which
 from storesvc_client._channel import Connection
-from storesvc_client._durations import checked_length
-from storesvc_client._entries import (
+from storesvc_client._run_base import RunBase
+from storesvc_client._save import Save
+from storesvc_client._values.arguments import (
     checked_choice,
     checked_labels,
     checked_metrics,
 )
-from storesvc_client._options import IfBusy, Processes, SnapshotMode
-from storesvc_client._progress import Meter, OnProgress
-from storesvc_client._run_base import RunBase
-from storesvc_client._save import Save
+from storesvc_client._values.durations import checked_length
+from storesvc_client._values.options import IfBusy, Processes, SnapshotMode
+from storesvc_client._values.progress import Meter, OnProgress
 from storesvc_client.errors import (
     ConflictError,
     GivenUpError,

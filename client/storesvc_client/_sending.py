@@ -22,18 +22,18 @@ from storesvc.format.names import UploadName
 from storesvc_client._acknowledging import Acknowledging, Stream
 from storesvc_client._buckets import BucketRoot
 from storesvc_client._channel import Connection
-from storesvc_client._durations import Deadline
 from storesvc_client._framing import frames
 from storesvc_client._keeping import KeptAlive
 from storesvc_client._outbox import Outbox, Wanted
 from storesvc_client._part import Part
 from storesvc_client._placing import Placing
-from storesvc_client._progress import Meter
 from storesvc_client._retrying import is_transient
 from storesvc_client._slabs import Filled
 from storesvc_client._staging import STREAM_BYTES
 from storesvc_client._sums import SumsInProgress
-from storesvc_client._values import Checkpoint, SaveReport
+from storesvc_client._values.durations import Deadline
+from storesvc_client._values.progress import Meter
+from storesvc_client._values.values import Checkpoint, SaveReport
 from storesvc_client.errors import (
     ConflictError,
     PreconditionError,

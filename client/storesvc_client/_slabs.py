@@ -15,9 +15,9 @@ from storesvc.format.checksums import Summing
 from storesvc.format.chunks import I64
 from storesvc.format.trees import Tree
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._progress import Meter
 from storesvc_client._staging import Bytes
 from storesvc_client._sums import SumsInProgress
+from storesvc_client._values.progress import Meter
 
 SLAB_BYTES: Final = 4 << 20
 """Small chunks share a slab up to so much."""

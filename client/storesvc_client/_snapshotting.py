@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
 from storesvc_client._outbox import Outbox
-from storesvc_client._progress import Meter
 from storesvc_client._slabs import Filled, Slab
 from storesvc_client._staging import Bytes
+from storesvc_client._values.progress import Meter
 
 THREADS: Final = min(os.cpu_count() or 1, 4)
 """That copy at a time; the owner's is one of them."""

@@ -8,8 +8,8 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.reads import Read
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._layouts import Bytes
-from storesvc_client._pausing import collector_paused
 from storesvc_client._receiving import Assembly
+from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import DataLossError
 
 PIECE_BYTES: Final = 1 << 20

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Final
 
 from storesvc_client._jobs import Outcome
-from storesvc_client._values import ProcessReading
+from storesvc_client._values.values import ProcessReading
 from storesvc_client.errors import GivenUpError, UnavailableError
 
 _SHOWN: Final = 4

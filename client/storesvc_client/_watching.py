@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Final, Protocol, cast
 
 from storesvc_client._channel import Connection
-from storesvc_client._names import is_text
 from storesvc_client._run_base import RunBase
-from storesvc_client._values import Event
+from storesvc_client._values.resource_names import is_text
+from storesvc_client._values.values import Event
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,

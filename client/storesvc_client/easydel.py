@@ -28,8 +28,10 @@ from typing import (
 )
 
 from storesvc.format.names import Which
-from storesvc_client._entries import checked_choice
-from storesvc_client._options import (
+from storesvc_client._run import Run
+from storesvc_client._save import Save
+from storesvc_client._values.arguments import checked_choice
+from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
     Processes,
     ReadOptions,
@@ -37,8 +39,6 @@ from storesvc_client._options import (
     RestoreOptions,
     SaveOptions,
 )
-from storesvc_client._run import Run
-from storesvc_client._save import Save
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._client import Client
     from storesvc_client._opened import OpenCheckpoint
-    from storesvc_client._options import Rules
+    from storesvc_client._values.options import Rules
     from storesvc_client.trees.recipes import Recipe
     from storesvc_client.trees.rehearsal import Rehearser
 

@@ -127,7 +127,7 @@ def store_root(text: str) -> str:
 def duration(text: str) -> timedelta:
     """Returns the length of time."""
     from storesvc_client import InvalidRequestError
-    from storesvc_client._durations import parse_duration
+    from storesvc_client._values.durations import parse_duration
 
     try:
         return parse_duration(text)

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from storesvc.format.layout import STORE
-from storesvc_client._pausing import collector_paused
+from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.cli._native_log import native_log_hidden
 from storesvc_client.cli._refusal import Refusal
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from storesvc_client._globs import keys_below, matching_keys, nearest_keys
+from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
 from storesvc_client.cli._output import count_text, printable
 from storesvc_client.cli._paths import CheckpointPath, LeafPath
 from storesvc_client.cli._refusal import Refusal

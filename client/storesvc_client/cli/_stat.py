@@ -145,7 +145,7 @@ def _model(structure: bytes) -> dict[str, Any] | None:
     """Returns what a checkpoint says of its model; None where it says nothing."""
     if not structure:
         return None
-    from storesvc_client._documents import unpack_document
+    from storesvc_client._values.documents import unpack_document
 
     fields = unpack_document(structure)
     return {name: fields.get(name) for name in ("model", "versions", "config")}

@@ -18,7 +18,7 @@ from flax.errors import TraceContextError
 from jax.sharding import Mesh
 
 from storesvc.format.dtypes import DTYPES
-from storesvc_client._values import LeafInfo, PathPart
+from storesvc_client._values.values import LeafInfo, PathPart
 from storesvc_client.errors import (
     InvalidRequestError,
     MismatchError,

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 from flax import nnx
 
-from storesvc_client._pausing import collector_paused
+from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.trees.dicts import (
     GraphPath,
     add_leaves,

@@ -20,7 +20,7 @@ import numpy as np
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import INTEGER_KINDS
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._values import path_of
+from storesvc_client._values.values import path_of
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.flattening import (
     NamedLeaf,

@@ -9,7 +9,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from storesvc_client._values import PathPart
+from storesvc_client._values.values import PathPart
 from storesvc_client.errors import MismatchError, StructureError
 from storesvc_client.trees.plain_containers import TUPLE, Container
 

@@ -19,7 +19,6 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._jobs import Job
-from storesvc_client._pausing import collector_paused
 from storesvc_client._shares import (
     Held,
     Holders,
@@ -28,6 +27,7 @@ from storesvc_client._shares import (
     shared_chunk_shape,
 )
 from storesvc_client._slabs import Slab, slabs_of
+from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.trees.flattening import (
     NamedLeaf,
     Signature,

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from storesvc_client._opened import OpenCheckpoint
-from storesvc_client._options import ReadOptions, TargetOptions
+from storesvc_client._values.options import ReadOptions, TargetOptions
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.blueprints import (
     Blueprint,

@@ -33,8 +33,8 @@ import numpy as np
 from flax import nnx
 
 from storesvc.format.keys import join_key
-from storesvc_client._documents import pack_document, unpack_document
-from storesvc_client._pausing import collector_paused
+from storesvc_client._values.documents import pack_document, unpack_document
+from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import StoreError, StructureError
 from storesvc_client.trees.config_differences import config_differences
 from storesvc_client.trees.containers import containers

@@ -24,10 +24,10 @@ import jax
 
 from storesvc.format.trees import Tree
 from storesvc_client._channel import Connection
-from storesvc_client._options import Rehearse
 from storesvc_client._run import Run
 from storesvc_client._save import Save
-from storesvc_client._values import LeafInfo
+from storesvc_client._values.options import Rehearse
+from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import MismatchError
 from storesvc_client.trees.config_classes import (
     factory_of,

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import join_key
-from storesvc_client._pausing import collector_paused
-from storesvc_client._values import LeafInfo
+from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.blueprints import PARTS, Blueprint, stand_in
 from storesvc_client.trees.flattening import named_leaves

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import storesvc_client as store
-from storesvc_client._options import SnapshotMode
+from storesvc_client._values.options import SnapshotMode
 from tests.bench.speed.contenders import Maker, Target
 from tests.bench.speed.states import State
 from tests.server_process import ServerProcess

@@ -15,7 +15,7 @@ from storesvc.format.names import (
     TagName,
     UploadName,
 )
-from storesvc_client._names import received
+from storesvc_client._values.resource_names import received
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api

@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from storesvc_client._progress import OnProgress, Progress
+from storesvc_client._values.progress import OnProgress, Progress
 
 if TYPE_CHECKING:
     from tqdm.std import tqdm

@@ -22,8 +22,8 @@ from datetime import timedelta
 from typing import Final, assert_never
 
 from storesvc.format.names import MAX_STEP
-from storesvc_client._durations import duration_text, parse_duration
-from storesvc_client._policies import (
+from storesvc_client._values.durations import duration_text, parse_duration
+from storesvc_client._values.policies import (
     KeepAll,
     KeepAny,
     KeepBest,

@@ -14,7 +14,7 @@ from typing import (
 )
 
 from storesvc.format.names import Which
-from storesvc_client._progress import OnProgress
+from storesvc_client._values.progress import OnProgress
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec

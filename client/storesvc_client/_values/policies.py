@@ -20,8 +20,8 @@ from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Final, Literal, SupportsIndex, TypeAlias, get_args, overload
 
-from storesvc_client._durations import MAX_DURATION, is_duration
-from storesvc_client._names import is_text
+from storesvc_client._values.durations import MAX_DURATION, is_duration
+from storesvc_client._values.resource_names import is_text
 from storesvc_client.errors import InvalidRequestError
 
 Mode: TypeAlias = Literal["min", "max"]
@@ -44,7 +44,7 @@ class RetentionPolicy:
         Raises:
             InvalidRequestError: It is none; names the place in the text.
         """
-        from storesvc_client._policy_texts import parse_policy
+        from storesvc_client._values.policy_text import parse_policy
 
         if not isinstance(text, str):
             raise InvalidRequestError(
@@ -53,7 +53,7 @@ class RetentionPolicy:
         return parse_policy(text)
 
     def __str__(self) -> str:
-        from storesvc_client._policy_texts import policy_text
+        from storesvc_client._values.policy_text import policy_text
 
         return policy_text(self)
 

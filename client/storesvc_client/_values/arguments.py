@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, get_args
 
-from storesvc_client._globs import Pattern
-from storesvc_client._names import is_text
+from storesvc_client._values.key_patterns import Pattern
+from storesvc_client._values.resource_names import is_text
 from storesvc_client.errors import InvalidRequestError
 
 MAX_ENTRIES: Final = 64

@@ -6,8 +6,8 @@ from datetime import timedelta
 from functools import reduce
 from typing import Final, assert_never
 
-from storesvc_client._durations import duration_message
-from storesvc_client._policies import (
+from storesvc_client._values.durations import duration_message
+from storesvc_client._values.policies import (
     KeepAll,
     KeepAny,
     KeepBest,

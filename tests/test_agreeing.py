@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client import _joint_restore, _looks
-from storesvc_client._jobs import JointSave
+from storesvc_client import _joint_restore
+from storesvc_client._job import wait_log
+from storesvc_client._job.job import JointSave
 from storesvc_client._joint_restore import JointRestore
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.values import ProcessReading
@@ -184,7 +185,7 @@ def test_a_failure_that_another_process_told_is_not_told_again() -> None:
 def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_looks, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(wait_log, "LOOK_SECONDS", 0.05)
     by_first = (
         r"restore of tests/run@1 waits for process 1 of 3, for \d s now: it reads"
     )

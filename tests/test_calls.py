@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client import _joint_restore, _looks
+from storesvc_client import _joint_restore
+from storesvc_client._job import wait_log
 from storesvc_client._joint_restore import together
 from storesvc_client._values.durations import Deadline
 from tests.thread_job import ThreadJob, ThreadProcess
@@ -196,7 +197,7 @@ def test_who_waits_for_a_process_that_does_not_call_logs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", AT_ONCE)
-    monkeypatch.setattr(_looks, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(wait_log, "LOOK_SECONDS", 0.05)
 
     with caplog.at_level(logging.WARNING):
         Job().call(1, what="by 1", seconds=0.5)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import storesvc_client as store
 from storesvc_client import _joint_part, _saving
-from storesvc_client._jobs import JointSave
+from storesvc_client._job.job import JointSave
 from tests import job_parts
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storesvc.format.grids import MAX_CHUNK_BYTES, Grid, choose_chunk_shape
-from storesvc_client._shares import (
+from storesvc_client._job.assignment import (
     SLACK_BYTES,
     Held,
     assigned,

@@ -12,7 +12,8 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.grids import whole
-from storesvc_client import _shares, _spread_plan, _spreading
+from storesvc_client import _spread_plan, _spreading
+from storesvc_client._job import assignment
 from storesvc_client._opened import OpenCheckpoint
 from storesvc_client._receiving import Assembly, Buffer
 from storesvc_client._spread_plan import Spread
@@ -39,7 +40,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenChec
     monkeypatch.setattr(_spread_plan, "ROUND_BYTES", COUNT * 80_000)
     monkeypatch.setattr(_spread_plan, "SLICE_BYTES", 200_000)
     monkeypatch.setattr(_spreading, "BATCH_BYTES", 200_000)
-    monkeypatch.setattr(_shares, "SLACK_BYTES", 0)
+    monkeypatch.setattr(assignment, "SLACK_BYTES", 0)
     with store.connect(tmp_path.as_uri()) as client:
         run = client.run("tests/spread")
         run.save(1, LEAVES).result()

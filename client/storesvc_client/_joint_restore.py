@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Final
 
-from storesvc_client._calls import Calls
-from storesvc_client._jobs import Job, Outcome, process_name
-from storesvc_client._looks import Looks
+from storesvc_client._job.job import Job, Outcome, process_name
+from storesvc_client._job.rendezvous import Calls
+from storesvc_client._job.wait_log import Looks
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client._values.values import ProcessReading
 from storesvc_client._verdicts import absent, failed, late, listed, outcome_of

@@ -26,7 +26,7 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._bucket_reads import BucketSource
 from storesvc_client._channel import Connection
 from storesvc_client._direct import DirectSource
-from storesvc_client._jobs import Job
+from storesvc_client._job.job import Job
 from storesvc_client._joint_restore import JointRestore, together
 from storesvc_client._leasing import Lease
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource

@@ -6,7 +6,7 @@ from typing import Final
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
 from storesvc.format.names import CheckpointName
 from storesvc_client._channel import Connection
-from storesvc_client._jobs import Job
+from storesvc_client._job.job import Job
 from storesvc_client._leasing import Lease
 from storesvc_client._opened import OpenCheckpoint
 from storesvc_client._values.durations import NEVER, Deadline

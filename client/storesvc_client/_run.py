@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
-    from storesvc_client._jobs import Job
+    from storesvc_client._job.job import Job
     from storesvc_client._joint_restore import JointRestore
     from storesvc_client._opened import OpenCheckpoint
     from storesvc_client._values.options import Rules

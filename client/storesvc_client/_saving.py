@@ -41,7 +41,7 @@ from storesvc_client.errors import (
 )
 
 if TYPE_CHECKING:
-    from storesvc_client._jobs import Job, JointSave
+    from storesvc_client._job.job import Job, JointSave
     from storesvc_client._outbox import Outbox
     from storesvc_client._part import Description, Part
     from storesvc_client._sending import Saved, Upload
@@ -475,7 +475,7 @@ class _StalledError(Exception):
 
 def _joint_save(run: str, step: int) -> "JointSave | None":
     """The save of all processes of a job; None: this process is alone."""
-    from storesvc_client._jobs import JointSave
+    from storesvc_client._job.job import JointSave
     from storesvc_client.trees.processes import job_of_process
 
     job = job_of_process()

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from storesvc.format.checksums import digest
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
-from storesvc_client._shares import Holders, assigned, needers_of_chunks
+from storesvc_client._job.assignment import Holders, assigned, needers_of_chunks
 
 ROUND_BYTES: Final = 256 << 20
 """That a round brings to each process at most."""

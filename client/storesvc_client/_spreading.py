@@ -27,7 +27,7 @@ import numpy as np
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._jobs import Job, process_name
+from storesvc_client._job.job import Job, process_name
 from storesvc_client._layouts import Bytes, allocate
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource
 from storesvc_client._spread_plan import Exchange, Spread

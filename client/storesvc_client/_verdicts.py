@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
 
-from storesvc_client._jobs import Outcome
+from storesvc_client._job.job import Outcome
 from storesvc_client._values.values import ProcessReading
 from storesvc_client.errors import GivenUpError, UnavailableError
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import jax
 from jax.errors import JaxRuntimeError
 
-from storesvc_client._jobs import Job, introduce
+from storesvc_client._job.job import Job, introduce
 from storesvc_client.errors import UnavailableError
 
 TURN_SECONDS: Final = 1.0

@@ -12,7 +12,7 @@ from contextlib import suppress
 from secrets import token_hex
 from typing import Final
 
-from storesvc_client._jobs import Job
+from storesvc_client._job.job import Job
 from storesvc_client.errors import StoreError
 
 _TAKEN_BACK: Final = "-"

@@ -12,7 +12,7 @@ import storesvc_client as store
 from storesvc.storage import deadlines, hedging, location
 from storesvc.storage.hedging import Limits
 from storesvc.storage.log_throttle import PAUSE_SECONDS
-from storesvc_client import _retrying
+from storesvc_client._rpc import retry
 from tests.command_line import printed
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Stall, Status
@@ -81,7 +81,7 @@ def test_a_bucket_that_fails_is_told_of_once_in_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setitem(location.RETRIES, "max_retries", 1)
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
     with store.connect(root) as client:
         run = client.run("tests/warned")
         run.save(1, {"x": 1}).result()
@@ -111,7 +111,7 @@ def test_a_bucket_that_does_not_answer_is_told_of_once_in_a_while(
         run = client.run("tests/warned")
         run.save(1, {"x": 1}).result()
     monkeypatch.setattr(hedging, "READS", limits)
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
     with store.connect(root, timeout=2) as client:
         run = client.run("tests/warned")
         for request_line in ("GET .*/o[?]", "GET .*checkpoints/0"):

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 import storesvc_client as store
-from storesvc_client._channel import (
+from storesvc_client._rpc.connection import (
     DEFAULT_STAGING_BYTES,
     Connection,
     open_connection,

@@ -13,8 +13,8 @@ from storesvc.format.checksums import crc32c, digest
 from storesvc.format.frames import FRAME_BYTES, cut, part_of, parts_of
 from storesvc.format.wire import Frame
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._channel import MAX_FRAME_BYTES
 from storesvc_client._framing import SentFrame, frame_of, frames
+from storesvc_client._rpc.connection import MAX_FRAME_BYTES
 from storesvc_client._slabs import Filled, Slab
 from storesvc_client._sums import SumsInProgress
 from storesvc_client._values.progress import Meter

@@ -20,7 +20,7 @@ import storesvc_client as store
 from storesvc.storage import deadlines, hedging, location
 from storesvc.storage.hedging import Limits
 from storesvc.storage.tensorstore_bucket import KvBucket
-from storesvc_client import _retrying
+from storesvc_client._rpc import retry
 from tests.command_line import document, refusal
 from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Stall, Status, Truncate
@@ -255,7 +255,7 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
     gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(location.RETRIES, "max_retries", 1)
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
     with store.connect(root) as client:
         run = client.run("tests/gcs")
         run.save(1, {"x": 1}).result()
@@ -266,7 +266,7 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
 
         # of each call of ours TensorStore makes two, and gRPC no more
         refused = [asked for asked in gcs.log if asked.status == 503]
-        assert 2 * _retrying.LEAST_ATTEMPTS == len(refused)
+        assert 2 * retry.LEAST_ATTEMPTS == len(refused)
         gcs.clear()
         assert 1 == run.latest().step
 
@@ -275,7 +275,7 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
 def test_a_call_that_a_storage_keeps_a_server_from_answering_is_told_so(
     gcs: FakeGcs, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
     server = ServerProcess(tmp_path, tmp_path, uri=root)
     server.start()
     with store.connect(server.address, timeout=4) as client:

@@ -4,13 +4,14 @@ import time
 
 import pytest
 
-from storesvc_client import LimitError, UnavailableError, _retrying
+from storesvc_client import LimitError, UnavailableError
+from storesvc_client._rpc import retry
 from storesvc_client._values.durations import Deadline
 
 
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.2)
 
 
 class Calls:
@@ -22,7 +23,7 @@ class Calls:
 
     def make(self) -> None:
         """Calls patiently."""
-        for attempt in _retrying.patiently():
+        for attempt in retry.patiently():
             with attempt:
                 self.made += 1
                 if self.made <= self._fail:
@@ -53,7 +54,7 @@ def test_what_another_attempt_cannot_mend_is_told_at_once() -> None:
 def test_what_a_deadline_cuts_off_hides_no_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 60)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 60)
     deadline, made = Deadline.after(0.3), list[str]()
 
     def act() -> None:
@@ -61,7 +62,7 @@ def test_what_a_deadline_cuts_off_hides_no_cause(
         raise UnavailableError(made[-1])
 
     with pytest.raises(UnavailableError, match="refused"):
-        _retrying.until(deadline, act)
+        retry.until(deadline, act)
 
     assert "did not answer in time" == made[-1]
 
@@ -69,7 +70,7 @@ def test_what_a_deadline_cuts_off_hides_no_cause(
 def test_a_server_without_room_is_asked_again_for_longer_than_one_that_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
     busy = LimitError("no room", reason="LIMIT_EXCEEDED", retry_seconds=0.1)
     calls, began = Calls(busy, fail=4), time.monotonic()
     calls.make()
@@ -80,7 +81,7 @@ def test_a_server_without_room_is_asked_again_for_longer_than_one_that_is_away(
 def test_a_server_that_stays_without_room_fails_the_call_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_retrying, "BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(retry, "BUSY_SECONDS", 0.3)
     busy = LimitError("no room", reason="LIMIT_EXCEEDED", retry_seconds=0.1)
     with pytest.raises(LimitError):
         Calls(busy, fail=1_000_000).make()

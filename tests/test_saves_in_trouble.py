@@ -18,8 +18,8 @@ from storesvc.format.chunks import Places, Sums
 from storesvc.rpc import boundary
 from storesvc.save import reuse
 from storesvc.storage.tensorstore_bucket import KvBucket
-from storesvc_client import _retrying
 from storesvc_client._acknowledging import Acknowledging
+from storesvc_client._rpc import retry
 from storesvc_client._staging import Staging
 from tests.contract import tree_of
 from tests.server_process import ServerProcess
@@ -39,7 +39,7 @@ def local(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[store.Clie
 def test_a_save_that_fails_gives_all_its_staging_back(
     local: store.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.2)
     run = local.run("tests/leak")
     run.save(1, {"x": np.zeros(4)}).result()
     pool = next((tmp_path / "store").rglob("pool"))
@@ -99,7 +99,7 @@ def test_ctrl_c_gives_a_save_up_that_is_waited_for_and_says_so_once(
 def test_saves_that_fail_do_not_stop_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.2)
     client = store.connect(f"file://{tmp_path}/store", staging_bytes=128 * MIB)
     run = client.run("tests/leak")
     run.save(1, {"x": np.zeros(4)}).result()
@@ -121,7 +121,7 @@ def test_a_save_whose_memory_comes_late_is_not_refused_as_stalled(
     local: store.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(boundary, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.2)
     staging = local._connection.staging
     held = staging.take(128 * MIB, given_up=lambda: False, waiting=lambda: None)
     assert held is not None  # by a slow save of another run
@@ -227,7 +227,7 @@ def test_buffers_of_many_sizes_stay_within_the_budget() -> None:
 def test_a_storage_that_fails_is_told_and_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 10_000)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 10_000)
     with store.connect(f"file://{tmp_path}/store") as client:
         run = client.run("tests/told")
         run.save(1, {"x": np.zeros(4)}).result()

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 import storesvc_client as store
 from storesvc.format.trees import Leaf
-from storesvc_client import _retrying
+from storesvc_client._rpc import retry
 from storesvc_client._save import Save
 from storesvc_client._values.values import Event, LeafInfo, UploadInfo
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -457,7 +457,7 @@ def test_a_server_that_never_answers_is_told_within_the_deadline() -> None:
 def test_a_save_whose_server_is_gone_says_so(
     start_server: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 1.0)
     server = start_server()
     client = store.connect(server.address)
     server.kill()

@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 import storesvc_client as store
 from storesvc.save import batch_admission
 from storesvc.save.receiver import MAX_BATCHES
-from storesvc_client import _retrying
+from storesvc_client._rpc import retry as _retrying
 from storesvc_proto.v1 import upload_service_pb2 as api
 from tests.contract import Writer, frame, stored
 from tests.thread_server import ThreadServer

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client import _retrying
+from storesvc_client._rpc import retry
 from tests.certificates import Authority, Pair
 from tests.server_process import EndedError, ServerProcess
 from tests.sockets import sockets
@@ -79,7 +79,7 @@ def setting(shared: Setting) -> Iterator[Setting]:
 @pytest.fixture
 def _endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patience is for servers that come back; what it is spent on here, hangs."""
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 10_000)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 10_000)
 
 
 def test_whom_each_others_certificates_convince_are_served(setting: Setting) -> None:

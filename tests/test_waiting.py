@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client import _retrying, _waiting
-from storesvc_client._waiting import Wait
+from storesvc_client._rpc import retry, server_wait
+from storesvc_client._rpc.server_wait import Wait
 from tests.server_process import ServerProcess
 
 TREE = {"x": np.arange(1000)}
@@ -28,8 +28,8 @@ def server(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are logged soon."""
-    monkeypatch.setattr(_waiting, "WARN_SECONDS", 0.4)
-    monkeypatch.setattr(_waiting, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(server_wait, "WARN_SECONDS", 0.4)
+    monkeypatch.setattr(server_wait, "LOOK_SECONDS", 0.05)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -45,7 +45,7 @@ def test_a_save_does_not_wait_for_one_that_waits_for_its_server(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 8.0)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 8.0)
     client = store.connect(server.address, timeout=4)
     run = client.run("tests/gone")
     run.save(1, TREE).result()
@@ -106,7 +106,7 @@ def test_each_call_that_is_retried_is_logged(
         "VerifyCheckpoint": lambda: run.verify(1),
         "DiffCheckpoints": lambda: run.diff(1, 1),
     }
-    monkeypatch.setattr(_retrying, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 1.0)
 
     for call in calls.values():
         with pytest.raises(store.UnavailableError):

@@ -209,7 +209,7 @@ def test_a_server_stops_without_waiting_for_watches(
 def test_a_server_that_stays_away_ends_a_watch(
     start_server: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storesvc_client._retrying.PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr("storesvc_client._rpc.retry.PATIENCE_SECONDS", 1.0)
     server = start_server()
     with store.connect(server.address) as client:
         events = client.run("tests/away").watch()

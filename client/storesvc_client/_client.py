@@ -11,14 +11,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from storesvc.format.names import RunName
-from storesvc_client._channel import (
+from storesvc_client._collecting import ClientCollection
+from storesvc_client._roots import check_root, direct_root
+from storesvc_client._rpc.connection import (
     DEFAULT_STAGING_BYTES,
     Connection,
     open_connection,
 )
-from storesvc_client._collecting import ClientCollection
-from storesvc_client._pages import OnDamage, rows
-from storesvc_client._roots import check_root, direct_root
+from storesvc_client._rpc.paging import OnDamage, rows
 from storesvc_client._run import Run
 from storesvc_client._uploading import ClientUploads
 from storesvc_client._values.resource_names import namespace_resource, run_name

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from storesvc.format.names import RunName
-from storesvc_client._channel import Connection
-from storesvc_client._retrying import BEGINNINGS
-from storesvc_client._run_base import RunBase
+from storesvc_client._rpc.connection import Connection
+from storesvc_client._rpc.retry import BEGINNINGS
+from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._values.durations import duration_message
 from storesvc_client._values.resource_names import parent_resource, received
 from storesvc_client.errors import UnavailableError, translated

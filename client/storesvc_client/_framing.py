@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from storesvc.format import wire
-from storesvc_client._channel import MAX_FRAME_BYTES
+from storesvc_client._rpc.connection import MAX_FRAME_BYTES
 from storesvc_client._slabs import Filled
 from storesvc_client._sums import SumsInProgress
 from storesvc_client._values.progress import Meter

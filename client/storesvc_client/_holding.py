@@ -4,8 +4,8 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from storesvc_client._channel import Connection
 from storesvc_client._leasing import Lease
+from storesvc_client._rpc.connection import Connection
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:

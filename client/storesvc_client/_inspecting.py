@@ -5,8 +5,8 @@ from contextlib import closing
 from typing import TypeAlias
 
 from storesvc.format.names import CheckpointName, Which
-from storesvc_client._retrying import BEGINNINGS
-from storesvc_client._run_base import RunBase
+from storesvc_client._rpc.retry import BEGINNINGS
+from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._values.findings import Damage, Diff, LeafDifference, Verification
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from storesvc.format.names import CheckpointName
-from storesvc_client._channel import Connection
+from storesvc_client._rpc.connection import Connection
 from storesvc_client._values.arguments import checked_text
 from storesvc_client._values.durations import Deadline, duration_message
 from storesvc_client._values.resource_names import received

@@ -24,12 +24,12 @@ from storesvc.format.manifests import (
 )
 from storesvc.format.names import CheckpointName, RunName
 from storesvc_client._bucket_reads import BucketSource
-from storesvc_client._channel import Connection
 from storesvc_client._direct import DirectSource
 from storesvc_client._job.job import Job
 from storesvc_client._joint_restore import JointRestore, together
 from storesvc_client._leasing import Lease
 from storesvc_client._receiving import Assembly, Buffer, ChunkSource
+from storesvc_client._rpc.connection import Connection
 from storesvc_client._spread_plan import Spread
 from storesvc_client._spreading import SpreadSource, may_spread
 from storesvc_client._streaming import StreamedSource

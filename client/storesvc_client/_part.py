@@ -13,7 +13,7 @@ from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.chunks import Sums, pack_sums
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.trees import Tree, pack_leaves
-from storesvc_client._channel import Connection
+from storesvc_client._rpc.connection import Connection
 from storesvc_client._values.durations import duration_message
 from storesvc_client._values.process_name import owner
 from storesvc_client._values.progress import Meter

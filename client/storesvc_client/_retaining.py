@@ -7,7 +7,7 @@ from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
 
-from storesvc_client._run_base import RunBase
+from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._values.arguments import checked_labels, checked_text
 from storesvc_client._values.durations import duration_message
 from storesvc_client._values.policies import RetentionPolicy

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from storesvc.errors import InvalidFieldError
 from storesvc.format.layout import STORE
 from storesvc.storage.location import Storage, storage_at
-from storesvc_client._targets import is_root
+from storesvc_client._rpc.target import is_root
 from storesvc_client.errors import (
     InvalidRequestError,
     PreconditionError,

@@ -9,9 +9,9 @@ from storesvc.format.names import CheckpointName, Which
 from storesvc_client._collecting import RunUsage
 from storesvc_client._inspecting import RunInspection
 from storesvc_client._life import RunLife
-from storesvc_client._pages import OnDamage
 from storesvc_client._retaining import RunRetention
-from storesvc_client._run_base import RunBase
+from storesvc_client._rpc.paging import OnDamage
+from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._saving import RunSaving
 from storesvc_client._uploading import RunUploads
 from storesvc_client._values.arguments import checked_choice

@@ -3,7 +3,7 @@
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Self
 
-from storesvc_client._tracebacks import trim
+from storesvc_client._rpc.tracebacks import trim
 from storesvc_client._values.values import Checkpoint, SaveReport
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from typing import (
 )
 
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, Which
-from storesvc_client._channel import Connection
-from storesvc_client._run_base import RunBase
+from storesvc_client._rpc.connection import Connection
+from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._save import Save
 from storesvc_client._values.arguments import (
     checked_choice,

@@ -21,13 +21,13 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import UploadName
 from storesvc_client._acknowledging import Acknowledging, Stream
 from storesvc_client._buckets import BucketRoot
-from storesvc_client._channel import Connection
 from storesvc_client._framing import frames
 from storesvc_client._keeping import KeptAlive
 from storesvc_client._outbox import Outbox, Wanted
 from storesvc_client._part import Part
 from storesvc_client._placing import Placing
-from storesvc_client._retrying import is_transient
+from storesvc_client._rpc.connection import Connection
+from storesvc_client._rpc.retry import is_transient
 from storesvc_client._slabs import Filled
 from storesvc_client._staging import STREAM_BYTES
 from storesvc_client._sums import SumsInProgress

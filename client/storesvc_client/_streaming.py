@@ -11,9 +11,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from storesvc_client._budget import BUDGET_BYTES
-from storesvc_client._channel import Connection
 from storesvc_client._framing import frame_of
 from storesvc_client._receiving import Assembly
+from storesvc_client._rpc.connection import Connection
 from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2 import ChunkFrame

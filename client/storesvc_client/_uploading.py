@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from storesvc.format.names import InvalidNameError, UploadName
-from storesvc_client._channel import Connection
-from storesvc_client._pages import OnDamage, rows
-from storesvc_client._run_base import RunBase
+from storesvc_client._rpc.connection import Connection
+from storesvc_client._rpc.paging import OnDamage, rows
+from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._values.resource_names import parent_resource
 from storesvc_client._values.values import UploadInfo
 from storesvc_client.errors import (

@@ -8,8 +8,8 @@ from collections.abc import Generator, Iterable
 from contextlib import suppress
 from typing import Final, Protocol, cast
 
-from storesvc_client._channel import Connection
-from storesvc_client._run_base import RunBase
+from storesvc_client._rpc.connection import Connection
+from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._values.resource_names import is_text
 from storesvc_client._values.values import Event
 from storesvc_client.errors import (

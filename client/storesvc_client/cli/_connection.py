@@ -82,7 +82,7 @@ class Connection:
 
     def _certificates(self) -> list[Path | None]:
         """The files to connect with: what stands in the environment is for servers."""
-        from storesvc_client._targets import is_root
+        from storesvc_client._rpc.target import is_root
 
         return [
             None if is_root(self.target) and name in self.from_environment else file
@@ -96,7 +96,7 @@ class Connection:
             root = str(Path(unquote(url.path)))
             is_store = (Path(root) / STORE).exists()
         elif url.scheme in _BUCKETS:
-            from storesvc_client._embedded import holds_store
+            from storesvc_client._rpc.embedded import holds_store
 
             root = self.target.partition("?")[0]
             is_store = holds_store(self.target, timeout=self.timeout)

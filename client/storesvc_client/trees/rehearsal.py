@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import jax
 
 from storesvc.format.trees import Tree
-from storesvc_client._channel import Connection
+from storesvc_client._rpc.connection import Connection
 from storesvc_client._run import Run
 from storesvc_client._save import Save
 from storesvc_client._values.options import Rehearse

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from storesvc_client._certificates import Tls, refusal
-from storesvc_client._embedded import start_embedded
-from storesvc_client._renewing import RenewedChannel
-from storesvc_client._retrying import (
+from storesvc_client._rpc.certificate_renewal import RenewedChannel
+from storesvc_client._rpc.embedded import start_embedded
+from storesvc_client._rpc.retry import (
     LEAST_ATTEMPTS,
     PATIENCE_SECONDS,
     patiently,
     until,
 )
+from storesvc_client._rpc.server_wait import Wait, Waits
+from storesvc_client._rpc.target import Target, is_root
+from storesvc_client._rpc.tls import Tls, refusal
 from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
-from storesvc_client._targets import Target, is_root
 from storesvc_client._values.durations import NEVER, Deadline
-from storesvc_client._waiting import Wait, Waits
 from storesvc_client.errors import (
     InvalidRequestError,
     StoreError,

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from storesvc.format.names import CheckpointName, InvalidNameError, RunName, Which
-from storesvc_client._channel import Connection
-from storesvc_client._pages import OnDamage, rows
+from storesvc_client._rpc.connection import Connection
+from storesvc_client._rpc.paging import OnDamage, rows
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client._values.resource_names import received
 from storesvc_client.errors import InvalidRequestError

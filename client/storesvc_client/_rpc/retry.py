@@ -8,7 +8,7 @@ save, and the server is alive, so it is retried for much longer.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from storesvc_client._tracebacks import trim
+from storesvc_client._rpc.tracebacks import trim
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client.errors import LimitError, StoreError, UnavailableError
 

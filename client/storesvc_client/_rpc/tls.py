@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import grpc
 
-from storesvc_client._targets import Target
+from storesvc_client._rpc.target import Target
 from storesvc_client.errors import InvalidRequestError
 
 State: TypeAlias = tuple[tuple[int, int, int] | None, ...]

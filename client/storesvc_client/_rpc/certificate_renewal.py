@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from storesvc_client._certificates import Tls
+from storesvc_client._rpc.tls import Tls
 from storesvc_client.errors import InvalidRequestError
 
 _log = logging.getLogger(__name__)

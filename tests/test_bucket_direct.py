@@ -17,8 +17,8 @@ from storesvc.format.grids import whole
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
 from storesvc_client import _bucket_reads, _bucket_writes
-from storesvc_client._buckets import Asked
 from storesvc_client._receiving import Assembly, Buffer
+from storesvc_client._storage.bucket import Asked
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
 from tests.gcs_calls import BUCKET

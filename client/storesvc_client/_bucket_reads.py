@@ -24,11 +24,11 @@ import numpy as np
 
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
-from storesvc_client._buckets import AskedRange, BucketRoot
 from storesvc_client._budget import Budget
 from storesvc_client._layouts import Bytes
 from storesvc_client._ranges import describe, planned
 from storesvc_client._receiving import Assembly
+from storesvc_client._storage.bucket import AskedRange, BucketRoot
 from storesvc_client._unpacking import unpack
 from storesvc_client.errors import DataLossError, UnavailableError
 

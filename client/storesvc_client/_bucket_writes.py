@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import Final
 
-from storesvc_client._buckets import BucketRoot
 from storesvc_client._pools import StoppedError
+from storesvc_client._storage.bucket import BucketRoot
 
 OBJECT_BYTES: Final = 64 << 20
 """Where the next object begins; a save that is cut off loses those under way."""

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from storesvc.format.names import RunName
 from storesvc_client._collecting import ClientCollection
-from storesvc_client._roots import check_root, direct_root
 from storesvc_client._rpc.connection import (
     DEFAULT_STAGING_BYTES,
     Connection,
@@ -20,6 +19,7 @@ from storesvc_client._rpc.connection import (
 )
 from storesvc_client._rpc.paging import OnDamage, rows
 from storesvc_client._run import Run
+from storesvc_client._storage.root import check_root, direct_root
 from storesvc_client._uploading import ClientUploads
 from storesvc_client._values.resource_names import namespace_resource, run_name
 from storesvc_client._values.values import Event, RunInfo, ServerInfo

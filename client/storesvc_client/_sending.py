@@ -20,7 +20,6 @@ from storesvc.format.chunks import I64, Sums, pack_sums
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import UploadName
 from storesvc_client._acknowledging import Acknowledging, Stream
-from storesvc_client._buckets import BucketRoot
 from storesvc_client._framing import frames
 from storesvc_client._keeping import KeptAlive
 from storesvc_client._outbox import Outbox, Wanted
@@ -30,6 +29,7 @@ from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.retry import is_transient
 from storesvc_client._slabs import Filled
 from storesvc_client._staging import STREAM_BYTES
+from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._sums import SumsInProgress
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.progress import Meter

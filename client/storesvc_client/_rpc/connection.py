@@ -37,7 +37,7 @@ from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStu
 if TYPE_CHECKING:
     from tenacity import AttemptManager
 
-    from storesvc_client._buckets import BucketRoot
+    from storesvc_client._storage.bucket import BucketRoot
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from storesvc_client.errors import (
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 if TYPE_CHECKING:
-    from storesvc_client._buckets import BucketRoot
+    from storesvc_client._storage.bucket import BucketRoot
 
 Root: TypeAlias = "Path | BucketRoot"
 """A directory, or a place in a bucket."""
@@ -111,7 +111,7 @@ def _record(root: Root, store_uid: str, timeout: float) -> bytes:
 def _reached(storage: Storage) -> "Root | None":
     """The root of a storage; None where no other process can reach it."""
     if storage.is_remote:
-        from storesvc_client._buckets import BucketRoot
+        from storesvc_client._storage.bucket import BucketRoot
 
         return BucketRoot.open(storage)
     path = storage.spec.get("path")

@@ -26,14 +26,14 @@ from storesvc.failpoints import Failpoint, armed
 from storesvc.format.chunks import Sums
 from storesvc.save import batches
 from storesvc_client._acknowledging import Acknowledging
-from storesvc_client._outbox import Outbox, Wanted
-from storesvc_client._save import Save
-from storesvc_client._sending import Upload
-from storesvc_client._slabs import (
+from storesvc_client._chunks.slabs import (
     Filled,
     Slab,
 )
-from storesvc_client._staging import BATCH_BYTES, MIN_BUDGET_BYTES, Staging
+from storesvc_client._chunks.staging_pool import BATCH_BYTES, MIN_BUDGET_BYTES, Staging
+from storesvc_client._outbox import Outbox, Wanted
+from storesvc_client._save import Save
+from storesvc_client._sending import Upload
 from storesvc_client.trees.planning import Planner
 from storesvc_client.trees.snapshot import TreeSource
 from tests.server_process import ServerProcess

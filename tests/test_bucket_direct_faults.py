@@ -18,7 +18,7 @@ from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
 from storesvc.storage.log_throttle import PAUSE_SECONDS
 from storesvc_client import _bucket_writes
-from storesvc_client._staging import MIN_BUDGET_BYTES
+from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Stall, Status
 from tests.gcs_calls import BUCKET, GcsCalls

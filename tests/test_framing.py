@@ -13,10 +13,10 @@ from storesvc.format.checksums import crc32c, digest
 from storesvc.format.frames import FRAME_BYTES, cut, part_of, parts_of
 from storesvc.format.wire import Frame
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._framing import SentFrame, frame_of, frames
+from storesvc_client._chunks.chunk_checksums import SumsInProgress
+from storesvc_client._chunks.frames import SentFrame, frame_of, frames
+from storesvc_client._chunks.slabs import Filled, Slab
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
-from storesvc_client._slabs import Filled, Slab
-from storesvc_client._sums import SumsInProgress
 from storesvc_client._values.progress import Meter
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import tree_pb2

@@ -402,9 +402,9 @@ class TestASaveThatWasCutOff:
     def test_resumes_by_the_client_alone(
         self, run: store.Run, server_address: str
     ) -> None:
-        from storesvc_client._framing import frames
-        from storesvc_client._slabs import Filled
-        from storesvc_client._sums import SumsInProgress
+        from storesvc_client._chunks.chunk_checksums import SumsInProgress
+        from storesvc_client._chunks.frames import frames
+        from storesvc_client._chunks.slabs import Filled
         from storesvc_client._values.progress import Meter
         from storesvc_client.trees.planning import Planner
         from storesvc_client.trees.snapshot import TreeSource

@@ -19,8 +19,8 @@ from storesvc.rpc import boundary
 from storesvc.save import reuse
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_client._acknowledging import Acknowledging
+from storesvc_client._chunks.staging_pool import Staging
 from storesvc_client._rpc import retry
-from storesvc_client._staging import Staging
 from tests.contract import tree_of
 from tests.server_process import ServerProcess
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from storesvc_client._chunks.slabs import SLAB_BYTES
+from storesvc_client._chunks.staging_pool import BATCH_BYTES
 from storesvc_client._outbox import StarvedError
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
-from storesvc_client._slabs import SLAB_BYTES
-from storesvc_client._staging import BATCH_BYTES
 
 T = TypeVar("T")
 

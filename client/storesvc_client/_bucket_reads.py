@@ -25,7 +25,7 @@ import numpy as np
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
 from storesvc_client._budget import Budget
-from storesvc_client._layouts import Bytes
+from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._ranges import describe, planned
 from storesvc_client._receiving import Assembly
 from storesvc_client._storage.bucket import AskedRange, BucketRoot

@@ -26,7 +26,7 @@ from storesvc.format.reads import Read
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.storage import rooted_files
 from storesvc_client._budget import BUDGET_BYTES, Budget
-from storesvc_client._layouts import Bytes, allocate
+from storesvc_client._chunks.buffer_layout import Bytes, allocate
 from storesvc_client._ranges import describe, planned
 from storesvc_client._receiving import Assembly
 from storesvc_client._unpacking import (

@@ -16,8 +16,8 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Final
 
-from storesvc_client._slabs import Filled, Slab
-from storesvc_client._staging import Bytes, Staging
+from storesvc_client._chunks.slabs import Filled, Slab
+from storesvc_client._chunks.staging_pool import Bytes, Staging
 
 LOOK_SECONDS: Final = 0.05
 """How often who waits for a slab looks whether the snapshot waits for memory."""

@@ -21,7 +21,7 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._layouts import (
+from storesvc_client._chunks.buffer_layout import (
     Bytes,
     Goal,
     Group,

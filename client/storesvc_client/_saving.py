@@ -337,10 +337,10 @@ class RunSaving(RunBase):
         meter: Meter,
     ) -> "tuple[Save, Outbox]":
         """Begins a save in the background, and takes the snapshot for it."""
+        from storesvc_client._chunks.staging_pool import STREAM_BYTES, Staging
         from storesvc_client._outbox import Outbox
         from storesvc_client._sending import STREAMS, Upload
         from storesvc_client._snapshotting import Snapshot
-        from storesvc_client._staging import STREAM_BYTES, Staging
         from storesvc_client.trees.device_copies import copied_on_device
         from storesvc_client.trees.snapshot import TreeSource
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
+from storesvc_client._chunks.slabs import Filled, Slab
+from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client._outbox import Outbox
-from storesvc_client._slabs import Filled, Slab
-from storesvc_client._staging import Bytes
 from storesvc_client._values.progress import Meter
 
 THREADS: Final = min(os.cpu_count() or 1, 4)

@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from storesvc_client._budget import BUDGET_BYTES
-from storesvc_client._framing import frame_of
+from storesvc_client._chunks.frames import frame_of
 from storesvc_client._receiving import Assembly
 from storesvc_client._rpc.connection import Connection
 from storesvc_client.errors import DataLossError, UnavailableError, translated

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES, Staging
 from storesvc_client._rpc.certificate_renewal import RenewedChannel
 from storesvc_client._rpc.embedded import start_embedded
 from storesvc_client._rpc.retry import (
@@ -23,7 +24,6 @@ from storesvc_client._rpc.retry import (
 from storesvc_client._rpc.server_wait import Wait, Waits
 from storesvc_client._rpc.target import Target, is_root
 from storesvc_client._rpc.tls import Tls, refusal
-from storesvc_client._staging import MIN_BUDGET_BYTES, Staging
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client.errors import (
     InvalidRequestError,

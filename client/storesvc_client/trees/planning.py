@@ -18,6 +18,7 @@ from storesvc.format.chunks import I64
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Grid, Region, choose_chunk_shape, whole
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._chunks.slabs import Slab, slabs_of
 from storesvc_client._job.assignment import (
     Held,
     Holders,
@@ -26,7 +27,6 @@ from storesvc_client._job.assignment import (
     shared_chunk_shape,
 )
 from storesvc_client._job.job import Job
-from storesvc_client._slabs import Slab, slabs_of
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.trees.flattening import (
     NamedLeaf,

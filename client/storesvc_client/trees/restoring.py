@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, whole
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._chunks.buffer_layout import allocate
 from storesvc_client._job.assignment import Holders
-from storesvc_client._layouts import allocate
 from storesvc_client._receiving import Buffer
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import InvalidRequestError, MismatchError

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from storesvc.format.checksums import DIGEST_BYTES, Digesting, digest
 from storesvc.format.trees import Tree
-from storesvc_client._staging import Bytes
+from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client.errors import UnavailableError
 from storesvc_client.trees.planning import Plan
 

@@ -15,8 +15,8 @@ from storesvc.format.checksums import Summing
 from storesvc.format.chunks import I64
 from storesvc.format.trees import Tree
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._staging import Bytes
-from storesvc_client._sums import SumsInProgress
+from storesvc_client._chunks.chunk_checksums import SumsInProgress
+from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client._values.progress import Meter
 
 SLAB_BYTES: Final = 4 << 20

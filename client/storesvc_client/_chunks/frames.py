@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from storesvc.format import wire
+from storesvc_client._chunks.chunk_checksums import SumsInProgress
+from storesvc_client._chunks.slabs import Filled
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
-from storesvc_client._slabs import Filled
-from storesvc_client._sums import SumsInProgress
 from storesvc_client._values.progress import Meter
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import upload_service_pb2 as api

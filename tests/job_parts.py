@@ -17,8 +17,8 @@ from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import storesvc_client as store
-from storesvc_client.trees.gathering import all_gather
-from storesvc_client.trees.processes import job_of_process
+from storesvc_client._pytree.all_gather import all_gather
+from storesvc_client._pytree.jax_job import job_of_process
 
 RUN = "tests/job"
 MIB = 1 << 20

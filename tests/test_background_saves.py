@@ -32,10 +32,10 @@ from storesvc_client._chunks.slabs import (
 )
 from storesvc_client._chunks.staging_pool import BATCH_BYTES, MIN_BUDGET_BYTES, Staging
 from storesvc_client._outbox import Outbox, Wanted
+from storesvc_client._pytree.save_plan import Planner
+from storesvc_client._pytree.tree_source import TreeSource
 from storesvc_client._save import Save
 from storesvc_client._sending import Upload
-from storesvc_client.trees.planning import Planner
-from storesvc_client.trees.snapshot import TreeSource
 from tests.server_process import ServerProcess
 from tests.small_disk import small_disk
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
+from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client.easydel import (
     restore_model,
     restore_state,
@@ -21,7 +22,6 @@ from storesvc_client.easydel import (
     save_state,
 )
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.flattening import named_leaves
 from storesvc_client.trees.resharding import shardings_by_key
 
 RULES = [("(fc1|mu|nu).*kernel", P("a", "b")), ("", P())]

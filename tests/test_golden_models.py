@@ -22,6 +22,7 @@ import pytest
 from flax import nnx
 
 import storesvc_client as store
+from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client.easydel import (
     restore_model,
     restore_state,
@@ -29,7 +30,6 @@ from storesvc_client.easydel import (
     save_state,
 )
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.flattening import named_leaves
 
 HERE = Path(__file__).parent / "golden" / "models"
 RELEASES = ("0.12.3", "0.12.8")

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
+from storesvc_client._pytree.leaves import named_leaves
+from storesvc_client._pytree.partition_rules import Partitioner, shardings_by_rules
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.flattening import named_leaves
-from storesvc_client.trees.partitioning import Partitioner, shardings_by_rules
 from storesvc_client.trees.resharding import (
     follow_parameters,
     required_shardings,

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
+from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.partitioning import Rules, shardings_by_rules
 from storesvc_client.trees.protocols import (
     BaseModuleProtocol,
     Casts,

@@ -405,9 +405,9 @@ class TestASaveThatWasCutOff:
         from storesvc_client._chunks.chunk_checksums import SumsInProgress
         from storesvc_client._chunks.frames import frames
         from storesvc_client._chunks.slabs import Filled
+        from storesvc_client._pytree.save_plan import Planner
+        from storesvc_client._pytree.tree_source import TreeSource
         from storesvc_client._values.progress import Meter
-        from storesvc_client.trees.planning import Planner
-        from storesvc_client.trees.snapshot import TreeSource
 
         plan, values = Planner().plan(TREE, b"")
         source = TreeSource(plan, values)

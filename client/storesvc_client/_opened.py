@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike, NDArray
 
+    from storesvc_client._pytree.plain_containers import Container
+    from storesvc_client._pytree.restore_target import Target
     from storesvc_client._values.options import Rules, TargetOptions
-    from storesvc_client.trees.plain_containers import Container
-    from storesvc_client.trees.restoring import Target
 
 READ_AT_ONCE_BYTES: Final = 64 << 20
 """Leaves that ``read`` has in memory."""
@@ -189,7 +189,7 @@ class OpenCheckpoint:
             progress: ...
             **options: ...
         """
-        from storesvc_client.trees.restoring import Target
+        from storesvc_client._pytree.restore_target import Target
 
         if joint is None and spread:
             self._check_alone()
@@ -227,7 +227,7 @@ class OpenCheckpoint:
     def _check_alone(self) -> None:
         """Refuses to spread a restore over a job whose other processes have no part in
         it. Where there is no job, this process reads every byte once as it is."""
-        from storesvc_client.trees.processes import job_of_process
+        from storesvc_client._pytree.jax_job import job_of_process
 
         if job_of_process() is not None:
             raise InvalidRequestError(
@@ -326,7 +326,7 @@ class OpenCheckpoint:
     def _containers(self, select: Sequence[Pattern] | None) -> "list[Container]":
         """What leaves do not show of the tree, of what is selected; a tuple is one
         whatever of it is."""
-        from storesvc_client.trees.plain_containers import TUPLE, unpack_containers
+        from storesvc_client._pytree.plain_containers import TUPLE, unpack_containers
 
         found = unpack_containers(self._manifest.tree.structure)
         if select is None or not found:
@@ -341,7 +341,7 @@ class OpenCheckpoint:
         """Whether a pattern names None or an empty container."""
         if not self._manifest.tree.structure.startswith(CONTAINERS):
             return False
-        from storesvc_client.trees.plain_containers import TUPLE
+        from storesvc_client._pytree.plain_containers import TUPLE
 
         return any(each.what != TUPLE for each in self._containers([glob]))
 
@@ -381,7 +381,7 @@ class OpenCheckpoint:
         spread: bool | None,  # noqa: FBT001 - as it was asked for
     ) -> ChunkSource:
         """Where chunks come from, once all processes are about to read the same."""
-        from storesvc_client.trees.gathering import all_gather
+        from storesvc_client._pytree.all_gather import all_gather
 
         needed = list(target.needed(joint.job.count))
         plan = Spread(self._manifest, needed, count=joint.job.count)

@@ -269,6 +269,6 @@ class Run(
 
 def _job() -> "Job | None":
     """The job that this process is of; None: it is alone."""
-    from storesvc_client.trees.processes import job_of_process  # it needs jax
+    from storesvc_client._pytree.jax_job import job_of_process  # it needs jax
 
     return job_of_process()

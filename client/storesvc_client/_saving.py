@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from storesvc_client._job.job import Job, JointSave
     from storesvc_client._outbox import Outbox
     from storesvc_client._part import Description, Part
+    from storesvc_client._pytree.save_plan import Plan, Planner
     from storesvc_client._sending import Saved, Upload
     from storesvc_client._snapshotting import Known
-    from storesvc_client.trees.planning import Plan, Planner
 
 DEFAULT_LEASE: Final = timedelta(minutes=10)
 """How long an upload is kept after its last sign of life."""
@@ -324,7 +324,7 @@ class RunSaving(RunBase):
 
     def _planner(self, job: "Job | None") -> "Planner":
         """The planner of saves by this process alone, or by all of a job."""
-        from storesvc_client.trees.planning import Planner
+        from storesvc_client._pytree.save_plan import Planner
 
         return self._planners.setdefault(job is None, Planner(job))
 
@@ -339,10 +339,10 @@ class RunSaving(RunBase):
         """Begins a save in the background, and takes the snapshot for it."""
         from storesvc_client._chunks.staging_pool import STREAM_BYTES, Staging
         from storesvc_client._outbox import Outbox
+        from storesvc_client._pytree.device_copies import copied_on_device
+        from storesvc_client._pytree.tree_source import TreeSource
         from storesvc_client._sending import STREAMS, Upload
         from storesvc_client._snapshotting import Snapshot
-        from storesvc_client.trees.device_copies import copied_on_device
-        from storesvc_client.trees.snapshot import TreeSource
 
         is_lent = mode == "none"
         staging = self._connection.staging
@@ -476,7 +476,7 @@ class _StalledError(Exception):
 def _joint_save(run: str, step: int) -> "JointSave | None":
     """The save of all processes of a job; None: this process is alone."""
     from storesvc_client._job.job import JointSave
-    from storesvc_client.trees.processes import job_of_process
+    from storesvc_client._pytree.jax_job import job_of_process
 
     job = job_of_process()
     return None if job is None else JointSave(job, run, step)

@@ -46,7 +46,7 @@ from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
 if TYPE_CHECKING:
-    from storesvc_client.trees.planning import Plan
+    from storesvc_client._pytree.save_plan import Plan
 
 CLAIM_SECONDS: Final = 2.0
 """How long a snapshot waits to learn that what did not change can be claimed."""

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from storesvc.format.names import Which
 from storesvc_client import Run
+from storesvc_client._pytree.partition_rules import shardings_by_rules
 from storesvc_client.demo.corpus import Corpus
 from storesvc_client.demo.digest import digest_of
 from storesvc_client.demo.events import Restored, Step
@@ -30,7 +31,6 @@ from storesvc_client.demo.model import (
 )
 from storesvc_client.easydel import restore_state
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.partitioning import shardings_by_rules
 
 __all__ = ["Training"]
 

@@ -18,6 +18,9 @@ from flax.errors import TraceContextError
 from jax.sharding import Mesh
 
 from storesvc.format.dtypes import DTYPES
+from storesvc_client._pytree.matching import cast_name
+from storesvc_client._pytree.nested_containers import nest
+from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._values.values import LeafInfo, PathPart
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -41,9 +44,6 @@ from storesvc_client.trees.graphs import (
     refine_graphs,
 )
 from storesvc_client.trees.making import nnx_init
-from storesvc_client.trees.matching import cast_name
-from storesvc_client.trees.nesting import nest
-from storesvc_client.trees.partitioning import Rules
 from storesvc_client.trees.parts import (
     is_module,
     mesh_of,

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from storesvc.format.dtypes import DTYPES
+from storesvc_client._pytree.matching import cast_name
+from storesvc_client._pytree.placement import would_narrow
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.matching import cast_name
-from storesvc_client.trees.placing import would_narrow
 
 __all__ = ["cast_floating"]
 

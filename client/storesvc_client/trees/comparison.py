@@ -8,9 +8,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, Protocol, TypeAlias
 
+from storesvc_client._pytree.leaves import list_problems
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import MismatchError, StructureError
-from storesvc_client.trees.flattening import list_problems
 from storesvc_client.trees.recipes import Recipe
 from storesvc_client.trees.structure import (
     Difference,

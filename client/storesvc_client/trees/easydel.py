@@ -26,6 +26,7 @@ import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
 
+from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.casting import cast_floating
 from storesvc_client.trees.graphs import (
@@ -35,7 +36,6 @@ from storesvc_client.trees.graphs import (
     with_values,
 )
 from storesvc_client.trees.optimizers import init_opt_state
-from storesvc_client.trees.partitioning import Rules, shardings_by_rules
 from storesvc_client.trees.parts import (
     mesh_of,
     partition_rules_of,

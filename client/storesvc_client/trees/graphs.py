@@ -17,14 +17,14 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 from flax import nnx
 
-from storesvc_client._values.gc_pause import collector_paused
-from storesvc_client.trees.dicts import (
+from storesvc_client._pytree.paths import (
     GraphPath,
     add_leaves,
     mapping_leaves,
     nest_leaves,
     path_text,
 )
+from storesvc_client._values.gc_pause import collector_paused
 
 __all__ = [
     "GraphPath",

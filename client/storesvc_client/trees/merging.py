@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from storesvc_client.trees.dicts import (
+from storesvc_client._pytree.paths import (
     GraphPath,
     integer_of_text,
     mapping_leaves,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from storesvc_client.trees.dicts import GraphPath, path_text
+from storesvc_client._pytree.paths import GraphPath, path_text
 
 __all__ = [
     "MetaValueRecreator",

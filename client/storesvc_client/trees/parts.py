@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client.trees.graphs import GraphState
-from storesvc_client.trees.partitioning import Rules
 
 __all__ = [
     "HasGraph",

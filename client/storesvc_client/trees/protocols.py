@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 from flax import nnx
 from jax.sharding import Mesh
 
+from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client.trees.graphs import GraphState
 from storesvc_client.trees.module_text import (
     get_module_repr,
     prettify_nnx,
     printify_nnx,
 )
-from storesvc_client.trees.partitioning import Rules
 from storesvc_client.trees.parts import (
     HasGraph,
     mesh_of,

@@ -20,6 +20,8 @@ import optax
 from jax.sharding import Mesh
 
 from storesvc_client._opened import OpenCheckpoint
+from storesvc_client._pytree.leaves import named_leaves
+from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._values.options import ReadOptions, TargetOptions
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.blueprints import (
@@ -36,7 +38,6 @@ from storesvc_client.trees.comparison import (
     report_as_saved,
 )
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.flattening import named_leaves
 from storesvc_client.trees.graphs import GraphState, merge_by_path
 from storesvc_client.trees.optimizers import (
     abstract_opt_state,
@@ -46,7 +47,6 @@ from storesvc_client.trees.optimizers import (
     replicated_beside,
     updated_opt_state,
 )
-from storesvc_client.trees.partitioning import Rules
 from storesvc_client.trees.parts import partition_rules_of
 from storesvc_client.trees.recipes import Recipe
 from storesvc_client.trees.sourcing import Sources, as_saved

@@ -23,6 +23,8 @@ from weakref import WeakKeyDictionary
 import jax
 
 from storesvc.format.trees import Tree
+from storesvc_client._pytree.restore_target import Target
+from storesvc_client._pytree.save_plan import Plan
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._run import Run
 from storesvc_client._save import Save
@@ -36,7 +38,6 @@ from storesvc_client.trees.config_classes import (
 )
 from storesvc_client.trees.graphs import GraphState, class_of
 from storesvc_client.trees.parts import HasGraph
-from storesvc_client.trees.planning import Plan
 from storesvc_client.trees.rebuild import (
     Options,
     Request,
@@ -44,7 +45,6 @@ from storesvc_client.trees.rebuild import (
     plan_state,
 )
 from storesvc_client.trees.recipes import Recipe
-from storesvc_client.trees.restoring import Target
 
 __all__ = ["Rehearsal", "Rehearser"]
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from storesvc_client._pytree.leaves import list_problems, named_leaves, signature
+from storesvc_client._pytree.partition_rules import check_mesh
 from storesvc_client.errors import InvalidRequestError, MismatchError
-from storesvc_client.trees.flattening import list_problems, named_leaves, signature
-from storesvc_client.trees.partitioning import check_mesh
 
 __all__ = [
     "follow_parameters",

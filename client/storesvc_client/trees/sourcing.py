@@ -18,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import join_key
+from storesvc_client._pytree.leaves import named_leaves
+from storesvc_client._pytree.partition_rules import Partitioner, Rules
+from storesvc_client._pytree.placement import would_narrow
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.blueprints import PARTS, Blueprint, stand_in
-from storesvc_client.trees.flattening import named_leaves
 from storesvc_client.trees.graphs import (
     GraphPath,
     GraphState,
@@ -30,9 +32,7 @@ from storesvc_client.trees.graphs import (
     refine_graphs,
 )
 from storesvc_client.trees.meta_values import recreate_meta_values
-from storesvc_client.trees.partitioning import Partitioner, Rules
 from storesvc_client.trees.parts import split_module
-from storesvc_client.trees.placing import would_narrow
 from storesvc_client.trees.structure import Difference
 
 __all__ = ["Sources", "as_saved"]

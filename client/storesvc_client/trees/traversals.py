@@ -19,7 +19,15 @@ Three properties hold throughout:
 >>> model = merge_by_path(graphdef, merge_state_and_tree(tree, state))
 """
 
-from storesvc_client.trees.dicts import (
+from storesvc_client._pytree.leaf_names import (
+    deepcopy_model,
+    flatten_tree,
+    named_tree_map,
+    specs_to_name_sharding,
+    tree_apply,
+    tree_path_to_string,
+)
+from storesvc_client._pytree.paths import (
     flatten_dict,
     int_key_to_string,
     is_flatten,
@@ -37,14 +45,6 @@ from storesvc_client.trees.graphs import (
 from storesvc_client.trees.making import create_graphdef, init_graphstate, nnx_init
 from storesvc_client.trees.merging import merge_model_and_tree, merge_state_and_tree
 from storesvc_client.trees.meta_values import MetaValueRecreator, recreate_meta_values
-from storesvc_client.trees.pytrees import (
-    deepcopy_model,
-    flatten_tree,
-    named_tree_map,
-    specs_to_name_sharding,
-    tree_apply,
-    tree_path_to_string,
-)
 from storesvc_client.trees.validating import (
     StateValidationResult,
     differentiate_state,

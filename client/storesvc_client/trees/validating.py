@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from flax import nnx
 
-from storesvc_client.trees.dicts import path_text
+from storesvc_client._pytree.paths import path_text
 from storesvc_client.trees.graphs import fresh_leaf
 from storesvc_client.trees.meta_values import (
     MetaValueRecreator,

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from flax import nnx
 
+from storesvc_client._pytree.leaves import list_problems
 from storesvc_client.errors import InvalidRequestError, MismatchError, StructureError
-from storesvc_client.trees.flattening import list_problems
 from storesvc_client.trees.structure.building import Builder
 from storesvc_client.trees.structure.comparing import differences
 from storesvc_client.trees.structure.encoding import FORMAT, encode_graphdef

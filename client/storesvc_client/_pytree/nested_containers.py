@@ -9,9 +9,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from storesvc_client._pytree.plain_containers import TUPLE, Container
 from storesvc_client._values.values import PathPart
 from storesvc_client.errors import MismatchError, StructureError
-from storesvc_client.trees.plain_containers import TUPLE, Container
 
 INTEGER_LISTS: Final = "if"
 """Kinds of the parts of paths whose nodes become lists."""

@@ -19,9 +19,9 @@ from jax.sharding import (
 )
 
 from storesvc.format.trees import Leaf
+from storesvc_client._pytree.matching import Wanted
+from storesvc_client._pytree.partition_rules import RECORDED, Partitioner, Rules
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.matching import Wanted
-from storesvc_client.trees.partitioning import RECORDED, Partitioner, Rules
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Placement: TypeAlias = Sharding | None

@@ -27,8 +27,8 @@ from storesvc_client._job.assignment import (
     shared_chunk_shape,
 )
 from storesvc_client._job.job import Job
-from storesvc_client._values.gc_pause import collector_paused
-from storesvc_client.trees.flattening import (
+from storesvc_client._pytree.chunk_layout import Layout, layout_of
+from storesvc_client._pytree.leaves import (
     NamedLeaf,
     Signature,
     check_values,
@@ -36,8 +36,8 @@ from storesvc_client.trees.flattening import (
     saved_sharding,
     storable,
 )
-from storesvc_client.trees.layouts import Layout, layout_of
-from storesvc_client.trees.plain_containers import pack_containers
+from storesvc_client._pytree.plain_containers import pack_containers
+from storesvc_client._values.gc_pause import collector_paused
 from storesvc_proto.v1 import tree_pb2 as pb
 
 MAX_COMPARED_BYTES: Final = 1 << 20

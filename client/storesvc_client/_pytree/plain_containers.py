@@ -17,10 +17,10 @@ from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
 from storesvc.format.keys import INTEGER_KINDS, fits_key, split_key
 from storesvc.format.trees import MAX_STRUCTURE_BYTES
+from storesvc_client._pytree.leaves import Names
 from storesvc_client._values.documents import CONTAINERS, pack_document, unpack_document
 from storesvc_client._values.values import PathPart
 from storesvc_client.errors import StructureError, UnsupportedLeafError
-from storesvc_client.trees.flattening import Names
 
 TUPLE: Final = "tuple"
 """A tuple that is not empty: its items are described by themselves."""

@@ -18,7 +18,7 @@ from jax.interpreters import pxla
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from storesvc_client.trees.dicts import join_names, path_text
+from storesvc_client._pytree.paths import join_names, path_text
 
 __all__ = [
     "deepcopy_model",

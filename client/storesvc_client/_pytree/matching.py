@@ -20,17 +20,17 @@ import numpy as np
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.keys import INTEGER_KINDS
 from storesvc.format.trees import Leaf, Tree
-from storesvc_client._values.values import path_of
-from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.flattening import (
+from storesvc_client._pytree.leaves import (
     NamedLeaf,
     Signature,
     named_leaves,
     signature,
     tracer_text,
 )
-from storesvc_client.trees.nesting import nest
-from storesvc_client.trees.plain_containers import Container
+from storesvc_client._pytree.nested_containers import nest
+from storesvc_client._pytree.plain_containers import Container
+from storesvc_client._values.values import path_of
+from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Build: TypeAlias = Callable[[dict[int, Any]], Any]

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from storesvc.format.checksums import DIGEST_BYTES, Digesting, digest
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.staging_pool import Bytes
+from storesvc_client._pytree.save_plan import Plan
 from storesvc_client.errors import UnavailableError
-from storesvc_client.trees.planning import Plan
 
 AHEAD_BYTES: Final = 256 << 20
 """Of leaves that are on their way from devices."""

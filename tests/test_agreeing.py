@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client import _joint_restore
 from storesvc_client._job import wait_log
 from storesvc_client._job.job import JointSave
-from storesvc_client._joint_restore import JointRestore
+from storesvc_client._restore import joint_restore
+from storesvc_client._restore.joint_restore import JointRestore
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.values import ProcessReading
 from tests.thread_job import ThreadJob, ThreadProcess
@@ -60,7 +60,7 @@ def test_a_process_that_fails_first_is_named_at_once() -> None:
 def test_process_0_does_not_begin_without_one_that_waited_too_long_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.1)
     has_waited = threading.Event()
 
     def part(process: ThreadProcess) -> None:
@@ -80,7 +80,7 @@ def test_process_0_does_not_begin_without_one_that_waited_too_long_for_it(
 def test_processes_that_come_one_after_another_are_not_waited_for_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.1)
     job = ThreadJob(4)
     begun = time.monotonic()
 
@@ -144,7 +144,7 @@ def test_a_process_that_fails_to_read_fails_the_others_by_name() -> None:
 def test_one_error_tells_of_each_process_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch, is_first_late: bool
 ) -> None:
-    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.5)
     late = {0, 1, 3} if is_first_late else {1, 3}
 
     def part(process: ThreadProcess) -> str:
@@ -221,8 +221,8 @@ def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
 def test_a_failure_is_heard_of_while_others_are_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(_joint_restore, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(joint_restore, "TURN_SECONDS", 0.05)
     heard = threading.Barrier(3)
 
     def part(process: ThreadProcess) -> None:
@@ -249,7 +249,7 @@ def test_a_failure_is_heard_of_while_others_are_slow(
 def test_causes_come_before_those_who_are_merely_not_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.2)
     begun = threading.Barrier(8)
 
     def part(process: ThreadProcess) -> None:

@@ -16,8 +16,9 @@ import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
-from storesvc_client import _bucket_reads, _bucket_writes
-from storesvc_client._receiving import Assembly, Buffer
+from storesvc_client import _bucket_writes
+from storesvc_client._restore import bucket_source
+from storesvc_client._restore.assembly import Assembly, Buffer
 from storesvc_client._storage.bucket import Asked
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
@@ -199,7 +200,7 @@ def test_what_a_broken_save_had_written_is_not_written_again(
 def test_what_is_under_way_is_bounded(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_bucket_reads, "READ_BYTES", 12 * MIB)
+    monkeypatch.setattr(bucket_source, "READ_BYTES", 12 * MIB)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}
     run = direct.run("tests/bounded")
     run.save(0, tree).result()

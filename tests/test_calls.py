@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc_client import _joint_restore
 from storesvc_client._job import wait_log
-from storesvc_client._joint_restore import together
+from storesvc_client._restore import joint_restore
+from storesvc_client._restore.joint_restore import together
 from storesvc_client._values.durations import Deadline
 from tests.thread_job import ThreadJob, ThreadProcess
 
@@ -119,8 +119,8 @@ def test_calls_of_some_leave_those_of_all_in_step(
     calls: list[tuple[Sequence[int], BaseException | None, store.StoreError | None],],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_joint_restore, "GRACE_SECONDS", AT_ONCE)
-        patch.setattr(_joint_restore, "REFUSED_SECONDS", AT_ONCE)
+        patch.setattr(joint_restore, "GRACE_SECONDS", AT_ONCE)
+        patch.setattr(joint_restore, "REFUSED_SECONDS", AT_ONCE)
         job = Job()
         for callers, refusal, absence in calls:
             told = job.call(
@@ -196,7 +196,7 @@ def test_who_is_interrupted_is_named_and_others_go_on_without_it_later(
 def test_who_waits_for_a_process_that_does_not_call_logs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", AT_ONCE)
+    monkeypatch.setattr(joint_restore, "GRACE_SECONDS", AT_ONCE)
     monkeypatch.setattr(wait_log, "LOOK_SECONDS", 0.05)
 
     with caplog.at_level(logging.WARNING):
@@ -249,8 +249,8 @@ def test_wherever_a_process_is_interrupted_later_calls_meet(
     absence: store.StoreError | None,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_joint_restore, "GRACE_SECONDS", AT_ONCE)
-        patch.setattr(_joint_restore, "REFUSED_SECONDS", AT_ONCE)
+        patch.setattr(joint_restore, "GRACE_SECONDS", AT_ONCE)
+        patch.setattr(joint_restore, "REFUSED_SECONDS", AT_ONCE)
         job = Job()
         sound = job.processes[index]
         job.processes[index] = cast("ThreadProcess", Faulty(sound, at, fault))
@@ -265,7 +265,7 @@ def test_wherever_a_process_is_interrupted_later_calls_meet(
 def test_who_fails_first_is_blamed_and_not_who_is_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_joint_restore, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.1)
     job = Job()
 
     def part(process: ThreadProcess) -> str:

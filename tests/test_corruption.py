@@ -15,7 +15,7 @@ import storesvc_client as store
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
-from storesvc_client import _streaming
+from storesvc_client._restore import server_source
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 from tests import stored_records
 
@@ -141,19 +141,19 @@ def test_where_one_stream_fails_no_other_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Any] = []
-    stream = _streaming.StreamedSource._stream
+    stream = server_source.StreamedSource._stream
 
     def counted(self: Any, method: Any, ordinals: Any, assembly: Any) -> None:
         begun.append(ordinals)
         stream(self, method, ordinals, assembly)
 
-    monkeypatch.setattr(_streaming.StreamedSource, "_stream", counted)
+    monkeypatch.setattr(server_source.StreamedSource, "_stream", counted)
     with store.connect(tmp_path.as_uri()) as client:
         run = client.run("tests/damage")
         run.save(1, {f"{n}": np.full(2**21, n, np.int64) for n in range(16)}).result()
         client._connection.files = None  # as over a socket
         run.restore(1)
-        assert _streaming.STREAMS == len(begun)
+        assert server_source.STREAMS == len(begun)
         begun.clear()
         places = run.open(1)._manifest.places  # files hold chunks in any order
         damaged = tmp_path / "data/tests/damage/pool" / places.files[places.file[0]]
@@ -162,7 +162,7 @@ def test_where_one_stream_fails_no_other_goes_on(
         with pytest.raises(store.DataLossError, match="chunk 0"):
             run.restore(1)
         # and the chunk is asked for a second time
-        assert [[0]] == begun[_streaming.STREAMS :]
+        assert [[0]] == begun[server_source.STREAMS :]
 
 
 def test_swapped_chunks_are_data_loss(tmp_path: Path) -> None:

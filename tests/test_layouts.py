@@ -14,7 +14,7 @@ from storesvc.format.grids import Grid, Region, part, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_client._chunks.buffer_layout import Run, allocate, lay_out
-from storesvc_client._receiving import Assembly, Buffer
+from storesvc_client._restore.assembly import Assembly, Buffer
 from storesvc_proto.v1 import tree_pb2 as pb
 
 

@@ -12,12 +12,12 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.grids import whole
-from storesvc_client import _spread_plan, _spreading
 from storesvc_client._job import assignment
-from storesvc_client._opened import OpenCheckpoint
-from storesvc_client._receiving import Assembly, Buffer
-from storesvc_client._spread_plan import Spread
-from storesvc_client._spreading import SpreadSource
+from storesvc_client._restore import peer_plan, peer_source
+from storesvc_client._restore.assembly import Assembly, Buffer
+from storesvc_client._restore.checkpoint import OpenCheckpoint
+from storesvc_client._restore.peer_plan import Spread
+from storesvc_client._restore.peer_source import SpreadSource
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.progress import CallbackFailedError, Meter
 from tests.thread_job import ThreadJob, ThreadProcess
@@ -30,16 +30,16 @@ LEAVES = {f"{n}": np.full(20_000 + n, n, np.int64) for n in range(12)}
 def left() -> Iterator[threading.Event]:
     """Whether this process has left an exchange; the processes of these tests are
     threads of it."""
-    yield _spreading._left
-    _spreading._left.clear()
+    yield peer_source._left
+    peer_source._left.clear()
 
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenCheckpoint]:
     """A checkpoint of which each round brings half a leaf of each process."""
-    monkeypatch.setattr(_spread_plan, "ROUND_BYTES", COUNT * 80_000)
-    monkeypatch.setattr(_spread_plan, "SLICE_BYTES", 200_000)
-    monkeypatch.setattr(_spreading, "BATCH_BYTES", 200_000)
+    monkeypatch.setattr(peer_plan, "ROUND_BYTES", COUNT * 80_000)
+    monkeypatch.setattr(peer_plan, "SLICE_BYTES", 200_000)
+    monkeypatch.setattr(peer_source, "BATCH_BYTES", 200_000)
     monkeypatch.setattr(assignment, "SLACK_BYTES", 0)
     with store.connect(tmp_path.as_uri()) as client:
         run = client.run("tests/spread")
@@ -167,7 +167,7 @@ def test_a_round_brings_no_more_than_it_may_and_chunks_come_whole(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
 ) -> None:
     """Wherever the rounds cut them, be it in the checksum behind their elements."""
-    monkeypatch.setattr(_spread_plan, "ROUND_BYTES", COUNT * slice_bytes)
+    monkeypatch.setattr(peer_plan, "ROUND_BYTES", COUNT * slice_bytes)
 
     def part(job: ThreadProcess) -> tuple[dict[str, Any], int]:
         reading, most = Reading(opened, job), 0
@@ -184,9 +184,9 @@ def test_a_round_brings_no_more_than_it_may_and_chunks_come_whole(
     for told in ThreadJob(COUNT).run(part):
         assert isinstance(told, tuple), told
         found, most = told
-        assert _spreading.HEADER_BYTES < most
-        assert most <= _spreading.HEADER_BYTES + min(
-            slice_bytes, _spread_plan.SLICE_BYTES
+        assert peer_source.HEADER_BYTES < most
+        assert most <= peer_source.HEADER_BYTES + min(
+            slice_bytes, peer_plan.SLICE_BYTES
         )
         assert sorted(LEAVES) == sorted(found)
         assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
@@ -215,7 +215,7 @@ def test_ctrl_c_ends_a_process_after_a_round_and_the_others_with_it(
             raise KeyboardInterrupt
         return futures.wait(*args)
 
-    monkeypatch.setattr(_spreading, "wait", wait)
+    monkeypatch.setattr(peer_source, "wait", wait)
 
     def part(job: ThreadProcess) -> None:
         interrupted.__dict__.update({"in": job.index == 1})
@@ -233,7 +233,7 @@ def test_ctrl_c_ends_a_process_after_a_round_and_the_others_with_it(
 def test_no_more_is_exchanged_once_a_process_has_failed(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_spread_plan, "ROUND_BYTES", COUNT * 10_000)
+    monkeypatch.setattr(peer_plan, "ROUND_BYTES", COUNT * 10_000)
 
     def part(job: ThreadProcess) -> int:
         reading, rounds = Reading(opened, job), 0
@@ -256,8 +256,8 @@ def test_no_more_is_exchanged_once_a_process_has_failed(
 def test_who_never_comes_is_not_waited_for_beyond_the_deadline(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_spreading, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(_spreading, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(peer_source, "TURN_SECONDS", 0.05)
 
     def part(job: ThreadProcess) -> None:
         reading = Reading(opened, job)
@@ -274,8 +274,8 @@ def test_who_never_comes_is_not_waited_for_beyond_the_deadline(
 def test_who_is_known_to_have_failed_is_not_waited_for(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, left: threading.Event
 ) -> None:
-    monkeypatch.setattr(_spreading, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(_spreading, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(peer_source, "TURN_SECONDS", 0.05)
 
     def part(job: ThreadProcess) -> None:
         if job.index == 1:
@@ -334,8 +334,8 @@ def test_what_is_read_for_others_counts_as_read(opened: OpenCheckpoint) -> None:
 def test_what_went_wrong_first_is_raised_though_no_other_hears_of_it(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_spreading, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(_spreading, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(peer_source, "TURN_SECONDS", 0.05)
 
     def part(job: ThreadProcess) -> None:
         reading, met = Reading(opened, job), 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from storesvc_client._client import Client, connect
     from storesvc_client._collecting import Collected, Usage
     from storesvc_client._holding import Hold
-    from storesvc_client._opened import OpenCheckpoint
+    from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._run import Run
     from storesvc_client._save import Save
     from storesvc_client._values.findings import (
@@ -120,7 +120,7 @@ _HOMES: Final = {
     "connect": "_client",
     **dict.fromkeys(("Collected", "Usage"), "_collecting"),
     "Hold": "_holding",
-    "OpenCheckpoint": "_opened",
+    "OpenCheckpoint": "_restore.checkpoint",
     "Progress": "_values.progress",
     "progress_bar": "_values.progress_bar",
     "Run": "_run",

@@ -4,12 +4,12 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from storesvc_client._leasing import Lease
+from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._rpc.connection import Connection
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from storesvc_client._opened import OpenCheckpoint
+    from storesvc_client._restore.checkpoint import OpenCheckpoint
 
 
 class Hold:
@@ -20,7 +20,7 @@ class Hold:
     """
 
     def __init__(self, connection: Connection, lease: Lease) -> None:
-        from storesvc_client._opening import open_checkpoint
+        from storesvc_client._restore.open import open_checkpoint
 
         self._lease = lease
         self._opened = open_checkpoint(

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from storesvc.format.names import HoldName, InvalidNameError, TagName, Which
 from storesvc_client._holding import Hold
-from storesvc_client._leasing import Lease
+from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._rpc.paging import OnDamage
 from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._values.arguments import (

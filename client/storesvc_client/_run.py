@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from storesvc_client._job.job import Job
-    from storesvc_client._joint_restore import JointRestore
-    from storesvc_client._opened import OpenCheckpoint
+    from storesvc_client._restore.checkpoint import OpenCheckpoint
+    from storesvc_client._restore.joint_restore import JointRestore
     from storesvc_client._values.options import Rules
 
 
@@ -172,7 +172,7 @@ class Run(
         checked_choice(f"{self.name}: processes=", processes, Processes)
         job = _job() if processes == "all" else None
         # Late, as all that needs NumPy: lists of checkpoints must not wait for it.
-        from storesvc_client._joint_restore import together
+        from storesvc_client._restore.joint_restore import together
 
         with together(job, self.name) as joint:
             yield joint
@@ -185,7 +185,7 @@ class Run(
         self, which: Which, joint: "JointRestore | None", deadline: Deadline
     ) -> "OpenCheckpoint":
         """A checkpoint, which in a job is that of process 0."""
-        from storesvc_client._opening import open_checkpoint
+        from storesvc_client._restore.open import open_checkpoint
 
         name, job = self._checkpoint_name(which), None
         if joint is not None:

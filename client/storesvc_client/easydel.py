@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from storesvc_client._client import Client
-    from storesvc_client._opened import OpenCheckpoint
+    from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._values.options import Rules
     from storesvc_client.trees.recipes import Recipe
     from storesvc_client.trees.rehearsal import Rehearser

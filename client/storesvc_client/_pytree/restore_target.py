@@ -33,7 +33,7 @@ from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._pytree.placement import Placement, Placer, allows_wide
 from storesvc_client._pytree.plain_containers import Container
 from storesvc_client._pytree.save_plan import region_of
-from storesvc_client._receiving import Buffer
+from storesvc_client._restore.assembly import Buffer
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb

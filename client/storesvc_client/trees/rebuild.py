@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from storesvc_client._opened import OpenCheckpoint
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Rules
+from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.options import ReadOptions, TargetOptions
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.blueprints import (

@@ -23,16 +23,16 @@ from storesvc.format.manifests import (
     Manifest,
 )
 from storesvc.format.names import CheckpointName, RunName
-from storesvc_client._bucket_reads import BucketSource
-from storesvc_client._direct import DirectSource
 from storesvc_client._job.job import Job
-from storesvc_client._joint_restore import JointRestore, together
-from storesvc_client._leasing import Lease
-from storesvc_client._receiving import Assembly, Buffer, ChunkSource
+from storesvc_client._restore.assembly import Assembly, Buffer, ChunkSource
+from storesvc_client._restore.bucket_source import BucketSource
+from storesvc_client._restore.file_source import DirectSource
+from storesvc_client._restore.hold_lease import Lease
+from storesvc_client._restore.joint_restore import JointRestore, together
+from storesvc_client._restore.peer_plan import Spread
+from storesvc_client._restore.peer_source import SpreadSource, may_spread
+from storesvc_client._restore.server_source import StreamedSource
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._spread_plan import Spread
-from storesvc_client._spreading import SpreadSource, may_spread
-from storesvc_client._streaming import StreamedSource
 from storesvc_client._values.arguments import checked_patterns, checked_texts
 from storesvc_client._values.documents import CONTAINERS
 from storesvc_client._values.durations import NEVER, Deadline, checked_length

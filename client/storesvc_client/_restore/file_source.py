@@ -25,16 +25,16 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.storage import rooted_files
-from storesvc_client._budget import BUDGET_BYTES, Budget
 from storesvc_client._chunks.buffer_layout import Bytes, allocate
-from storesvc_client._ranges import describe, planned
-from storesvc_client._receiving import Assembly
-from storesvc_client._unpacking import (
+from storesvc_client._restore.assembly import Assembly
+from storesvc_client._restore.chunk_decoder import (
     PIECE_BYTES,
     SMALL_BYTES,
     check_or_read_again,
     unpack,
 )
+from storesvc_client._restore.memory_budget import BUDGET_BYTES, Budget
+from storesvc_client._restore.read_plan import describe, planned
 from storesvc_client.errors import DataLossError, StoreError, UnavailableError
 
 READ_SECONDS: Final = 30.0

@@ -23,9 +23,15 @@ from typing import Final
 from storesvc_client._job.job import Job, Outcome, process_name
 from storesvc_client._job.rendezvous import Calls
 from storesvc_client._job.wait_log import Looks
+from storesvc_client._restore.joint_outcomes import (
+    absent,
+    failed,
+    late,
+    listed,
+    outcome_of,
+)
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client._values.values import ProcessReading
-from storesvc_client._verdicts import absent, failed, late, listed, outcome_of
 from storesvc_client.errors import (
     GivenUpError,
     InvalidRequestError,

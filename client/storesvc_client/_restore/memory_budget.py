@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from storesvc.format.reads import Read
-from storesvc_client._receiving import Assembly
+from storesvc_client._restore.assembly import Assembly
 
 BUDGET_BYTES: Final = 1 << 30
 """Of the buffers of a restore that are begun and not handed over, on each path."""

@@ -10,9 +10,9 @@ from typing import Final, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from storesvc_client._budget import BUDGET_BYTES
 from storesvc_client._chunks.frames import frame_of
-from storesvc_client._receiving import Assembly
+from storesvc_client._restore.assembly import Assembly
+from storesvc_client._restore.memory_budget import BUDGET_BYTES
 from storesvc_client._rpc.connection import Connection
 from storesvc_client.errors import DataLossError, UnavailableError, translated
 from storesvc_proto.v1 import chunk_service_pb2 as api

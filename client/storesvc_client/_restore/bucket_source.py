@@ -24,12 +24,12 @@ import numpy as np
 
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
-from storesvc_client._budget import Budget
 from storesvc_client._chunks.buffer_layout import Bytes
-from storesvc_client._ranges import describe, planned
-from storesvc_client._receiving import Assembly
+from storesvc_client._restore.assembly import Assembly
+from storesvc_client._restore.chunk_decoder import unpack
+from storesvc_client._restore.memory_budget import Budget
+from storesvc_client._restore.read_plan import describe, planned
 from storesvc_client._storage.bucket import AskedRange, BucketRoot
-from storesvc_client._unpacking import unpack
 from storesvc_client.errors import DataLossError, UnavailableError
 
 PROCESSORS: Final = min(os.cpu_count() or 1, 8)

@@ -8,7 +8,7 @@ from storesvc.format.checksums import crc32c
 from storesvc.format.reads import Read
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._chunks.buffer_layout import Bytes
-from storesvc_client._receiving import Assembly
+from storesvc_client._restore.assembly import Assembly
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import DataLossError
 

@@ -6,8 +6,8 @@ from typing import Final
 from storesvc.format.manifests import CorruptManifestError, Manifest, unpack_manifest
 from storesvc.format.names import CheckpointName
 from storesvc_client._job.job import Job
-from storesvc_client._leasing import Lease
-from storesvc_client._opened import OpenCheckpoint
+from storesvc_client._restore.checkpoint import OpenCheckpoint
+from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client._values.gc_pause import collector_paused

@@ -25,17 +25,17 @@ import storesvc_client as store
 from storesvc.failpoints import Failpoint, armed
 from storesvc.format.chunks import Sums
 from storesvc.save import batches
-from storesvc_client._acknowledging import Acknowledging
 from storesvc_client._chunks.slabs import (
     Filled,
     Slab,
 )
 from storesvc_client._chunks.staging_pool import BATCH_BYTES, MIN_BUDGET_BYTES, Staging
-from storesvc_client._outbox import Outbox, Wanted
 from storesvc_client._pytree.save_plan import Planner
 from storesvc_client._pytree.tree_source import TreeSource
-from storesvc_client._save import Save
-from storesvc_client._sending import Upload
+from storesvc_client._save.handle import Save
+from storesvc_client._save.resend_window import Acknowledging
+from storesvc_client._save.slab_queue import Outbox, Wanted
+from storesvc_client._save.upload import Upload
 from tests.server_process import ServerProcess
 from tests.small_disk import small_disk
 

@@ -16,9 +16,9 @@ import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
-from storesvc_client import _bucket_writes
 from storesvc_client._restore import bucket_source
 from storesvc_client._restore.assembly import Assembly, Buffer
+from storesvc_client._save import bucket_data_files
 from storesvc_client._storage.bucket import Asked
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
@@ -164,7 +164,7 @@ def test_many_small_leaves_take_few_requests(
 def test_a_save_writes_several_objects_of_about_one_size(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_bucket_writes, "OBJECT_BYTES", 6 * MIB)
+    monkeypatch.setattr(bucket_data_files, "OBJECT_BYTES", 6 * MIB)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}  # a slab each
     run = direct.run("tests/objects")
 
@@ -180,8 +180,8 @@ def test_a_save_writes_several_objects_of_about_one_size(
 def test_what_a_broken_save_had_written_is_not_written_again(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_bucket_writes, "OBJECT_BYTES", MIB)
-    monkeypatch.setattr(_bucket_writes.BucketPool, "threads", 2)
+    monkeypatch.setattr(bucket_data_files, "OBJECT_BYTES", MIB)
+    monkeypatch.setattr(bucket_data_files.BucketPool, "threads", 2)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}
     run = direct.run("tests/broken")
     gcs.fault("POST /upload.*pool", Status(403), times=ALWAYS, after=8)

@@ -17,8 +17,8 @@ from storesvc.rpc import boundary
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
 from storesvc.storage.log_throttle import PAUSE_SECONDS
-from storesvc_client import _bucket_writes
 from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES
+from storesvc_client._save import bucket_data_files
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Stall, Status
 from tests.gcs_calls import BUCKET, GcsCalls
@@ -56,7 +56,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> L
 def run(root: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[store.Run]:
     """A run of a client that reaches the bucket by itself, with a checkpoint of a data
     file for each leaf."""
-    monkeypatch.setattr(_bucket_writes, "OBJECT_BYTES", MIB)
+    monkeypatch.setattr(bucket_data_files, "OBJECT_BYTES", MIB)
     with store.connect(root) as client:
         run = client.run("tests/faults")
         run.save(0, TREE).result()

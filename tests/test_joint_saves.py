@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh
 
 import storesvc_client as store
-from storesvc_client import _joint_part, _saving
 from storesvc_client._job.job import JointSave
+from storesvc_client._save import joint_writer, saver
 from tests import job_parts
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
@@ -260,9 +260,9 @@ def test_a_board_that_is_gone_fails_no_save_that_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined = threading.local()
-    monkeypatch.setattr(_joint_part, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(joint_writer, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(
-        _saving, "_joint_save", lambda *what: JointSave(joined.process, *what)
+        saver, "_joint_save", lambda *what: JointSave(joined.process, *what)
     )
     job = ThreadJob(3)
 

@@ -18,9 +18,9 @@ from storesvc.format.chunks import Places, Sums
 from storesvc.rpc import boundary
 from storesvc.save import reuse
 from storesvc.storage.tensorstore_bucket import KvBucket
-from storesvc_client._acknowledging import Acknowledging
 from storesvc_client._chunks.staging_pool import Staging
 from storesvc_client._rpc import retry
+from storesvc_client._save.resend_window import Acknowledging
 from tests.contract import tree_of
 from tests.server_process import ServerProcess
 
@@ -54,7 +54,7 @@ def test_a_save_that_fails_gives_all_its_staging_back(
 _INTERRUPTED = """
 import os, signal, sys
 import storesvc_client as store
-from storesvc_client._save import Save
+from storesvc_client._save.handle import Save
 
 address, server, how = sys.argv[1:]
 waits = Save.wait

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from storesvc_client._holding import Hold
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._run import Run
-    from storesvc_client._save import Save
+    from storesvc_client._save.handle import Save
     from storesvc_client._values.findings import (
         Damage,
         Diff,
@@ -124,7 +124,7 @@ _HOMES: Final = {
     "Progress": "_values.progress",
     "progress_bar": "_values.progress_bar",
     "Run": "_run",
-    "Save": "_save",
+    "Save": "_save.handle",
     **dict.fromkeys(
         (
             "KeepBest",

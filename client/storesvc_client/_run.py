@@ -12,7 +12,7 @@ from storesvc_client._life import RunLife
 from storesvc_client._retaining import RunRetention
 from storesvc_client._rpc.paging import OnDamage
 from storesvc_client._rpc.run_stub import RunBase
-from storesvc_client._saving import RunSaving
+from storesvc_client._save.saver import RunSaving
 from storesvc_client._uploading import RunUploads
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.durations import Deadline, checked_length

@@ -29,7 +29,7 @@ from typing import (
 
 from storesvc.format.names import Which
 from storesvc_client._run import Run
-from storesvc_client._save import Save
+from storesvc_client._save.handle import Save
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
     DEFAULT_DEADLINE,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import Final
 
-from storesvc_client._pools import StoppedError
+from storesvc_client._save.data_files import StoppedError
 from storesvc_client._storage.bucket import BucketRoot
 
 OBJECT_BYTES: Final = 64 << 20

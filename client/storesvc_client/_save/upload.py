@@ -19,17 +19,17 @@ import numpy as np
 from storesvc.format.chunks import I64, Sums, pack_sums
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import UploadName
-from storesvc_client._acknowledging import Acknowledging, Stream
 from storesvc_client._chunks.chunk_checksums import SumsInProgress
 from storesvc_client._chunks.frames import frames
 from storesvc_client._chunks.slabs import Filled
 from storesvc_client._chunks.staging_pool import STREAM_BYTES
-from storesvc_client._keeping import KeptAlive
-from storesvc_client._outbox import Outbox, Wanted
-from storesvc_client._part import Part
-from storesvc_client._placing import Placing
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.retry import is_transient
+from storesvc_client._save.direct_writer import Placing
+from storesvc_client._save.lease_renewer import KeptAlive
+from storesvc_client._save.resend_window import Acknowledging, Stream
+from storesvc_client._save.slab_queue import Outbox, Wanted
+from storesvc_client._save.writer import Part
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.progress import Meter

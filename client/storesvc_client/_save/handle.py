@@ -7,7 +7,7 @@ from storesvc_client._rpc.tracebacks import trim
 from storesvc_client._values.values import Checkpoint, SaveReport
 
 if TYPE_CHECKING:
-    from storesvc_client._sending import Saved
+    from storesvc_client._save.upload import Saved
     from storesvc_client.trees.rehearsal import Rehearsal
 
 

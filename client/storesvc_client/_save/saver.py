@@ -24,7 +24,7 @@ from typing import (
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, Which
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.run_stub import RunBase
-from storesvc_client._save import Save
+from storesvc_client._save.handle import Save
 from storesvc_client._values.arguments import (
     checked_choice,
     checked_labels,
@@ -42,11 +42,11 @@ from storesvc_client.errors import (
 
 if TYPE_CHECKING:
     from storesvc_client._job.job import Job, JointSave
-    from storesvc_client._outbox import Outbox
-    from storesvc_client._part import Description, Part
     from storesvc_client._pytree.save_plan import Plan, Planner
-    from storesvc_client._sending import Saved, Upload
-    from storesvc_client._snapshotting import Known
+    from storesvc_client._save.slab_queue import Outbox
+    from storesvc_client._save.snapshot import Known
+    from storesvc_client._save.upload import Saved, Upload
+    from storesvc_client._save.writer import Description, Part
 
 DEFAULT_LEASE: Final = timedelta(minutes=10)
 """How long an upload is kept after its last sign of life."""
@@ -338,11 +338,11 @@ class RunSaving(RunBase):
     ) -> "tuple[Save, Outbox]":
         """Begins a save in the background, and takes the snapshot for it."""
         from storesvc_client._chunks.staging_pool import STREAM_BYTES, Staging
-        from storesvc_client._outbox import Outbox
         from storesvc_client._pytree.device_copies import copied_on_device
         from storesvc_client._pytree.tree_source import TreeSource
-        from storesvc_client._sending import STREAMS, Upload
-        from storesvc_client._snapshotting import Snapshot
+        from storesvc_client._save.slab_queue import Outbox
+        from storesvc_client._save.snapshot import Snapshot
+        from storesvc_client._save.upload import STREAMS, Upload
 
         is_lent = mode == "none"
         staging = self._connection.staging
@@ -414,7 +414,7 @@ class RunSaving(RunBase):
     ) -> "tuple[Known | None, str]":
         """What the last save leaves to be known of the chunks of this one, and the
         name of the checkpoint that it made."""
-        from storesvc_client._snapshotting import Known
+        from storesvc_client._save.snapshot import Known
 
         last = self._last_saved  # a save that begins meanwhile empties it
         if last is None or description.base is None:
@@ -452,7 +452,7 @@ class RunSaving(RunBase):
         base: Which | None,
         lease: timedelta,
     ) -> "Description":
-        from storesvc_client._part import Description
+        from storesvc_client._save.writer import Description
 
         return Description(
             run=self._name,
@@ -490,8 +490,8 @@ def _part(
     joint: "JointSave | None",
 ) -> "Part":
     """The part of this process in a save."""
-    from storesvc_client._joint_part import JointPart
-    from storesvc_client._part import Part
+    from storesvc_client._save.joint_writer import JointPart
+    from storesvc_client._save.writer import Part
 
     if joint is None:
         return Part(connection, description, plan.tree, meter)

@@ -18,11 +18,11 @@ from typing import Self
 import numpy as np
 
 from storesvc.format.chunks import Places, pack_placed
-from storesvc_client._bucket_writes import BucketPool
 from storesvc_client._chunks.chunk_checksums import SumsInProgress
 from storesvc_client._chunks.slabs import PIECE_BYTES, Filled
-from storesvc_client._outbox import Outbox, Wanted
-from storesvc_client._pools import FilePool, NewFile, Pool, StoppedError
+from storesvc_client._save.bucket_data_files import BucketPool
+from storesvc_client._save.data_files import FilePool, NewFile, Pool, StoppedError
+from storesvc_client._save.slab_queue import Outbox, Wanted
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._values.progress import Meter
 from storesvc_proto.v1 import tree_pb2

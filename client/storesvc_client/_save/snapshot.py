@@ -19,7 +19,7 @@ from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.slabs import Filled, Slab
 from storesvc_client._chunks.staging_pool import Bytes
-from storesvc_client._outbox import Outbox
+from storesvc_client._save.slab_queue import Outbox
 from storesvc_client._values.progress import Meter
 
 THREADS: Final = min(os.cpu_count() or 1, 4)

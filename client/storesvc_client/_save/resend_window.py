@@ -16,8 +16,8 @@ from typing import Generic, TypeVar
 
 from storesvc_client._chunks.slabs import SLAB_BYTES
 from storesvc_client._chunks.staging_pool import BATCH_BYTES
-from storesvc_client._outbox import StarvedError
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
+from storesvc_client._save.slab_queue import StarvedError
 
 T = TypeVar("T")
 

@@ -11,11 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from storesvc_client._client import Client, connect
-    from storesvc_client._collecting import Collected, Usage
-    from storesvc_client._holding import Hold
+    from storesvc_client._api.client import Client, connect
+    from storesvc_client._api.collection import Collected, Usage
+    from storesvc_client._api.hold import Hold
+    from storesvc_client._api.run import Run
     from storesvc_client._restore.checkpoint import OpenCheckpoint
-    from storesvc_client._run import Run
     from storesvc_client._save.handle import Save
     from storesvc_client._values.findings import (
         Damage,
@@ -116,14 +116,14 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "Client": "_client",
-    "connect": "_client",
-    **dict.fromkeys(("Collected", "Usage"), "_collecting"),
-    "Hold": "_holding",
+    "Client": "_api.client",
+    "connect": "_api.client",
+    **dict.fromkeys(("Collected", "Usage"), "_api.collection"),
+    "Hold": "_api.hold",
     "OpenCheckpoint": "_restore.checkpoint",
     "Progress": "_values.progress",
     "progress_bar": "_values.progress_bar",
-    "Run": "_run",
+    "Run": "_api.run",
     "Save": "_save.handle",
     **dict.fromkeys(
         (

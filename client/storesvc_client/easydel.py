@@ -28,7 +28,7 @@ from typing import (
 )
 
 from storesvc.format.names import Which
-from storesvc_client._run import Run
+from storesvc_client._api.run import Run
 from storesvc_client._save.handle import Save
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from numpy.typing import DTypeLike
 
-    from storesvc_client._client import Client
+    from storesvc_client._api.client import Client
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._values.options import Rules
     from storesvc_client.trees.recipes import Recipe
@@ -375,7 +375,7 @@ def opened_run(
             )
         yield client.run(name), _which(which, where)
         return
-    from storesvc_client._client import connect
+    from storesvc_client._api.client import connect
 
     if any(sign in fspath(where) for sign in ("@", "://")):
         raise InvalidRequestError(

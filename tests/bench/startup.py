@@ -29,7 +29,7 @@ STORECTL = (sys.executable, "-m", "storesvc_client.cli")
 CONNECT = """
 import sys, time
 import storesvc_client as store
-import storesvc.server.embedded, storesvc_client._client
+import storesvc.server.embedded, storesvc_client._api.client
 began, busy = time.perf_counter(), time.process_time()
 with store.connect(sys.argv[1]):
     opened = time.perf_counter()

@@ -23,10 +23,10 @@ from weakref import WeakKeyDictionary
 import jax
 
 from storesvc.format.trees import Tree
+from storesvc_client._api.run import Run
 from storesvc_client._pytree.restore_target import Target
 from storesvc_client._pytree.save_plan import Plan
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._run import Run
 from storesvc_client._save.handle import Save
 from storesvc_client._values.options import Rehearse
 from storesvc_client._values.values import LeafInfo

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from storesvc.format.names import HoldName, InvalidNameError, TagName, Which
-from storesvc_client._holding import Hold
+from storesvc_client._api.hold import Hold
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._rpc.paging import OnDamage
 from storesvc_client._rpc.run_stub import RunBase

@@ -6,21 +6,21 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from storesvc.format.names import CheckpointName, Which
-from storesvc_client._collecting import RunUsage
-from storesvc_client._inspecting import RunInspection
-from storesvc_client._life import RunLife
-from storesvc_client._retaining import RunRetention
+from storesvc_client._api.collection import RunUsage
+from storesvc_client._api.inspection import RunInspection
+from storesvc_client._api.lifecycle import RunLife
+from storesvc_client._api.retention import RunRetention
+from storesvc_client._api.uploads import RunUploads
+from storesvc_client._api.watch import RunWatch
 from storesvc_client._rpc.paging import OnDamage
 from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._save.saver import RunSaving
-from storesvc_client._uploading import RunUploads
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.durations import Deadline, checked_length
 from storesvc_client._values.key_patterns import Patterns
 from storesvc_client._values.options import DEFAULT_DEADLINE, Processes
 from storesvc_client._values.progress import OnProgress
 from storesvc_client._values.values import Checkpoint, LeafInfo
-from storesvc_client._watching import RunWatch
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:

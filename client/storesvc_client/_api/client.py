@@ -11,19 +11,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from storesvc.format.names import RunName
-from storesvc_client._collecting import ClientCollection
+from storesvc_client._api.collection import ClientCollection
+from storesvc_client._api.run import Run
+from storesvc_client._api.uploads import ClientUploads
+from storesvc_client._api.watch import watch
 from storesvc_client._rpc.connection import (
     DEFAULT_STAGING_BYTES,
     Connection,
     open_connection,
 )
 from storesvc_client._rpc.paging import OnDamage, rows
-from storesvc_client._run import Run
 from storesvc_client._storage.root import check_root, direct_root
-from storesvc_client._uploading import ClientUploads
 from storesvc_client._values.resource_names import namespace_resource, run_name
 from storesvc_client._values.values import Event, RunInfo, ServerInfo
-from storesvc_client._watching import watch
 from storesvc_client.errors import UnavailableError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api

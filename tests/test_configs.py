@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 import storesvc_client as store
 from storesvc_client.easydel import restore_model, restore_state, save_model
 from storesvc_client.errors import StructureError
-from storesvc_client.trees.config_classes import factory_of
-from storesvc_client.trees.recipes import Recipe
+from storesvc_client.trees.nnx.config_classes import factory_of
+from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.structure.setting_classes import setting_classes
 from storesvc_client.trees.structure.settings import (
     encode_settings,

@@ -17,7 +17,7 @@ import storesvc_client as store
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Partitioner, shardings_by_rules
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.resharding import (
+from storesvc_client.trees.nnx.resharding import (
     follow_parameters,
     required_shardings,
     reshard,

@@ -17,7 +17,7 @@ from flax import nnx
 import storesvc_client as store
 from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.rehearsal import Rehearser
+from storesvc_client.trees.nnx.rehearsal import Rehearser
 
 SECONDS = 60
 

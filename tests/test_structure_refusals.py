@@ -21,7 +21,7 @@ from storesvc_client.trees.structure import (
     fingerprint,
     rows,
 )
-from storesvc_client.trees.structure.names import BUILT_IN
+from storesvc_client.trees.structure.allowed_names import BUILT_IN
 from tests.modules import CASES, rngs
 from tests.test_structure_golden import stored
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from storesvc_client.trees import graphs
+from storesvc_client.trees.nnx import graphs
 from storesvc_client.trees.traversals import (
     graph_leaves,
     graph_paths,

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from storesvc_client._api.client import Client
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._values.options import Rules
-    from storesvc_client.trees.recipes import Recipe
-    from storesvc_client.trees.rehearsal import Rehearser
+    from storesvc_client.trees.nnx.recipes import Recipe
+    from storesvc_client.trees.nnx.rehearsal import Rehearser
 
 __all__ = ["restore_model", "restore_state", "save_model", "save_state"]
 
@@ -87,7 +87,7 @@ def save_state(
         StoreError: As ``Run.save``.
     """
     # Lazily: `import storesvc_client` must not import jax.
-    from storesvc_client.trees.recipes import Recipe
+    from storesvc_client.trees.nnx.recipes import Recipe
 
     _check_run(run)
     parts = ("step", "graphdef", "graphstate", "graphother", "opt_state")
@@ -132,8 +132,8 @@ def save_model(
         MismatchError: As ``save_state``.
         StoreError: As ``Run.save``.
     """
-    from storesvc_client.trees.parts import split_module
-    from storesvc_client.trees.recipes import Recipe
+    from storesvc_client.trees.nnx.model_parts import split_module
+    from storesvc_client.trees.nnx.recipes import Recipe
 
     _check_run(run)
     try:
@@ -171,7 +171,7 @@ def _begun(
 def _rehearser(
     run: Run, saved: Any, rehearse: Rehearse, *, is_state: bool
 ) -> "Rehearser | None":
-    from storesvc_client.trees.rehearsal import Rehearser
+    from storesvc_client.trees.nnx.rehearsal import Rehearser
 
     checked_choice(f"save to {run.name}: rehearse=", rehearse, Rehearse)
     if rehearse == "off":
@@ -236,8 +236,8 @@ def restore_state(
             checkpoint holds the state of an optimizer.
         MismatchError: The checkpoint is not of this model and this optimizer.
     """
-    from storesvc_client.trees import rebuild
     from storesvc_client.trees.easydel import EasyDeLState
+    from storesvc_client.trees.nnx import restore_model as rebuild
 
     _check_run(run)
     if model is None and state_class is not None:
@@ -304,7 +304,7 @@ def restore_model(
         StructureError: Without ``model``: the structure names what is not allowed,
             or holds what is no data, such as a closure; give ``model``.
     """
-    from storesvc_client.trees import rebuild
+    from storesvc_client.trees.nnx import restore_model as rebuild
 
     _check_run(run)
     if model is not None and allow:

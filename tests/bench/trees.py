@@ -31,11 +31,11 @@ from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.restore_target import Target
 from storesvc_client._pytree.save_plan import Planner
 from storesvc_client.easydel import save_state
-from storesvc_client.trees.blueprints import draw_blueprint
 from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.graphs import merge_by_path, refine_graphs
-from storesvc_client.trees.recipes import Recipe
-from storesvc_client.trees.sourcing import Sources
+from storesvc_client.trees.nnx.blueprints import draw_blueprint
+from storesvc_client.trees.nnx.graphs import merge_by_path, refine_graphs
+from storesvc_client.trees.nnx.recipes import Recipe
+from storesvc_client.trees.nnx.variable_sources import Sources
 from storesvc_proto.v1 import tree_pb2
 from tests.bench.memory import resident
 from tests.server_process import ServerProcess

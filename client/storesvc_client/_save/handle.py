@@ -8,7 +8,7 @@ from storesvc_client._values.values import Checkpoint, SaveReport
 
 if TYPE_CHECKING:
     from storesvc_client._save.upload import Saved
-    from storesvc_client.trees.rehearsal import Rehearsal
+    from storesvc_client.trees.nnx.rehearsal import Rehearsal
 
 
 class Save:

@@ -28,20 +28,20 @@ from jax.sharding import Mesh
 
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.casting import cast_floating
-from storesvc_client.trees.graphs import (
+from storesvc_client.trees.nnx.casting import cast_floating
+from storesvc_client.trees.nnx.graphs import (
     GraphState,
     merge_by_path,
     refine_graphs,
     with_values,
 )
-from storesvc_client.trees.optimizers import init_opt_state
-from storesvc_client.trees.parts import (
+from storesvc_client.trees.nnx.model_parts import (
     mesh_of,
     partition_rules_of,
     split_module,
 )
-from storesvc_client.trees.resharding import (
+from storesvc_client.trees.nnx.optimizers import init_opt_state
+from storesvc_client.trees.nnx.resharding import (
     gather,
     mesh_of_leaves,
     required_shardings,
@@ -437,7 +437,7 @@ class EasyDeLState(struct.PyTreeNode):
             MismatchError: The checkpoint's is of another optimizer or model.
         """
         from storesvc_client.easydel import opened_run
-        from storesvc_client.trees.rebuild import restore_opt_state
+        from storesvc_client.trees.nnx.restore_model import restore_opt_state
 
         if self.tx is None:
             raise AssertionError("expected a state with tx to load for, got none")

@@ -38,7 +38,7 @@ from flax import nnx
 from flax.core.meta import AxisMetadata
 from flax.nnx.bridge import NNXMeta
 
-from storesvc_client.trees.graphs import GraphState
+from storesvc_client.trees.nnx.graphs import GraphState
 
 __all__ = ["linen_to_nnx", "nnx_to_linen"]
 

@@ -28,17 +28,17 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from storesvc_client._pytree.partition_rules import Rules
-from storesvc_client.trees.graphs import GraphState
-from storesvc_client.trees.module_text import (
-    get_module_repr,
-    prettify_nnx,
-    printify_nnx,
-)
-from storesvc_client.trees.parts import (
+from storesvc_client.trees.nnx.graphs import GraphState
+from storesvc_client.trees.nnx.model_parts import (
     HasGraph,
     mesh_of,
     partition_rules_of,
     split_module,
+)
+from storesvc_client.trees.nnx.module_repr import (
+    get_module_repr,
+    prettify_nnx,
+    printify_nnx,
 )
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from storesvc_client._pytree.paths import (
     string_key_to_int,
     unflatten_dict,
 )
-from storesvc_client.trees.graphs import (
+from storesvc_client.trees.nnx.graphs import (
     GraphPath,
     GraphState,
     graph_leaves,
@@ -42,10 +42,17 @@ from storesvc_client.trees.graphs import (
     merge_by_path,
     refine_graphs,
 )
-from storesvc_client.trees.making import create_graphdef, init_graphstate, nnx_init
-from storesvc_client.trees.merging import merge_model_and_tree, merge_state_and_tree
-from storesvc_client.trees.meta_values import MetaValueRecreator, recreate_meta_values
-from storesvc_client.trees.validating import (
+from storesvc_client.trees.nnx.lazy_init import (
+    create_graphdef,
+    init_graphstate,
+    nnx_init,
+)
+from storesvc_client.trees.nnx.merging import merge_model_and_tree, merge_state_and_tree
+from storesvc_client.trees.nnx.rng_values import (
+    MetaValueRecreator,
+    recreate_meta_values,
+)
+from storesvc_client.trees.nnx.state_diff import (
     StateValidationResult,
     differentiate_state,
     redefine_state,

@@ -14,6 +14,7 @@ from typing import Any, Final
 from flax.typing import HashableMapping
 
 from storesvc_client.trees.structure import metadata
+from storesvc_client.trees.structure.allowed_names import Table
 from storesvc_client.trees.structure.encoding import CONTAINERS, key_order
 from storesvc_client.trees.structure.hollow import (
     NODES,
@@ -24,7 +25,6 @@ from storesvc_client.trees.structure.hollow import (
     stored_key,
 )
 from storesvc_client.trees.structure.limits import JSON, MAX_NAME
-from storesvc_client.trees.structure.names import Table
 from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
 from storesvc_client.trees.structure.refusals import CODE, Place, refusal, shown
 from storesvc_client.trees.structure.values import ValueDecoder

@@ -11,12 +11,12 @@ from flax import nnx
 
 from storesvc_client._pytree.leaves import list_problems
 from storesvc_client.errors import InvalidRequestError, MismatchError, StructureError
+from storesvc_client.trees.structure.allowed_names import Allowed, Table
 from storesvc_client.trees.structure.building import Builder
 from storesvc_client.trees.structure.comparing import differences
 from storesvc_client.trees.structure.encoding import FORMAT, encode_graphdef
 from storesvc_client.trees.structure.hollow import filled, hollow
 from storesvc_client.trees.structure.limits import JSON, check_json
-from storesvc_client.trees.structure.names import Allowed, Table
 from storesvc_client.trees.structure.plain import tag_of
 from storesvc_client.trees.structure.refusals import refusal, shown
 from storesvc_client.trees.structure.values import FAILURES

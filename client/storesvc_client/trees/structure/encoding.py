@@ -25,6 +25,7 @@ from flax.core import FrozenDict
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from storesvc_client.errors import UnsupportedLeafError
+from storesvc_client.trees.structure.allowed_names import name_of
 from storesvc_client.trees.structure.contents import is_cached
 from storesvc_client.trees.structure.descriptions import soft_name
 from storesvc_client.trees.structure.hollow import (
@@ -37,7 +38,6 @@ from storesvc_client.trees.structure.hollow import (
 )
 from storesvc_client.trees.structure.limits import JSON, MAX_LEVELS
 from storesvc_client.trees.structure.metadata import portable
-from storesvc_client.trees.structure.names import name_of
 from storesvc_client.trees.structure.values import ValueEncoder
 
 FORMAT: Final = "storesvc.structure/1"

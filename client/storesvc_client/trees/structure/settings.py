@@ -26,9 +26,9 @@ import numpy as np
 from flax import nnx
 
 from storesvc.format.dtypes import DTYPES
+from storesvc_client.trees.structure.allowed_names import Table
 from storesvc_client.trees.structure.contents import is_cached, slots_of
 from storesvc_client.trees.structure.limits import JSON, check_json
-from storesvc_client.trees.structure.names import Table
 from storesvc_client.trees.structure.plain import (
     NOT_PLAIN,
     PLAIN_TAGS,

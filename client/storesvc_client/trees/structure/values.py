@@ -26,6 +26,7 @@ from flax.errors import FlaxError
 from flax.typing import HashableMapping
 
 from storesvc_client.trees.structure import initializers
+from storesvc_client.trees.structure.allowed_names import Table, name_of
 from storesvc_client.trees.structure.descriptions import (
     MAX_DESCRIBED,
     MAX_PARTS,
@@ -34,7 +35,6 @@ from storesvc_client.trees.structure.descriptions import (
     soft_name,
 )
 from storesvc_client.trees.structure.limits import JSON, MAX_BITS, MAX_NESTED
-from storesvc_client.trees.structure.names import Table, name_of
 from storesvc_client.trees.structure.plain import (
     NOT_PLAIN,
     SCALARS,

@@ -11,8 +11,8 @@ from typing import Any, Self
 from flax import nnx
 
 from storesvc_client._pytree.paths import path_text
-from storesvc_client.trees.graphs import fresh_leaf
-from storesvc_client.trees.meta_values import (
+from storesvc_client.trees.nnx.graphs import fresh_leaf
+from storesvc_client.trees.nnx.rng_values import (
     MetaValueRecreator,
     recreated_leaf,
     stored_value,

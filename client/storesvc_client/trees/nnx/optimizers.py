@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.graphs import GraphState
-from storesvc_client.trees.resharding import (
+from storesvc_client.trees.nnx.graphs import GraphState
+from storesvc_client.trees.nnx.resharding import (
     follow_parameters,
     mesh_of_leaves,
     reshard,

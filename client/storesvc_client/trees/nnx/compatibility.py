@@ -11,7 +11,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 from storesvc_client._pytree.leaves import list_problems
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import MismatchError, StructureError
-from storesvc_client.trees.recipes import Recipe
+from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.structure import (
     Difference,
     is_execution,

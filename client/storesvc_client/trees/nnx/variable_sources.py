@@ -24,15 +24,15 @@ from storesvc_client._pytree.placement import would_narrow
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.blueprints import PARTS, Blueprint, stand_in
-from storesvc_client.trees.graphs import (
+from storesvc_client.trees.nnx.blueprints import PARTS, Blueprint, stand_in
+from storesvc_client.trees.nnx.graphs import (
     GraphPath,
     GraphState,
     graph_leaves,
     refine_graphs,
 )
-from storesvc_client.trees.meta_values import recreate_meta_values
-from storesvc_client.trees.parts import split_module
+from storesvc_client.trees.nnx.model_parts import split_module
+from storesvc_client.trees.nnx.rng_values import recreate_meta_values
 from storesvc_client.trees.structure import Difference
 
 __all__ = ["Sources", "as_saved"]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from storesvc_client.trees.graphs import GraphState
+from storesvc_client.trees.nnx.graphs import GraphState
 
 __all__ = ["create_graphdef", "init_graphstate", "nnx_init"]
 

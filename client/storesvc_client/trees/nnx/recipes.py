@@ -36,9 +36,9 @@ from storesvc.format.keys import join_key
 from storesvc_client._values.documents import pack_document, unpack_document
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import StoreError, StructureError
-from storesvc_client.trees.config_differences import config_differences
-from storesvc_client.trees.containers import containers
-from storesvc_client.trees.graphs import (
+from storesvc_client.trees.nnx.config_differences import config_differences
+from storesvc_client.trees.nnx.containers import containers
+from storesvc_client.trees.nnx.graphs import (
     GraphState,
     Identity,
     fill_graph,
@@ -46,7 +46,7 @@ from storesvc_client.trees.graphs import (
     graph_leaves,
     graph_paths,
 )
-from storesvc_client.trees.parts import has_setting, setting_of
+from storesvc_client.trees.nnx.model_parts import has_setting, setting_of
 from storesvc_client.trees.structure import (
     ABSENT,
     Difference,

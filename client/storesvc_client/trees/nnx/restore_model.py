@@ -24,22 +24,23 @@ from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.options import ReadOptions, TargetOptions
 from storesvc_client.errors import InvalidRequestError, MismatchError
-from storesvc_client.trees.blueprints import (
+from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.nnx.blueprints import (
     Blueprint,
     ModelLike,
     draw_blueprint,
     stored_blueprint,
 )
-from storesvc_client.trees.comparison import (
+from storesvc_client.trees.nnx.compatibility import (
     Stored,
     compare,
     recipe_of,
     refuse,
     report_as_saved,
 )
-from storesvc_client.trees.easydel import EasyDeLState
-from storesvc_client.trees.graphs import GraphState, merge_by_path
-from storesvc_client.trees.optimizers import (
+from storesvc_client.trees.nnx.graphs import GraphState, merge_by_path
+from storesvc_client.trees.nnx.model_parts import partition_rules_of
+from storesvc_client.trees.nnx.optimizers import (
     abstract_opt_state,
     beside_parameters,
     check_tx,
@@ -47,9 +48,8 @@ from storesvc_client.trees.optimizers import (
     replicated_beside,
     updated_opt_state,
 )
-from storesvc_client.trees.parts import partition_rules_of
-from storesvc_client.trees.recipes import Recipe
-from storesvc_client.trees.sourcing import Sources, as_saved
+from storesvc_client.trees.nnx.recipes import Recipe
+from storesvc_client.trees.nnx.variable_sources import Sources, as_saved
 from storesvc_client.trees.structure import decode_graphdef
 
 __all__ = [

@@ -31,13 +31,13 @@ from storesvc_client._pytree.paths import (
     path_text,
     string_key_to_int,
 )
-from storesvc_client.trees.graphs import (
+from storesvc_client.trees.nnx.graphs import (
     GraphState,
     fresh_leaf,
     graph_leaves,
     merge_by_path,
 )
-from storesvc_client.trees.meta_values import recreate_meta_values, stored_value
+from storesvc_client.trees.nnx.rng_values import recreate_meta_values, stored_value
 
 __all__ = ["merge_model_and_tree", "merge_state_and_tree"]
 

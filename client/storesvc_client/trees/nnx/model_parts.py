@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from storesvc_client._pytree.partition_rules import Rules
-from storesvc_client.trees.graphs import GraphState
+from storesvc_client.trees.nnx.graphs import GraphState
 
 __all__ = [
     "HasGraph",

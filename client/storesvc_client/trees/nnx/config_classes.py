@@ -16,7 +16,7 @@ from typing import Any, Final
 import jax
 
 from storesvc_client.errors import InvalidRequestError, MismatchError, StructureError
-from storesvc_client.trees.recipes import Recipe
+from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.structure import Opaque
 from storesvc_client.trees.structure.setting_classes import (
     derived_classes,

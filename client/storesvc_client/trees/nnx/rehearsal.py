@@ -31,20 +31,20 @@ from storesvc_client._save.handle import Save
 from storesvc_client._values.options import Rehearse
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import MismatchError
-from storesvc_client.trees.config_classes import (
+from storesvc_client.trees.nnx.config_classes import (
     factory_of,
     needed_arguments,
     takes_config,
 )
-from storesvc_client.trees.graphs import GraphState, class_of
-from storesvc_client.trees.parts import HasGraph
-from storesvc_client.trees.rebuild import (
+from storesvc_client.trees.nnx.graphs import GraphState, class_of
+from storesvc_client.trees.nnx.model_parts import HasGraph
+from storesvc_client.trees.nnx.recipes import Recipe
+from storesvc_client.trees.nnx.restore_model import (
     Options,
     Request,
     plan_module,
     plan_state,
 )
-from storesvc_client.trees.recipes import Recipe
 
 __all__ = ["Rehearsal", "Rehearser"]
 

@@ -27,14 +27,14 @@ from storesvc_client.errors import (
     MismatchError,
     StoreError,
 )
-from storesvc_client.trees.casting import cast_floating
-from storesvc_client.trees.config_classes import (
+from storesvc_client.trees.nnx.casting import cast_floating
+from storesvc_client.trees.nnx.config_classes import (
     built_config,
     factory_of,
     needed_arguments,
     takes_config,
 )
-from storesvc_client.trees.graphs import (
+from storesvc_client.trees.nnx.graphs import (
     GraphPath,
     GraphState,
     fill_graph,
@@ -43,14 +43,14 @@ from storesvc_client.trees.graphs import (
     merge_by_path,
     refine_graphs,
 )
-from storesvc_client.trees.making import nnx_init
-from storesvc_client.trees.parts import (
+from storesvc_client.trees.nnx.lazy_init import nnx_init
+from storesvc_client.trees.nnx.model_parts import (
     is_module,
     mesh_of,
     partition_rules_of,
     split_module,
 )
-from storesvc_client.trees.recipes import Recipe
+from storesvc_client.trees.nnx.recipes import Recipe
 
 __all__ = [
     "PARTS",

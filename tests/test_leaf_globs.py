@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from storesvc.format.keys import join_key
 from storesvc.format.names import InvalidNameError
 from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
-from storesvc_client.cli._paths import (
+from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,
     NamespacePath,

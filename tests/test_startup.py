@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client.cli._main import COMMANDS
+from storesvc_client.cli.group import COMMANDS
 from tests.server_process import ServerProcess
 
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
@@ -43,7 +43,9 @@ def imported_by_storectl(*arguments: str) -> set[str]:
 
 
 def commands_of(modules: set[str]) -> set[str]:
-    return {name for name in COMMANDS if f"storesvc_client.cli._{name}" in modules}
+    return {
+        name for name in COMMANDS if f"storesvc_client.cli.commands.{name}" in modules
+    }
 
 
 def test_help_imports_nothing_that_talks_to_a_store() -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 import storesvc_client as store
 from storesvc_client.cli import main
-from storesvc_client.cli._main import COMMANDS
+from storesvc_client.cli.group import COMMANDS
 
 
 @pytest.fixture

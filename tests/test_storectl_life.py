@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc_client.cli._main import COMMANDS
+from storesvc_client.cli.group import COMMANDS
 from tests.command_line import (
     document,
     printed,

@@ -2,13 +2,13 @@
 
 ``storectl --help`` shows how to use it. It starts fast: what is slow to import (click,
 gRPC, NumPy, rich, the server) is imported when it is needed, most of it by the commands
-that need it. Neither jax nor flax is imported by any of them. Begin at ``_main``.
+that need it. Neither jax nor flax is imported by any of them. Begin at ``group``.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from storesvc_client.cli._main import main
+    from storesvc_client.cli.group import main
 
 __all__ = ["main"]
 
@@ -16,6 +16,6 @@ __all__ = ["main"]
 def __getattr__(name: str) -> Any:
     if name != "main":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from storesvc_client.cli._main import main
+    from storesvc_client.cli.group import main
 
     return main

@@ -20,7 +20,7 @@ def run() -> None:
         signal.signal(signal.SIGINT, interrupt)
     try:
         # inside, so that Ctrl-C during the imports ends in a sentence, too
-        from storesvc_client.cli._main import main
+        from storesvc_client.cli.group import main
 
         main(prog_name="storectl")
     except (KeyboardInterrupt, ImportError):

@@ -8,8 +8,8 @@ from typing import Any, Final, TypeVar
 import click
 from click.core import ParameterSource
 
-from storesvc_client.cli._arguments import store_target
-from storesvc_client.cli._connection import DEFAULT_TARGET, VERBOSE, Connection
+from storesvc_client.cli.arguments import store_target
+from storesvc_client.cli.connection import DEFAULT_TARGET, VERBOSE, Connection
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

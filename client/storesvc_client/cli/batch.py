@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
-from storesvc_client.cli._connection import Connection
-from storesvc_client.cli._output import print_json, print_note
-from storesvc_client.cli._paths import CheckpointPath
-from storesvc_client.cli._refusal import Refusal, json_line
+from storesvc_client.cli.connection import Connection
+from storesvc_client.cli.errors import Refusal, json_line
+from storesvc_client.cli.output import print_json, print_note
+from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:
     from storesvc_client import Run

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from storesvc_client.cli._output import (
+from storesvc_client.cli.output import (
     Column,
     plural,
     print_json,

@@ -2,9 +2,9 @@
 
 import click
 
-from storesvc_client.cli._arguments import json_option
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import print_json, printable
+from storesvc_client.cli.arguments import json_option
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.output import print_json, printable
 
 
 @click.command()

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client.cli._arguments import duration, json_option, run_path
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import duration, json_option, run_path
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.output import (
     ABSENT,
     Column,
     json_value,
@@ -19,7 +19,7 @@ from storesvc_client.cli._output import (
     size_text,
     time_text,
 )
-from storesvc_client.cli._paths import RunPath
+from storesvc_client.cli.paths import RunPath
 
 if TYPE_CHECKING:
     from storesvc_client import RetentionDecision, RetentionPolicy, Run

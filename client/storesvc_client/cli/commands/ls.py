@@ -5,28 +5,28 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client.cli._arguments import any_path, json_option
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._listing import Listing
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import any_path, json_option
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.leaf_selection import (
+    dtype_text,
+    key_text,
+    select_leaves,
+    shape_text,
+)
+from storesvc_client.cli.listing import Listing
+from storesvc_client.cli.output import (
     ABSENT,
     Column,
     pairs_text,
     size_text,
     time_text,
 )
-from storesvc_client.cli._paths import (
+from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,
     NamespacePath,
     RunPath,
     StorePath,
-)
-from storesvc_client.cli._selection import (
-    dtype_text,
-    key_text,
-    select_leaves,
-    shape_text,
 )
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Final
 
 import click
 
-from storesvc_client.cli._arguments import duration, store_root
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli.arguments import duration, store_root
+from storesvc_client.cli.errors import Refusal
 
 _LEVELS: Final = ("debug", "info", "warning", "error")
 

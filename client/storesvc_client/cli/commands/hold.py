@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client.cli._arguments import duration, json_option, run_or_checkpoint
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._listing import Listing
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import duration, json_option, run_or_checkpoint
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.listing import Listing
+from storesvc_client.cli.output import (
     ABSENT,
     Column,
     print_json,
     print_note,
     time_text,
 )
-from storesvc_client.cli._paths import CheckpointPath, RunPath
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError, HoldInfo, Run
@@ -114,7 +114,7 @@ def _run_held(
 ) -> int:
     """Returns the exit code of the command, run while the checkpoint is held."""
     from storesvc_client import StoreError
-    from storesvc_client.cli._running import run_command
+    from storesvc_client.cli.child_process import run_command
 
     code = None
     with connection.open() as client:

@@ -4,17 +4,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from storesvc_client.cli._arguments import json_option, whole_checkpoint
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import json_option, whole_checkpoint
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.output import (
     count_text,
     json_value,
     print_json,
     printable,
     size_text,
 )
-from storesvc_client.cli._paths import CheckpointPath
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:
     from storesvc_client import Client, Verification
@@ -57,7 +57,7 @@ def verify(connection: Connection, *, path: CheckpointPath, as_json: bool) -> No
 
 def _verify(client: "Client", path: CheckpointPath) -> "Verification":
     """Returns what is found; shows how far it is."""
-    from storesvc_client.cli._progress import progress
+    from storesvc_client.cli.progress import progress
 
     run = client.run(path.run)
     checkpoint = run.checkpoint(path.which)

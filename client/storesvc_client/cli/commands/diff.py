@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client.cli._arguments import json_option, whole_checkpoint
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import json_option, whole_checkpoint
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.leaf_selection import sizes_text
+from storesvc_client.cli.output import (
     ABSENT,
     Column,
     count_text,
     print_json,
     print_table,
 )
-from storesvc_client.cli._paths import CheckpointPath
-from storesvc_client.cli._selection import sizes_text
+from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:
     from storesvc_client import Diff, LeafDifference

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client.cli._arguments import duration, json_option, parent_path
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import duration, json_option, parent_path
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.output import (
     ABSENT,
     Column,
     print_json,
     print_note,
     print_table,
 )
-from storesvc_client.cli._paths import NamespacePath, RunPath
+from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
     from storesvc_client import Collected

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client.cli._arguments import json_option, leaf_path
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import json_option, leaf_path
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.leaf_selection import (
+    Selection,
+    dtype_text,
+    key_text,
+    select_leaves,
+    shape_text,
+)
+from storesvc_client.cli.output import (
     ABSENT,
     Column,
     count_text,
@@ -19,19 +26,12 @@ from storesvc_client.cli._output import (
     print_table,
     size_text,
 )
-from storesvc_client.cli._paths import LeafPath
-from storesvc_client.cli._selection import (
-    Selection,
-    dtype_text,
-    key_text,
-    select_leaves,
-    shape_text,
-)
+from storesvc_client.cli.paths import LeafPath
 
 if TYPE_CHECKING:
     from storesvc_client import Client, LeafInfo
-    from storesvc_client.cli._array_files import Arrays
-    from storesvc_client.cli._summary import Summary
+    from storesvc_client.cli.array_files import Arrays
+    from storesvc_client.cli.leaf_summary import Summary
 
 _COLUMNS: Final = (
     Column("KEY", folds=True),
@@ -86,7 +86,7 @@ def get(
 
 
 def _print_summaries(connection: Connection, path: LeafPath, *, as_json: bool) -> None:
-    from storesvc_client.cli._summary import summarize
+    from storesvc_client.cli.leaf_summary import summarize
 
     with connection.open() as client:
         selection = select_leaves(client, path)
@@ -108,7 +108,7 @@ def _write(
     force: bool,
     as_json: bool,
 ) -> None:
-    from storesvc_client.cli._array_files import FORMATS, replacing
+    from storesvc_client.cli.array_files import FORMATS, replacing
 
     if (file_format := FORMATS.get(output.suffix)) is None:
         raise click.BadParameter(
@@ -133,7 +133,7 @@ def _write(
 @contextmanager
 def _reading(client: "Client", selection: Selection) -> "Iterator[Arrays]":
     """Yields the arrays of the leaves, as they come; shows how far they are."""
-    from storesvc_client.cli._progress import progress
+    from storesvc_client.cli.progress import progress
 
     checkpoint = selection.checkpoint
 

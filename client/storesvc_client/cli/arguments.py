@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from storesvc.format.names import InvalidNameError
-from storesvc_client.cli._paths import (
+from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,
     NamespacePath,

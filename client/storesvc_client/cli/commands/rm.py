@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from storesvc_client.cli._arguments import duration, json_option, step_path
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import json_value, time_text
-from storesvc_client.cli._paths import CheckpointPath
-from storesvc_client.cli._refusal import Refusal
-from storesvc_client.cli._several import change_each
+from storesvc_client.cli.arguments import duration, json_option, step_path
+from storesvc_client.cli.batch import change_each
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.output import json_value, time_text
+from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:
     from storesvc_client import Checkpoint, Run

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from storesvc.format.names import InvalidNameError, check_tag
-from storesvc_client.cli._arguments import etag, json_option, run_or_checkpoint
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._listing import Listing
-from storesvc_client.cli._output import Column, print_json, time_text
-from storesvc_client.cli._paths import CheckpointPath, RunPath
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli.arguments import etag, json_option, run_or_checkpoint
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.listing import Listing
+from storesvc_client.cli.output import Column, print_json, time_text
+from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:
     from storesvc_client import DataLossError, Tag

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from storesvc_client.cli._arguments import parent_path
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import parent_path
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.errors import Interrupted, Refusal
+from storesvc_client.cli.output import (
     json_value,
     pairs_text,
     print_note,
     printable,
     size_text,
 )
-from storesvc_client.cli._paths import NamespacePath, RunPath
-from storesvc_client.cli._refusal import Interrupted, Refusal
+from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

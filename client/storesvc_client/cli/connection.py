@@ -16,8 +16,8 @@ import click
 
 from storesvc.format.layout import STORE
 from storesvc_client._values.gc_pause import collector_paused
-from storesvc_client.cli._native_log import native_log_hidden
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.native_log import native_log_hidden
 
 if TYPE_CHECKING:
     from storesvc_client import Client

@@ -4,18 +4,18 @@ from typing import Any, Final
 
 import click
 
-from storesvc_client.cli._arguments import checkpoint_path, json_option
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._outline import Node, draw, grow
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import checkpoint_path, json_option
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.leaf_selection import Selection, select_leaves
+from storesvc_client.cli.leaf_tree import Node, draw, grow
+from storesvc_client.cli.output import (
     Column,
     count_text,
     print_json,
     print_table,
     size_text,
 )
-from storesvc_client.cli._paths import CheckpointPath, LeafPath
-from storesvc_client.cli._selection import Selection, select_leaves
+from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
 _COLUMNS: Final = (Column(""), Column(""), Column("", right=True))
 

@@ -6,9 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from storesvc_client.cli._arguments import checkpoint_path, json_option
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import checkpoint_path, json_option
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.leaf_selection import (
+    Selection,
+    dtype_text,
+    select_leaf,
+    shape_text,
+    sizes_text,
+)
+from storesvc_client.cli.output import (
     ABSENT,
     count_text,
     json_value,
@@ -19,14 +26,7 @@ from storesvc_client.cli._output import (
     size_text,
     time_text,
 )
-from storesvc_client.cli._paths import CheckpointPath, LeafPath
-from storesvc_client.cli._selection import (
-    Selection,
-    dtype_text,
-    select_leaf,
-    shape_text,
-    sizes_text,
-)
+from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
 if TYPE_CHECKING:
     from storesvc.format.names import Which

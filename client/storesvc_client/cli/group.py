@@ -10,9 +10,9 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from storesvc_client.cli._connection import VERBOSE, Connection
-from storesvc_client.cli._global_options import accept_global_options, global_options
-from storesvc_client.cli._refusal import Interrupted, Refusal, json_line
+from storesvc_client.cli.connection import VERBOSE, Connection
+from storesvc_client.cli.errors import Interrupted, Refusal, json_line
+from storesvc_client.cli.global_options import accept_global_options, global_options
 
 COMMANDS: Final = (
     *("ls", "tree", "stat", "get", "diff", "verify", "watch"),
@@ -100,7 +100,7 @@ class _Group(click.Group):
 
 @cache
 def _command(name: str) -> click.Command:
-    module = import_module(f"storesvc_client.cli._{name}")
+    module = import_module(f"storesvc_client.cli.commands.{name}")
     command: click.Command = getattr(module, name)
     accept_global_options(command)
     return command

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from storesvc_client.cli._arguments import json_option, step_path
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._paths import CheckpointPath
-from storesvc_client.cli._several import change_each
+from storesvc_client.cli.arguments import json_option, step_path
+from storesvc_client.cli.batch import change_each
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:
     from storesvc_client import Run

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from storesvc_client._values.key_patterns import keys_below, matching_keys, nearest_keys
-from storesvc_client.cli._output import count_text, printable
-from storesvc_client.cli._paths import CheckpointPath, LeafPath
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.output import count_text, printable
+from storesvc_client.cli.paths import CheckpointPath, LeafPath
 
 if TYPE_CHECKING:
     from storesvc_client import Client, LeafInfo

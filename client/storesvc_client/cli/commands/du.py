@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from storesvc_client.cli._arguments import any_path, json_option
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import (
+from storesvc_client.cli.arguments import any_path, json_option
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.output import (
     Column,
     json_value,
     print_fields,
@@ -17,7 +17,7 @@ from storesvc_client.cli._output import (
     print_table,
     size_text,
 )
-from storesvc_client.cli._paths import (
+from storesvc_client.cli.paths import (
     CheckpointPath,
     LeafPath,
     NamespacePath,

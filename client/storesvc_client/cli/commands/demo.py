@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from storesvc_client.cli._arguments import store_target
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli.arguments import store_target
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.errors import Refusal
 
 if TYPE_CHECKING:
     from storesvc_client.demo.job import Served

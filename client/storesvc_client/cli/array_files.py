@@ -20,12 +20,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
-from storesvc_client.cli._output import count_text, printable
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.output import count_text, printable
 
 if TYPE_CHECKING:
     from storesvc_client import LeafInfo
-    from storesvc_client.cli._summary import Array
+    from storesvc_client.cli.leaf_summary import Array
 
 Arrays: TypeAlias = "Iterable[tuple[LeafInfo, Array]]"
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
-from storesvc_client.cli._arguments import json_option, whole_checkpoint
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._output import pairs_text, print_fields, print_json
-from storesvc_client.cli._paths import CheckpointPath
+from storesvc_client.cli.arguments import json_option, whole_checkpoint
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.output import pairs_text, print_fields, print_json
+from storesvc_client.cli.paths import CheckpointPath
 
 if TYPE_CHECKING:
     from storesvc_client import Checkpoint, Run

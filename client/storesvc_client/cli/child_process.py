@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Final
 
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli.errors import Refusal
 
 _TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
 """What a terminal sends to all processes in its foreground."""

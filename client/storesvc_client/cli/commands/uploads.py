@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import click
 
-from storesvc_client.cli._arguments import json_option, parent_path
-from storesvc_client.cli._connection import Connection, pass_connection
-from storesvc_client.cli._listing import Listing
-from storesvc_client.cli._output import ABSENT, Column, print_json, time_text
-from storesvc_client.cli._paths import NamespacePath, RunPath
-from storesvc_client.cli._refusal import Refusal
+from storesvc_client.cli.arguments import json_option, parent_path
+from storesvc_client.cli.connection import Connection, pass_connection
+from storesvc_client.cli.errors import Refusal
+from storesvc_client.cli.listing import Listing
+from storesvc_client.cli.output import ABSENT, Column, print_json, time_text
+from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
     from storesvc_client import Client, DataLossError, Run, UploadInfo

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
-from storesvc_client.cli._output import count_text, size_text
-from storesvc_client.cli._selection import dtype_text, shape_text
+from storesvc_client.cli.leaf_selection import dtype_text, shape_text
+from storesvc_client.cli.output import count_text, size_text
 
 if TYPE_CHECKING:
     from storesvc_client import LeafInfo

@@ -28,8 +28,8 @@ from storesvc_client.demo.claims import (
     History,
     relative_difference,
 )
-from storesvc_client.demo.events import Event, Restored
-from storesvc_client.demo.holding import is_between_saves
+from storesvc_client.demo.job_log import Event, Restored
+from storesvc_client.demo.kill_point import is_between_saves
 from storesvc_client.demo.processes import DemoError, Trainer, storectl
 from tests.fake_gcs import FakeGcs
 from tests.server_process import ServerProcess

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from storesvc_client.demo.claims import History, claims_of
-from storesvc_client.demo.events import (
+from storesvc_client.demo.job_log import (
     Committed,
     Event,
     Restored,

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from storesvc_client.demo.events import Committed, Event, SaveBegun, Step, parse
-from storesvc_client.demo.holding import is_between_saves
+from storesvc_client.demo.job_log import Committed, Event, SaveBegun, Step, parse
+from storesvc_client.demo.kill_point import is_between_saves
 
 JOB = """
-from storesvc_client.demo.events import Committed, SaveBegun, Step, line
-from storesvc_client.demo.holding import held_between_saves
+from storesvc_client.demo.job_log import Committed, SaveBegun, Step, line
+from storesvc_client.demo.kill_point import held_between_saves
 
 def trained():
     for step in range(1, 61):

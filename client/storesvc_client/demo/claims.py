@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc_client.demo.events import Committed, Event, Restored, SaveBegun, Step
+from storesvc_client.demo.job_log import Committed, Event, Restored, SaveBegun, Step
 
 __all__ = [
     "HOW_JUDGED",

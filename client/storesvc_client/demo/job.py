@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from storesvc_client.demo.claims import HOW_JUDGED, Claim, History, claims_of
 from storesvc_client.demo.curves import loss_table, sparkline
-from storesvc_client.demo.events import Committed, Event, Restored, SaveBegun, Step
-from storesvc_client.demo.holding import is_between_saves
+from storesvc_client.demo.job_log import Committed, Event, Restored, SaveBegun, Step
+from storesvc_client.demo.kill_point import is_between_saves
 from storesvc_client.demo.processes import DemoError, Server, Trainer, storectl
 
 __all__ = ["Served", "run_demo"]

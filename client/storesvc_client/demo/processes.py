@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from storesvc_client.demo.events import Event, parse
+from storesvc_client.demo.job_log import Event, parse
 
 __all__ = ["DemoError", "Server", "Trainer", "storectl"]
 

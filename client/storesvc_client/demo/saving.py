@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from storesvc_client import Run, Save
 from storesvc_client.demo.digest import digest_of
-from storesvc_client.demo.events import Committed, Event, SaveBegun, Step
+from storesvc_client.demo.job_log import Committed, Event, SaveBegun, Step
 from storesvc_client.easydel import save_state
 from storesvc_client.trees.easydel import EasyDeLState
 

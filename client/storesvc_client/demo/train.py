@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from storesvc.format.names import Which
 from storesvc_client import connect
-from storesvc_client.demo.events import Event, line
+from storesvc_client.demo.job_log import Event, line
 
 if TYPE_CHECKING:
     from storesvc_client.demo.training import Training
@@ -110,7 +110,7 @@ def _events(arguments: argparse.Namespace) -> Iterator[Event]:
 def _stored_events(
     arguments: argparse.Namespace, training: "Training"
 ) -> Iterator[Event]:
-    from storesvc_client.demo.holding import held_between_saves
+    from storesvc_client.demo.kill_point import held_between_saves
     from storesvc_client.demo.saving import saved
 
     with connect(

@@ -21,7 +21,7 @@ from storesvc_client import Run
 from storesvc_client._pytree.partition_rules import shardings_by_rules
 from storesvc_client.demo.corpus import Corpus
 from storesvc_client.demo.digest import digest_of
-from storesvc_client.demo.events import Restored, Step
+from storesvc_client.demo.job_log import Restored, Step
 from storesvc_client.demo.model import (
     RULES,
     WINDOW,

@@ -87,7 +87,7 @@ class Run:
             self.go_on()
 
     def needed(self, slots: dict[int, pb.CheckpointRecord]) -> set[str]:
-        """What stays by ``marking``, of what was read."""
+        """What stays by ``mark``, of what was read."""
         found = set()
         for slot in slots.values():
             if slot.state in CHECKPOINTS:

@@ -7,7 +7,7 @@ one cannot go on with:
    its commit (``history``), the pass ends here.
 2. The retention policy is applied.
 3. Deleted checkpoints whose time has come are purged.
-4. The run is read as it is then, and ``marking`` says what is garbage. The steps
+4. The run is read as it is then, and ``mark`` says what is garbage. The steps
    before need no such read, so that they go on in a run that never holds still.
 5. Garbage is deleted: what points to data files, data files, what no list shows of
    uploads that are gone, records of uploads.

@@ -3,7 +3,7 @@
 An upload is ended by its slot, as by AbortUpload: it becomes FREE, on the condition
 that it has not changed since it was read. So an upload that has begun, and was never
 heard of again, cannot reserve its step any more either. Whether a lease is over is
-for ``leases`` to say, by what this process has seen of it.
+for ``lease_clock`` to say, by what this process has seen of it.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """What is garbage: from what was read of a run.
 
 A collector lists the objects of a run, and then reads all its slots until two reads
-agree. ``agreement`` says when they do, and why the second one then has all that needed
-anything at one moment. What these functions call garbage may be deleted at any time
-after that, whatever else goes on, for they keep to these rules:
+agree. ``read_agreement`` says when they do, and why the second one then has all that
+needed anything at one moment. What these functions call garbage may be deleted at any
+time after that, whatever else goes on, for they keep to these rules:
 
 1. An upload *lives* while its slot is UPLOADING by it. All that carries its id stays,
    and all that carries the id of its predecessor, which it may claim.

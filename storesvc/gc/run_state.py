@@ -2,7 +2,7 @@
 
 The objects are listed first, and only then the slots are read. One read of each tells
 what may end. For garbage they are all read again, until two reads in a row agree, as
-``agreement`` means it; ``marking`` says what follows from that.
+``read_agreement`` means it; ``mark`` says what follows from that.
 """
 
 from collections.abc import Mapping, Sequence

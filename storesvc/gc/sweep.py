@@ -1,6 +1,6 @@
 """The garbage of a run: found by what was read, and by what this process has seen.
 
-``marking`` decides; this module reads for it, and tells what has been so for how long.
+``mark`` decides; this module reads for it, and tells what has been so for how long.
 Where a record tells when an upload ended, that moment counts; else, and where clocks
 differ, what this process has seen itself.
 """

@@ -1,6 +1,6 @@
 """Retention, applied to a run: what its policy does not keep is deleted, softly.
 
-``policies`` decides, over what was read; this module reads, asks it, and deletes on
+``policy`` decides, over what was read; this module reads, asks it, and deletes on
 the condition that a checkpoint is still the one that was judged. What changed
 meanwhile is left for the next time. Of a checkpoint only a few small values are held.
 """

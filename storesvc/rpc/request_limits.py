@@ -33,8 +33,8 @@ _MAX_FRAME_PIECES: Final = FRAME_BYTES // (CHECKSUM_BYTES + 1)
 """As many of the smallest chunks as fit a frame."""
 
 _MAX_RULES: Final = MAX_SMALL_BYTES // 2
-"""As many as fit a request: ``policy_bounds`` has the real limits, with errors of their
-own."""
+"""As many as fit a request: ``retention.validation`` has the real limits, with errors
+of their own."""
 
 LARGE: Final = frozenset(
     {

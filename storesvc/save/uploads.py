@@ -3,7 +3,7 @@
 Keeps no state: whatever a call needs it reads from the bucket, so any process
 can serve any call of any upload. ``slots`` decides; this module reads, asks it,
 and writes on the condition that nothing changed meanwhile. What an upload stores
-is in ``receiving``, how it becomes a checkpoint in ``commits``.
+is in ``receiver``, how it becomes a checkpoint in ``commit``.
 """
 
 import asyncio

@@ -22,7 +22,7 @@ _KINDS: Final[Mapping[str, type[StoreError]]] = {
 
 
 class Job(Protocol):
-    """The processes of a job, seen from one of them; made by ``trees.processes``."""
+    """The processes of a job, seen from one of them; made by ``_pytree.jax_job``."""
 
     @property
     def index(self) -> int:

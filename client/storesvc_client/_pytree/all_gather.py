@@ -14,7 +14,7 @@ from storesvc_client.errors import UnavailableError
 
 
 def all_gather(own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
-    """See ``_spreading.Gather``: by the first device of each process.
+    """See ``peer_source.Gather``: by the first device of each process.
 
     Raises:
         UnavailableError: One of them died meanwhile, or cannot be reached.

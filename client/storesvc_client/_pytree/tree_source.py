@@ -23,7 +23,7 @@ AHEAD_BYTES: Final = 256 << 20
 
 
 class TreeSource:
-    """A tree to be copied; see ``_snapshotting.Source``."""
+    """A tree to be copied; see ``_save.snapshot.Source``."""
 
     def __init__(self, plan: Plan, values: Sequence[Any]) -> None:
         self._plan = plan

@@ -224,7 +224,7 @@ class Connection:
             act: May be repeated.
 
         Raises:
-            UnavailableError: As ``_retrying.until``.
+            UnavailableError: As ``retry.until``.
         """
         with self._waiting(call, deadline) as wait:
             return until(deadline, lambda: self._tried(wait, act, deadline))

@@ -1,8 +1,8 @@
 """The certificates of a client, and why they, or those of a server, are refused.
 
 Calls use what the files hold when they begin: a channel is dialled anew once they have
-changed (see ``_renewing``). Files that do not fit each other, as between the renaming
-of one and of the next, are passed over until they change again.
+changed (see ``certificate_renewal``). Files that do not fit each other, as between the
+renaming of one and of the next, are passed over until they change again.
 """
 
 import socket

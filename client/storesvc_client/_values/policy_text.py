@@ -9,7 +9,7 @@
              | "newer-than(" DURATION ")" | "steps(" STEP { "," STEP } ")"
              | "best(" COUNT "," METRIC "," "min" | "max" [ "," "or-without" ] ")"
              | "tagged" | "pinned"
-    DURATION = one as in ``_durations``: "7 days", "90m"
+    DURATION = one as in ``durations``: "7 days", "90m"
     METRIC   = a word, or a JSON string
 
 What is printed is read again as the same policy, and any of it can be printed.

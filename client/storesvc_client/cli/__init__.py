@@ -2,7 +2,8 @@
 
 ``storectl --help`` shows how to use it. It starts fast: what is slow to import (click,
 gRPC, NumPy, rich, the server) is imported when it is needed, most of it by the commands
-that need it. Neither jax nor flax is imported by any of them. Begin at ``group``.
+that need it. Neither jax nor flax is imported by any of them. Begin at `group.py`;
+`commands/` has a module for each command.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""One training process of the demo. What it prints: `events`.
+"""One training process of the demo. What it prints: `job_log`.
 
     python -m storesvc_client.demo.train --store 127.0.0.1:7070 --run demo/pydoc-lm \\
         --mesh dp=2,fsdp=2,tp=2 --steps 60 --save-every 10

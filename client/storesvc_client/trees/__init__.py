@@ -1,20 +1,10 @@
-"""State trees: the only folder of the client that imports jax and flax.
+"""Names, saves and restores models: NNX graphs, Linen variables, EasyDeL states.
 
-Saving goes from a tree to named leaves, and restoring from named leaves to a tree:
+It imports jax and flax, and of the client everything below it; only `easydel` and the
+demo import it. The modules here are public, and import `nnx` and `structure`, which are
+not.
 
-* ``flattening``, ``snapshot``: a tree as leaves with keys, and a copy of its bytes.
-* ``matching``, ``placing``, ``partitioning``, ``restoring``, ``nesting``: which leaf of
-  a checkpoint is which of the target, where it goes, and what is made of them.
-
-Models are trees whose structure is code. A restore asks the caller for the code, and
-compares it with what the checkpoint says of it:
-
-* ``easydel``: ``EasyDeLState``. ``parts``, ``protocols``: what a model tells of itself.
-* ``recipes``, ``structure``, ``containers``, ``config_differences``: what a checkpoint
-  tells of its model, as data.
-* ``blueprints``, ``sourcing``, ``optimizers``, ``rebuild``: from the code and a
-  checkpoint to the state.
-
-``traversals`` is the public face of ``dicts``, ``graphs``, ``making``, ``merging``,
-``meta_values``, ``pytrees`` and ``validating``; ``linen`` crosses over to Linen.
+Begin with `easydel.py` (``EasyDeLState``); `protocols.py` says what a model may offer,
+`traversals.py` has the functions of ``easydel.utils.traversals``, and `linen.py`
+converts between Linen and NNX.
 """

@@ -2,10 +2,10 @@
 
 1. *Draw* the blueprint: the caller's model, abstract; no array exists.
 2. *Compare* it with the recipe of the checkpoint: Variables, structure, optimizer.
-3. *Find* for each Variable the leaves that it comes from (``sourcing``). RNG counts
-   and keys that the checkpoint lacks are made anew; a count or key that was saved
-   never is: a run that goes on must draw the numbers it would have drawn. What else
-   is lacking is initialised only where that was asked for.
+3. *Find* for each Variable the leaves that it comes from (``variable_sources``). RNG
+   counts and keys that the checkpoint lacks are made anew; a count or key that was
+   saved never is: a run that goes on must draw the numbers it would have drawn. What
+   else is lacking is initialised only where that was asked for.
 4. *Restore* the leaves onto their devices. This refuses, listing all of them,
    leaves that are missing, left over or of another shape or dtype.
 5. *Merge* the pieces by path, and make the state of them.

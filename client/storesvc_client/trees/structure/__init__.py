@@ -11,6 +11,9 @@ Four things it keeps true:
 
 >>> document = encode_graphdef(nnx.graphdef(model))
 >>> nnx.merge(decode_graphdef(document, allow=[MyModel]), state)
+
+It imports flax, and of the client `_pytree` and what lies below it. Begin with
+`encoding.py` and `decoding.py`.
 """
 
 from storesvc_client.errors import StructureError

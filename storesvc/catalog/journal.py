@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 
+from storesvc.catalog.announcements import PATIENCE
 from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.clock import Clock
 from storesvc.errors import (
@@ -29,7 +30,6 @@ from storesvc.errors import (
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
-from storesvc.watch.events import PATIENCE
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 LEAST_AGE: Final = PATIENCE + timedelta(hours=1)

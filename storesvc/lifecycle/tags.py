@@ -8,6 +8,7 @@ back. A deleted tag stays as a record that names nothing, for those who watch.
 from typing import Final
 
 from storesvc.catalog import transitions
+from storesvc.catalog.announcements import NOTHING
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, sealed, timestamp, write_record
@@ -23,7 +24,6 @@ from storesvc.storage.bucket import (
     Generation,
     PreconditionError,
 )
-from storesvc.watch.events import NOTHING
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _TRIES: Final = 8

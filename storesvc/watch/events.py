@@ -22,13 +22,13 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from enum import Enum
 from itertools import accumulate, chain, pairwise
 from typing import Final, TypeAlias
 
 from storesvc.catalog import slots
-from storesvc.catalog.lease_clock import MARGIN
+from storesvc.catalog.announcements import NOTHING, PATIENCE
 from storesvc.catalog.records import etag_of
 from storesvc.errors import FormatUnsupportedError, InvalidResumeTokenError
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -36,17 +36,10 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 MAX_PENDING: Final = 256
 """Announcements that a position takes along; a token has some three bytes for each."""
 
-PATIENCE: Final = timedelta(days=1) + MARGIN
-"""How long a change may take after it was announced, a commit excepted: a day, by
-the clocks of two machines."""
-
 Held: TypeAlias = pb.CheckpointRecord | pb.TagRecord | None
 """What an announced object holds: a slot or a tag, or nothing."""
 
 _DELETIONS: Final = (pb.Announcement.KIND_DELETE, pb.Announcement.KIND_UNDELETE)
-
-NOTHING: Final = "none"
-"""``Announcement.replaces`` where there was no record."""
 
 _VERSION: Final = b"\1"
 _CHECK_BYTES: Final = 8

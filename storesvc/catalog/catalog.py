@@ -15,6 +15,7 @@ from typing import Final
 from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog.records import on_its_way, or_damage, read_listed, sound
 from storesvc.catalog.rollbacks import purged, put_back
+from storesvc.catalog.row_lookup import rows
 from storesvc.catalog.slot_reader import SlotReads
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING
 from storesvc.catalog.transitions import is_deleted, replaced
@@ -32,7 +33,7 @@ from storesvc.format.manifests import (
     unpack_manifest,
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
-from storesvc.storage.bounded_gather import AT_ONCE, rows
+from storesvc.storage.bounded_gather import AT_ONCE
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
 

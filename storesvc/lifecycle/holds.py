@@ -13,6 +13,7 @@ from storesvc.catalog import transitions
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.lease_clock import MARGIN
 from storesvc.catalog.records import duration, read_record, sealed, timestamp
+from storesvc.catalog.row_lookup import rows
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED, PURGING
 from storesvc.clock import Clock
 from storesvc.errors import (
@@ -24,7 +25,6 @@ from storesvc.errors import (
 )
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, HoldName, RunName
-from storesvc.storage.bounded_gather import rows
 from storesvc.storage.bucket import (
     IF_ABSENT,
     Bucket,

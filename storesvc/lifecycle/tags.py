@@ -12,12 +12,12 @@ from storesvc.catalog.announcements import NOTHING
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, sealed, timestamp, write_record
+from storesvc.catalog.row_lookup import rows
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED
 from storesvc.clock import Clock
 from storesvc.errors import ConflictError, CorruptDataError, TagProtectedError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
-from storesvc.storage.bounded_gather import rows
 from storesvc.storage.bucket import (
     IF_ABSENT,
     Bucket,

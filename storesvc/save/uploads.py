@@ -21,6 +21,7 @@ from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.records import duration, read_record, timestamp, write_record
 from storesvc.catalog.rollbacks import Rollbacks
+from storesvc.catalog.row_lookup import rows
 from storesvc.catalog.runs import Runs
 from storesvc.clock import Clock
 from storesvc.errors import (
@@ -42,7 +43,7 @@ from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
 from storesvc.save.leaf_tables import LeafTables
 from storesvc.save.plan_mismatch import difference, differing_rows
-from storesvc.storage.bounded_gather import AT_ONCE, each, rows
+from storesvc.storage.bounded_gather import AT_ONCE, each
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb

@@ -12,7 +12,6 @@ from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
 from storesvc.errors import InvalidFieldError
 from storesvc.fair_semaphore import FairSemaphore
-from storesvc.format.frames import part_of
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
 from storesvc.rpc import messages
@@ -34,6 +33,7 @@ from storesvc.rpc.message_budget import MemoryBudget
 from storesvc.rpc.paging import page
 from storesvc.rpc.request_limits import check_counts
 from storesvc.rpc.table_streams import PartStream
+from storesvc.rpc.upload_requests import part_of
 from storesvc.save.table_parts import LeafParts, SumParts, unpacked
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
 from storesvc.store import Store

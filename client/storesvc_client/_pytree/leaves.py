@@ -32,8 +32,8 @@ from storesvc.format.keys import (
     escape_part,
 )
 from storesvc.format.trees import PRNG_IMPLS, SavedSharding
+from storesvc_client._pytree.leaf_names import tree_path_to_string
 from storesvc_client.errors import UnsupportedLeafError
-from storesvc_client.trees.traversals import tree_path_to_string
 from storesvc_proto.v1 import tree_pb2 as pb
 
 SHOWN: Final = 20

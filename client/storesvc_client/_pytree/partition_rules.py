@@ -24,8 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from storesvc.format.keys import join_key
 from storesvc.format.trees import SavedSharding
+from storesvc_client._pytree.leaf_names import tree_path_to_string
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.traversals import tree_path_to_string
 
 __all__ = ["RECORDED", "Partitioner", "Rules", "check_mesh", "shardings_by_rules"]
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from flax import nnx
 
 from storesvc_client._pytree.leaves import list_problems
+from storesvc_client._pytree.paths import mapping_leaves
 from storesvc_client.errors import InvalidRequestError, MismatchError, StructureError
 from storesvc_client.trees.structure.allowed_names import Allowed, Table
 from storesvc_client.trees.structure.building import Builder
@@ -20,7 +21,6 @@ from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.plain import tag_of
 from storesvc_client.trees.structure.refusals import refusal, shown
 from storesvc_client.trees.structure.values import FAILURES
-from storesvc_client.trees.traversals import graph_leaves
 
 _PLACE: Final = "the structure"
 
@@ -82,7 +82,7 @@ def root_of(document: JSON) -> JSON:
 
 def _paths(state: Any) -> list[tuple[Any, ...]]:
     """Where flax found leaves, in order; a root may be a leaf itself."""
-    return list(graph_leaves(state)) if isinstance(state, nnx.State) else [()]
+    return list(mapping_leaves(state.raw_mapping)) if isinstance(state, nnx.State) else [()]
 
 
 def _of_template(document: JSON, template: Any) -> "nnx.GraphDef[Any]":

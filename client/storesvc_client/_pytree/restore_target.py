@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region, whole
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import allocate
 from storesvc_client._job.assignment import Holders
 from storesvc_client._pytree.leaves import list_problems
@@ -33,7 +34,6 @@ from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._pytree.placement import Placement, Placer, allows_wide
 from storesvc_client._pytree.plain_containers import Container
 from storesvc_client._pytree.save_plan import region_of
-from storesvc_client._restore.assembly import Buffer
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -21,14 +21,12 @@ from storesvc.format.dtypes import DTYPES
 from storesvc.format.grids import Region
 from storesvc.format.manifests import Manifest
 from storesvc.format.zarr import CHECKSUM_BYTES
+from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import (
     Bytes,
     Goal,
-    Group,
     Layout,
-    NDArrayAny,
     Run,
-    allocate,
     lay_out,
 )
 from storesvc_client._values.durations import NEVER, Deadline
@@ -42,54 +40,6 @@ _SHOWN: Final = 4
 """Data files that a message lists."""
 
 _log = logging.getLogger(__name__)
-
-_NOTHING: Final[Bytes] = np.empty(0, np.uint8)
-
-
-class Buffer:
-    """Regions of a leaf in memory, to be filled and handed over together."""
-
-    __slots__ = ("chunks_left", "dtype", "group", "is_begun", "memory", "row", "slabs")
-
-    def __init__(self, row: int, group: Group, dtype: "np.dtype[Any]") -> None:
-        self.row = row
-        """Of the leaf in the manifest."""
-        self.group = group
-        self.dtype = dtype
-        self.chunks_left = group.chunk_count
-        self.memory = _NOTHING
-        self.slabs: Sequence[NDArrayAny] = ()
-        self.is_begun = False
-        """Whether it is allocated, or was."""
-
-    @property
-    def regions(self) -> Sequence[Region]:
-        """What it holds."""
-        return self.group.regions
-
-    @property
-    def arrays(self) -> list[NDArrayAny]:
-        """The elements of each region."""
-        together = zip(self.slabs, self.group.slabs, strict=True)
-        return [array[index] for array, slab in together for index in slab.inside]
-
-    def begin(self) -> int:
-        """Allocates it, unless it is, and returns the bytes that were taken."""
-        if self.is_begun:
-            return 0
-        self.is_begun = True
-        self.memory = allocate(self.group.size_bytes)
-        self.slabs = [
-            self.memory[slab.start : slab.start + slab.size_bytes]
-            .view(self.dtype)
-            .reshape([stop - start for start, stop in slab.region])
-            for slab in self.group.slabs
-        ]
-        return self.group.size_bytes
-
-    def drop(self) -> None:
-        """Forgets the memory: whoever took the arrays owns it."""
-        self.memory, self.slabs = _NOTHING, ()
 
 
 @dataclass(slots=True, eq=False)

@@ -23,8 +23,9 @@ from storesvc.format.manifests import (
     Manifest,
 )
 from storesvc.format.names import CheckpointName, RunName
+from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._job.job import Job
-from storesvc_client._restore.assembly import Assembly, Buffer, ChunkSource
+from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.bucket_source import BucketSource
 from storesvc_client._restore.file_source import DirectSource
 from storesvc_client._restore.hold_lease import Lease

@@ -82,7 +82,11 @@ def root_of(document: JSON) -> JSON:
 
 def _paths(state: Any) -> list[tuple[Any, ...]]:
     """Where flax found leaves, in order; a root may be a leaf itself."""
-    return list(mapping_leaves(state.raw_mapping)) if isinstance(state, nnx.State) else [()]
+    return (
+        list(mapping_leaves(state.raw_mapping))
+        if isinstance(state, nnx.State)
+        else [()]
+    )
 
 
 def _of_template(document: JSON, template: Any) -> "nnx.GraphDef[Any]":

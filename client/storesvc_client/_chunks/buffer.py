@@ -1,0 +1,57 @@
+"""Buffers of a restore: regions of a leaf in host memory, filled chunk by chunk."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from storesvc.format.grids import Region
+from storesvc_client._chunks.buffer_layout import Bytes, Group, NDArrayAny, allocate
+
+_NOTHING: Final[Bytes] = np.empty(0, np.uint8)
+
+
+class Buffer:
+    """Regions of a leaf in memory, to be filled and handed over together."""
+
+    __slots__ = ("chunks_left", "dtype", "group", "is_begun", "memory", "row", "slabs")
+
+    def __init__(self, row: int, group: Group, dtype: "np.dtype[Any]") -> None:
+        self.row = row
+        """Of the leaf in the manifest."""
+        self.group = group
+        self.dtype = dtype
+        self.chunks_left = group.chunk_count
+        self.memory = _NOTHING
+        self.slabs: Sequence[NDArrayAny] = ()
+        self.is_begun = False
+        """Whether it is allocated, or was."""
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        """What it holds."""
+        return self.group.regions
+
+    @property
+    def arrays(self) -> list[NDArrayAny]:
+        """The elements of each region."""
+        together = zip(self.slabs, self.group.slabs, strict=True)
+        return [array[index] for array, slab in together for index in slab.inside]
+
+    def begin(self) -> int:
+        """Allocates it, unless it is, and returns the bytes that were taken."""
+        if self.is_begun:
+            return 0
+        self.is_begun = True
+        self.memory = allocate(self.group.size_bytes)
+        self.slabs = [
+            self.memory[slab.start : slab.start + slab.size_bytes]
+            .view(self.dtype)
+            .reshape([stop - start for start, stop in slab.region])
+            for slab in self.group.slabs
+        ]
+        return self.group.size_bytes
+
+    def drop(self) -> None:
+        """Forgets the memory: whoever took the arrays owns it."""
+        self.memory, self.slabs = _NOTHING, ()

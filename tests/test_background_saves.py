@@ -37,6 +37,7 @@ from storesvc_client._save.resend_window import Acknowledging
 from storesvc_client._save.slab_queue import Outbox, Wanted
 from storesvc_client._save.upload import Upload
 from tests.server_process import ServerProcess
+from tests.sessions import send_through_server
 from tests.small_disk import small_disk
 
 MIB = 1 << 20
@@ -65,7 +66,7 @@ def either(
         run = client.run(f"tests/background-{next(_names)}")
         yield run
         run.wait()
-        assert client._connection.staging._used_bytes == 0
+        assert client._session.staging._used_bytes == 0
 
 
 def slow_commits(seconds: float) -> Any:
@@ -292,7 +293,7 @@ def test_a_tree_larger_than_the_staging_is_saved_through_it(
     tree = {f"x{n}": np.full(10 * MIB, n, np.uint32) for n in range(8)}
     held: list[int] = []
     ended = threading.Event()
-    staging = either._connection.staging
+    staging = either._session.staging
 
     def watch() -> None:
         while not ended.is_set():
@@ -307,7 +308,7 @@ def test_a_tree_larger_than_the_staging_is_saved_through_it(
         watching.result()
 
     assert MIN_BUDGET_BYTES // 2 < max(held) <= MIN_BUDGET_BYTES
-    if either._connection.files is None:
+    if either._session.data_root is None:
         # The server took whole batches: for less it would have waited for seconds.
         total = sum(leaf.nbytes for leaf in tree.values())
         files = either.open(1)._manifest.places.files
@@ -336,7 +337,7 @@ def test_a_save_without_a_copy_takes_no_memory_for_what_lies_as_it_is_stored(
     assert [] == taken
     either.save(2, {"odd": np.ones((2003, 3001))}, snapshot="none").result()
     assert taken
-    assert 0 == either._connection.staging.held_bytes
+    assert 0 == either._session.staging.held_bytes
     found = either.restore(1)
     assert all(np.array_equal(tree[key], found[key]) for key in tree)
 
@@ -705,7 +706,7 @@ def starving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[store.
     chunks as over a socket."""
     monkeypatch.setattr(batches, "BATCH_SECONDS", 3600.0)
     with store.connect(tmp_path.as_uri(), staging_bytes=MIN_BUDGET_BYTES) as client:
-        client._connection.files = None
+        send_through_server(client)
         yield client
 
 

@@ -16,8 +16,9 @@ import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
+from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._restore import bucket_source
-from storesvc_client._restore.assembly import Assembly, Buffer
+from storesvc_client._restore.assembly import Assembly
 from storesvc_client._save import bucket_data_files
 from storesvc_client._storage.bucket import Asked
 from tests.conftest import gcs_root

@@ -22,6 +22,7 @@ from storesvc_client._save import bucket_data_files
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Stall, Status
 from tests.gcs_calls import BUCKET, GcsCalls
+from tests.sessions import send_through_server
 
 MIB = 1 << 20
 
@@ -99,7 +100,7 @@ def test_a_read_that_stalls_is_asked_twice_and_the_first_answer_counts(
 
 @pytest.mark.parametrize("limits", [HEDGED], indirect=True, ids=["hedged"])
 def test_a_server_asks_twice_too(limits: Limits, run: store.Run, gcs: FakeGcs) -> None:
-    run._connection.files = None  # as over a socket
+    send_through_server(run)
     gcs.fault("GET .*pool", Stall())
 
     assert_equal(run.restore(0))
@@ -305,7 +306,7 @@ def test_an_object_whose_writing_stalls_is_written_beside_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if not is_direct:
-        run._connection.files = None  # as over a socket
+        send_through_server(run)
     gcs.fault("POST /upload.*pool", Stall())
     tree = {key: leaf + 1 for key, leaf in TREE.items()}
 
@@ -333,7 +334,7 @@ def test_who_waits_to_be_acknowledged_is_not_refused_for_sending_nothing(
     size = sum(leaf.nbytes for leaf in tree.values())
 
     with store.connect(root, staging_bytes=MIN_BUDGET_BYTES) as client:
-        client._connection.files = None  # as over a socket
+        send_through_server(client)
         gcs.fault("POST /upload.*pool", Stall())
         run = client.run("tests/late")
         run.save(1, tree).result()

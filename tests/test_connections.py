@@ -10,11 +10,7 @@ import grpc
 import pytest
 
 import storesvc_client as store
-from storesvc_client._rpc.connection import (
-    DEFAULT_STAGING_BYTES,
-    Connection,
-    open_connection,
-)
+from storesvc_client._rpc.connection import Connection, open_connection
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
@@ -29,7 +25,6 @@ def connection(target: str) -> Connection:
         key=None,
         insecure=False,
         timeout=10,
-        staging_bytes=DEFAULT_STAGING_BYTES,
     )
 
 

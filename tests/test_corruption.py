@@ -18,6 +18,7 @@ from storesvc.format.names import RunName
 from storesvc_client._restore import server_source
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 from tests import stored_records
+from tests.sessions import send_through_server
 
 TREE = {
     "embed": {"kernel": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1)},
@@ -49,7 +50,7 @@ def restore(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
     def restored(root: Path) -> Any:
         with store.connect(root.as_uri()) as client:
             if request.param == "streamed":
-                client._connection.files = None
+                send_through_server(client)
             return client.run("tests/damage").restore("latest")
 
     return restored
@@ -151,7 +152,7 @@ def test_where_one_stream_fails_no_other_goes_on(
     with store.connect(tmp_path.as_uri()) as client:
         run = client.run("tests/damage")
         run.save(1, {f"{n}": np.full(2**21, n, np.int64) for n in range(16)}).result()
-        client._connection.files = None  # as over a socket
+        send_through_server(client)
         run.restore(1)
         assert server_source.STREAMS == len(begun)
         begun.clear()

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 import storesvc_client as store
 from storesvc.format.grids import whole
 from storesvc.format.reads import Read
-from storesvc_client._restore.assembly import Assembly, Buffer
+from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.memory_budget import Budget
 from tests.bench.speed.meters import measured, memory_mib, settle
 from tests.server_process import ServerProcess

@@ -176,14 +176,15 @@ CLIENT = """
 import sys
 from datetime import timedelta
 import storesvc_client as store
-from storesvc_client import _direct
+from storesvc_client._restore import file_source
+from tests.sessions import send_through_server
 root, marker, route = sys.argv[1:]
 client = store.connect(root)
 opened = client.run("tests/hangs").open(3)
 if route == "streamed":
-    client._connection.files = None  # through the embedded server
+    send_through_server(client)
 if route == "direct":
-    _direct.READ_SECONDS = 0.5
+    file_source.READ_SECONDS = 0.5
 open(marker, "w").close()
 try:
     opened.restore(deadline=timedelta(seconds=3600 if route == "direct" else 1))

@@ -13,8 +13,9 @@ from storesvc.format.chunks import Places, Sums
 from storesvc.format.grids import Grid, Region, part, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
+from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import Run, allocate, lay_out
-from storesvc_client._restore.assembly import Assembly, Buffer
+from storesvc_client._restore.assembly import Assembly
 from storesvc_proto.v1 import tree_pb2 as pb
 
 

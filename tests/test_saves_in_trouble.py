@@ -23,6 +23,7 @@ from storesvc_client._rpc import retry
 from storesvc_client._save.resend_window import Acknowledging
 from tests.contract import tree_of
 from tests.server_process import ServerProcess
+from tests.sessions import send_through_server
 
 MIB = 1 << 20
 
@@ -32,7 +33,7 @@ def local(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[store.Clie
     """A client of an embedded store, that writes files by itself or not."""
     with store.connect(f"file://{tmp_path}/store", staging_bytes=128 * MIB) as client:
         if request.param == "streamed":
-            client._connection.files = None
+            send_through_server(client)
         yield client
 
 
@@ -48,7 +49,7 @@ def test_a_save_that_fails_gives_all_its_staging_back(
     state = {"x": np.arange(24 * MIB, dtype=np.float32)}
     with pytest.raises(store.StoreError):
         run.save(2, state, base=None).result()
-    assert 0 == local._connection.staging._used_bytes
+    assert 0 == local._session.staging._used_bytes
 
 
 _INTERRUPTED = """
@@ -122,7 +123,7 @@ def test_a_save_whose_memory_comes_late_is_not_refused_as_stalled(
 ) -> None:
     monkeypatch.setattr(boundary, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.2)
-    staging = local._connection.staging
+    staging = local._session.staging
     held = staging.take(128 * MIB, given_up=lambda: False, waiting=lambda: None)
     assert held is not None  # by a slow save of another run
     threading.Timer(4, lambda: staging.give_back(held)).start()

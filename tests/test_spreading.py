@@ -12,9 +12,10 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.grids import whole
+from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._job import assignment
 from storesvc_client._restore import peer_plan, peer_source
-from storesvc_client._restore.assembly import Assembly, Buffer
+from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._restore.peer_plan import Spread
 from storesvc_client._restore.peer_source import SpreadSource

@@ -15,12 +15,9 @@ from storesvc_client._api.collection import ClientCollection
 from storesvc_client._api.run import Run
 from storesvc_client._api.uploads import ClientUploads
 from storesvc_client._api.watch import watch
-from storesvc_client._rpc.connection import (
-    DEFAULT_STAGING_BYTES,
-    Connection,
-    open_connection,
-)
+from storesvc_client._rpc.connection import Connection, open_connection
 from storesvc_client._rpc.paging import OnDamage, rows
+from storesvc_client._session import DEFAULT_STAGING_BYTES, Session, new_staging
 from storesvc_client._storage.root import check_root, direct_root
 from storesvc_client._values.resource_names import namespace_resource, run_name
 from storesvc_client._values.values import Event, RunInfo, ServerInfo
@@ -80,6 +77,7 @@ def connect(
             client is refused.
         PreconditionError: The bucket lets the store, or this process, not in.
     """
+    staging = new_staging(staging_bytes)
     connection = open_connection(
         target,
         ca=Path(ca) if ca is not None else None,
@@ -87,19 +85,16 @@ def connect(
         key=Path(key) if key is not None else None,
         insecure=insecure,
         timeout=timeout,
-        staging_bytes=staging_bytes,
     )
-    client = Client(connection)
     try:
         info = _greeted(connection)
         root = direct_root(target, direct)
         if root is not None:
             check_root(root, store_uid=info.store_uid, timeout=timeout)
-        connection.files = root
+        return Client(Session(connection, staging, root))
     except BaseException:
-        client.close()
+        connection.close()
         raise
-    return client
 
 
 def _greeted(connection: Connection) -> ServerInfo:
@@ -121,9 +116,10 @@ def _info(connection: Connection, ask: Callable[..., Any]) -> ServerInfo:
 class Client(ClientCollection, ClientUploads):
     """A connection to one store; made by ``connect``. Threads may share it."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._stub = CheckpointServiceStub(connection.channel)
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._connection = session.connection
+        self._stub = CheckpointServiceStub(session.connection.channel)
         self._runs: dict[RunName, Run] = {}
         _close_at_exit(weakref.ref(self))
 
@@ -143,7 +139,7 @@ class Client(ClientCollection, ClientUploads):
         """
         parsed = run_name(name)
         # one object a run, so that its saves wait for each other
-        return self._runs.setdefault(parsed, Run(self._connection, parsed))
+        return self._runs.setdefault(parsed, Run(self._session, parsed))
 
     def runs(
         self, namespace: str | None = None, *, on_damage: OnDamage = None
@@ -221,7 +217,7 @@ class Client(ClientCollection, ClientUploads):
                     )
             raise
         finally:
-            self._connection.close()
+            self._session.close()
         for other in errors[1:]:
             errors[0].add_note(f"another save failed too: {other}")
         if errors:

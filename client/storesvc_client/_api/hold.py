@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from storesvc_client._restore.hold_lease import Lease
-from storesvc_client._rpc.connection import Connection
+from storesvc_client._session import Session
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ class Hold:
     still be read.
     """
 
-    def __init__(self, connection: Connection, lease: Lease) -> None:
+    def __init__(self, session: Session, lease: Lease) -> None:
         from storesvc_client._restore.open import open_checkpoint
 
         self._lease = lease
         self._opened = open_checkpoint(
-            connection, lease.checkpoint, uid=lease.uid, held_by=lease
+            session, lease.checkpoint, uid=lease.uid, held_by=lease
         )
         self.checkpoint = self._opened.info
         """What is held, as it was when the hold was taken."""

@@ -8,7 +8,7 @@ from storesvc.format.names import HoldName, InvalidNameError, TagName, Which
 from storesvc_client._api.hold import Hold
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._rpc.paging import OnDamage
-from storesvc_client._rpc.run_stub import RunBase
+from storesvc_client._session import SessionRun
 from storesvc_client._values.arguments import (
     checked_flag,
     checked_labels,
@@ -26,7 +26,7 @@ from storesvc_client.errors import (
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 
-class RunLife(RunBase):
+class RunLife(SessionRun):
     """Changes, deletes, names and holds the checkpoints of a run."""
 
     def update(
@@ -276,7 +276,7 @@ class RunLife(RunBase):
             self._connection, self._checkpoint_name(which), owner=owner, ttl=ttl
         )
         try:
-            return Hold(self._connection, lease)
+            return Hold(self._session, lease)
         except BaseException:
             lease.end()
             raise

@@ -193,7 +193,7 @@ class Run(
                 str(name), lambda: self._fixed_name(which, deadline).resource, deadline
             )
             name, job = CheckpointName.from_resource(found), joint.job
-        return open_checkpoint(self._connection, name, job=job, deadline=deadline)
+        return open_checkpoint(self._session, name, job=job, deadline=deadline)
 
     def checkpoints(self, *, on_damage: OnDamage = None) -> Iterator[Checkpoint]:
         """Yields the checkpoints, newest first.

@@ -33,7 +33,7 @@ from storesvc_client._restore.joint_restore import JointRestore, together
 from storesvc_client._restore.peer_plan import Spread
 from storesvc_client._restore.peer_source import SpreadSource, may_spread
 from storesvc_client._restore.server_source import StreamedSource
-from storesvc_client._rpc.connection import Connection
+from storesvc_client._session import Session
 from storesvc_client._values.arguments import checked_patterns, checked_texts
 from storesvc_client._values.documents import CONTAINERS
 from storesvc_client._values.durations import NEVER, Deadline, checked_length
@@ -99,7 +99,7 @@ class OpenCheckpoint:
 
     def __init__(
         self,
-        connection: Connection,
+        session: Session,
         run: RunName,
         info: Checkpoint,
         manifest: Manifest,
@@ -111,7 +111,8 @@ class OpenCheckpoint:
         """What the catalogue tells of it."""
         self._held_by = held_by
         self._job = job
-        self._connection = connection
+        self._session = session
+        self._connection = session.connection
         self._name = CheckpointName(run, info.step)
         self._manifest = manifest
         self.report: RestoreReport | None = None
@@ -387,7 +388,7 @@ class OpenCheckpoint:
         needed = list(target.needed(joint.job.count))
         plan = Spread(self._manifest, needed, count=joint.job.count)
         # what lies on this machine's disk is as near as the other processes are
-        is_far = not isinstance(self._connection.files, Path)
+        is_far = not isinstance(self._session.data_root, Path)
         is_worth_it = is_far and plan.saved_bytes >= SPREAD_BYTES and may_spread()
         # one may reach the disk and another not, so what process 0 finds counts for all
         choice = joint.check(
@@ -409,7 +410,7 @@ class OpenCheckpoint:
     def _source(self) -> ChunkSource:
         """The one seam of restores: where stored chunks come from."""
         pool = RunPlaces(self._name.run).pool
-        match self._connection.files:
+        match self._session.data_root:
             case None:
                 return StreamedSource(
                     self._connection, name=self._name.resource, uid=self.info.uid

@@ -9,6 +9,7 @@ from storesvc_client._job.job import Job
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._rpc.connection import Connection
+from storesvc_client._session import Session
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.values import Checkpoint
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_checkpoint(
-    connection: Connection,
+    session: Session,
     name: CheckpointName,
     *,
     uid: str = "",
@@ -34,7 +35,7 @@ def open_checkpoint(
     """Returns a checkpoint with its manifest.
 
     Args:
-        connection: To the store.
+        session: With the store.
         name: Which one.
         uid: The very one of this uid, also where it was deleted; "": any.
         held_by: What holds it; None: each read holds it for itself.
@@ -48,7 +49,7 @@ def open_checkpoint(
     """
     request = api.ReadManifestRequest(name=name.resource, uid=uid)
     try:
-        message, manifest = _manifest_of(connection, name, request, deadline)
+        message, manifest = _manifest_of(session.connection, name, request, deadline)
     except UnavailableError as e:
         if deadline.left > 0:
             raise
@@ -58,9 +59,7 @@ def open_checkpoint(
             "allow more time"
         ) from e
     info = Checkpoint.from_message(message)
-    return OpenCheckpoint(
-        connection, name.run, info, manifest, held_by=held_by, job=job
-    )
+    return OpenCheckpoint(session, name.run, info, manifest, held_by=held_by, job=job)
 
 
 def _manifest_of(

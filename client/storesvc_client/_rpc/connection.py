@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES, Staging
 from storesvc_client._rpc.certificate_renewal import RenewedChannel
 from storesvc_client._rpc.embedded import start_embedded
 from storesvc_client._rpc.retry import (
@@ -37,8 +36,6 @@ from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStu
 if TYPE_CHECKING:
     from tenacity import AttemptManager
 
-    from storesvc_client._storage.bucket import BucketRoot
-
 T = TypeVar("T")
 
 MAX_FRAME_BYTES: Final = 2 << 20
@@ -49,9 +46,6 @@ _PROBE_SECONDS: Final = 0.5
 
 MAX_TIMEOUT: Final = 365 * 24 * 3600
 """Seconds that a call may be given: what gRPC cannot count, it takes for none."""
-
-DEFAULT_STAGING_BYTES: Final = 4 << 30
-"""Host memory that saves may take."""
 
 _RETRIED: Final = [
     {"service": f"storesvc.v1.{service}", "method": method}
@@ -127,7 +121,6 @@ class Connection:
         *,
         timeout: float,
         end: Callable[[], None],
-        staging_bytes: int,
         patience: float = math.inf,
         refusal: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -143,11 +136,6 @@ class Connection:
         """... and one that is repeated."""
         self.waits = Waits(address, self._answers)
         """The calls that wait for an answer."""
-        self.files: Path | BucketRoot | None = None
-        """The root of the store, where this process may reach its data files by
-        itself; None: they come and go through the server."""
-        self.staging = Staging(staging_bytes)
-        """The host memory of saves."""
         self.refusal = refusal
         """Asks why the store refuses this client, or this client the store; None: it
         does not."""
@@ -158,7 +146,6 @@ class Connection:
         """Ends it; a second time does nothing."""
         if self._is_open:
             self._is_open = False
-            self.staging.clear()
             for channel in (self.channel, *self._others):
                 channel.close()
             self._end()
@@ -309,7 +296,6 @@ def open_connection(
     key: Path | None,
     insecure: bool,
     timeout: float,
-    staging_bytes: int,
 ) -> Connection:
     """Returns a connection to a target; nothing is sent yet.
 
@@ -327,10 +313,6 @@ def open_connection(
         raise InvalidRequestError(
             f"timeout: expected seconds above 0, at most {MAX_TIMEOUT}, got {timeout!r}"
         )
-    if staging_bytes < MIN_BUDGET_BYTES:
-        raise InvalidRequestError(
-            f"staging_bytes: expected at least {MIN_BUDGET_BYTES}, got {staging_bytes}"
-        )
     if is_root(target):
         _check_bare(target, ca=ca, cert=cert, key=key, insecure=insecure)
         server = start_embedded(target, timeout=timeout)
@@ -341,7 +323,6 @@ def open_connection(
             target,
             timeout=timeout,
             end=server.close,
-            staging_bytes=staging_bytes,
             patience=timeout,  # it does not come back from a restart
         )
     servers = Target.parse(target)
@@ -351,7 +332,6 @@ def open_connection(
         target,
         timeout=timeout,
         end=lambda: None,
-        staging_bytes=staging_bytes,
         refusal=lambda: refusal(servers, tls),
     )
 

@@ -23,8 +23,8 @@ from typing import (
 
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, Which
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._save.handle import Save
+from storesvc_client._session import Session, SessionRun
 from storesvc_client._values.arguments import (
     checked_choice,
     checked_labels,
@@ -64,11 +64,11 @@ _AWAITED: Final = 32
 _log = logging.getLogger(__name__)
 
 
-class RunSaving(RunBase):
+class RunSaving(SessionRun):
     """Saves, and keeps the saves apart."""
 
-    def __init__(self, connection: Connection, name: RunName) -> None:
-        super().__init__(connection, name)
+    def __init__(self, session: Session, name: RunName) -> None:
+        super().__init__(session, name)
         self._lock = Lock()
         self._saver: ThreadPoolExecutor | None = None
         self._copier: ThreadPoolExecutor | None = None
@@ -345,11 +345,11 @@ class RunSaving(RunBase):
         from storesvc_client._save.upload import STREAMS, Upload
 
         is_lent = mode == "none"
-        staging = self._connection.staging
+        staging = self._session.staging
         if is_lent:  # what must be copied all the same waits for what is written
             staging = Staging(min(staging.budget_bytes, STREAMS * STREAM_BYTES))
         outbox = Outbox(staging, is_open=is_lent)
-        upload = Upload(self._connection, part, plan, outbox, meter)
+        upload = Upload(self._session, part, plan, outbox, meter)
         known, known_base = self._known(part.described, plan, upload)
         with meter.phase("snapshot"):
             copies = copied_on_device(values, mode)

@@ -23,13 +23,13 @@ from storesvc_client._chunks.chunk_checksums import SumsInProgress
 from storesvc_client._chunks.frames import frames
 from storesvc_client._chunks.slabs import Filled
 from storesvc_client._chunks.staging_pool import STREAM_BYTES
-from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.retry import is_transient
 from storesvc_client._save.direct_writer import Placing
 from storesvc_client._save.lease_renewer import KeptAlive
 from storesvc_client._save.resend_window import Acknowledging, Stream
 from storesvc_client._save.slab_queue import Outbox, Wanted
 from storesvc_client._save.writer import Part
+from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.progress import Meter
@@ -81,7 +81,7 @@ class Upload:
 
     def __init__(
         self,
-        connection: Connection,
+        session: Session,
         part: Part,
         plan: "Plan",
         outbox: Outbox,
@@ -90,7 +90,7 @@ class Upload:
         """Prepares.
 
         Args:
-            connection: To the store.
+            session: With the store.
             part: Of this process in the upload.
             plan: The tree, and what of it this process writes.
             outbox: Brings that.
@@ -99,8 +99,9 @@ class Upload:
         tree = plan.tree
         self._meter = meter
         self._meter.total_bytes = int(tree.stored_lengths[plan.own].sum())
-        self._connection = connection
-        self._stub = UploadServiceStub(connection.channel)
+        self._connection = session.connection
+        self._data_root = session.data_root
+        self._stub = UploadServiceStub(session.connection.channel)
         self._part = part
         self._tree = tree
         self._own = plan.own
@@ -208,8 +209,8 @@ class Upload:
             self._asked[:] = True
         wanted = Wanted(self._outbox, lambda slabs: self._choose(ref, slabs))
         try:
-            if self._connection.files is not None:
-                self._place(ref, self._connection.files, wanted)
+            if self._data_root is not None:
+                self._place(ref, self._data_root, wanted)
             else:
                 self._stream(ref, wanted)
             self._outbox.check()  # it may fail when nothing is left to be taken

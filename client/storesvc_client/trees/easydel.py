@@ -48,6 +48,12 @@ from storesvc_client.trees.nnx.resharding import (
     reshard,
     shardings_by_key,
 )
+from storesvc_client.trees.nnx.restore_model import restore_opt_state
+from storesvc_client.trees.nnx.saved_models import (
+    opened_run,
+    restore_state,
+    save_state,
+)
 
 if TYPE_CHECKING:
     from storesvc_client import Checkpoint, Client, Run
@@ -355,8 +361,6 @@ class EasyDeLState(struct.PyTreeNode):
         Raises:
             StoreError: As ``Run.save`` and ``Save.result``.
         """
-        from storesvc_client.easydel import opened_run, save_state
-
         state = self if save_optimizer else self.replace(opt_state=None)
         if float_dtype is not None:
             state = state.replace(
@@ -401,8 +405,6 @@ class EasyDeLState(struct.PyTreeNode):
             FileNotFoundError: The directory holds no state.
             StoreError: As ``restore_state``.
         """
-        from storesvc_client.easydel import opened_run, restore_state
-
         with opened_run(load_directory, client=client) as (run, which):
             state: Self = restore_state(
                 run,
@@ -436,9 +438,6 @@ class EasyDeLState(struct.PyTreeNode):
             FileNotFoundError: The directory holds no state.
             MismatchError: The checkpoint's is of another optimizer or model.
         """
-        from storesvc_client.easydel import opened_run
-        from storesvc_client.trees.nnx.restore_model import restore_opt_state
-
         if self.tx is None:
             raise AssertionError("expected a state with tx to load for, got none")
         with opened_run(load_directory, client=client) as (run, which):

@@ -12,7 +12,7 @@
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.options import ReadOptions, TargetOptions
 from storesvc_client.errors import InvalidRequestError, MismatchError
-from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx.blueprints import (
     Blueprint,
     ModelLike,
@@ -51,6 +50,9 @@ from storesvc_client.trees.nnx.optimizers import (
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.variable_sources import Sources, as_saved
 from storesvc_client.trees.structure import decode_graphdef
+
+if TYPE_CHECKING:
+    from storesvc_client.trees.easydel import EasyDeLState
 
 __all__ = [
     "Options",
@@ -246,7 +248,7 @@ def _containers(opened: OpenCheckpoint, request: Request) -> Any:
     )
 
 
-def restore_opt_state(opened: OpenCheckpoint, state: EasyDeLState) -> Any:
+def restore_opt_state(opened: OpenCheckpoint, state: "EasyDeLState") -> Any:
     """Returns the optimizer state of a checkpoint for the parameters of a state.
 
     Raises:

@@ -59,7 +59,7 @@ def test_an_unknown_rule_decides_nothing(policy: retention_pb2.RetentionPolicy) 
         policies.describe(policy)
 
 
-@pytest.mark.parametrize("show", [str, policy_message])
+@pytest.mark.parametrize("show", [store.format_policy, policy_message])
 @pytest.mark.parametrize(
     "policy", [KeepWeekends(), KeepAny((KeepWeekends(),))], ids=["alone", "nested"]
 )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         KeepTagged,
         RetentionPolicy,
     )
+    from storesvc_client._values.policy_text import format_policy, parse_policy
     from storesvc_client._values.progress import Progress
     from storesvc_client._values.progress_bar import progress_bar
     from storesvc_client._values.values import (
@@ -112,6 +113,8 @@ __all__ = [
     "Usage",
     "Verification",
     "connect",
+    "format_policy",
+    "parse_policy",
     "progress_bar",
 ]
 
@@ -138,6 +141,7 @@ _HOMES: Final = {
         ),
         "_values.policies",
     ),
+    **dict.fromkeys(("format_policy", "parse_policy"), "_values.policy_text"),
     **dict.fromkeys(
         ("Damage", "Diff", "LeafDifference", "Verification"), "_values.findings"
     ),

@@ -4,9 +4,9 @@ Rules are values; ``|`` keeps what either keeps, ``&`` what both keep, ``~`` wha
 rule does not keep. The text of a policy, which storectl takes, says the same:
 
 >>> policy = KeepLatest(3) | KeepEvery(steps=10_000) | KeepTagged() & ~KeepPinned()
->>> str(policy)
+>>> format_policy(policy)
 'latest(3) | every(10000 steps) | tagged & ~pinned'
->>> RetentionPolicy.parse("best(2, loss, min) | newer-than(7 days)") == (
+>>> parse_policy("best(2, loss, min) | newer-than(7 days)") == (
 ...     KeepBest(2, metric="loss", mode="min") | KeepNewerThan(timedelta(days=7))
 ... )
 True
@@ -36,26 +36,6 @@ class RetentionPolicy:
     and so do those that are pinned or tagged."""
 
     __slots__ = ()
-
-    @staticmethod
-    def parse(text: str) -> "RetentionPolicy":
-        """Returns the policy of a text, such as "latest(3) | every(1 day)".
-
-        Raises:
-            InvalidRequestError: It is none; names the place in the text.
-        """
-        from storesvc_client._values.policy_text import parse_policy
-
-        if not isinstance(text, str):
-            raise InvalidRequestError(
-                f"retention policy: expected a text such as 'latest(3)', got {text!r}"
-            )
-        return parse_policy(text)
-
-    def __str__(self) -> str:
-        from storesvc_client._values.policy_text import policy_text
-
-        return policy_text(self)
 
     def __or__(self, other: "RetentionPolicy") -> "RetentionPolicy":
         return KeepAny((*_members(KeepAny, self), *_members(KeepAny, other)))

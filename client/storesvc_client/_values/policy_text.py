@@ -56,8 +56,8 @@ _RULES: Final = (
 )
 
 
-def policy_text(policy: RetentionPolicy) -> str:
-    """Returns the text of a policy.
+def format_policy(policy: RetentionPolicy) -> str:
+    """Returns the text of a policy, which ``parse_policy`` reads.
 
     Raises:
         InvalidRequestError: It is of no kind that there is.
@@ -77,7 +77,7 @@ def policy_text(policy: RetentionPolicy) -> str:
         case KeepSteps(steps):
             return f"steps({', '.join(map(str, steps))})"
         case KeepAny(policies):
-            return " | ".join(map(policy_text, policies))
+            return " | ".join(map(format_policy, policies))
         case KeepAll(policies):
             return " & ".join(_inside(policy, KeepAny) for policy in policies)
         case KeepNot(negated):
@@ -91,11 +91,15 @@ def policy_text(policy: RetentionPolicy) -> str:
 
 
 def parse_policy(text: str) -> RetentionPolicy:
-    """Returns the policy of a text.
+    """Returns the policy of a text, such as "latest(3) | every(1 day)".
 
     Raises:
         InvalidRequestError: It is none; names the place in the text.
     """
+    if not isinstance(text, str):
+        raise InvalidRequestError(
+            f"retention policy: expected a text such as 'latest(3)', got {text!r}"
+        )
     reader = _Reader(text)
     policy = reader.any()
     reader.end()
@@ -246,7 +250,7 @@ class _Reader:
 
 def _inside(policy: RetentionPolicy, *weaker: type[RetentionPolicy]) -> str:
     """The text of a part, in parentheses where it binds less than what is around."""
-    text = policy_text(policy)
+    text = format_policy(policy)
     return f"({text})" if isinstance(policy, weaker) else text
 
 

@@ -34,10 +34,10 @@ _COLUMNS: Final = (
 
 def policy(text: str) -> "RetentionPolicy":
     """Returns the retention policy."""
-    from storesvc_client import InvalidRequestError, RetentionPolicy
+    from storesvc_client import InvalidRequestError, parse_policy
 
     try:
-        return RetentionPolicy.parse(text)
+        return parse_policy(text)
     except InvalidRequestError as e:
         raise click.BadParameter(str(e)) from e
 
@@ -127,13 +127,16 @@ def retain(
 
 
 def _print_policy(run: "Run", *, as_json: bool) -> None:
+    from storesvc_client import format_policy
+
     info, kept = run.info(), run.retention()
     if as_json:
-        print_json(json_value(info) | {"retention": str(kept) if kept else None})
+        text = format_policy(kept) if kept else None
+        print_json(json_value(info) | {"retention": text})
     elif kept is None:
         print_note(f"{run.name} has no retention policy: all its checkpoints stay")
     else:
-        click.echo(str(kept))
+        click.echo(format_policy(kept))
         _print_when(_delay(run))
 
 

@@ -21,12 +21,12 @@ from hypothesis import settings
 import storesvc_client as store
 from storesvc.format.names import RunName
 from storesvc.storage.tensorstore_bucket import KvBucket
-from tests.contract import Writer
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
-from tests.gcs_calls import BUCKET
-from tests.saved_checkpoint import CHUNKS, Saved
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer
+from tests.support.gcs_calls import BUCKET
+from tests.support.saved_checkpoint import CHUNKS, Saved
+from tests.support.server_process import ServerProcess
 
 # No test is a matter of time: machines are shared.
 settings.register_profile("suite", deadline=None)

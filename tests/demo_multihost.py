@@ -32,7 +32,7 @@ from storesvc_client.demo.job_log import Event, Restored
 from storesvc_client.demo.kill_point import is_between_saves
 from storesvc_client.demo.processes import DemoError, Trainer, storectl
 from tests.fake_gcs import FakeGcs
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 RUN = "demo/multihost-lm"
 STEPS = 40

@@ -16,7 +16,7 @@ from storesvc_client._restore import joint_restore
 from storesvc_client._restore.joint_restore import JointRestore
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.values import ProcessReading
-from tests.thread_job import ThreadJob, ThreadProcess
+from tests.support.thread_job import ThreadJob, ThreadProcess
 
 WHAT = "tests/run@1"
 

@@ -36,9 +36,9 @@ from storesvc_client._save.handle import Save
 from storesvc_client._save.resend_window import Acknowledging
 from storesvc_client._save.slab_queue import Outbox, Wanted
 from storesvc_client._save.upload import Upload
-from tests.server_process import ServerProcess
-from tests.sessions import send_through_server
-from tests.small_disk import small_disk
+from tests.support.server_process import ServerProcess
+from tests.support.sessions import send_through_server
+from tests.support.small_disk import small_disk
 
 MIB = 1 << 20
 

@@ -31,7 +31,7 @@ from storesvc.storage.mtime_guard import TICK_SECONDS
 from storesvc.storage.tensorstore_bucket import KvBucket
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
 from tests.fake_s3 import FakeS3
-from tests.small_disk import small_disk
+from tests.support.small_disk import small_disk
 
 ODD_PLACES = (
     "%2e%2e/%2F",

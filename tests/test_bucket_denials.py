@@ -13,7 +13,7 @@ import pytest
 import storesvc_client as store
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Status
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 PATIENCE_SECONDS = 30
 """For so long a call is repeated that may succeed the next time."""

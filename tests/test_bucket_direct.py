@@ -23,8 +23,8 @@ from storesvc_client._save import bucket_data_files
 from storesvc_client._storage.bucket import Asked
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
-from tests.gcs_calls import BUCKET
-from tests.server_process import ServerProcess
+from tests.support.gcs_calls import BUCKET
+from tests.support.server_process import ServerProcess
 
 MIB = 1 << 20
 

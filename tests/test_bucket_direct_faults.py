@@ -21,8 +21,8 @@ from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES
 from storesvc_client._save import bucket_data_files
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Stall, Status
-from tests.gcs_calls import BUCKET, GcsCalls
-from tests.sessions import send_through_server
+from tests.support.gcs_calls import BUCKET, GcsCalls
+from tests.support.sessions import send_through_server
 
 MIB = 1 << 20
 

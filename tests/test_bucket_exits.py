@@ -14,7 +14,7 @@ from storesvc.server.app import DRAIN_SECONDS
 from tests.conftest import gcs_root, s3_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Mute, Stall
 from tests.fake_s3 import FakeS3
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 TIMEOUT_SECONDS = 3
 

@@ -10,7 +10,7 @@ import storesvc_client as store
 from tests.bench.catalogue import LARGE, records
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs
-from tests.gcs_calls import BUCKET, GcsCalls
+from tests.support.gcs_calls import BUCKET, GcsCalls
 
 CHECKPOINTS = 300
 

@@ -27,7 +27,7 @@ from tests.fake_gcs import (
     Stall,
     Status,
 )
-from tests.gcs_calls import BUCKET
+from tests.support.gcs_calls import BUCKET
 
 Test: TypeAlias = Callable[[KvBucket], Coroutine[Any, Any, None]]
 Within: TypeAlias = Callable[[Test], None]

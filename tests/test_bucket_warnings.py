@@ -13,10 +13,10 @@ from storesvc.storage import deadlines, hedging, location
 from storesvc.storage.hedging import Limits
 from storesvc.storage.log_throttle import PAUSE_SECONDS
 from storesvc_client._rpc import retry
-from tests.command_line import printed
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Stall, Status
-from tests.server_process import ServerProcess
+from tests.support.command_line import printed
+from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.emulated
 

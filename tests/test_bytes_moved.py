@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import storesvc_client as store
 from storesvc.format.dtypes import DTYPES
-from tests.counting_wire import CountingWire, counted
+from tests.support.counting_wire import CountingWire, counted
 
 MiB = 1 << 20
 SAVED_STEP = 0

@@ -17,7 +17,7 @@ from storesvc_client._job import wait_log
 from storesvc_client._restore import joint_restore
 from storesvc_client._restore.joint_restore import together
 from storesvc_client._values.durations import Deadline
-from tests.thread_job import ThreadJob, ThreadProcess
+from tests.support.thread_job import ThreadJob, ThreadProcess
 
 RUN = "tests/run"
 AT_ONCE, LONG = 0.05, 60.0

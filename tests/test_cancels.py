@@ -14,8 +14,8 @@ from storesvc_proto.v1 import (
     maintenance_service_pb2,
     upload_service_pb2,
 )
-from tests.cancels import CancellingServer
-from tests.every_call import (
+from tests.support.cancels import CancellingServer
+from tests.support.every_call import (
     CALLS,
     Make,
     Saved,

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.casting import cast_floating
-from tests.stable_ids import stable_id
+from tests.support.stable_ids import stable_id
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
-from tests.contract import Writer
-from tests.faulty_bucket import FaultyBucket
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer
+from tests.support.faulty_bucket import FaultyBucket
+from tests.support.server_process import ServerProcess
 
 LLAMA = "namespaces/prod/runs/llama-8b"
 STEPS = [0, 1, 5, 10, 2**63 - 1]

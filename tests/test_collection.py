@@ -18,8 +18,22 @@ from storesvc.format.names import CheckpointName, HoldName, TagName
 from storesvc.gc.collector import DEFAULT_GRACE, Progress
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.collecting_process import NOW, PLACES, RUN, Hands, Process, history, started
-from tests.faulty_bucket import Call, DiedError, Fault, FaultyBucket, dies_before
+from tests.support.collecting_process import (
+    NOW,
+    PLACES,
+    RUN,
+    Hands,
+    Process,
+    history,
+    started,
+)
+from tests.support.faulty_bucket import (
+    Call,
+    DiedError,
+    Fault,
+    FaultyBucket,
+    dies_before,
+)
 
 
 def test_a_purged_checkpoint_leaves_only_what_others_share() -> None:

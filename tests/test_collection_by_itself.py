@@ -12,8 +12,8 @@ from storesvc.format.seal import seal
 from storesvc.gc.collector import DEFAULT_GRACE
 from storesvc.server.gc_scheduler import Lease, _pass, collecting
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.collecting_process import RUN, Process, started
-from tests.faulty_bucket import Call, Fault, no_faults
+from tests.support.collecting_process import RUN, Process, started
+from tests.support.faulty_bucket import Call, Fault, no_faults
 
 
 async def _deleted_in(process: Process, *runs: RunName) -> None:

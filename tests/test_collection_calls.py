@@ -14,8 +14,8 @@ from storesvc.failpoints import VARIABLE
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
-from tests.collecting_process import NOW
-from tests.server_process import EndedError, ServerProcess
+from tests.support.collecting_process import NOW
+from tests.support.server_process import EndedError, ServerProcess
 
 
 def tree(version: int) -> dict[str, Any]:

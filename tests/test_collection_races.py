@@ -10,8 +10,15 @@ import pytest
 
 from storesvc.errors import UploadNotFoundError
 from storesvc.save.uploads import DEFAULT_LEASE
-from tests.collecting_process import CHUNKS, PLACES, RUN, Process, history, started
-from tests.faulty_bucket import DiedError, FaultyBucket, dies_before
+from tests.support.collecting_process import (
+    CHUNKS,
+    PLACES,
+    RUN,
+    Process,
+    history,
+    started,
+)
+from tests.support.faulty_bucket import DiedError, FaultyBucket, dies_before
 
 
 def test_a_pass_that_dies_before_any_change_is_gone_on_with() -> None:

@@ -14,7 +14,7 @@ from storesvc_client._rpc.connection import Connection, open_connection
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
-from tests.sockets import sockets
+from tests.support.sockets import sockets
 
 
 def connection(target: str) -> Connection:

@@ -9,7 +9,7 @@ import pytest
 import storesvc_client as store
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Corrupt, FakeGcs, Status
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 TREE = {
     "large": np.arange(1 << 18),

@@ -17,8 +17,8 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc_client._restore import server_source
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
-from tests import stored_records
-from tests.sessions import send_through_server
+from tests.support import stored_records
+from tests.support.sessions import send_through_server
 
 TREE = {
     "embed": {"kernel": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1)},

@@ -16,10 +16,10 @@ import grpc
 import pytest
 
 import storesvc_client as store
-from tests.contract import Writer, elements, frame, sums
-from tests.faulty_bucket import Call, Fault, dies_before
-from tests.faulty_server import serving
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer, elements, frame, sums
+from tests.support.faulty_bucket import Call, Fault, dies_before
+from tests.support.faulty_server import serving
+from tests.support.server_process import ServerProcess
 
 WHOLE = elements(0) + elements(1) + elements(2)
 RUN = "tests/crash"

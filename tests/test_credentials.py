@@ -21,9 +21,9 @@ from storesvc.storage import gcs_client
 from storesvc.storage.tensorstore_bucket import KvBucket
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Tokens
-from tests.gcs_calls import BUCKET
-from tests.metadata_server import MetadataServer
-from tests.server_process import ServerProcess
+from tests.support.gcs_calls import BUCKET
+from tests.support.metadata_server import MetadataServer
+from tests.support.server_process import ServerProcess
 
 MARGIN_SECONDS = 60
 """So long before its end a token is renewed by TensorStore; by google-auth, longer."""

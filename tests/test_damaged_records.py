@@ -16,9 +16,9 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.command_line import storectl
-from tests.contract import Writer
-from tests.server_process import ServerProcess
+from tests.support.command_line import storectl
+from tests.support.contract import Writer
+from tests.support.server_process import ServerProcess
 
 T = TypeVar("T")
 

@@ -19,11 +19,11 @@ from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
-from tests import stored_records
-from tests.contract import Writer, frame, sums
-from tests.forged_manifest import forge_manifest
-from tests.saved_checkpoint import CHUNKS, Saved
-from tests.server_process import ServerProcess
+from tests.support import stored_records
+from tests.support.contract import Writer, frame, sums
+from tests.support.forged_manifest import forge_manifest
+from tests.support.saved_checkpoint import CHUNKS, Saved
+from tests.support.server_process import ServerProcess
 
 ID = "0123456789abcdef" * 2
 HOSTILE = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 
 @pytest.fixture(params=["streamed", "direct"])

@@ -11,10 +11,10 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client.cli.group import COMMANDS
-from tests.command_line import storectl
-from tests.contract import Writer
-from tests.server_process import ServerProcess
-from tests.storectl_lines import check_line
+from tests.support.command_line import storectl
+from tests.support.contract import Writer
+from tests.support.server_process import ServerProcess
+from tests.support.storectl_lines import check_line
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "deploy" / "README.md"

@@ -22,9 +22,9 @@ from storesvc_client.cli import main
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import tree_pb2
-from tests import stored_records
-from tests.contract import Writer
-from tests.server_process import ServerProcess
+from tests.support import stored_records
+from tests.support.contract import Writer
+from tests.support.server_process import ServerProcess
 from tests.test_golden import HERE as GOLDEN
 from tests.test_golden import the_tree
 

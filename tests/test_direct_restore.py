@@ -22,7 +22,7 @@ from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.memory_budget import Budget
 from tests.bench.speed.meters import measured, memory_mib, settle
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 MIB = 1 << 20
 

@@ -17,9 +17,9 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import CorruptRecordError, FormatVersionError, seal, unseal
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.contract import Writer, frame, sums
-from tests.server_process import ServerProcess
-from tests.stored_records import sealed_of_version_1
+from tests.support.contract import Writer, frame, sums
+from tests.support.server_process import ServerProcess
+from tests.support.stored_records import sealed_of_version_1
 
 ONE, OTHER = RunName("tests", "one"), RunName("tests", "other")
 KINDS: dict[str, type] = {

@@ -24,8 +24,8 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as checkpoints
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
-from tests.contract import Writer, elements, frame
-from tests.server_process import EndedError, ServerProcess
+from tests.support.contract import Writer, elements, frame
+from tests.support.server_process import EndedError, ServerProcess
 
 RUN = "tests/points"
 PARENT = "namespaces/tests/runs/points"

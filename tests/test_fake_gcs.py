@@ -20,7 +20,7 @@ from tests.fake_gcs import (
     Truncate,
 )
 from tests.fake_gcs.listing import Range, list_names
-from tests.gcs_calls import (
+from tests.support.gcs_calls import (
     BUCKET,
     CHUNK,
     UPLOADS,

@@ -20,7 +20,7 @@ from tests.fake_gcs import (
     Tokens,
     Truncate,
 )
-from tests.gcs_calls import BUCKET, OBJECTS, GcsCalls
+from tests.support.gcs_calls import BUCKET, OBJECTS, GcsCalls
 
 MiB = 1 << 20
 

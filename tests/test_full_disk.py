@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 import storesvc_client as store
 from storesvc_client.cli import main
-from tests.server_process import ServerProcess
-from tests.small_disk import small_disk
+from tests.support.server_process import ServerProcess
+from tests.support.small_disk import small_disk
 
 DISK_BYTES = 48 << 20
 STATE_BYTES = 10 << 20

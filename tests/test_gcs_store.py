@@ -21,10 +21,10 @@ from storesvc.storage import deadlines, hedging, location
 from storesvc.storage.hedging import Limits
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_client._rpc import retry
-from tests.command_line import document, refusal
 from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Stall, Status, Truncate
-from tests.server_process import EndedError, ServerProcess
+from tests.support.command_line import document, refusal
+from tests.support.server_process import EndedError, ServerProcess
 
 MIB = 1 << 20
 

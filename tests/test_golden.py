@@ -21,9 +21,9 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import bucket_pb2
 from storesvc_proto.v1 import tree_pb2 as pb
-from tests import stored_records
-from tests.contract import Writer, frame
-from tests.server_process import ServerProcess
+from tests.support import stored_records
+from tests.support.contract import Writer, frame
+from tests.support.server_process import ServerProcess
 
 HERE = Path(__file__).parent / "golden"
 

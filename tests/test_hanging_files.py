@@ -19,10 +19,10 @@ from storesvc.storage import deadlines, rooted_files
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
-from tests.contract import Writer, frame
-from tests.hanging_disk import HangingDisk
-from tests.saved_checkpoint import CHUNKS, Saved
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer, frame
+from tests.support.hanging_disk import HangingDisk
+from tests.support.saved_checkpoint import CHUNKS, Saved
+from tests.support.server_process import ServerProcess
 
 RUN = RunName("tests", "hangs")
 
@@ -177,7 +177,7 @@ import sys
 from datetime import timedelta
 import storesvc_client as store
 from storesvc_client._restore import file_source
-from tests.sessions import send_through_server
+from tests.support.sessions import send_through_server
 root, marker, route = sys.argv[1:]
 client = store.connect(root)
 opened = client.run("tests/hangs").open(3)

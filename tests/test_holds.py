@@ -27,7 +27,7 @@ from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.interleaving import (
+from tests.support.interleaving import (
     LONG_TURNS,
     RUN,
     Process,
@@ -40,8 +40,8 @@ from tests.interleaving import (
     uid_of,
     world_of,
 )
-from tests.server_process import ServerProcess
-from tests.stored_files import unchanged
+from tests.support.server_process import ServerProcess
+from tests.support.stored_files import unchanged
 
 TTL = 30.0
 TREE = {"x": 1.0}

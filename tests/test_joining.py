@@ -13,7 +13,7 @@ from storesvc.save.plan_mismatch import difference
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.contract import Writer, frame, sums, tree_of
+from tests.support.contract import Writer, frame, sums, tree_of
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 import storesvc_client as store
-from tests import job_parts
-from tests.jax_job import run_job
+from tests.support import job_parts
+from tests.support.jax_job import run_job
 
 
 def save_by_one(target: str) -> None:
@@ -24,7 +24,7 @@ def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not
     save_by_one(target)
 
     told = run_job(
-        "tests.job_parts:reads", 4, devices=2, target=target, rows=2, columns=4
+        "tests.support.job_parts:reads", 4, devices=2, target=target, rows=2, columns=4
     )
 
     assert [1] * 4 == [each["jobs"] for each in told]
@@ -65,7 +65,7 @@ def test_a_process_that_cannot_read_its_share_is_named_to_all(tmp_path: Path) ->
         file.seek(1000)
         file.write(bytes([byte[0] ^ 1]))
 
-    told = run_job("tests.job_parts:reads_damaged", 3, devices=1, target=target)
+    told = run_job("tests.support.job_parts:reads_damaged", 3, devices=1, target=target)
 
     readers = [each for each in told if each.startswith("DataLossError")]
     others = [each for each in told if each.startswith("GivenUpError")]
@@ -79,7 +79,7 @@ def test_a_spread_restore_by_one_process_of_a_job_alone_is_refused(
     tmp_path: Path,
 ) -> None:
     told = run_job(
-        "tests.job_parts:spreads_alone", 2, devices=1, target=tmp_path.as_uri()
+        "tests.support.job_parts:spreads_alone", 2, devices=1, target=tmp_path.as_uri()
     )
 
     for opened_alone, restored_alone, apart in told:

@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 import storesvc_client as store
 from storesvc_client._job.job import JointSave
 from storesvc_client._save import joint_writer, saver
-from tests import job_parts
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
-from tests.jax_job import JaxJob, run_job
-from tests.thread_job import ThreadJob, ThreadProcess
+from tests.support import job_parts
+from tests.support.jax_job import JaxJob, run_job
+from tests.support.thread_job import ThreadJob, ThreadProcess
 
 PROCESSES = 4
 
@@ -41,7 +41,12 @@ def saved(gcs: FakeGcs) -> Saved:
     gcs.clear()
     root = gcs_root()
     told = run_job(
-        "tests.job_parts:saves", PROCESSES, devices=2, target=root, rows=4, columns=2
+        "tests.support.job_parts:saves",
+        PROCESSES,
+        devices=2,
+        target=root,
+        rows=4,
+        columns=2,
     )
     return Saved(
         root=root,
@@ -101,7 +106,7 @@ def test_other_processes_restore_what_several_saved_and_read_every_byte_once(
     size, before = job_parts.state_bytes(), gcs.sent_bytes
 
     told = run_job(
-        "tests.job_parts:restores",
+        "tests.support.job_parts:restores",
         2,
         devices=4,
         target=saved.root,
@@ -127,7 +132,9 @@ def test_other_processes_restore_what_several_saved_and_read_every_byte_once(
 def test_a_lease_longer_than_the_heartbeats_of_jax_is_warned_of_once(
     tmp_path: Path,
 ) -> None:
-    told = run_job("tests.job_parts:warns", 2, devices=1, target=tmp_path.as_uri())
+    told = run_job(
+        "tests.support.job_parts:warns", 2, devices=1, target=tmp_path.as_uri()
+    )
 
     leases = [30, 200, 200]
     first = [
@@ -139,7 +146,9 @@ def test_a_lease_longer_than_the_heartbeats_of_jax_is_warned_of_once(
 def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
     tmp_path: Path,
 ) -> None:
-    told = run_job("tests.job_parts:fails", 3, devices=1, target=tmp_path.as_uri())
+    told = run_job(
+        "tests.support.job_parts:fails", 3, devices=1, target=tmp_path.as_uri()
+    )
 
     another_plan, unsupported, refused, not_refused, *rest = zip(*told, strict=True)
     never_begun, never_called, other_steps, *rest = rest
@@ -182,7 +191,7 @@ def test_processes_that_hold_nothing_or_fail_once_keep_none_from_going_on(
 ) -> None:
     target = tmp_path.as_uri()
 
-    told = run_job("tests.job_parts:differ", 3, devices=1, target=target)
+    told = run_job("tests.support.job_parts:differ", 3, devices=1, target=target)
 
     assert [True] * 3 == [each["is_saved"] for each in told]
     assert [[True, True]] * 3 == [each["is_restored"] for each in told]
@@ -204,14 +213,18 @@ def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
     tmp_path: Path,
 ) -> None:
     target, size = tmp_path.as_uri(), job_parts.state_bytes()
-    job = JaxJob("tests.job_parts:dies", PROCESSES, 1, {"target": target, "seconds": 6})
+    job = JaxJob(
+        "tests.support.job_parts:dies", PROCESSES, 1, {"target": target, "seconds": 6}
+    )
     job.start()
     job.await_outcomes(0, 2, 3)
     with store.connect(target) as client:
         unfinished = [u.step for u in client.run(job_parts.RUN).uploads()]
         steps = [c.step for c in client.run(job_parts.RUN).checkpoints()]
 
-    sent = run_job("tests.job_parts:goes_on", PROCESSES, devices=1, target=target)
+    sent = run_job(
+        "tests.support.job_parts:goes_on", PROCESSES, devices=1, target=target
+    )
 
     told = [job.outcome(index) for index in (0, 2, 3)]
     assert all("process 1" in each for both in told for each in both[:2]), told
@@ -228,7 +241,7 @@ def test_a_leaf_that_differs_between_processes_is_refused_by_leaf_and_processes(
 ) -> None:
     target = tmp_path.as_uri()
 
-    told = run_job("tests.job_parts:disagrees", 3, devices=1, target=target)
+    told = run_job("tests.support.job_parts:disagrees", 3, devices=1, target=target)
 
     *kinds, first, same = zip(*told, strict=True)
     one = "leaf 'rng/count': processes 0 and 2 hold different values"

@@ -20,7 +20,14 @@ from storesvc.errors import (
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.faulty_bucket import Call, Fault, FaultyBucket, Plan, at_change, no_faults
+from tests.support.faulty_bucket import (
+    Call,
+    Fault,
+    FaultyBucket,
+    Plan,
+    at_change,
+    no_faults,
+)
 
 Test: TypeAlias = Callable[[FaultyBucket], Coroutine[Any, Any, None]]
 

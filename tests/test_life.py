@@ -25,8 +25,8 @@ from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.contract import Writer
-from tests.interleaving import (
+from tests.support.contract import Writer
+from tests.support.interleaving import (
     RUN,
     START,
     Process,
@@ -38,9 +38,9 @@ from tests.interleaving import (
     uid_of,
     world_of,
 )
-from tests.server_process import ServerProcess
-from tests.small_disk import small_disk
-from tests.stored_files import unchanged
+from tests.support.server_process import ServerProcess
+from tests.support.small_disk import small_disk
+from tests.support.stored_files import unchanged
 
 TREE = {"x": np.arange(12.0), "y": 3}
 AT_ONCE = timedelta()

@@ -14,8 +14,8 @@ from storesvc_proto.v1 import (
     maintenance_service_pb2,
     upload_service_pb2,
 )
-from tests.contract import Writer
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer
+from tests.support.server_process import ServerProcess
 
 METHODS: list[MethodDescriptor] = [
     method

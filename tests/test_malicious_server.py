@@ -7,7 +7,7 @@ from itertools import repeat
 import pytest
 
 import storesvc_client as store
-from tests.malicious_server import PART_BYTES, Answers, malicious, manifest_of
+from tests.support.malicious_server import PART_BYTES, Answers, malicious, manifest_of
 
 MEMORY_BYTES = 1 << 40
 """That a read may have at most; a machine may promise more than it has."""

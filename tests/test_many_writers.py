@@ -8,9 +8,9 @@ import pytest
 
 from storesvc.rpc.uploads import MAX_WRITERS
 from tests.conftest import gcs_root
-from tests.contract import Writer, frame, sums
 from tests.fake_gcs import FakeGcs
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer, frame, sums
+from tests.support.server_process import ServerProcess
 
 RUN = "tests/writers"
 

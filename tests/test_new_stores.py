@@ -9,11 +9,11 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.layout import PROBES, RESERVE, STORE
-from tests.command_line import storectl
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs
-from tests.gcs_calls import BUCKET, GcsCalls
-from tests.server_process import EndedError, ServerProcess
+from tests.support.command_line import storectl
+from tests.support.gcs_calls import BUCKET, GcsCalls
+from tests.support.server_process import EndedError, ServerProcess
 
 NEW = "new store at "
 

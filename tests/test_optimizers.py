@@ -15,7 +15,12 @@ from flax import nnx
 import storesvc_client as store
 from storesvc_client.easydel import restore_state, save_state
 from storesvc_client.trees.easydel import EasyDeLState
-from tests.optimizers import NOT_MADE, annotated_names, extra_arguments, optimizers
+from tests.support.optimizers import (
+    NOT_MADE,
+    annotated_names,
+    extra_arguments,
+    optimizers,
+)
 
 OPTIMIZERS: Final = optimizers()
 

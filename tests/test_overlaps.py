@@ -33,9 +33,9 @@ from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.contract import Writer, frame, received, stored, sums, tree_of
-from tests.faulty_bucket import Call, Fault, FaultyBucket
-from tests.faulty_server import serving
+from tests.support.contract import Writer, frame, received, stored, sums, tree_of
+from tests.support.faulty_bucket import Call, Fault, FaultyBucket
+from tests.support.faulty_server import serving
 
 RUN = RunName("tests", "overlap")
 IDS = ["a" * 32, "b" * 32]

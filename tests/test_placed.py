@@ -14,10 +14,10 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.contract import Writer, elements, frame, stored, sums
-from tests.faulty_bucket import Call, Fault
-from tests.faulty_server import serving
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer, elements, frame, stored, sums
+from tests.support.faulty_bucket import Call, Fault
+from tests.support.faulty_server import serving
+from tests.support.server_process import ServerProcess
 from tests.test_uploads import refused
 
 _names = itertools.count()

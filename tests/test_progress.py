@@ -17,7 +17,7 @@ import pytest
 import storesvc_client as store
 from storesvc_client._values import progress as _progress
 from storesvc_client._values.progress import Meter
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 MiB = 1 << 20
 

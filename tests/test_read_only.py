@@ -17,7 +17,7 @@ from storesvc_proto.v1 import (
     maintenance_service_pb2,
     upload_service_pb2,
 )
-from tests.server_process import EndedError, ServerProcess
+from tests.support.server_process import EndedError, ServerProcess
 
 WRITING = {
     *("UpdateRun", "ApplyRetention", "UpdateCheckpoint", "DeleteCheckpoint"),

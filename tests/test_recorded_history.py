@@ -6,8 +6,8 @@ from itertools import permutations
 from storesvc.format import layout
 from storesvc.format.seal import unseal
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.collecting_process import PLACES, RUN
-from tests.recorded_history import Recorded, losses, record
+from tests.support.collecting_process import PLACES, RUN
+from tests.support.recorded_history import Recorded, losses, record
 
 
 def state(data: bytes | None, place: str) -> str:

@@ -30,9 +30,9 @@ from storesvc_proto.v1 import maintenance_service_pb2 as api
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 from tests.conftest import gcs_root
-from tests.contract import Writer, elements, frame, sums
 from tests.fake_gcs import FakeGcs
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer, elements, frame, sums
+from tests.support.server_process import ServerProcess
 
 COUNT = 3
 MIB = 1 << 20

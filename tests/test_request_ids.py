@@ -14,9 +14,9 @@ from storesvc.rpc.requests import write_id_of
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.interleaving import new_id
-from tests.server_process import ServerProcess
-from tests.stored_files import unchanged
+from tests.support.interleaving import new_id
+from tests.support.server_process import ServerProcess
+from tests.support.stored_files import unchanged
 
 Request: TypeAlias = Any
 """Of a call that changes something."""

@@ -14,9 +14,9 @@ from storesvc_client.errors import StoreError, translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
-from tests.amplified_requests import all_amplified
-from tests.contract import Writer
-from tests.server_process import ServerProcess
+from tests.support.amplified_requests import all_amplified
+from tests.support.contract import Writer
+from tests.support.server_process import ServerProcess
 
 AMPLIFIED = list(all_amplified())
 BOUND_BYTES = 512 << 20

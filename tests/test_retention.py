@@ -30,7 +30,7 @@ from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.interleaving import (
+from tests.support.interleaving import (
     RUN,
     Process,
     World,
@@ -40,7 +40,7 @@ from tests.interleaving import (
     together,
     world_of,
 )
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 LOSSES = {0: 5.0, 10: 2.0, 15: 4.0, 20: float("nan"), 30: 1.0, 40: 3.0}
 

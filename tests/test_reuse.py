@@ -21,11 +21,11 @@ from storesvc.save.reuse import Reuse
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
-from tests import stored_records
-from tests.collecting_process import PLACES, Process
-from tests.contract import Writer, elements, frame, mixed_sums, sums
-from tests.faulty_bucket import FaultyBucket
-from tests.server_process import ServerProcess
+from tests.support import stored_records
+from tests.support.collecting_process import PLACES, Process
+from tests.support.contract import Writer, elements, frame, mixed_sums, sums
+from tests.support.faulty_bucket import FaultyBucket
+from tests.support.server_process import ServerProcess
 from tests.test_uploads import refused
 
 _names = itertools.count()

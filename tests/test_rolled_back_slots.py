@@ -23,9 +23,9 @@ from storesvc.format.seal import seal, unseal
 from storesvc.gc.sweep import ANSWERED
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.collecting_process import NOW, PLACES, RUN, Process, started
-from tests.contract import Writer, frame, sums
-from tests.server_process import ServerProcess
+from tests.support.collecting_process import NOW, PLACES, RUN, Process, started
+from tests.support.contract import Writer, frame, sums
+from tests.support.server_process import ServerProcess
 
 STEP = 2
 SLOT = PLACES.checkpoint(STEP)

@@ -20,8 +20,8 @@ from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.interleaving import RUN, Process, ShuffledBucket, World, together
-from tests.server_process import ServerProcess
+from tests.support.interleaving import RUN, Process, ShuffledBucket, World, together
+from tests.support.server_process import ServerProcess
 
 
 @pytest.fixture

@@ -32,12 +32,12 @@ from storesvc.storage.hedging import Limits
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.command_line import document, refusal
 from tests.conftest import s3_root
 from tests.fake_gcs import ALWAYS, Lost, Mute, Reset, Stall, Status
 from tests.fake_s3 import FakeS3
-from tests.gcs_calls import BUCKET
-from tests.server_process import ServerProcess
+from tests.support.command_line import document, refusal
+from tests.support.gcs_calls import BUCKET
+from tests.support.server_process import ServerProcess
 
 PAGE = 1000
 

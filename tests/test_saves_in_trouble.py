@@ -21,9 +21,9 @@ from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_client._chunks.staging_pool import Staging
 from storesvc_client._rpc import retry
 from storesvc_client._save.resend_window import Acknowledging
-from tests.contract import tree_of
-from tests.server_process import ServerProcess
-from tests.sessions import send_through_server
+from tests.support.contract import tree_of
+from tests.support.server_process import ServerProcess
+from tests.support.sessions import send_through_server
 
 MIB = 1 << 20
 

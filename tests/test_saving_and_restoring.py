@@ -25,7 +25,7 @@ from storesvc_client._save.handle import Save
 from storesvc_client._values.values import Event, LeafInfo, UploadInfo
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 NEWER: Any = 99
 """A number of an enum that no release has yet."""

@@ -36,9 +36,9 @@ from storesvc.store import Store
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
-from tests.contract import frame, received, sums, tree_of
-from tests.faulty_bucket import Call, Fault, FaultyBucket
-from tests.server_process import ServerProcess
+from tests.support.contract import frame, received, sums, tree_of
+from tests.support.faulty_bucket import Call, Fault, FaultyBucket
+from tests.support.server_process import ServerProcess
 
 STEPS, RUNS = 10_000, 1_000
 PAGE = 100 + 1

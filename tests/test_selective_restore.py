@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from tests.stable_ids import stable_id
+from tests.support.stable_ids import stable_id
 
 
 def the_tree() -> dict[str, Any]:

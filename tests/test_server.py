@@ -25,7 +25,7 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 
 def serve(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -11,8 +11,8 @@ import pytest
 from storesvc.format import layout
 from storesvc.format.names import CheckpointName, TagName
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.collecting_process import PLACES, RUN, Process, started
-from tests.faulty_bucket import Call, Fault
+from tests.support.collecting_process import PLACES, RUN, Process, started
+from tests.support.faulty_bucket import Call, Fault
 
 ID = str(uuid.uuid4())
 

@@ -18,8 +18,8 @@ from storesvc.save import batch_admission
 from storesvc.save.receiver import MAX_BATCHES
 from storesvc_client._rpc import retry as _retrying
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.contract import Writer, frame, stored
-from tests.thread_server import ThreadServer
+from tests.support.contract import Writer, frame, stored
+from tests.support.thread_server import ThreadServer
 
 SECONDS = 60.0
 

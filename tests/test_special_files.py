@@ -21,9 +21,9 @@ from storesvc_client.cli import main as storectl
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
-from tests.contract import Writer, frame, stored, sums
-from tests.saved_checkpoint import CHUNKS, Saved, node_ranges
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer, frame, stored, sums
+from tests.support.saved_checkpoint import CHUNKS, Saved, node_ranges
+from tests.support.server_process import ServerProcess
 from tests.test_placed import Placer
 
 SECRET = b"secret of the server"

@@ -21,7 +21,7 @@ from storesvc_client._restore.peer_plan import Spread
 from storesvc_client._restore.peer_source import SpreadSource
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.progress import CallbackFailedError, Meter
-from tests.thread_job import ThreadJob, ThreadProcess
+from tests.support.thread_job import ThreadJob, ThreadProcess
 
 COUNT = 3
 LEAVES = {f"{n}": np.full(20_000 + n, n, np.int64) for n in range(12)}

@@ -24,9 +24,9 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.contract import Writer
-from tests.faulty_server import serving
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer
+from tests.support.faulty_server import serving
+from tests.support.server_process import ServerProcess
 from tests.test_request_limits import begin_chunks
 
 PARENT = "namespaces/stalled/runs/r"

@@ -10,7 +10,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client.cli.group import COMMANDS
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
 SERVER = {"storesvc.server.app", "storesvc.store", "tensorstore"}

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 import storesvc_client as store
 from storesvc_client.cli import main
 from storesvc_client.cli.group import COMMANDS
-from tests.command_line import document, printed, refusal, storectl, table
+from tests.support.command_line import document, printed, refusal, storectl, table
 
 COMMAND = [sys.executable, "-m", "storesvc_client.cli"]
 

@@ -3,7 +3,7 @@
 from click.testing import CliRunner
 
 from storesvc_client.cli import main
-from tests.command_line import refusal
+from tests.support.command_line import refusal
 
 
 def test_a_server_that_is_not_there_is_refused_before_anything_is_trained() -> None:

@@ -14,7 +14,7 @@ import pytest
 import safetensors
 
 import storesvc_client as store
-from tests.command_line import document, printed, refusal, storectl, table
+from tests.support.command_line import document, printed, refusal, storectl, table
 
 FLOATS = np.array([[1.5, np.nan], [-2.5, 4.0]], np.float32)
 

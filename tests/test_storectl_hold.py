@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import storesvc_client as store
-from tests.command_line import document, printed, refusal, storectl, table
-from tests.server_process import ServerProcess
+from tests.support.command_line import document, printed, refusal, storectl, table
+from tests.support.server_process import ServerProcess
 
 COMMAND = [sys.executable, "-m", "storesvc_client.cli"]
 PATIENCE_SECONDS = 30

@@ -16,14 +16,14 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client.cli.group import COMMANDS
-from tests.command_line import (
+from tests.support.command_line import (
     document,
     printed,
     refusal,
     storectl,
     table,
 )
-from tests.contract import Writer
+from tests.support.contract import Writer
 
 COMMAND = [sys.executable, "-m", "storesvc_client.cli"]
 

@@ -10,8 +10,8 @@ import pytest
 
 import storesvc
 import storesvc_client as store
-from tests.command_line import document, printed, refusal
-from tests.server_process import ServerProcess
+from tests.support.command_line import document, printed, refusal
+from tests.support.server_process import ServerProcess
 
 
 def test_a_server_that_takes_calls_tells_what_it_serves(server: ServerProcess) -> None:

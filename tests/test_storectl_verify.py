@@ -7,7 +7,7 @@ from click.testing import CliRunner, Result
 
 import storesvc_client as store
 from storesvc_client.cli import main
-from tests.saved_checkpoint import Saved
+from tests.support.saved_checkpoint import Saved
 
 
 def storectl(address: str, *arguments: str) -> Result:

@@ -13,7 +13,7 @@ from storesvc.format.grids import whole
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._restore.assembly import Assembly
 from tests.conftest import GIVEN_BUCKET  # noqa: F401 - sets jax up before it is imported
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 MIB = 1 << 20
 LEAVES = 64

@@ -20,7 +20,7 @@ from storesvc_client.trees.structure import (
     decode_data,
     encode_data,
 )
-from tests.stable_ids import stable_id
+from tests.support.stable_ids import stable_id
 
 
 class Mode(enum.StrEnum):

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from storesvc_client.trees import structure
 from storesvc_client.trees.structure import fingerprint, rows
 from tests.modules import CASES, Closure, Holder, Partitioned, rngs
-from tests.stable_ids import stable_id
+from tests.support.stable_ids import stable_id
 from tests.test_structure_golden import stored
 
 

@@ -17,9 +17,9 @@ import pytest
 
 import storesvc_client as store
 from storesvc_client._rpc import retry
-from tests.certificates import Authority, Pair
-from tests.server_process import EndedError, ServerProcess
-from tests.sockets import sockets
+from tests.support.certificates import Authority, Pair
+from tests.support.server_process import EndedError, ServerProcess
+from tests.support.sockets import sockets
 
 LOOPBACK = ("localhost", "127.0.0.1")
 YESTERDAY = datetime.now(UTC) - timedelta(days=1)

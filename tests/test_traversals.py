@@ -20,7 +20,7 @@ from storesvc_client.trees.traversals import (
     refine_graphs,
     tree_path_to_string,
 )
-from tests.golden_traversals import RECORDED, Case, cases, outcome
+from tests.support.golden_traversals import RECORDED, Case, cases, outcome
 
 PATH = (
     DictKey("a"),

@@ -13,8 +13,8 @@ import storesvc_client as store
 from storesvc.errors import StorageUnavailableError
 from storesvc.storage.tensorstore_bucket import KvBucket
 from tests.fake_gcs import FakeGcs
-from tests.gcs_calls import BUCKET
-from tests.other_emulators import (
+from tests.support.gcs_calls import BUCKET
+from tests.support.other_emulators import (
     ARE_INSTALLED,
     CONDITIONS,
     fake_gcs_server,

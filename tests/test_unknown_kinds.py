@@ -19,8 +19,8 @@ from storesvc_client._values.policies import KeepAny, RetentionPolicy
 from storesvc_client._values.policy_messages import policy_message
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
-from tests import stored_records
-from tests.server_process import ServerProcess
+from tests.support import stored_records
+from tests.support.server_process import ServerProcess
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 PINNED = policies.Candidate(step=1, commit_time=NOW, pinned=True)

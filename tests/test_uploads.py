@@ -19,9 +19,9 @@ from storesvc.rpc.requests import page_token
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.contract import CHUNK, Writer, elements, frame, stored, sums, tree_of
-from tests.server_process import ServerProcess
-from tests.stored_files import unchanged
+from tests.support.contract import CHUNK, Writer, elements, frame, stored, sums, tree_of
+from tests.support.server_process import ServerProcess
+from tests.support.stored_files import unchanged
 
 _names = itertools.count()
 

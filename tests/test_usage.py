@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 import storesvc_client as store
 from storesvc_client.cli import main
-from tests.contract import Writer, frame
-from tests.server_process import ServerProcess
+from tests.support.contract import Writer, frame
+from tests.support.server_process import ServerProcess
 
 CHUNK_BYTES = 4
 """Of a checksum, beside each chunk."""

@@ -25,10 +25,10 @@ from storesvc.inspect.verify_report import Report
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.contract import CHUNK, Writer
-from tests.hanging_disk import HangingDisk
-from tests.saved_checkpoint import CHUNKS, Saved, flip, of_chunks, told
-from tests.server_process import ServerProcess
+from tests.support.contract import CHUNK, Writer
+from tests.support.hanging_disk import HangingDisk
+from tests.support.saved_checkpoint import CHUNKS, Saved, flip, of_chunks, told
+from tests.support.server_process import ServerProcess
 
 GOLDEN = Path(__file__).parent / "golden"
 

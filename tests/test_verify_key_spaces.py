@@ -15,9 +15,16 @@ from storesvc.format import zarr
 from storesvc.format.checksums import digest
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.contract import CHUNK
-from tests.saved_checkpoint import CHUNKS, Saved, flip, node_ranges, of_chunks, told
-from tests.server_process import ServerProcess
+from tests.support.contract import CHUNK
+from tests.support.saved_checkpoint import (
+    CHUNKS,
+    Saved,
+    flip,
+    node_ranges,
+    of_chunks,
+    told,
+)
+from tests.support.server_process import ServerProcess
 
 # --- a damaged key space ----------------------------------------------------------
 

@@ -12,7 +12,7 @@ import pytest
 import storesvc_client as store
 from storesvc_client._rpc import retry, server_wait
 from storesvc_client._rpc.server_wait import Wait
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 TREE = {"x": np.arange(1000)}
 

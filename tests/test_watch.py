@@ -18,7 +18,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 
 def save(run: store.Run, step: int) -> store.Checkpoint:

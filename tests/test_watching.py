@@ -30,7 +30,13 @@ from storesvc.storage.bucket import PreconditionError
 from storesvc.watch import change_cache, watcher
 from storesvc.watch.watcher import Told, Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.faulty_bucket import Call, Fault, FaultyBucket, no_faults, random_faults
+from tests.support.faulty_bucket import (
+    Call,
+    Fault,
+    FaultyBucket,
+    no_faults,
+    random_faults,
+)
 
 RUN = RunName("n", "r")
 Watch: TypeAlias = AsyncGenerator[Told]

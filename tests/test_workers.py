@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 import storesvc_client as store
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 WORKERS = 3
 SECONDS = 30

@@ -18,7 +18,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 LARGE = RunName("bench", "large")
 UPLOAD = "0123456789abcdef" * 2

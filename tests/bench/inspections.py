@@ -24,7 +24,7 @@ from storesvc.inspect.diff_rules import differences
 from storesvc.inspect.verify import MAX_READS
 from storesvc_proto.v1 import tree_pb2
 from tests.bench.memory import MIB, resident
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 KEPT_MIB = 64
 """The trim threshold that ``storesvc.server.app`` sets."""

@@ -26,8 +26,8 @@ from storesvc.save.receiver import MAX_BATCHES
 from storesvc_client._restore import server_source
 from storesvc_client._save import upload
 from tests.fake_gcs import FakeGcs
-from tests.gcs_calls import BUCKET
-from tests.server_process import ServerProcess
+from tests.support.gcs_calls import BUCKET
+from tests.support.server_process import ServerProcess
 
 MIB = 1 << 20
 

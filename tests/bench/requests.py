@@ -21,8 +21,8 @@ import numpy as np
 
 import storesvc_client as store
 from tests.fake_gcs import FakeGcs, Logged
-from tests.gcs_calls import BUCKET, OBJECTS, UPLOADS
-from tests.server_process import ServerProcess
+from tests.support.gcs_calls import BUCKET, OBJECTS, UPLOADS
+from tests.support.server_process import ServerProcess
 
 MIB: Final = 1 << 20
 LEAF_MIB: Final = 4

@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 
 import storesvc_client as store
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 RUN = "bench/startup"
 STORECTL = (sys.executable, "-m", "storesvc_client.cli")

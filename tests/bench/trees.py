@@ -38,7 +38,7 @@ from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.variable_sources import Sources
 from storesvc_proto.v1 import tree_pb2
 from tests.bench.memory import resident
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 RULES = [("kernel", PartitionSpec()), ("", PartitionSpec())]
 

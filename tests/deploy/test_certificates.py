@@ -15,7 +15,7 @@ from tests.deploy.manifests import (
     rendered,
     server_of,
 )
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 from tests.test_deploy_guide import lines
 
 STORECTL = [sys.executable, "-m", "storesvc_client.cli"]

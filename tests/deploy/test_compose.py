@@ -13,7 +13,7 @@ import yaml
 
 from tests.deploy.dockerfiles import Dockerfile
 from tests.deploy.manifests import DEPLOY
-from tests.storectl_lines import check_line
+from tests.support.storectl_lines import check_line
 
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]

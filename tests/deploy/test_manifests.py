@@ -23,7 +23,7 @@ from tests.deploy.manifests import (
     rendered,
     server_of,
 )
-from tests.storectl_lines import check_line
+from tests.support.storectl_lines import check_line
 
 OVERLAYS = sorted(path.name for path in (DEPLOY / "kubernetes" / "overlays").iterdir())
 EXAMPLES = sorted((DEPLOY / "examples").glob("*.yaml"))

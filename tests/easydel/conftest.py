@@ -10,7 +10,7 @@ import pytest
 
 from tests.easydel.saving import Original, read
 from tests.easydel.scenarios import SCENARIOS, Scenario
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 SAVED_SECONDS = 240
 

@@ -4,7 +4,7 @@ import pytest
 from easydel.utils import traversals as theirs
 
 from storesvc_client.trees import traversals as ours
-from tests.golden_traversals import RECORDED, Case, cases, outcome
+from tests.support.golden_traversals import RECORDED, Case, cases, outcome
 
 each_case = pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tests.amplified_requests import all_amplified
-from tests.contract import Writer
-from tests.server_process import ServerProcess
 from tests.soak.health import measured
 from tests.soak.outcomes import Outcome
+from tests.support.amplified_requests import all_amplified
+from tests.support.contract import Writer
+from tests.support.server_process import ServerProcess
 from tests.test_request_limits import memory_bytes
 
 PARTS: Final = 8

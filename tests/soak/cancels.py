@@ -7,9 +7,9 @@ from pathlib import Path
 
 import grpc
 
-from tests.cancels import CancellingServer, Start
-from tests.every_call import CALLS, Make, Saved, check_save
 from tests.soak.outcomes import Outcome
+from tests.support.cancels import CancellingServer, Start
+from tests.support.every_call import CALLS, Make, Saved, check_save
 
 
 def cancels() -> Outcome:

@@ -20,8 +20,8 @@ from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
-from tests.contract import elements, frame, received, sums, tree_of
 from tests.soak.outcomes import Outcome
+from tests.support.contract import elements, frame, received, sums, tree_of
 
 RUN = RunName("soak", "clocks")
 JUMPS = tuple(timedelta(hours=hours) for hours in (-24, -12, -1, 0, 1, 12, 24))

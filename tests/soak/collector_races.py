@@ -15,9 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import storesvc_client as store
-from tests.server_process import ServerProcess
 from tests.soak import promises
 from tests.soak.outcomes import Outcome
+from tests.support.server_process import ServerProcess
 
 SECONDS = 60
 KEPT = 4

@@ -3,8 +3,8 @@
 import asyncio
 from itertools import permutations
 
-from tests.recorded_history import losses, record
 from tests.soak.outcomes import Outcome
+from tests.support.recorded_history import losses, record
 
 
 def exchanged_records() -> Outcome:

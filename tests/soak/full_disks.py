@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 import storesvc_client as store
-from tests.small_disk import NoSmallDiskError, mounted
 from tests.soak import promises
 from tests.soak.outcomes import Outcome
 from tests.soak.watched import WRITES, WatchedServer, watched
+from tests.support.small_disk import NoSmallDiskError, mounted
 
 DISK_BYTES = 32 << 20
 

@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 import storesvc_client as store
-from tests import job_parts
-from tests.jax_job import JaxJob
 from tests.soak.kills import Replica, served_replicas
 from tests.soak.outcomes import Outcome
+from tests.support import job_parts
+from tests.support.jax_job import JaxJob
 
 KILLS = 10
 PROCESSES = 4
@@ -35,7 +35,7 @@ class _Job:
     """A job, through kills."""
 
     def __init__(self, target: str) -> None:
-        self._job = JaxJob("tests.job_parts:saves_on", PROCESSES, 1, {})
+        self._job = JaxJob("tests.support.job_parts:saves_on", PROCESSES, 1, {})
         self._notes = self._job.directory / "told"
         self._notes.touch()
         self._job.arguments = {

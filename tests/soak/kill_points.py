@@ -10,10 +10,10 @@ from itertools import count
 from pathlib import Path
 
 import storesvc_client as store
-from tests.server_process import EndedError
 from tests.soak import promises
 from tests.soak.outcomes import Outcome
 from tests.soak.watched import WatchedServer, watched
+from tests.support.server_process import EndedError
 
 WAIT_SECONDS = 120
 

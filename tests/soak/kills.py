@@ -21,9 +21,9 @@ from pathlib import Path
 
 import storesvc_client as store
 from tests.fake_gcs import FakeGcs
-from tests.server_process import ServerProcess
 from tests.soak import job_process
 from tests.soak.outcomes import Outcome
+from tests.support.server_process import ServerProcess
 
 KILLS = 10
 JOBS = 2

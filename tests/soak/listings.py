@@ -11,9 +11,9 @@ import grpc
 import storesvc_client as store
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
-from tests.contract import Writer
-from tests.server_process import ServerProcess
 from tests.soak.outcomes import Outcome
+from tests.support.contract import Writer
+from tests.support.server_process import ServerProcess
 
 RUN = "soak/listings"
 PARENT = "namespaces/soak/runs/listings"

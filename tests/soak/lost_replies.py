@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import storesvc_client as store
-from tests.server_process import ServerProcess
 from tests.soak import promises
 from tests.soak.outcomes import Outcome
+from tests.support.server_process import ServerProcess
 
 CUTS = 200
 BYTES_APART = 11

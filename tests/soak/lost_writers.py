@@ -15,9 +15,9 @@ from google.protobuf.duration_pb2 import Duration
 
 import storesvc_client as store
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.contract import Writer, elements, frame, sums
-from tests.server_process import ServerProcess
 from tests.soak.outcomes import Outcome
+from tests.support.contract import Writer, elements, frame, sums
+from tests.support.server_process import ServerProcess
 
 RUN = "soak/writers"
 WRITERS = 4

@@ -19,9 +19,9 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 import storesvc_client as store
-from tests.contract import Writer, frame, sums
-from tests.server_process import ServerProcess
 from tests.soak.outcomes import Outcome
+from tests.support.contract import Writer, frame, sums
+from tests.support.server_process import ServerProcess
 
 ROUNDS = 40
 LEASE_SECONDS = 1

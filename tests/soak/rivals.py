@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 
 import storesvc_client as store
-from tests.contract import Writer, frame, sums
-from tests.server_process import ServerProcess
 from tests.soak.outcomes import Outcome
+from tests.support.contract import Writer, frame, sums
+from tests.support.server_process import ServerProcess
 
 ROUNDS = 500
 RUN = "soak/rivals"

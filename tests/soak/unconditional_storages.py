@@ -10,8 +10,9 @@ from typing import Final
 
 import storesvc_client as store
 from tests.fake_gcs import FakeGcs
-from tests.gcs_calls import BUCKET
-from tests.other_emulators import (
+from tests.soak.outcomes import CannotRunError, Outcome
+from tests.support.gcs_calls import BUCKET
+from tests.support.other_emulators import (
     ARE_INSTALLED,
     CONDITIONS,
     fake_gcs_server,
@@ -19,7 +20,6 @@ from tests.other_emulators import (
     listening,
     names,
 )
-from tests.soak.outcomes import CannotRunError, Outcome
 
 ROUNDS: Final = 10
 AT_ONCE: Final = 8

@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from tests.server_process import ServerProcess
 from tests.soak.outcomes import CannotRunError
+from tests.support.server_process import ServerProcess
 
 WRITES: Final = "create,mkdir,write,truncate"
 """Kinds of calls that take space."""

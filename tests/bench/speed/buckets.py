@@ -27,7 +27,7 @@ from tests.bench.speed.contenders import Maker
 from tests.bench.speed.ours import Ours
 from tests.bench.speed.peers import Orbax, OrbaxUncompressed
 from tests.bench.speed.states import States
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 LATENCY_SECONDS: Final = 0.03
 STREAM_MBPS: Final = 400

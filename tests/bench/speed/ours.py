@@ -9,7 +9,7 @@ import storesvc_client as store
 from storesvc_client._values.options import SnapshotMode
 from tests.bench.speed.contenders import Maker, Target
 from tests.bench.speed.states import State
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 
 class Ours:

@@ -20,8 +20,8 @@ from storesvc.format.names import CheckpointName, HoldName, TagName
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests.collecting_process import RUN, Hands, Process
-from tests.faulty_bucket import FaultyBucket
+from tests.support.collecting_process import RUN, Hands, Process
+from tests.support.faulty_bucket import FaultyBucket
 
 Objects = Mapping[str, bytes]
 PURGE_DELAY = timedelta(minutes=30)

@@ -14,7 +14,7 @@ from typing import Final
 
 import requests
 
-from tests.gcs_calls import BUCKET
+from tests.support.gcs_calls import BUCKET
 
 CONDITIONS: Final = {
     "creation": r"POST ifGenerationMatch=0$",

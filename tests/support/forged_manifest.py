@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from storesvc.format.checksums import digest
 from storesvc_proto.v1 import tree_pb2
-from tests import stored_records
-from tests.saved_checkpoint import Saved
+from tests.support import stored_records
+from tests.support.saved_checkpoint import Saved
 
 
 def forge_manifest(saved: Saved, change: Callable[[tree_pb2.Manifest], object]) -> None:

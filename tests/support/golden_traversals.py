@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from tests.recorded_traversals import RECORDED
+from tests.support.recorded_traversals import RECORDED
 
 __all__ = ["RECORDED", "Case", "cases", "normalise", "outcome"]
 

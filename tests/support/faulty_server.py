@@ -9,7 +9,7 @@ from pathlib import Path
 
 from storesvc.server import app
 from storesvc.store import Store
-from tests.faulty_bucket import FaultyBucket, Plan, no_faults
+from tests.support.faulty_bucket import FaultyBucket, Plan, no_faults
 
 
 @contextmanager

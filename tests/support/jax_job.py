@@ -1,6 +1,6 @@
 """Jobs of several jax processes, as a launcher starts them.
 
-    outcomes = run_job("tests.job_parts:saves", 4, devices=2, target=root)
+    outcomes = run_job("tests.support.job_parts:saves", 4, devices=2, target=root)
 
 Each process calls the part with the arguments, and what it returns comes back as JSON.
 jax ends a process that lost another by SIGABRT, so none of this runs within a test.
@@ -56,7 +56,13 @@ class JaxJob:
         self.processes = []
         for index in range(self.count):
             command = [
-                *(sys.executable, "-m", "tests.jax_job", self.part, coordinator),
+                *(
+                    sys.executable,
+                    "-m",
+                    "tests.support.jax_job",
+                    self.part,
+                    coordinator,
+                ),
                 *(str(self.count), str(index), str(self.directory)),
                 json.dumps(self.arguments),
             ]

@@ -21,8 +21,8 @@ from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
-from tests.cancels import Start, many_answers, one_answer
-from tests.contract import CHUNK, Writer, frame, stored, sums, tree_of
+from tests.support.cancels import Start, many_answers, one_answer
+from tests.support.contract import CHUNK, Writer, frame, stored, sums, tree_of
 
 _runs = itertools.count()
 

@@ -13,8 +13,8 @@ from storesvc.gc.collector import Progress
 from storesvc.save.uploads import DEFAULT_LEASE, NewUpload
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
-from tests.contract import frame, mixed_sums, received, tree_of
-from tests.faulty_bucket import (
+from tests.support.contract import frame, mixed_sums, received, tree_of
+from tests.support.faulty_bucket import (
     FaultyBucket,
 )
 

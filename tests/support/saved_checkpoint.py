@@ -14,7 +14,7 @@ from storesvc.format.manifests import Manifest, unpack_manifest
 from storesvc.format.names import RunName
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
-from tests import stored_records
+from tests.support import stored_records
 
 CHUNKS = 5
 """Of the leaf "x"; all in one data file, in the order of their ordinals."""

@@ -18,7 +18,7 @@ from storesvc_proto.v1 import (
     upload_service_pb2,
 )
 from storesvc_proto.v1 import upload_service_pb2 as api
-from tests.contract import Writer
+from tests.support.contract import Writer
 
 SERVICES: Final = (
     *checkpoint_service_pb2.DESCRIPTOR.services_by_name.values(),

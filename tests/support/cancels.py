@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import grpc
 
 from storesvc.save.receiver import MAX_FILES
-from tests.thread_server import ThreadServer
+from tests.support.thread_server import ThreadServer
 
 SECONDS: Final = 60.0
 """How long a call, or what it leaves, may take to end."""

@@ -1,4 +1,4 @@
-"""The answers of easydel 0.3.0 to the cases of ``tests.golden_traversals``."""
+"""The answers of easydel 0.3.0 to the cases of ``tests.support.golden_traversals``."""
 
 from typing import Any
 

@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 
 # Four processes, an emulated bucket, two servers: two minutes.
 demo-multihost: $(INSTALLED)
-	$(BIN)/python -m tests.demo_multihost
+	$(BIN)/python -m tests.demo.multihost
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
@@ -126,10 +126,11 @@ soak: $(INSTALLED)
 # against ours, then those of our own tests that use jax. Importing easydel changes a
 # process (jax's flags, the recursion limit), so each half has one of its own.
 test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest
-test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(trees|easydel)
+test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(_pytree|trees|easydel)
 test-easydel: $(EASYDEL_VENV)/.installed
 	$(EASYDEL_PYTEST) tests/easydel
-	$(EASYDEL_PYTEST) $$(grep -lE '^ *$(USES_JAX)' tests/test_*.py)
+	$(EASYDEL_PYTEST) $$(grep -rlE --include='test_*.py' \
+	  --exclude-dir=easydel --exclude-dir=deploy '^ *$(USES_JAX)' tests)
 
 # Every class of EasyDeL's registry, saved by one process and restored by its class in
 # another, on another mesh: half an hour. CI takes one class in eighteen.
@@ -146,8 +147,8 @@ test-gcs: $(INSTALLED)
 	@test -n "$(BUCKET)" || { echo "expected a bucket to work in, got none: make" \
 	  "test-gcs BUCKET=gs://my-bucket" >&2; exit 1; }
 	STORESVC_TEST_BUCKET=$(BUCKET) $(BIN)/python -m pytest -n 0 -o timeout=1800 \
-	  -o faulthandler_timeout=0 tests/test_bucket.py tests/test_gcs_store.py \
-	  tests/test_store_model.py -k "Gcs or gcs"
+	  -o faulthandler_timeout=0 tests/storage/test_bucket.py \
+	  tests/storage/test_gcs_store.py tests/server/test_store_model.py -k "Gcs or gcs"
 
 # --- Changing -----------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from tests.deploy.manifests import (
     rendered,
     server_of,
 )
+from tests.repo.test_deploy_guide import lines
 from tests.support.server_process import ServerProcess
-from tests.test_deploy_guide import lines
 
 STORECTL = [sys.executable, "-m", "storesvc_client.cli"]
 

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Final
 
+from tests.rpc.test_request_limits import memory_bytes
 from tests.soak.health import measured
 from tests.soak.outcomes import Outcome
 from tests.support.amplified_requests import all_amplified
 from tests.support.contract import Writer
 from tests.support.server_process import ServerProcess
-from tests.test_request_limits import memory_bytes
 
 PARTS: Final = 8
 """Messages of a stream."""

@@ -25,10 +25,10 @@ from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
+from tests.rpc.test_stalled_clients import save_chunks
 from tests.soak.outcomes import Outcome
 from tests.support.contract import Writer, frame
 from tests.support.server_process import ServerProcess
-from tests.test_stalled_clients import save_chunks
 
 EACH: Final = 16
 """Stalled streams of each kind."""

@@ -1,0 +1,93 @@
+"""deploy/README.md: its commands are taken, and those of storectl do what they say."""
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc_client.cli.group import COMMANDS
+from tests.support.command_line import storectl
+from tests.support.contract import Writer
+from tests.support.server_process import ServerProcess
+from tests.support.storectl_lines import check_line
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "deploy" / "README.md"
+TEXT = GUIDE.read_text()
+RUN = "prod/llama-8b"
+BACKUP = "gs://BACKUP/ckpts"
+
+
+def lines() -> list[str]:
+    """The command lines of the guide, in its order."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def lines_of(program: str) -> Iterator[list[str]]:
+    """What follows a program in them."""
+    for line in lines():
+        if line.startswith(f"{program} "):
+            yield shlex.split(line)[1:]
+
+
+@pytest.fixture
+def served(server: ServerProcess) -> ServerProcess:
+    """A server of a store with what the guide speaks of."""
+    with store.connect(server.address) as client:
+        run = client.run(RUN)
+        for step in (100, 200, 300):
+            run.save(step, {"x": np.full(1000, step)}).result()
+    return server
+
+
+def test_the_commands_of_the_guide_work_one_after_the_other(
+    served: ServerProcess, tmp_path: Path
+) -> None:
+    backup = tmp_path / "backup"
+    shutil.copytree(served.root, backup)
+    upload = Writer(served.address, RUN, 400).begin().name.rpartition("/")[2]
+    for line in lines_of("storectl"):
+        words = [upload if word == "UPLOAD" else word for word in line]
+        target = served.address
+        if words[0] == "--store":
+            assert BACKUP == words[1]
+            target, words = backup.as_uri(), words[2:]
+
+        result = storectl(target, *words)
+
+        assert 0 == result.exit_code, (words, result.output)
+    with store.connect(served.address) as client:
+        run = client.run(RUN)
+        assert [200, 100] == [found.step for found in run.checkpoints()]
+        assert "ended" == run.upload(upload).state
+
+
+def test_every_line_of_storectl_in_the_text_is_taken() -> None:
+    inline = re.findall(r"`storectl ([^`]+)`", TEXT)
+
+    assert inline
+    for line in inline:
+        if " " in line:
+            check_line(shlex.split(line))
+        else:  # it speaks of the command
+            assert line in COMMANDS
+
+
+def test_what_the_guide_points_at_is_there() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", TEXT)
+    files = re.findall(r"(?<![\w/])deploy/[\w./-]+", "\n".join(lines()))
+    benches = re.findall(r"python -m tests\.bench (\w+)", TEXT)
+
+    assert all((links, files, benches))
+    for link in links:
+        assert (GUIDE.parent / link).exists(), link
+    for file in files:
+        assert (ROOT / file).exists(), file
+    for bench in benches:
+        assert (ROOT / "tests" / "bench" / f"{bench}.py").exists(), bench

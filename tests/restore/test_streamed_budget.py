@@ -1,0 +1,84 @@
+"""The host memory of a streamed restore, with a state of several times its budget."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import storesvc_client as store
+from storesvc.format.grids import whole
+from storesvc_client._chunks.buffer import Buffer
+from storesvc_client._restore.assembly import Assembly
+from tests.conftest import GIVEN_BUCKET  # noqa: F401 - sets jax up before it is imported
+from tests.support.server_process import ServerProcess
+
+MIB = 1 << 20
+LEAVES = 64
+LEAF_BYTES = 3 * MIB
+
+
+@pytest.fixture(scope="module")
+def saved(server: ServerProcess) -> str:
+    """The name of a run whose step 0 has 192 MiB."""
+    name = "tests/streamed-budget"
+    drawn = np.random.default_rng(0)
+    with store.connect(server.address) as client:
+        leaves = {f"{n:03}": drawn.bytes(LEAF_BYTES) for n in range(LEAVES)}
+        tree = {key: np.frombuffer(data, np.uint8) for key, data in leaves.items()}
+        client.run(name).save(0, tree).result()
+    return name
+
+
+def restored(address: str, name: str, budget_bytes: int) -> tuple[int, list[int]]:
+    """Restores all leaves and drops them; returns the most bytes that were held in
+    buffers, and those that were handed over."""
+    handed: list[int] = []
+
+    def place(buffer: Buffer) -> None:
+        handed.append(buffer.group.size_bytes)
+
+    with store.connect(address) as client:
+        opened = client.run(name).open(0)
+        tree = opened._manifest.tree
+        rows = [(row, [whole(leaf.shape)]) for row, leaf in enumerate(tree.leaves)]
+        assembly = Assembly(opened._manifest, rows, name="x", place=place)
+        source: Any = opened._source()
+        source.budget_bytes = budget_bytes
+        source.read(assembly.missing, assembly)
+        assert [] == assembly.missing
+        return assembly.peak_bytes, handed
+
+
+@pytest.mark.parametrize("budget_mib", [1, 7, 32])
+def test_buffers_of_a_streamed_restore_fit_its_budget(
+    server: ServerProcess, saved: str, budget_mib: int
+) -> None:
+    peak, handed = restored(server.address, saved, budget_mib * MIB)
+
+    assert LEAVES * LEAF_BYTES == sum(handed)
+    # one that is larger than all of it goes alone
+    assert peak <= max(budget_mib * MIB, LEAF_BYTES)
+
+
+def test_a_process_takes_little_more_memory_than_the_budget(
+    server: ServerProcess, saved: str
+) -> None:
+    program = (
+        "import json, resource\n"
+        "from tests.restore.test_streamed_budget import MIB, restored\n"
+        "def most(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10\n"
+        f"arguments = {server.address!r}, {saved!r}\n"
+        "restored(*arguments, 3 * MIB)\n"
+        "before = most()\n"
+        "restored(*arguments, 24 * MIB)\n"
+        "print(json.dumps(most() - before))"
+    )
+
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert json.loads(run.stdout) <= (24 + 24) * MIB < LEAVES * LEAF_BYTES

@@ -1,0 +1,132 @@
+"""What the log tells of a bucket in trouble: each kind of it in a line that names the
+bucket, once in a while, however many requests meet it."""
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import storesvc_client as store
+from storesvc.storage import deadlines, hedging, location
+from storesvc.storage.hedging import Limits
+from storesvc.storage.log_throttle import PAUSE_SECONDS
+from storesvc_client._rpc import retry
+from tests.conftest import gcs_root
+from tests.fake_gcs import ALWAYS, FakeGcs, Stall, Status
+from tests.support.command_line import printed
+from tests.support.server_process import ServerProcess
+
+pytestmark = pytest.mark.emulated
+
+CALLS = 30
+
+GUIDE = Path(__file__).parents[2] / "deploy" / "README.md"
+
+
+@pytest.fixture
+def root(gcs: FakeGcs) -> Iterator[str]:
+    """The root of a fresh store."""
+    gcs.clear()
+    yield gcs_root()
+    gcs.clear()
+
+
+@pytest.fixture
+def server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
+    """One that serves it."""
+    server = ServerProcess(tmp_path, tmp_path, uri=root)
+    server.start()
+    yield server
+    server.kill()
+
+
+def at_most(seconds: float) -> int:
+    """Returns how many lines of a kind there may be in that time."""
+    return 1 + int(seconds / PAUSE_SECONDS)
+
+
+def test_a_server_whose_bucket_denies_it_says_so_once_in_a_while_and_still_answers(
+    root: str, gcs: FakeGcs, server: ServerProcess
+) -> None:
+    with store.connect(server.address) as client:
+        run = client.run("tests/warned")
+        run.save(1, {"x": 1}).result()
+        gcs.fault(".", Status(403, message="who are you"), times=ALWAYS)
+
+        began = time.monotonic()
+        for _ in range(CALLS):
+            with pytest.raises(store.PreconditionError):
+                run.checkpoint(1)
+        seconds = time.monotonic() - began
+
+    told = [line for line in server.log.splitlines() if "WARNING" in line]
+    assert 1 <= len(told) <= at_most(seconds)
+    kind = "WARNING storesvc.rpc.boundary"
+    said = "the storage denies this to our credentials (who are you); let them"
+    assert f"{kind}: {root}/data/tests/warned/checkpoints/" in told[0]
+    assert said in told[0]
+    assert printed(server.address, "ping").startswith(f"{server.address}: store ")
+    for quoted in (kind, said.replace("who are you", "...")):
+        assert quoted in GUIDE.read_text()
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_a_bucket_that_fails_is_told_of_once_in_a_while(
+    root: str,
+    gcs: FakeGcs,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(location.RETRIES, "max_retries", 1)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
+    with store.connect(root) as client:
+        run = client.run("tests/warned")
+        run.save(1, {"x": 1}).result()
+        gcs.fault("GET .*checkpoints/0", Status(code), times=ALWAYS)
+
+        began = time.monotonic()
+        with caplog.at_level(logging.WARNING, logger="storesvc.rpc"):
+            for _ in range(3):
+                with pytest.raises(store.UnavailableError):
+                    run.checkpoint(1)
+        seconds = time.monotonic() - began
+
+    assert 1 <= len(caplog.messages) <= at_most(seconds)
+    assert caplog.messages[0].startswith(f"{root}/data/tests/warned/checkpoints/")
+    assert ": the storage failed: " in caplog.messages[0]
+
+
+def test_a_bucket_that_does_not_answer_is_told_of_once_in_a_while(
+    root: str,
+    gcs: FakeGcs,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(deadlines, "LATE_SECONDS", 0.2)
+    limits = Limits(floor_seconds=600, answer_seconds=0.2)
+    with store.connect(root, timeout=2) as client:
+        run = client.run("tests/warned")
+        run.save(1, {"x": 1}).result()
+    monkeypatch.setattr(hedging, "READS", limits)
+    monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
+    with store.connect(root, timeout=2) as client:
+        run = client.run("tests/warned")
+        for request_line in ("GET .*/o[?]", "GET .*checkpoints/0"):
+            gcs.fault(request_line, Stall(), times=ALWAYS)
+
+        began = time.monotonic()
+        with caplog.at_level(logging.WARNING, logger="storesvc"):
+            for ask in (lambda: run.checkpoint(1), lambda: list(run.checkpoints())):
+                with pytest.raises(store.UnavailableError):
+                    ask()
+        seconds = time.monotonic() - began
+        gcs.clear()
+
+    lists = [m for m in caplog.messages if m == f"{root} has not answered for 0 s"]
+    reads = [m for m in caplog.messages if m.endswith(", asked again")]
+    assert 1 <= len(lists) <= at_most(seconds)
+    assert 1 <= len(reads) <= at_most(seconds)
+    assert reads[0].startswith(f"{root}/data/tests/warned/checkpoints/0")

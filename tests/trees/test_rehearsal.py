@@ -1,0 +1,290 @@
+"""Rehearsals of restores: what could not be restored is said at the first save."""
+
+import gc
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import storesvc_client as store
+from storesvc_client.easydel import restore_model, restore_state, save_model, save_state
+from storesvc_client.trees.easydel import EasyDeLState
+from storesvc_client.trees.nnx.rehearsal import Rehearser
+
+SECONDS = 60
+
+
+@pytest.fixture
+def client() -> Iterator[store.Client]:
+    with store.connect("memory://") as connected:
+        yield connected
+
+
+class Plain(nnx.Module):
+    """Is built by its class, with nothing."""
+
+    def __init__(self, width: int = 3, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, width, rngs=rngs)
+
+
+class Sized(nnx.Module):
+    """Needs an argument that no checkpoint has."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, width, rngs=rngs)
+
+
+@dataclass
+class Config:
+    width: int = 4
+
+
+class Configured(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.linear = nnx.Linear(2, config.width, rngs=rngs)
+
+
+class Moody(nnx.Module):
+    """Is another one each time that it is built."""
+
+    built = 0
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        type(self).built += 1
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+        self.name = f"number {self.built}"
+
+
+def state_of(model: Any, step: int = 1) -> EasyDeLState:
+    return EasyDeLState.create(
+        step=step, model=model, tx=optax.adam(1e-3), init_opt_state=True
+    )
+
+
+def rehearsed(save: store.Save) -> Any:
+    assert save.rehearsal is not None
+    return save.rehearsal.result(SECONDS)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Plain(rngs=nnx.Rngs(0)),
+        lambda: Sized(5, rngs=nnx.Rngs(0)),
+        lambda: Configured(Config(5), rngs=nnx.Rngs(0)),
+        lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)),
+        lambda: nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0))]),
+    ],
+    ids=["class", "factory", "config", "flax's own", "list"],
+)
+def test_what_can_be_restored_is_saved_without_a_word(
+    client: store.Client, caplog: pytest.LogCaptureFixture, make: Any
+) -> None:
+    run = client.run("tests/rehearsal")
+    with caplog.at_level(logging.WARNING):
+        assert rehearsed(save_state(run, state_of(make()))).ok
+        assert rehearsed(save_model(client.run("tests/model"), 1, make())).ok
+        assert rehearsed(save_state(client.run("tests/s"), state_of(make()))).ok
+        strict = save_state(run, state_of(make(), 2), rehearse="strict")
+        assert 2 == strict.result().step
+
+    assert [] == caplog.records
+
+
+def test_another_size_than_the_class_has_is_warned_of_with_the_call_that_works(
+    client: store.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = client.run("tests/rehearsal")
+
+    with caplog.at_level(logging.WARNING):
+        found = rehearsed(save_state(run, state_of(Plain(7, rngs=nnx.Rngs(0)))))
+
+    assert not found.ok
+    assert "cannot be restored by its class, restore_state(run, model=Plain)" in (
+        found.message
+    )
+    assert "restore_state(run, model=lambda: Plain(rngs=nnx.Rngs(0)))" in found.message
+    assert [f"{run.name}: {found.message}"] == [r.getMessage() for r in caplog.records]
+    with pytest.raises(store.MismatchError):  # and so it is
+        restore_state(run, model=Plain, tx=optax.adam(1e-3))
+    back = restore_state(
+        run, model=lambda: Plain(7, rngs=nnx.Rngs(0)), tx=optax.adam(1e-3)
+    )
+    assert (2, 7) == back.model.linear.kernel.shape
+
+
+def test_a_strict_rehearsal_refuses_the_save_and_leaves_the_store_as_it_was(
+    client: store.Client,
+) -> None:
+    run = client.run("tests/rehearsal")
+    save_state(run, state_of(Plain(rngs=nnx.Rngs(0))), rehearse="strict").result()
+    other = state_of(Plain(7, rngs=nnx.Rngs(0)), 2)
+
+    for _ in range(2):  # once more: it was rehearsed already
+        with pytest.raises(store.MismatchError, match="cannot be restored by its"):
+            save_state(run, other, rehearse="strict")
+
+    assert [1] == [checkpoint.step for checkpoint in run.checkpoints()]
+    assert [] == [*run.uploads()]
+    save_state(run, other, rehearse="off").result()
+    assert [2, 1] == [checkpoint.step for checkpoint in run.checkpoints()]
+
+
+def test_what_no_model_fits_is_said_with_what_still_works(
+    client: store.Client,
+) -> None:
+    run = client.run("tests/rehearsal")
+    tx = optax.GradientTransformation(
+        lambda params: {"a": jnp.zeros(2)}, optax.sgd(0.1).update
+    )
+    model = Plain(rngs=nnx.Rngs(0))
+    state = EasyDeLState.create(step=1, model=model, tx=tx, opt_state={"b": [1.0]})
+
+    found = rehearsed(save_state(run, state))
+
+    assert not found.ok
+    assert "cannot be restored by restore_state(run, model=...)" in found.message
+    assert "as dicts and lists, with restore_state(run)" in found.message
+    assert {"b": [1.0]} == restore_state(run)["opt_state"]
+
+
+class Concrete(nnx.Module):
+    """Needs values while it is built, so that it is never built abstractly."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, int(jnp.ones(()) * 3), rngs=rngs)
+
+
+def test_a_class_that_needs_values_is_warned_of(client: store.Client) -> None:
+    run = client.run("tests/rehearsal")
+
+    found = rehearsed(save_model(run, 1, Concrete(rngs=nnx.Rngs(0))))
+
+    assert not found.ok
+    assert "got code that needs values" in found.message
+    made = Concrete(rngs=nnx.Rngs(1))
+    assert (2, 3) == restore_model(run, model=made).linear.kernel.shape
+
+
+class Keeping(nnx.Module):
+    """Needs a config, and keeps none."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, config.width, rngs=rngs)
+
+
+def test_a_class_that_keeps_no_config_has_a_factory(client: store.Client) -> None:
+    run = client.run("tests/rehearsal")
+
+    assert rehearsed(save_model(run, 1, Keeping(Config(), rngs=nnx.Rngs(0)))).ok
+
+
+def test_a_structure_is_rehearsed_once(
+    client: store.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    Moody.built = 0
+    run = client.run("tests/rehearsal")
+    model = Moody(rngs=nnx.Rngs(0))
+
+    with caplog.at_level(logging.WARNING):
+        saves = [save_state(run, state_of(model, step)) for step in (1, 2, 3)]
+        found = [rehearsed(save) for save in saves]
+
+    assert 2 == Moody.built
+    assert [False] * 3 == [each.ok for each in found]
+    assert "name: expected 'number 1' as saved, got 'number 2'" in found[0].message
+    assert 1 == len(caplog.records)
+
+
+def test_a_rehearsal_makes_no_array(
+    client: store.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    rehearsed_by = Rehearser._rehearsed
+
+    def watched(self: Any, *given: Any) -> Any:
+        gc.collect()
+        before = {id(array) for array in jax.live_arrays()}
+        found = rehearsed_by(self, *given)
+        made.extend(a.shape for a in jax.live_arrays() if id(a) not in before)
+        return found
+
+    monkeypatch.setattr(Rehearser, "_rehearsed", watched)
+    state = state_of(Plain(rngs=nnx.Rngs(0)))
+    run = client.run("tests/rehearsal")
+
+    save_state(run, state, rehearse="strict").result()
+
+    assert [] == made
+
+
+def test_a_state_may_be_donated_before_it_is_rehearsed(client: store.Client) -> None:
+    state = state_of(Plain(rngs=nnx.Rngs(0)))
+    save = save_state(client.run("tests/rehearsal"), state)
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
+
+    assert rehearsed(save).ok
+
+
+def test_an_unusable_argument_is_refused(client: store.Client) -> None:
+    with pytest.raises(store.InvalidRequestError, match="rehearse="):
+        save_state(
+            client.run("tests/rehearsal"),
+            state_of(Plain(rngs=nnx.Rngs(0))),
+            rehearse="loudly",  # type: ignore[arg-type]  # that is the test
+        )
+
+
+_ENDS = """
+import optax
+from flax import nnx
+import storesvc_client as store
+from storesvc_client.easydel import save_state
+from storesvc_client.trees.easydel import EasyDeLState
+from tests.trees.test_rehearsal import Plain, state_of
+with store.connect("memory://") as client:
+    save_state(client.run("tests/run"), state_of(Plain(7, rngs=nnx.Rngs(0)))).result()
+"""
+
+
+def test_a_process_that_ends_after_its_save_still_warns() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    )
+
+    assert "cannot be restored by its class" in done.stderr
+
+
+def test_a_state_without_its_optimizer_at_hand_is_rehearsed_without_it(
+    client: store.Client,
+) -> None:
+    state = state_of(Plain(rngs=nnx.Rngs(0))).replace(tx=None)
+    run = client.run("tests/rehearsal")
+
+    assert rehearsed(save_state(run, state)).ok
+
+
+def test_a_model_is_rehearsed_by_restore_model(client: store.Client) -> None:
+    run = client.run("tests/rehearsal")
+
+    found = rehearsed(save_model(run, 1, Plain(7, rngs=nnx.Rngs(0))))
+
+    assert "restore_model(run, model=Plain)" in found.message
+    assert (2, 7) == restore_model(
+        run, model=lambda: Plain(7, rngs=nnx.Rngs(0))
+    ).linear.kernel.shape

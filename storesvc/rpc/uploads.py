@@ -14,8 +14,7 @@ from storesvc.errors import InvalidFieldError
 from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
 from storesvc.format.wire import Frame
-from storesvc.rpc import messages
-from storesvc.rpc import requests as fields
+from storesvc.rpc import messages, requests
 from storesvc.rpc.boundary import (
     CALL_SECONDS,
     Context,
@@ -105,7 +104,7 @@ class UploadService:
             opening = await first(request_iterator, "open")
             join = opening.open
             name = UploadName.from_resource(join.upload)
-            fields.check_writer("open.writer", join.writer, join.writer_count)
+            requests.check_writer("open.writer", join.writer, join.writer_count)
             parts = LeafParts(name, opening.leaf_count)
             stream = PartStream(request_iterator, "leaves")
             async with stream.sharing(self._tables, context):
@@ -138,9 +137,9 @@ class UploadService:
     ) -> upload_api.ListUploadsResponse:
         async with refusals(context):
             runs = await self._runs_of(request.parent)
-            size = fields.page_size(request.page_size)
+            size = requests.page_size(request.page_size)
             listed = f"{request.parent}/uploads"
-            last = fields.last_of_page(
+            last = requests.last_of_page(
                 listed, request.page_token, UploadName.from_resource
             )
             found = await self._store.uploads.live(runs, after=last, limit=size + 1)
@@ -160,7 +159,7 @@ class UploadService:
         """The runs below a parent; a run that there may not be is one, too."""
         if "/runs/" in parent:
             return [RunName.from_resource(parent)]
-        return await self._store.catalogue.run_names(fields.namespace_of(parent))
+        return await self._store.catalogue.run_names(requests.namespace_of(parent))
 
     async def KeepUploadAlive(
         self, request: upload_api.KeepUploadAliveRequest, context: Context
@@ -197,8 +196,8 @@ class UploadService:
         async with refusals(context):
             watch, patience = Stopwatch(), Patience()
             coming = watch.waits("client", request_iterator)
-            requests = (part_of(each) async for each in patience.with_each(coming))
-            opening = await anext(requests, None)
+            arriving = (part_of(each) async for each in patience.with_each(coming))
+            opening = await anext(arriving, None)
             if opening is None:
                 raise missing("open")
             if isinstance(opening, Frame):
@@ -208,7 +207,7 @@ class UploadService:
             written = self._store.receiver.write(
                 upload,
                 opening.open.writer,
-                _stored_parts(requests),
+                _stored_parts(arriving),
                 watch,
                 # a client without free memory sends nothing before it is acknowledged
                 storing=patience.renew,
@@ -281,7 +280,7 @@ class UploadService:
         upload = await self._store.uploads.open(
             UploadName.from_resource(ref.upload), ref.epoch
         )
-        fields.check_writer("open.writer", ref.writer, upload.record.writer_count)
+        requests.check_writer("open.writer", ref.writer, upload.record.writer_count)
         return upload
 
 
@@ -298,11 +297,11 @@ def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:
             f"upload.writer_count: expected 1 to {MAX_WRITERS}, got "
             f"{upload.writer_count}"
         )
-    lease = fields.duration(
+    lease = requests.duration(
         "upload.lease_duration", upload.lease_duration, most=MAX_LEASE
     )
-    fields.check_entries("upload.labels", upload.labels)
-    fields.check_entries("upload.metrics", upload.metrics)
+    requests.check_entries("upload.labels", upload.labels)
+    requests.check_entries("upload.metrics", upload.metrics)
     return NewUpload(
         step=upload.step,
         writer_count=upload.writer_count,
@@ -310,7 +309,7 @@ def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:
         metrics=dict(sorted(upload.metrics.items())),
         lease=lease or DEFAULT_LEASE,
         base=base_of(run, upload.base),
-        owner=fields.checked_owner("upload.owner", upload.owner),
+        owner=requests.checked_owner("upload.owner", upload.owner),
         body=upload.SerializeToString(deterministic=True),
     )
 
@@ -338,15 +337,15 @@ def upload_name(parent: str, request_id: str) -> UploadName:
     Raises:
         InvalidFieldError: The id is not a UUID in its usual form.
     """
-    hex_id = fields.checked_request_id(request_id).replace("-", "")
+    hex_id = requests.checked_request_id(request_id).replace("-", "")
     return UploadName(RunName.from_resource(parent), hex_id)
 
 
 async def _stored_parts(
-    requests: AsyncIterator[Frame | upload_api.WriteChunksRequest],
+    arriving: AsyncIterator[Frame | upload_api.WriteChunksRequest],
 ) -> AsyncIterator[Frame | tree_pb2.ChunkTable]:
     """What the following messages of a stream bring."""
-    async for request in requests:
+    async for request in arriving:
         if isinstance(request, Frame):
             check_counts(request.columns)
             yield request

@@ -33,6 +33,7 @@ from storesvc.format.keys import (
 )
 from storesvc.format.trees import PRNG_IMPLS, SavedSharding
 from storesvc_client._pytree.leaf_names import tree_path_to_string
+from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_proto.v1 import tree_pb2 as pb
 
@@ -82,6 +83,7 @@ class Signature:
         return f"{self.shape} {self.dtype}"
 
 
+@collector_paused()
 def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
     """Returns the leaves of a pytree in the order of the pytree, and its treedef.
 

@@ -91,7 +91,7 @@ def compare(
     if recipe is None:
         return
     settings = recipe.config_differences(target, casting=casting)
-    places = recipe.optimizer_differences(target)
+    places = recipe.optimizer_differences(target.opt_state)
     places += recipe.model_differences(target, casting=casting)
     execution = [each for each in (*settings, *places) if is_execution(each)]
     if execution:

@@ -21,6 +21,7 @@ __all__ = [
     "HasGraph",
     "has_setting",
     "is_module",
+    "may_place_itself",
     "mesh_of",
     "partition_rules_of",
     "setting_of",
@@ -167,6 +168,16 @@ def mesh_of(model: Any) -> Mesh | None:
         if mesh is not None or hasattr(owner, "mesh"):
             return mesh if isinstance(mesh, Mesh) else None
     return None
+
+
+def may_place_itself(graphdef: "nnx.GraphDef[Any]") -> bool:
+    """Returns whether ``mesh_of`` or ``partition_rules_of`` may find something in the
+    module of a structure, without making the module."""
+    cls = getattr(graphdef.nodes[0], "type", None)
+    names = ("config", "mesh", "_get_partition_rules")
+    return any(has_setting(cls, name) for name in names) or any(
+        key in names for key, _ in graphdef.attributes
+    )
 
 
 def _checked(rule: Any, model: Any) -> tuple[str, PartitionSpec]:

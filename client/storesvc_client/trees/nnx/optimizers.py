@@ -114,13 +114,12 @@ def beside_parameters(
             leaves that it has.
     """
     tree = {"opt_state": opt_state}
-    keys = {leaf.key for leaf in named_leaves(tree)[0]}
+    shardings = follow_parameters(opt_state, graphstate)
     own = shardings_by_key({"opt_state": known})
-    shardings = {
-        **follow_parameters(opt_state, graphstate),
-        **{key: own[key] for key in own if key in keys},
-    }
-    return reshard(tree, shardings)["opt_state"]
+    if own:
+        keys = {leaf.key for leaf in named_leaves(tree)[0]}
+        shardings |= {key: own[key] for key in own if key in keys}
+    return reshard(tree, shardings)["opt_state"] if shardings else opt_state
 
 
 def replicated_beside(graphstate: GraphState) -> Sharding | None:

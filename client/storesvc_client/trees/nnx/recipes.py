@@ -211,10 +211,16 @@ class Recipe:
             other.pop(name, None)
         return found + config_differences(own, other)
 
-    def optimizer_differences(self, target: "Recipe") -> list[Difference]:
-        """Returns in what the target's optimizer state is another one; nothing where
-        either has none."""
-        saved, other = self.opt_state, target.opt_state
+    def optimizer_differences(
+        self, other: Mapping[str, str] | None
+    ) -> list[Difference]:
+        """Returns the differences between the containers of the saved optimizer state
+        and of another one; none where either is None.
+
+        Args:
+            other: The ``opt_state`` of another recipe.
+        """
+        saved = self.opt_state
         if saved is None or other is None:
             return []
         return [

@@ -13,11 +13,12 @@ import atexit
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Final
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any, Final, Unpack
 from weakref import WeakKeyDictionary
 
 import jax
@@ -28,7 +29,8 @@ from storesvc_client._pytree.restore_target import Target
 from storesvc_client._pytree.save_plan import Plan
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.handle import Save
-from storesvc_client._values.options import Rehearse
+from storesvc_client._values.gc_pause import collector_paused
+from storesvc_client._values.options import Rehearse, TargetOptions
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import MismatchError
 from storesvc_client.trees.nnx.config_classes import (
@@ -36,15 +38,17 @@ from storesvc_client.trees.nnx.config_classes import (
     needed_arguments,
     takes_config,
 )
-from storesvc_client.trees.nnx.graphs import GraphState, class_of
-from storesvc_client.trees.nnx.model_parts import HasGraph
+from storesvc_client.trees.nnx.graphs import class_of
+from storesvc_client.trees.nnx.model_parts import HasGraph, may_place_itself
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.restore_model import (
     Options,
     Request,
     plan_module,
+    plan_opt_state,
     plan_state,
 )
+from storesvc_client.trees.nnx.variable_sources import as_saved
 
 __all__ = ["Rehearsal", "Rehearser"]
 
@@ -77,33 +81,44 @@ class _Planned:
         return self.tree.structure
 
     @cached_property
+    @collector_paused()
     def leaves(self) -> Mapping[str, LeafInfo]:
         rows = zip(self.tree.leaves, self.tree.grids, strict=True)
         return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Subject:
-    """The parts of a state or a module, abstract: nothing keeps the arrays."""
+class _Saved:
+    """What is rehearsed of a state or a module: all but its arrays."""
 
     graphdef: Any
-    graphstate: GraphState
-    graphother: GraphState
     tx: Any
     has_opt_state: bool
     is_state: bool
 
     @classmethod
-    def of(cls, state: HasGraph, *, is_state: bool) -> "_Subject":
-        """Returns the subject of a state, or of the parts of a module."""
-        tx = getattr(state, "tx", None) if is_state else None
+    def of(cls, saved: HasGraph, *, is_state: bool) -> "_Saved":
+        """Returns it for a state, or for the parts of a module."""
         return cls(
-            graphdef=state.graphdef,
-            graphstate=_abstract(state.graphstate),
-            graphother=_abstract(state.graphother),
-            tx=tx,
-            has_opt_state=getattr(state, "opt_state", None) is not None,
+            graphdef=saved.graphdef,
+            tx=getattr(saved, "tx", None) if is_state else None,
+            has_opt_state=getattr(saved, "opt_state", None) is not None,
             is_state=is_state,
+        )
+
+    @collector_paused()
+    def model(self, plan: Plan) -> Any:
+        """Returns the saved model, abstract, from the plan of its save.
+
+        Its leaves have no shardings: who restores has devices of their own.
+        """
+        leaves = [_abstract(*form) for form in plan.forms]
+        tree = jax.tree.unflatten(plan.treedef, leaves)
+        found = tree.get if isinstance(tree, dict) else partial(getattr, tree)
+        return SimpleNamespace(
+            graphdef=self.graphdef,
+            graphstate=found("graphstate"),
+            graphother=found("graphother"),
         )
 
 
@@ -128,9 +143,8 @@ class Rehearser:
         """
         self._known = _Known.of(run._connection)  # noqa: SLF001 - of this library
         self._run = run.name
-        self._saved: HasGraph | None = saved
+        self._saved = _Saved.of(saved, is_state=is_state)
         self._is_strict = rehearse == "strict"
-        self._is_state = is_state
         self._plan: Plan | None = None
 
     def check(self, plan: Plan) -> None:
@@ -144,14 +158,14 @@ class Rehearser:
             return
         found = self._known.result(self._run, plan)
         if found is None:
-            found = self._rehearsed(plan, self._subject())
+            found = self._rehearsed(plan)
             self._known.add(self._run, plan, found)
         if not found.ok:
             raise MismatchError(f"save to {self._run}: {found.message}")
 
     def after(self, save: Save) -> "Future[Rehearsal] | None":
         """Rehearses in the background, once a save has ended, if it is the first one of
-        its structure; call it before the arrays may change.
+        its structure.
 
         Returns:
             The end of it; None where another process of the job rehearses.
@@ -161,11 +175,10 @@ class Rehearser:
             return None
         future, is_new = self._known.begin(self._run, plan)
         if is_new:
-            subject, self._saved = self._subject(), None
 
             def rehearse() -> None:
                 save.wait()  # a training loop may be waiting for it, too
-                found = self._rehearsed(plan, subject)
+                found = self._rehearsed(plan)
                 if not found.ok:
                     _log.warning("%s: %s", self._run, found.message)
                 future.set_result(found)
@@ -173,20 +186,19 @@ class Rehearser:
             _in_background(rehearse, future)
         return future
 
-    def _subject(self) -> _Subject:
-        assert self._saved is not None  # of a new structure, asked for once
-        return _Subject.of(self._saved, is_state=self._is_state)
-
-    def _rehearsed(self, plan: Plan, subject: _Subject) -> Rehearsal:
-        stored = _Planned(self._run, plan.tree)
-        cls = class_of(subject.graphdef)
-        by_class = None if cls is None else _failure(stored, subject, cls)
-        if cls is not None and by_class is None:
+    def _rehearsed(self, plan: Plan) -> Rehearsal:
+        stored, saved = _Planned(self._run, plan.tree), self._saved
+        cls = class_of(saved.graphdef)
+        takes_factory = cls is None or _needs_arguments(cls, stored)
+        by_class = None
+        if cls is not None and not takes_factory:
+            by_class = _failure(stored, saved, cls)
+            if by_class is None:
+                return Rehearsal(ok=True, message="")
+        again = _failure_of_saved(stored, saved, plan)
+        if again is None and takes_factory:
             return Rehearsal(ok=True, message="")
-        again = _failure(stored, subject, subject)
-        if again is None and (cls is None or _needs_arguments(cls, stored)):
-            return Rehearsal(ok=True, message="")
-        call = "restore_state" if subject.is_state else "restore_model"
+        call = "restore_state" if saved.is_state else "restore_model"
         if again is None and cls is not None:
             message = (
                 f"what was saved cannot be restored by its class, {call}(run, "
@@ -210,25 +222,55 @@ def _needs_arguments(cls: type[Any], stored: _Planned) -> bool:
     return not given.issuperset(needed_arguments(cls))
 
 
-def _failure(stored: _Planned, subject: _Subject, model: Any) -> Exception | None:
+def _failure_of_saved(stored: _Planned, saved: _Saved, plan: Plan) -> Exception | None:
+    """The error that a restore with the saved model would raise; None if it would work.
+
+    Each Variable of that model is matched with its own leaf. What can fail is the
+    optimizer, whose ``init`` may not give what was saved, and a model that places its
+    leaves itself.
+    """
+    if may_place_itself(saved.graphdef):
+        return _failure(stored, saved, saved.model(plan))
+    if saved.tx is None or not saved.has_opt_state:
+        return None
+    try:
+        like = plan_opt_state(stored, saved.tx, saved.model(plan).graphstate)
+        like, _ = as_saved(like, stored.leaves, casting=False)
+        _choose(
+            stored,
+            [key for key in stored.leaves if key.startswith("opt_state")],
+            like=like,
+            mesh=None,
+            rules=None,
+            cast=None,
+            missing="error",
+        )
+    except Exception as e:  # noqa: BLE001 - the optimizer is the caller's own code
+        return e
+    return None
+
+
+def _failure(stored: _Planned, saved: _Saved, model: Any) -> Exception | None:
     """The error that a restore with this model would raise; None if it would work."""
-    options = Options(opt_state="skip") if _skips(subject) else Options()
+    skips = saved.is_state and saved.tx is None  # then nobody knows the optimizer
+    options = Options(opt_state="skip") if skips else Options()
     request = Request(
-        model=model, tx=subject.tx if subject.has_opt_state else None, options=options
+        model=model, tx=saved.tx if saved.has_opt_state else None, options=options
     )
     try:
-        plan = (plan_state if subject.is_state else plan_module)(stored, request)
-        by_key = stored.tree.by_key
-        rows = [by_key[key] for key in plan.select]
-        Target.choose(stored.tree, stored.name, rows=rows, **plan.target)
+        plan = (plan_state if saved.is_state else plan_module)(stored, request)
+        _choose(stored, plan.select, **plan.target)
     except Exception as e:  # noqa: BLE001 - the caller's own code runs, too
         return e
     return None
 
 
-def _skips(subject: _Subject) -> bool:
-    """Whether no optimizer is known that the state of one could be restored with."""
-    return subject.is_state and subject.tx is None
+def _choose(
+    stored: _Planned, keys: Iterable[str], **target: Unpack[TargetOptions]
+) -> None:
+    """Matches leaves with the target of a restore, as the restore would."""
+    rows = [stored.tree.by_key[key] for key in keys]
+    Target.choose(stored.tree, stored.name, rows=rows, **target)
 
 
 class _Known:
@@ -285,17 +327,10 @@ def _digest(plan: Plan) -> bytes:
     return digest.digest()
 
 
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf: (
-            jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
-            )
-            if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-            else leaf
-        ),
-        tree,
-    )
+def _abstract(kind: type[Any], shape: Any, dtype: Any, sharding: Any) -> Any:
+    """A stand-in for a leaf of a plan."""
+    del sharding
+    return kind() if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
 
 _threads: dict[threading.Thread, "Future[Rehearsal]"] = {}

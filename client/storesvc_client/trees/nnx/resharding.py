@@ -31,13 +31,14 @@ def shardings_by_key(tree: Any) -> dict[str, Sharding]:
     """Returns the shardings of a tree by leaf key: those of its arrays, abstract or
     not, or its leaves themselves where they are shardings."""
     leaves, _ = named_leaves(tree)
-    found = {}
-    for leaf in leaves:
-        own = leaf.value
-        sharding = own if isinstance(own, Sharding) else getattr(own, "sharding", None)
-        if isinstance(sharding, Sharding):
-            found[leaf.key] = sharding
-    return found
+    found = ((leaf.key, _sharding(leaf.value)) for leaf in leaves)
+    return {key: sharding for key, sharding in found if sharding is not None}
+
+
+def _sharding(leaf: Any) -> Sharding | None:
+    """The sharding of an array, or the leaf itself where it is one."""
+    found = leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
+    return found if isinstance(found, Sharding) else None
 
 
 def required_shardings(tree: Any) -> dict[str, Sharding]:
@@ -96,8 +97,15 @@ def follow_parameters(
         check_mesh(mesh)
     over = mesh or mesh_of_leaves(parameters)
     whole = None if over is None else NamedSharding(over, PartitionSpec())
-    lie = shardings_by_key(parameters)
-    shapes = {x.key: _shape(x.value) for x in named_leaves(parameters)[0]}
+    leaves = jax.tree.leaves(parameters)
+    if whole is None and not any(map(_sharding, leaves)):
+        return {}
+    lie: dict[str, Sharding] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for leaf in named_leaves(parameters)[0]:
+        own = _sharding(leaf.value)
+        if own is not None:
+            lie[leaf.key], shapes[leaf.key] = own, _shape(leaf.value)
     found: dict[str, Sharding] = {}
     for leaf in named_leaves({"opt_state": opt_state})[0]:
         shape = _shape(leaf.value)
@@ -159,7 +167,7 @@ def gather(tree: Any) -> Any:
 def mesh_of_leaves(tree: Any) -> Mesh | None:
     """Returns the mesh that the arrays of a tree lie on; None where they lie on none,
     or on several."""
-    shardings = shardings_by_key(tree).values()
+    shardings = {_sharding(leaf) for leaf in jax.tree.leaves(tree)}
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     concrete = [mesh for mesh in meshes if isinstance(mesh, Mesh)]
     return concrete[0] if len(concrete) == 1 else None

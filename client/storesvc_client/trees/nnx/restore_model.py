@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._restore.checkpoint import OpenCheckpoint
+from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.options import ReadOptions, TargetOptions
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.nnx.blueprints import (
@@ -37,6 +38,7 @@ from storesvc_client.trees.nnx.compatibility import (
     refuse,
     report_as_saved,
 )
+from storesvc_client.trees.nnx.containers import containers
 from storesvc_client.trees.nnx.graphs import GraphState, merge_by_path
 from storesvc_client.trees.nnx.model_parts import partition_rules_of
 from storesvc_client.trees.nnx.optimizers import (
@@ -59,6 +61,7 @@ __all__ = [
     "Plan",
     "Request",
     "plan_module",
+    "plan_opt_state",
     "plan_state",
     "restore_module",
     "restore_opt_state",
@@ -177,11 +180,18 @@ def plan_state(stored: Stored, request: Request) -> Plan:
     Raises:
         StoreError: As ``restore_state``, but for what leaves have to fit.
     """
+    if request.tx is not None:
+        check_tx(request.tx)
+    recipe = recipe_of(stored, request.options.structure)
+    blueprint = _drawn(request.model, recipe, request.options)
+    with collector_paused():
+        return _planned_state(stored, request, recipe, blueprint)
+
+
+def _planned_state(
+    stored: Stored, request: Request, recipe: Recipe | None, blueprint: Blueprint
+) -> Plan:
     options, tx = request.options, request.tx
-    if tx is not None:
-        check_tx(tx)
-    recipe = recipe_of(stored, options.structure)
-    blueprint = _drawn(request.model, recipe, options)
     options = _with_own_placement(blueprint, options)
     begins = _begins_optimizer(stored, recipe, tx, options)
     like: dict[str, Any] = {"opt_state": None}
@@ -217,16 +227,19 @@ def plan_module(stored: Stored, request: Request) -> Plan:
         blueprint = _drawn(request.model, recipe, options)
         _compare(stored, recipe, blueprint.recipe(None), options)
         options = _with_own_placement(blueprint, options)
-    sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
-    like = sources.like()
-    return Plan(
-        request=request,
-        blueprint=blueprint,
-        sources=sources,
-        options=options,
-        like=_as_saved(stored, like, options),
-        select=_selected(stored, like, options),
-    )
+    with collector_paused():
+        sources = Sources.find(
+            blueprint, stored.leaves, initialising=options.initialises
+        )
+        like = sources.like()
+        return Plan(
+            request=request,
+            blueprint=blueprint,
+            sources=sources,
+            options=options,
+            like=_as_saved(stored, like, options),
+            select=_selected(stored, like, options),
+        )
 
 
 def _containers(opened: OpenCheckpoint, request: Request) -> Any:
@@ -256,19 +269,7 @@ def restore_opt_state(opened: OpenCheckpoint, state: "EasyDeLState") -> Any:
             or there is none.
     """
     options = Options(mesh=state.mesh, rules=partition_rules_of(state.model))
-    recipe = recipe_of(opened, options.structure)
-    if not _holds_optimizer(opened, recipe):
-        raise MismatchError(
-            f"{opened.name}: expected the state of an optimizer, got a checkpoint "
-            "without one; begin one with init_tx"
-        )
-    abstract = _abstract_opt_state(opened, state.tx, state.graphstate)
-    target = Recipe.of(state.graphdef, state.graphstate, state.graphother, abstract)
-    if recipe is not None:
-        found = recipe.optimizer_differences(target)
-        advice = "give the state the optimizer that was saved"
-        refuse(opened, [*map(str, found)], advice=advice)
-    like = {"opt_state": abstract}
+    like = plan_opt_state(opened, state.tx, state.graphstate)
     if options.mesh is None or options.rules is None:
         options = replace(options, mesh=None, rules=None)
         like = _beside_parameters(like, state.graphstate, state.opt_state)
@@ -279,6 +280,29 @@ def restore_opt_state(opened: OpenCheckpoint, state: "EasyDeLState") -> Any:
         select=_selected(opened, like, options),
         **options.reading,
     )["opt_state"]
+
+
+def plan_opt_state(
+    stored: Stored, tx: optax.GradientTransformation, graphstate: GraphState
+) -> dict[str, Any]:
+    """Returns the optimizer state that ``tx`` has for parameters, abstract, below
+    "opt_state".
+
+    Raises:
+        MismatchError: The checkpoint holds none, or one of other containers.
+    """
+    recipe = recipe_of(stored, "check")
+    if not _holds_optimizer(stored, recipe):
+        raise MismatchError(
+            f"{stored.name}: expected the state of an optimizer, got a checkpoint "
+            "without one; begin one with init_tx"
+        )
+    abstract = _abstract_opt_state(stored, tx, graphstate)
+    if recipe is not None:
+        found = recipe.optimizer_differences(containers(abstract, "opt_state"))
+        advice = "give the state the optimizer that was saved"
+        refuse(stored, [*map(str, found)], advice=advice)
+    return {"opt_state": abstract}
 
 
 def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Blueprint:

@@ -115,53 +115,50 @@ def measure(leaves: int) -> dict[str, float]:
     return {name: min(timed(task), timed(task)) for name, task in tasks.items()}
 
 
-def measure_rehearsal(leaves: int, rounds: int = 3) -> None:
-    """Prints what the rehearsal adds to the first save, and to the next ones."""
-    rows: dict[str, list[tuple[float, float, float, float]]] = {"off": [], "warn": []}
+def measure_rehearsal(leaves: int, rounds: int = 5) -> None:
+    """Prints what the rehearsal adds to the first save, and to later ones: seconds of
+    the clock, and of the processor in the thread that saves."""
+    rows: dict[str, list[tuple[float, ...]]] = {"off": [], "warn": []}
     for _ in range(rounds):
         for rehearse, found in rows.items():
             model = Many(leaves // 2, rngs=nnx.Rngs(0))
             state = EasyDeLState.create(step=0, model=model)
             found.append(saved(state, rehearse))
-    print(
-        f"{'medians, seconds':20}{'first':>8}{'whole':>8}{'later':>8}{'rehearsal':>11}"
-    )
+    columns = ("first", "CPU", "whole", "later", "CPU", "rehearsal", "CPU")
+    print(f"{'medians, seconds':20}" + "".join(f"{name:>10}" for name in columns))
     medians = {
         name: [median(column) for column in zip(*found, strict=True)]
         for name, found in rows.items()
     }
     for name, values in medians.items():
-        first, whole, later, rehearsal = values
-        print(
-            f"rehearse={name:11}{first:8.2f}{whole:8.2f}{later:8.2f}{rehearsal:11.2f}"
-        )
-    ratios = [
-        warn / off
-        for warn, off in zip(medians["warn"], medians["off"], strict=True)
-        if off
-    ]
-    print(f"{'warn / off':20}{ratios[0]:8.2f}{ratios[1]:8.2f}{ratios[2]:8.2f}")
+        print(f"rehearse={name:11}" + "".join(f"{value:10.2f}" for value in values))
+    pairs = zip(medians["warn"][:5], medians["off"][:5], strict=True)
+    print(f"{'warn / off':20}" + "".join(f"{warn / off:10.2f}" for warn, off in pairs))
 
 
-def saved(state: Any, rehearse: Any) -> tuple[float, float, float, float]:
+def saved(state: Any, rehearse: Any) -> tuple[float, ...]:
     """Returns the seconds of the first call of ``save_state``, of all of that save, of
     later calls (the median of seven), and of the rehearsal after its save."""
     with store.connect("memory://") as client:
         run = client.run("bench/rehearsal")
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         save = save_state(run, state, rehearse=rehearse)
-        first = time.perf_counter() - began
+        first, first_cpu = time.perf_counter() - began, time.thread_time() - cpu_began
         save.result()
         whole = time.perf_counter() - began
+        cpu_began = time.process_time()
         rehearsal = timed(lambda: save.rehearsal and save.rehearsal.result())
-        calls = []
+        rehearsal_cpu = time.process_time() - cpu_began
+        calls, cpus = [], []
         for step in range(1, 8):
             later = state.replace(step=step)
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.thread_time()
             save = save_state(run, later, rehearse=rehearse)
             calls.append(time.perf_counter() - began)
+            cpus.append(time.thread_time() - cpu_began)
             save.result()
-        return first, whole, median(calls), rehearsal if rehearse != "off" else 0.0
+        later_calls = (median(calls), median(cpus))
+        return first, first_cpu, whole, *later_calls, rehearsal, rehearsal_cpu
 
 
 def timed(task: Callable[[], Any]) -> float:

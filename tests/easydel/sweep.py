@@ -3,8 +3,9 @@
     python -m tests.easydel.sweep [REGEX]
 
 The one builds a small state of each class on one mesh, takes a step, saves it, and
-takes the next. The other restores it by the class alone, on another mesh, compares all
-bytes, and takes the same step. Prints a table, and fails where a row of it does.
+takes the next. The other restores it on another mesh, by the class alone and by a
+factory, compares all bytes of both, and takes the same step. Prints a table, and fails
+where a row of it does.
 """
 
 import json
@@ -32,7 +33,15 @@ from tests.easydel.registry import (
     stepped,
 )
 
-COLUMNS = ("built", "saved", "rehearsed", "by class", "bytes", "next step")
+COLUMNS = (
+    "built",
+    "saved",
+    "rehearsed",
+    "by class",
+    "bytes",
+    "next step",
+    "by factory",
+)
 """What is seen of each class, in this order; what follows a failure is not tried."""
 
 
@@ -92,19 +101,26 @@ def restore_each(folder: Path, names: list[str]) -> bool:
 
 
 def _restore(folder: Path, one: Registered, row: dict[str, Any]) -> None:
-    with store.connect((folder / one.name).as_uri()) as client:
-        back = restore_state(
-            client.run("tests/registry"),
-            model=one.model_class,
-            tx=optimizer(),
-            mesh=one.config(OTHER_DIMS).mesh,
-            state_class=EasyDeLState,
-        )
+    back = _restored(folder, one, one.model_class)
     row["done"].append("by class")
     _compare(row["leaves"], digests(back))
     row["done"].append("bytes")
     _compare(row["next"], digests(stepped(back)))
     row["done"].append("next step")
+    made = _restored(folder, one, lambda: one.model(OTHER_DIMS))
+    _compare(row["leaves"], digests(made))
+    row["done"].append("by factory")
+
+
+def _restored(folder: Path, one: Registered, model: Any) -> Any:
+    with store.connect((folder / one.name).as_uri()) as client:
+        return restore_state(
+            client.run("tests/registry"),
+            model=model,
+            tx=optimizer(),
+            mesh=one.config(OTHER_DIMS).mesh,
+            state_class=EasyDeLState,
+        )
 
 
 def _compare(expected: dict[str, str], actual: dict[str, str]) -> None:

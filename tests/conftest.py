@@ -22,15 +22,18 @@ import storesvc_client as store
 from storesvc.format.names import RunName
 from storesvc.kvbucket import KvBucket
 from tests.contract import Writer
+from tests.examples import FULL, examples
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
 from tests.gcs_calls import BUCKET
 from tests.saved_checkpoint import CHUNKS, Saved
 from tests.server_process import ServerProcess
 
-# No test is a matter of time: machines are shared.
-settings.register_profile("suite", deadline=None)
-settings.load_profile("suite")
+# No test is a matter of time: machines are shared. Explicit counts of examples go
+# through examples() too.
+settings.register_profile("quick", deadline=None, max_examples=examples(100))
+settings.register_profile("full", deadline=None)
+settings.load_profile("full" if FULL else "quick")
 
 # It has an environment of its own: make test-easydel.
 collect_ignore = [] if find_spec("easydel") else ["easydel"]

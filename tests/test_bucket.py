@@ -386,6 +386,7 @@ asyncio.run(race(sys.argv[1], sys.argv[2], int(sys.argv[3])))
 class SharedBucketTests(BucketTests):
     """Of a storage that several processes can open."""
 
+    @pytest.mark.slow
     def test_of_two_processes_one_wins_and_no_increment_is_lost(
         self, tmp_path: Path
     ) -> None:

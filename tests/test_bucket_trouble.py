@@ -80,6 +80,7 @@ def test_what_fails_in_passing_is_tried_again(within: Within, gcs: FakeGcs) -> N
     within(test)
 
 
+@pytest.mark.slow
 def test_what_fails_for_good_is_told_soon_and_names_the_bucket(
     within: Within, gcs: FakeGcs, root: str
 ) -> None:
@@ -328,6 +329,7 @@ def test_a_storage_that_wants_fewer_requests_gets_fewer_and_then_does_them_all(
     within(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["manifest.ocdbt", "pool/"])
 def test_a_key_space_that_does_not_answer_is_asked_again_and_then_given_up(
     within: Within,

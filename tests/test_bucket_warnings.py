@@ -99,6 +99,7 @@ def test_a_bucket_that_fails_is_told_of_once_in_a_while(
     assert ": the storage failed: " in caplog.messages[0]
 
 
+@pytest.mark.slow
 def test_a_bucket_that_does_not_answer_is_told_of_once_in_a_while(
     root: str,
     gcs: FakeGcs,

@@ -16,6 +16,7 @@ import storesvc_client as store
 from storesvc_client import _joint_restore, _looks
 from storesvc_client._durations import Deadline
 from storesvc_client._joint_restore import together
+from tests.examples import examples
 from tests.thread_job import ThreadJob, ThreadProcess
 
 RUN = "tests/run"
@@ -101,7 +102,7 @@ REFUSED = store.InvalidRequestError("deadline= is not a length")
 ABSENT = store.NotFoundError("x is not there")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -232,7 +233,8 @@ class Faulty:
             raise self._fault
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.sampled_from(ALL),
     st.integers(0, 25),

@@ -32,6 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CancellingServe
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("make", [write_chunks, write_within_a_chunk])
 def test_chunks_whose_stream_is_cancelled_anywhere_hold_nothing(

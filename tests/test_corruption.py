@@ -137,6 +137,7 @@ def test_a_missing_or_short_data_file_is_data_loss(
     assert "CORRUPT_DATA" == e.value.reason
 
 
+@pytest.mark.slow
 def test_where_one_stream_fails_no_other_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from storesvc.directories import Directories
 from storesvc.kvbucket import KvBucket
 
 
+@pytest.mark.slow
 def test_what_is_known_of_directories_is_bounded(tmp_path: Path) -> None:
     kept = Directories(tmp_path)
     for number in range(directories.KEPT + 1000):

@@ -266,6 +266,7 @@ def doomed(
         server.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", Failpoint)
 def test_a_server_killed_at_a_step(
     doomed: Callable[[Failpoint], ServerProcess], point: Failpoint

@@ -233,6 +233,7 @@ def test_a_restore_does_not_wait_for_a_hold_that_is_not_answered(
     assert "tests/gcs@1: no answer about the hold on it" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 @pytest.mark.parametrize("after", [0, 3, 6])
 def test_a_restore_ends_at_its_deadline_wherever_the_bucket_stops_answering(
@@ -271,6 +272,7 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
         assert 1 == run.latest().step
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 def test_a_call_that_a_storage_keeps_a_server_from_answering_is_told_so(
     gcs: FakeGcs, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from storesvc_client.easydel import restore_model, restore_state, save_model, sa
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.flattening import named_leaves
 from storesvc_client.trees.parts import split_module
+from tests.examples import examples
 from tests.modules import ALLOW, CASES, Case, modules
 
 
@@ -165,7 +166,7 @@ _steps = iter(range(10**6))
 
 @given(module=modules())
 @settings(
-    max_examples=30,
+    max_examples=examples(30),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -24,6 +24,7 @@ from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from tests import stored_records
 from tests.collecting_process import PLACES, Process
 from tests.contract import Writer, elements, frame, mixed_sums, sums
+from tests.examples import examples
 from tests.faulty_bucket import FaultyBucket
 from tests.server_process import ServerProcess
 from tests.test_uploads import refused
@@ -437,7 +438,7 @@ ARRAYS = st.dictionaries(
 
 
 @settings(
-    max_examples=15,
+    max_examples=examples(15),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

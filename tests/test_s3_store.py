@@ -210,6 +210,7 @@ def test_a_store_is_made_though_an_answer_to_its_probe_is_lost(
         client.run("prod/tiny").save(1, {"w": 1}).result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", [Stall(), Mute()], ids=["undone", "done"])
 def test_changes_that_are_not_answered_are_asked_for_again(
     within: Callable[..., None],

@@ -123,6 +123,7 @@ def test_sigterm_ends_it_well(start_server: Callable[..., ServerProcess]) -> Non
     assert "stopped" in server.log
 
 
+@pytest.mark.slow
 def test_a_restore_goes_on_through_an_orderly_restart(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_restore_goes_on_through_an_orderly_restart(
             assert (array == i).all()
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_while_it_is_sent_to_is_no_bug(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -190,6 +192,7 @@ def test_the_limits_are_those_that_were_decided() -> None:
     assert 0 == options["grpc.per_message_decompression"]
 
 
+@pytest.mark.slow
 def test_many_clients_save_and_restore_at_once(server_address: str) -> None:
     def work(number: int) -> bool:
         with store.connect(server_address) as client:

@@ -19,6 +19,7 @@ from storesvc_client.trees.structure import (
     encode_graphdef,
     rows,
 )
+from tests.examples import examples
 from tests.modules import ALLOW, CASES, Case, modules, rngs
 from tests.test_structure_golden import arrays, called, made, stored, template
 
@@ -110,7 +111,7 @@ def test_static_fields_keep_their_types() -> None:
 
 @given(modules())
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

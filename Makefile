@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EASYDEL_VENV := build/easydel/venv
 CONTRACT := proto/storesvc_proto
+# What jax compiled for the tests; they find it in the checkout themselves.
+COMPILED := $(CURDIR)/build/jax
 # What a test may read besides the installed package.
 TESTED := tests README.md pyproject.toml requirements deploy
 
@@ -101,7 +103,8 @@ wheel-test: $(INSTALLED)
 	@cd build/wheel/run && $(WHEEL_VENV)/bin/python -c 'import sys, storesvc_client; \
 	  where = storesvc_client.__file__; print("Testing", where); \
 	  sys.exit(not where.startswith(sys.prefix))'
-	cd build/wheel/run && STORESVC_SUITE=full $(WHEEL_VENV)/bin/python -m pytest
+	cd build/wheel/run && STORESVC_SUITE=full JAX_COMPILATION_CACHE_DIR=$(COMPILED) \
+	  $(WHEEL_VENV)/bin/python -m pytest
 
 # deploy/, as far as it can be checked without a cluster and a registry of images: its
 # files, what kubectl renders of them, and the image's install lines, for which pip

@@ -14,6 +14,11 @@ from pathlib import Path
 # before anything imports jax: eight devices to spread arrays over
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# what was compiled once is not compiled again: by another worker, or in another run
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "jax")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import pytest
 from hypothesis import settings

@@ -46,7 +46,9 @@ def root(
     emulator.clear()
 
 
-@pytest.fixture(params=["embedded", "served", "direct"])
+@pytest.fixture(
+    params=["embedded", pytest.param("served", marks=pytest.mark.slow), "direct"]
+)
 def client(
     request: pytest.FixtureRequest, root: str, tmp_path: Path
 ) -> Iterator[store.Client]:

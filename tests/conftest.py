@@ -8,6 +8,7 @@ import shutil
 import signal
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from tests.examples import FULL, examples
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
 from tests.gcs_calls import BUCKET
+from tests.in_process_server import InProcessServer
 from tests.saved_checkpoint import CHUNKS, Saved
 from tests.server_process import ServerProcess
 
@@ -115,6 +117,19 @@ def start_server(
         server.kill()
     for server in fresh:
         _end(server)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., InProcessServer]]:
+    """Serves a fresh root, or one that is given, in this process."""
+    with ExitStack() as servers:
+
+        def start(root: Path | None = None) -> InProcessServer:
+            server = InProcessServer(root or tmp_path / "served")
+            servers.callback(server.close)
+            return server
+
+        yield start
 
 
 GIVEN_BUCKET = os.environ.get("STORESVC_TEST_BUCKET", "").rstrip("/")

@@ -139,7 +139,7 @@ test-easydel: $(EASYDEL_VENV)/.installed
 	  --exclude-dir=easydel --exclude-dir=deploy '^ *$(USES_JAX)' tests)
 
 # Every class of EasyDeL's registry, saved by one process and restored by its class in
-# another, on another mesh: half an hour. CI takes one class in eighteen.
+# another, on another mesh: half an hour. CI takes one class of each task.
 #   make sweep-easydel CLASSES=Llama
 sweep-easydel: $(EASYDEL_VENV)/.installed
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \

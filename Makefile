@@ -33,9 +33,9 @@ demo-multihost: $(INSTALLED)
 	$(BIN)/python -m tests.demo_multihost
 
 # All but what is marked as slow, with a fifth of Hypothesis's examples; `make check`
-# runs all of both.
+# runs all of both. Three at a time, since much of it waits.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest --numprocesses=3 -m "not slow"
 
 check: lint types contract breaking wheel-test deploy-test
 

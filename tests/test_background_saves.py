@@ -437,6 +437,7 @@ def test_a_snapshot_that_fails_leaves_no_upload_behind(
     assert saved.total_bytes == saved.sent_bytes
 
 
+@pytest.mark.slow
 def test_a_save_that_is_refused_does_not_wait_for_memory(either: store.Run) -> None:
     tree = {f"x{n}": np.full(10 * MIB, n, np.uint32) for n in range(8)}
     either.save(1, {"x": 1}).result()

@@ -218,6 +218,7 @@ class BucketTests:
 
         within(test)
 
+    @pytest.mark.slow
     def test_a_list_of_thousands_is_whole(self, within: Callable[..., None]) -> None:
         async def test(bucket: KvBucket) -> None:
             places = [f"n/{number:05d}" for number in range(3000)]

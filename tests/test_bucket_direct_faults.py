@@ -298,6 +298,7 @@ def test_an_object_whose_writing_stalls_is_written_again(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "served"])
 @pytest.mark.parametrize("write_limits", [HEDGED], indirect=True, ids=["hedged"])
 def test_an_object_whose_writing_stalls_is_written_beside_itself(

@@ -82,6 +82,7 @@ def test_a_workload_with_an_identity_needs_nothing_else_and_renews_its_tokens(
     assert {"x": 2} == run.restore("latest")
 
 
+@pytest.mark.slow
 def test_credentials_that_are_revoked_are_told_at_once_in_a_sentence(
     client: store.Client, metadata: MetadataServer
 ) -> None:

@@ -93,6 +93,7 @@ def test_chunks_come_in_frames_that_are_full_or_hold_small_ones(
     assert stored == received
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(

@@ -23,6 +23,7 @@ from storesvc.kvbucket import KvBucket
 from storesvc_client import _retrying
 from tests.command_line import document, refusal
 from tests.conftest import GIVEN_BUCKET, gcs_root
+from tests.examples import sampled
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Stall, Status, Truncate
 from tests.server_process import EndedError, ServerProcess
 
@@ -178,7 +179,9 @@ def test_a_flipped_bit_in_an_object_is_told(client: store.Client, root: str) -> 
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("action", [Status(429), Status(503), Reset(), Lost()])
+@pytest.mark.parametrize(
+    "action", sampled([Status(429), Status(503), Reset(), Lost()], every=2)
+)
 def test_a_save_outlasts_what_fails_in_passing(
     client: store.Client, gcs: FakeGcs, action: Any
 ) -> None:
@@ -195,7 +198,9 @@ def test_a_save_outlasts_what_fails_in_passing(
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("action", [Status(503), Reset(), Truncate(100)])
+@pytest.mark.parametrize(
+    "action", sampled([Status(503), Reset(), Truncate(100)], every=2)
+)
 def test_a_restore_outlasts_what_fails_in_passing(
     client: store.Client, gcs: FakeGcs, action: Any
 ) -> None:

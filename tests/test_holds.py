@@ -345,6 +345,7 @@ def test_a_hold_for_no_time_or_too_long_is_refused(
         settled.hold(ttl=ttl)
 
 
+@pytest.mark.slow
 def test_a_hold_outlives_the_server_that_made_it(
     start_server: Any,
 ) -> None:
@@ -540,6 +541,7 @@ def test_a_renewal_after_another_process_purged_is_refused_whatever_its_clock() 
         asyncio.run(behind.holds.renew(name))
 
 
+@pytest.mark.slow
 def test_a_hold_that_was_not_renewed_in_time_says_so(
     start_server: Callable[..., ServerProcess],
 ) -> None:

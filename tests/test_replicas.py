@@ -135,6 +135,7 @@ def test_each_save_outlasts_a_kill_of_all_replicas_but_one(
         assert_saved(run, COUNT)
 
 
+@pytest.mark.slow
 @in_a_bucket
 def test_a_restore_outlasts_a_kill_of_every_replica(
     replicas: list[ServerProcess],

@@ -97,6 +97,7 @@ def test_ctrl_c_gives_a_save_up_that_is_waited_for_and_says_so_once(
         assert 1 == ended.stderr.count("Traceback")
 
 
+@pytest.mark.slow
 def test_saves_that_fail_do_not_stop_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_port_in_use_is_refused_in_one_sentence(
     assert f"address 127.0.0.1:{port}: it is in use" in ended.stderr
 
 
+@pytest.mark.slow
 def test_two_servers_of_one_root_serve_one_store(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:

@@ -198,6 +198,7 @@ def test_a_hold_that_did_not_last_is_told(
     assert f"storectl: the hold on {path} did not last: " in result.stderr
 
 
+@pytest.mark.slow
 def test_a_hold_of_whoever_is_gone_is_ended_by_its_name(
     server_address: str, saved: store.Run, start: Callable[..., "subprocess.Popen[str]"]
 ) -> None:

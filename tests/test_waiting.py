@@ -69,6 +69,7 @@ def test_a_save_does_not_wait_for_one_that_waits_for_its_server(
     client.close()
 
 
+@pytest.mark.slow
 def test_a_save_queues_behind_one_that_waits_for_its_server_where_that_is_asked(
     server: ServerProcess,
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_token_goes_on_with_another_client(
             another.watch("No Such")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_purged_meanwhile_is_told_of_by_name(
     start_server: Callable[..., ServerProcess],
 ) -> None:

@@ -108,6 +108,7 @@ def test_they_end_with_who_looks_after_them(server: ServerProcess) -> None:
     await_that(lambda: not any(Path(f"/proc/{pid}").exists() for pid in began))
 
 
+@pytest.mark.slow
 def test_every_worker_answers_once_the_ready_file_is_there(
     server: ServerProcess,
 ) -> None:

@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EASYDEL_VENV := build/easydel/venv
 CONTRACT := proto/storesvc_proto
+# What jax compiled for the tests; they find it in the checkout themselves.
+COMPILED := $(CURDIR)/build/jax
 # What a test may read besides the installed package.
 TESTED := tests README.md pyproject.toml requirements deploy
 
@@ -30,8 +32,10 @@ demo: $(INSTALLED)
 demo-multihost: $(INSTALLED)
 	$(BIN)/python -m tests.demo.multihost
 
+# All but what is marked as slow, with a fifth of Hypothesis's examples; `make check`
+# runs all of both. Three at a time, since much of it waits.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=3 -m "not slow"
 
 check: lint types contract breaking wheel-test deploy-test
 
@@ -99,7 +103,8 @@ wheel-test: $(INSTALLED)
 	@cd build/wheel/run && $(WHEEL_VENV)/bin/python -c 'import sys, storesvc_client; \
 	  where = storesvc_client.__file__; print("Testing", where); \
 	  sys.exit(not where.startswith(sys.prefix))'
-	cd build/wheel/run && $(WHEEL_VENV)/bin/python -m pytest
+	cd build/wheel/run && STORESVC_SUITE=full JAX_COMPILATION_CACHE_DIR=$(COMPILED) \
+	  $(WHEEL_VENV)/bin/python -m pytest
 
 # deploy/, as far as it can be checked without a cluster and a registry of images: its
 # files, what kubectl renders of them, and the image's install lines, for which pip
@@ -123,17 +128,18 @@ soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak $(SOAK)
 
 # Beside the real easydel and the jax and flax that it pins: its states and helpers
-# against ours, then those of our own tests that use jax. Importing easydel changes a
-# process (jax's flags, the recursion limit), so each half has one of its own.
+# against ours, then those of our own tests that use jax and are not slow. Importing
+# easydel changes a process (jax's flags, the recursion limit), so each half has one of
+# its own.
 test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest
 test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(_pytree|trees|easydel)
 test-easydel: $(EASYDEL_VENV)/.installed
 	$(EASYDEL_PYTEST) tests/easydel
-	$(EASYDEL_PYTEST) $$(grep -rlE --include='test_*.py' \
+	$(EASYDEL_PYTEST) -m "not slow" $$(grep -rlE --include='test_*.py' \
 	  --exclude-dir=easydel --exclude-dir=deploy '^ *$(USES_JAX)' tests)
 
 # Every class of EasyDeL's registry, saved by one process and restored by its class in
-# another, on another mesh: half an hour. CI takes one class in eighteen.
+# another, on another mesh: half an hour. CI takes one class of each task.
 #   make sweep-easydel CLASSES=Llama
 sweep-easydel: $(EASYDEL_VENV)/.installed
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \

@@ -8,12 +8,21 @@ import shutil
 import signal
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
 # before anything imports jax: eight devices to spread arrays over
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# what was compiled once is not compiled again: by another worker, or in another run
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "jax")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+if os.environ.get("STORESVC_SUITE") != "full":
+    # what runs once is compiled soon rather than well
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import pytest
 from hypothesis import settings
@@ -24,13 +33,17 @@ from storesvc.storage.tensorstore_bucket import KvBucket
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
 from tests.support.contract import Writer
+from tests.support.examples import FULL, examples
 from tests.support.gcs_calls import BUCKET
+from tests.support.in_process_server import InProcessServer
 from tests.support.saved_checkpoint import CHUNKS, Saved
 from tests.support.server_process import ServerProcess
 
-# No test is a matter of time: machines are shared.
-settings.register_profile("suite", deadline=None)
-settings.load_profile("suite")
+# No test is a matter of time: machines are shared. Explicit counts of examples go
+# through examples() too.
+settings.register_profile("quick", deadline=None, max_examples=examples(100))
+settings.register_profile("full", deadline=None)
+settings.load_profile("full" if FULL else "quick")
 
 # It has an environment of its own: make test-easydel.
 collect_ignore = [] if find_spec("easydel") else ["easydel"]
@@ -107,6 +120,19 @@ def start_server(
         server.kill()
     for server in fresh:
         _end(server)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., InProcessServer]]:
+    """Serves a fresh root, or one that is given, in this process."""
+    with ExitStack() as servers:
+
+        def start(root: Path | None = None) -> InProcessServer:
+            server = InProcessServer(root or tmp_path / "served")
+            servers.callback(server.close)
+            return server
+
+        yield start
 
 
 GIVEN_BUCKET = os.environ.get("STORESVC_TEST_BUCKET", "").rstrip("/")

@@ -18,7 +18,7 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from tests.support.command_line import storectl
 from tests.support.contract import Writer
-from tests.support.server_process import ServerProcess
+from tests.support.in_process_server import InProcessServer
 
 T = TypeVar("T")
 
@@ -28,8 +28,8 @@ OTHER = "tests/other"
 
 
 @pytest.fixture
-def server(start_server: Callable[..., ServerProcess], tmp_path: Path) -> ServerProcess:
-    return start_server(root=tmp_path / "store")
+def server(serve: Callable[..., InProcessServer], tmp_path: Path) -> InProcessServer:
+    return serve(tmp_path / "store")
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[store.Client]:
+def client(server: InProcessServer) -> Iterator[store.Client]:
     with store.connect(server.address) as client:
         for name in (str(RUN), OTHER):
             for step in range(4):
@@ -118,7 +118,7 @@ def test_a_damaged_latest_is_told_and_never_an_older_one_instead(
 
 
 def test_pages_join_over_damaged_rows(
-    root: Path, server: ServerProcess, run: store.Run
+    root: Path, server: InProcessServer, run: store.Run
 ) -> None:
     for step in (0, 1, 3):
         damage(root, PLACES.checkpoint(step))
@@ -141,7 +141,7 @@ def test_pages_join_over_damaged_rows(
 
 
 def test_storectl_prints_what_can_be_told_and_fails(
-    root: Path, server: ServerProcess, run: store.Run
+    root: Path, server: InProcessServer, run: store.Run
 ) -> None:
     damage(root, PLACES.checkpoint(1))
 
@@ -210,7 +210,7 @@ def test_a_damaged_tag_is_named_wherever_it_stands_in_the_way(
 
 
 def test_a_damaged_hold_can_be_ended(
-    root: Path, server: ServerProcess, run: store.Run
+    root: Path, server: InProcessServer, run: store.Run
 ) -> None:
     held = run.hold(0, ttl=timedelta(days=1))
     (listed,) = run.holds()
@@ -232,7 +232,7 @@ def test_a_damaged_hold_can_be_ended(
 
 
 def test_a_damaged_upload_is_told_after_all_others(
-    root: Path, server: ServerProcess, run: store.Run
+    root: Path, server: InProcessServer, run: store.Run
 ) -> None:
     ids = []
     for step in (7, 8):

@@ -18,7 +18,7 @@ from storesvc.format.names import RunName
 from storesvc.format.seal import CorruptRecordError, FormatVersionError, seal, unseal
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.contract import Writer, frame, sums
-from tests.support.server_process import ServerProcess
+from tests.support.in_process_server import InProcessServer
 from tests.support.stored_records import sealed_of_version_1
 
 ONE, OTHER = RunName("tests", "one"), RunName("tests", "other")
@@ -43,8 +43,7 @@ def prepared(
 ) -> Iterator[Path]:
     """A store with two records of each kind, in two runs of the same history."""
     scratch = tmp_path_factory.mktemp("prepared")
-    server = ServerProcess(scratch / "store", scratch)
-    server.start()
+    server = InProcessServer(scratch / "store")
     with store.connect(server.address) as client:
         for name in (ONE, OTHER):
             run = client.run(str(name))
@@ -61,7 +60,7 @@ def prepared(
             for number, chunk in enumerate((0, 1)):
                 writer.write(frame(chunk), writer=number)
                 writer.finish(sums(chunk), writer=number)
-    server.kill()
+    server.close()
     yield scratch / "store"
     shutil.rmtree(scratch)
 
@@ -73,10 +72,8 @@ def root(prepared: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def client(
-    root: Path, start_server: Callable[..., ServerProcess]
-) -> Iterator[store.Client]:
-    with store.connect(start_server(root=root).address) as client:
+def client(root: Path, serve: Callable[..., InProcessServer]) -> Iterator[store.Client]:
+    with store.connect(serve(root).address) as client:
         yield client
 
 
@@ -227,9 +224,9 @@ def test_exchanged_holds_are_damage_and_still_keep_all(
 
 
 def test_exchanged_records_of_uploads_commit_nothing(
-    root: Path, start_server: Callable[..., ServerProcess]
+    root: Path, serve: Callable[..., InProcessServer]
 ) -> None:
-    address = start_server(root=root).address
+    address = serve(root).address
     writers = [Writer(address, str(ONE), step, writers=2) for step in (7, 8)]
     for writer in writers:
         writer.begin()

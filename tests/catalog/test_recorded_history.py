@@ -3,6 +3,8 @@
 import asyncio
 from itertools import permutations
 
+import pytest
+
 from storesvc.format import layout
 from storesvc.format.seal import unseal
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -45,6 +47,7 @@ def test_what_an_earlier_version_of_a_record_costs() -> None:
     } == asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_exchanged_record_costs_nothing() -> None:
     async def main() -> list[str]:
         recorded = await record()

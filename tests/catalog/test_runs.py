@@ -20,6 +20,7 @@ from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.support.examples import examples
 from tests.support.interleaving import RUN, Process, ShuffledBucket, World, together
 from tests.support.server_process import ServerProcess
 
@@ -198,6 +199,7 @@ def test_wrong_types_are_refused_before_anything_is_sent(run: store.Run) -> None
         run.info()
 
 
+@pytest.mark.slow
 def test_a_run_survives_a_restart_of_its_server(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -230,7 +232,7 @@ async def _read(world: World) -> pb.RunRecord:
 
 
 @given(st.integers(0, 2**63))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_an_epoch_floor_only_rises_whatever_else_changes(seed: int) -> None:
     world = World(random.Random(seed), slow_share=0.1)
     ones = [runs_of(world) for _ in range(2)]
@@ -251,7 +253,7 @@ def test_an_epoch_floor_only_rises_whatever_else_changes(seed: int) -> None:
 
 
 @given(st.integers(0, 2**63))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_of_several_updates_by_one_etag_one_lands(seed: int) -> None:
     world = World(random.Random(seed), slow_share=0.1)
     asyncio.run(_update(runs_of(world), 0))

@@ -148,6 +148,7 @@ def test_ctrl_c_during_the_imports_of_a_command_is_exit_code_130(
     assert (130, "storectl: interrupted\n") == (process.returncode, stderr)
 
 
+@pytest.mark.slow
 def test_no_line_of_a_native_library_comes_before_the_sentence(tmp_path: Path) -> None:
     # TensorStore's AWS SDK logs that these files are missing.
     missing = {

@@ -87,6 +87,7 @@ def test_a_checkpoint_is_held_while_a_command_runs_and_no_longer(
     )
 
 
+@pytest.mark.slow
 def test_a_hold_is_renewed_while_the_command_runs(
     server_address: str, saved: store.Run, start: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_hold_is_renewed_while_the_command_runs(
     assert 128 + signal.SIGTERM == process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(
     number: signal.Signals,
@@ -137,6 +139,7 @@ def test_a_command_that_a_signal_ends_counts_as_shells_count(
     assert 128 + signal.SIGKILL == result.exit_code
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_a_terminal_reaches_the_command_once(
     server_address: str, saved: store.Run
 ) -> None:
@@ -174,6 +177,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_command_once(
     assert 41 == terminal.returncode
 
 
+@pytest.mark.slow
 def test_a_hold_that_did_not_last_is_told(
     server_address: str, saved: store.Run
 ) -> None:
@@ -194,6 +198,7 @@ def test_a_hold_that_did_not_last_is_told(
     assert f"storectl: the hold on {path} did not last: " in result.stderr
 
 
+@pytest.mark.slow
 def test_a_hold_of_whoever_is_gone_is_ended_by_its_name(
     server_address: str, saved: store.Run, start: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
@@ -246,6 +251,7 @@ def test_a_hold_of_no_time_is_refused(server_address: str, saved: store.Run) -> 
         assert "ttl: expected" in refusal(server_address, *arguments)
 
 
+@pytest.mark.slow
 def test_a_hold_lasts_through_a_restart_of_the_server(
     start_server: Callable[..., ServerProcess],
     start: Callable[..., "subprocess.Popen[str]"],

@@ -17,6 +17,7 @@ from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import Run, allocate, lay_out
 from storesvc_client._restore.assembly import Assembly
 from storesvc_proto.v1 import tree_pb2 as pb
+from tests.support.examples import examples
 
 
 def a_manifest(
@@ -68,7 +69,7 @@ def leaves_and_regions(
     return shape, chunk_shape, list(dict.fromkeys(drawn))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(leaves_and_regions(), st.integers(1, 40))
 def test_every_region_gets_its_elements_whichever_way_chunks_come(
     drawn: tuple[tuple[int, ...], tuple[int, ...], list[Region]], piece: int

@@ -124,6 +124,7 @@ client.run("tests/leave").save(1, {"x": np.zeros(2**24, np.uint8)})
 """
 
 
+@pytest.mark.slow
 def test_a_save_ends_before_its_process_does(tmp_path: Path) -> None:
     target = tmp_path.as_uri()
     ran = subprocess.run(
@@ -314,6 +315,7 @@ def test_a_restore_keeps_the_kind_of_memory(run: store.Run) -> None:
         assert kind == run.restore(like=like)["x"].sharding.memory_kind
 
 
+@pytest.mark.slow
 def test_a_restore_goes_on_at_a_restarted_server(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -443,6 +445,7 @@ def test_no_server_is_one_sentence_with_the_address() -> None:
     ) == str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_told_within_the_deadline() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -454,6 +457,7 @@ def test_a_server_that_never_answers_is_told_within_the_deadline() -> None:
         assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_a_save_whose_server_is_gone_says_so(
     start_server: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:

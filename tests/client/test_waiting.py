@@ -37,6 +37,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [found.message for found in caplog.records if found.levelname == "WARNING"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_save_does_not_wait_for_one_that_waits_for_its_server(
     server: ServerProcess,
@@ -68,6 +69,7 @@ def test_a_save_does_not_wait_for_one_that_waits_for_its_server(
     client.close()
 
 
+@pytest.mark.slow
 def test_a_save_queues_behind_one_that_waits_for_its_server_where_that_is_asked(
     server: ServerProcess,
 ) -> None:
@@ -83,6 +85,7 @@ def test_a_save_queues_behind_one_that_waits_for_its_server_where_that_is_asked(
         assert [3, 2, 1] == [found.step for found in run.checkpoints()]
 
 
+@pytest.mark.slow
 def test_each_call_that_is_retried_is_logged(
     server: ServerProcess,
     soon: None,
@@ -121,6 +124,7 @@ def test_each_call_that_is_retried_is_logged(
     client.close()
 
 
+@pytest.mark.slow
 def test_storectl_names_what_it_waits_for_and_ends_at_its_timeout(
     server: ServerProcess,
 ) -> None:

@@ -16,6 +16,8 @@ os.environ["ENABLE_DISTRIBUTED_INIT"] = "0"
 # It keeps what jax compiled in the home of the user: from one run of the tests to the
 # next, and from the process that saves to the one that restores.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# To compile a step takes much longer than to run it, and both sides run the same.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # easydel imports all its models at once, and these patch classes of transformers that
 # exist only beside torch: gigabytes, for models that no test builds. Where the modules

@@ -58,6 +58,7 @@ def test_a_frame_is_what_the_generated_classes_write(
         assert expected.SerializeToString() == frame.request()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), max_size=4))
 def test_chunks_come_in_frames_that_are_full_or_hold_small_ones(
@@ -93,6 +94,7 @@ def test_chunks_come_in_frames_that_are_full_or_hold_small_ones(
     assert stored == received
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(

@@ -97,6 +97,7 @@ def test_an_embedded_store_keeps_a_reserve(tmp_path: Path) -> None:
         assert RESERVE_BYTES == (tmp_path / layout.RESERVE).stat().st_size
 
 
+@pytest.mark.slow
 def test_a_server_does_all_that_by_itself(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -121,6 +122,7 @@ def test_an_interval_below_zero_is_refused(
         start_server("--gc-interval", "-1s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "fates"),
     [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED, FREE, UPLOADING
 from storesvc.gc.read_agreement import agree
 from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.support.examples import examples
 
 STEPS = 4
 
@@ -108,7 +109,7 @@ class Run:
         )
 
 
-@settings(max_examples=5000)
+@settings(max_examples=examples(5000))
 @given(st.integers(0, 2**64))
 def test_what_is_needed_later_is_needed_by_reads_that_agree(seed: int) -> None:
     run = Run(random.Random(seed))

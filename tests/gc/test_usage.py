@@ -89,6 +89,7 @@ def test_an_upload_under_way_is_counted_as_one(
     assert 1 == saved.usage().upload_count
 
 
+@pytest.mark.slow
 def test_usage_is_told_through_a_restart_of_the_server(
     start_server: Callable[..., ServerProcess],
 ) -> None:

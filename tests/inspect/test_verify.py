@@ -259,6 +259,7 @@ def test_a_checkpoint_that_was_deleted_is_not_verified_by_name(
     assert "CHECKPOINT_DELETED" == caught.value.reason
 
 
+@pytest.mark.slow
 def test_verifications_go_on_through_a_restart_and_leave_room_for_small_calls(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:

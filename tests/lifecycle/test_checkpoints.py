@@ -150,6 +150,7 @@ def test_a_purged_checkpoint_is_gone_and_its_step_free(run: store.Run) -> None:
     assert {"other": 1.0} == run.restore(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["purge.before_reply", "delete.before_reply"])
 def test_a_change_whose_answer_was_lost_is_asked_for_again_and_done(
     start_server: Callable[..., ServerProcess], point: str

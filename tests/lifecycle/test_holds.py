@@ -27,6 +27,7 @@ from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.support.examples import examples
 from tests.support.interleaving import (
     LONG_TURNS,
     RUN,
@@ -109,6 +110,7 @@ def test_a_hold_tells_what_it_holds_and_until_when(run: store.Run) -> None:
     assert [] == list(run.holds())
 
 
+@pytest.mark.slow
 def test_a_hold_lives_as_long_as_it_is_kept_open(run: store.Run) -> None:
     with run.hold(2, ttl=timedelta(seconds=1)) as hold:
         first = hold.expire_time
@@ -343,6 +345,7 @@ def test_a_hold_for_no_time_or_too_long_is_refused(
         settled.hold(ttl=ttl)
 
 
+@pytest.mark.slow
 def test_a_hold_outlives_the_server_that_made_it(
     start_server: Any,
 ) -> None:
@@ -421,7 +424,7 @@ async def _collect_often(process: Process) -> None:
     ),
     st.timedeltas(-MARGIN, MARGIN),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_what_is_held_is_never_purged_whatever_the_order_and_the_clocks(
     seed: int, holders: list[list[float]], skew: timedelta
 ) -> None:
@@ -444,7 +447,7 @@ def test_what_is_held_is_never_purged_whatever_the_order_and_the_clocks(
 
 
 @given(st.integers(0, 2**63))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_hold_that_is_asked_for_again_is_not_taken_back_by_the_first_call(
     seed: int,
 ) -> None:
@@ -538,6 +541,7 @@ def test_a_renewal_after_another_process_purged_is_refused_whatever_its_clock() 
         asyncio.run(behind.holds.renew(name))
 
 
+@pytest.mark.slow
 def test_a_hold_that_was_not_renewed_in_time_says_so(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -589,6 +593,7 @@ class _LateRenewals(grpc.UnaryUnaryClientInterceptor):
         return call
 
 
+@pytest.mark.slow
 def test_a_hold_that_is_closed_during_a_renewal_is_not_renewed_after_it(
     run: store.Run, server_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -636,6 +641,7 @@ def test_a_lease_that_is_ended_within_its_own_renewal_ends(
     assert [] == list(run.holds())
 
 
+@pytest.mark.slow
 def test_a_hold_that_is_closed_too_late_says_so(
     start_server: Callable[..., ServerProcess],
 ) -> None:

@@ -22,6 +22,7 @@ from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.support.examples import examples
 from tests.support.interleaving import (
     RUN,
     Process,
@@ -282,7 +283,7 @@ async def _tag(
 
 
 @given(st.integers(0, 2**63), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_what_a_tag_names_is_never_purged_whatever_the_order(
     seed: int, tag_is_set: bool
 ) -> None:

@@ -309,6 +309,7 @@ def test_without_a_mesh_only_what_follows_is_placed(mesh: Mesh) -> None:
         follow_parameters(moments, made, jax.devices()[0])
 
 
+@pytest.mark.slow
 def test_many_leaves_follow_in_seconds(mesh: Mesh) -> None:
     spread = NamedSharding(mesh, P("a"))
     leaf = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=spread)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import storesvc_client as store
 from storesvc.format.dtypes import DTYPES
 from storesvc_client._values.documents import CONTAINERS, pack_document
+from tests.support.examples import examples
 
 SHAPES = [(), (0,), (3, 0, 2), (1,) * 8, (7, 11, 13), (10_007,)]
 
@@ -229,6 +230,7 @@ def test_a_leaf_of_many_chunks_comes_back_on_other_shards(run: store.Run) -> Non
         assert values.tobytes() == raw(run.restore(0, like={"x": like})["x"])
 
 
+@pytest.mark.slow
 def test_one_leaf_of_256_mib_comes_back(run: store.Run) -> None:
     values = np.arange(2**26, dtype=np.float32).reshape(2**13, 2**13)
     sharded = jax.device_put(values, NamedSharding(mesh(4, 2), P("a", "b")))
@@ -240,6 +242,7 @@ def test_one_leaf_of_256_mib_comes_back(run: store.Run) -> None:
     assert np.array_equal(values, back)
 
 
+@pytest.mark.slow
 def test_ten_thousand_small_leaves_come_back(run: store.Run) -> None:
     tree = {f"leaf-{i}": np.full(i % 5, i, np.float32) for i in range(10_000)}
 
@@ -322,7 +325,7 @@ _numbers: Callable[[], int] = iter(range(10**9)).__next__
 
 
 @settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -343,7 +346,7 @@ def shape(tree: Any) -> Any:
 
 
 @settings(
-    max_examples=80,
+    max_examples=examples(80),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

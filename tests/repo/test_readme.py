@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 README = Path(__file__).parents[2] / "README.md"
 ROOT = "file:///tmp/ckpts"
 MOMENT = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+\d\d:\d\d"
@@ -49,6 +51,7 @@ def run_session(session: str, root: str) -> int:
     return len(commands)
 
 
+@pytest.mark.slow
 def test_the_examples_and_the_command_line_print_what_the_readme_shows(
     tmp_path: Path,
 ) -> None:

@@ -18,6 +18,7 @@ from storesvc.format.names import RunName
 from storesvc_client._restore import server_source
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
 from tests.support import stored_records
+from tests.support.examples import examples
 from tests.support.sessions import send_through_server
 
 TREE = {
@@ -94,7 +95,8 @@ def test_any_flipped_bit_is_either_told_or_harmless(
     rng = random.Random(1)
     told = 0
     files = [f for f in saved.rglob("*") if f.is_file()]
-    for _ in range(60):
+    count = examples(60)
+    for _ in range(count):
         file = rng.choice(files)
         size = file.stat().st_size
         if not size:
@@ -106,7 +108,7 @@ def test_any_flipped_bit_is_either_told_or_harmless(
         except store.DataLossError:
             told += 1
         shutil.copy(file, copy)
-    assert told > 10
+    assert told > count // 6
 
 
 @pytest.mark.parametrize("what", ["checkpoints", "manifests"])
@@ -115,7 +117,7 @@ def test_every_byte_of_a_record_and_a_manifest_is_guarded(
 ) -> None:
     (file,) = (root / "data/tests/damage" / what).iterdir()
     original = file.read_bytes()
-    for position in range(0, len(original), max(1, len(original) // 40)):
+    for position in range(0, len(original), max(1, len(original) // examples(40))):
         flip(file, position, position % 8)
         with suppress(store.DataLossError):
             assert is_whole(restore(root)), position
@@ -138,6 +140,7 @@ def test_a_missing_or_short_data_file_is_data_loss(
     assert "CORRUPT_DATA" == e.value.reason
 
 
+@pytest.mark.slow
 def test_where_one_stream_fails_no_other_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

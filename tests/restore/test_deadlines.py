@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from tests.support.server_process import ServerProcess
+from tests.support.in_process_server import InProcessServer
 
 
 @pytest.fixture(params=["streamed", "direct"])
-def run(
-    request: pytest.FixtureRequest, start_server: Callable[..., ServerProcess]
-) -> Any:
-    server = start_server()
+def run(request: pytest.FixtureRequest, serve: Callable[..., InProcessServer]) -> Any:
+    server = serve()
     direct = server.root.as_uri() if request.param == "direct" else None
     with store.connect(server.address, direct=direct) as client:
         run = client.run("tests/deadline")

@@ -221,6 +221,7 @@ def test_a_leaf_that_is_larger_than_the_budget_is_read_by_several_at_once(
     assert 2 == len(reads)
 
 
+@pytest.mark.slow
 def test_restores_leave_no_memory_no_file_and_no_thread_behind(
     direct: store.Client, run: store.Run
 ) -> None:

@@ -77,6 +77,7 @@ def test_process_0_does_not_begin_without_one_that_waited_too_long_for_it(
         assert "process 0 of 2 is not ready to read after 1 s" in str(told)
 
 
+@pytest.mark.slow
 def test_processes_that_come_one_after_another_are_not_waited_for_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

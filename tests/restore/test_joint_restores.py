@@ -4,11 +4,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 import storesvc_client as store
 from tests.support import job_parts
 from tests.support.jax_job import run_job
+
+pytestmark = pytest.mark.slow
 
 
 def save_by_one(target: str) -> None:

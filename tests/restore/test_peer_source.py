@@ -306,6 +306,7 @@ def test_an_error_that_is_no_text_is_told_all_the_same(opened: OpenCheckpoint) -
     assert all("cannot read ?" in str(other) for other in (first, third))
 
 
+@pytest.mark.slow
 def test_the_deadline_that_is_told_is_that_of_the_whole(opened: OpenCheckpoint) -> None:
     def part(job: ThreadProcess) -> None:
         reading = Reading(opened, job)
@@ -372,6 +373,7 @@ def test_nothing_is_exchanged_after_an_exchange_that_was_left(
         assert "start the job again, or restore with spread=False" in str(each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, RuntimeError("no device")], ids=str)
 def test_ctrl_c_that_leaves_an_exchange_is_the_last_word_and_remembered(
     opened: OpenCheckpoint, left: threading.Event, error: Exception | None

@@ -17,6 +17,7 @@ from storesvc_client._job import wait_log
 from storesvc_client._restore import joint_restore
 from storesvc_client._restore.joint_restore import together
 from storesvc_client._values.durations import Deadline
+from tests.support.examples import examples
 from tests.support.thread_job import ThreadJob, ThreadProcess
 
 RUN = "tests/run"
@@ -102,7 +103,7 @@ REFUSED = store.InvalidRequestError("deadline= is not a length")
 ABSENT = store.NotFoundError("x is not there")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -233,7 +234,8 @@ class Faulty:
             raise self._fault
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.sampled_from(ALL),
     st.integers(0, 25),

@@ -63,6 +63,7 @@ def test_buffers_of_a_streamed_restore_fit_its_budget(
     assert peak <= max(budget_mib * MIB, LEAF_BYTES)
 
 
+@pytest.mark.slow
 def test_a_process_takes_little_more_memory_than_the_budget(
     server: ServerProcess, saved: str
 ) -> None:

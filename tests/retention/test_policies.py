@@ -23,6 +23,7 @@ from storesvc_client._values.durations import (
 from storesvc_client._values.policies import KeepAll, KeepAny
 from storesvc_client._values.policy_messages import policy_message, policy_of
 from storesvc_proto.v1 import retention_pb2 as pb
+from tests.support.examples import examples
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)
@@ -163,7 +164,7 @@ def test_what_stays_is_what_each_rule_says_and_what_is_protected(
 
 
 @given(CHOICES, PLAIN_RUNS)
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 def test_what_is_chosen_is_what_the_rule_says(
     policy: store.RetentionPolicy, run: list[Candidate]
 ) -> None:
@@ -487,6 +488,7 @@ def test_a_policy_at_its_bounds_is_admitted(policy: pb.RetentionPolicy) -> None:
     check(policy)
 
 
+@pytest.mark.slow
 def test_the_most_rules_over_many_checkpoints_end_soon() -> None:
     rules = any_of(*[any_of(*[best()] * ((MAX_RULES - 5) // 4))] * 4)
     run = [

@@ -30,6 +30,7 @@ from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
+from tests.support.examples import examples
 from tests.support.interleaving import (
     RUN,
     Process,
@@ -363,7 +364,7 @@ def test_nothing_is_deleted_once_the_newest_one_is_gone() -> None:
 
 
 @given(st.integers(0, 2**63))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_what_is_tagged_or_pinned_stays_whatever_the_order(seed: int) -> None:
     world = retained(world_of(seed, steps=4), store.KeepSteps(99))
     one, two, three = (
@@ -391,7 +392,7 @@ def test_what_is_tagged_or_pinned_stays_whatever_the_order(seed: int) -> None:
 
 
 @given(st.integers(0, 2**63))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_the_newest_one_stays_unless_it_was_asked_for_by_name(seed: int) -> None:
     world = retained(world_of(seed, steps=3), store.KeepSteps(99))
     deletions: list[int] = []
@@ -437,6 +438,7 @@ def test_a_stored_policy_with_an_unknown_rule_deletes_nothing() -> None:
     assert all(slot_of(world, step).state == COMMITTED for step in range(3))
 
 
+@pytest.mark.slow
 def test_a_policy_is_still_there_after_a_restart_and_applied(
     start_server: Callable[..., ServerProcess],
 ) -> None:

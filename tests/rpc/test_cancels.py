@@ -23,6 +23,7 @@ from tests.support.every_call import (
     write_chunks,
     write_within_a_chunk,
 )
+from tests.support.examples import sampled
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CancellingServe
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("make", [write_chunks, write_within_a_chunk])
 def test_chunks_whose_stream_is_cancelled_anywhere_hold_nothing(
@@ -46,16 +48,19 @@ def test_chunks_whose_stream_is_cancelled_anywhere_hold_nothing(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "BeginUpload",
-        "DiffCheckpoints",
-        "FindChunks",
-        "FinishWriter",
-        "ReadChunks",
-        "ReadManifest",
-        "VerifyCheckpoint",
-        "WatchCheckpoints",
-    ],
+    sampled(
+        [
+            "BeginUpload",
+            "DiffCheckpoints",
+            "FindChunks",
+            "FinishWriter",
+            "ReadChunks",
+            "ReadManifest",
+            "VerifyCheckpoint",
+            "WatchCheckpoints",
+        ],
+        every=4,
+    ),
 )
 def test_a_call_that_is_cancelled_holds_nothing(
     server: CancellingServer, name: str

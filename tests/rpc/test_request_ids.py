@@ -198,6 +198,7 @@ def test_the_order_of_labels_makes_no_other_body(
     assert first == sent(stub, request)
 
 
+@pytest.mark.slow
 def test_a_repetition_goes_on_after_a_restart(
     start_server: Callable[..., ServerProcess],
 ) -> None:

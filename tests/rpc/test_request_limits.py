@@ -28,6 +28,7 @@ def test_each_repeated_field_of_each_request_has_a_limit() -> None:
     assert found == set(COUNTS)
 
 
+@pytest.mark.slow
 def test_no_request_takes_much_more_memory_than_it_weighs(
     start_server: Callable[..., ServerProcess],
 ) -> None:

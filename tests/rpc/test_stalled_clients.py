@@ -89,6 +89,7 @@ def test_streams_that_send_only_an_opening_delay_no_save(
         call.cancel()
 
 
+@pytest.mark.slow
 def test_readers_of_manifests_that_stop_delay_no_other_reader(
     server: ServerProcess,
 ) -> None:

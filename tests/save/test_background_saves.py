@@ -152,6 +152,7 @@ def test_a_save_without_a_copy_keeps_nobody_else_from_the_run(
         assert first.result().done()
 
 
+@pytest.mark.slow
 def test_a_save_without_a_copy_saves_what_lies_as_it_may(either: store.Run) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     rows = np.arange(2048 * 1024, dtype=np.float32).reshape(2048, 1024)
@@ -287,6 +288,7 @@ def test_a_wrong_choice_is_refused_with_the_right_ones(
 # --- the memory that saves take ---------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tree_larger_than_the_staging_is_saved_through_it(
     either: store.Run,
 ) -> None:
@@ -317,6 +319,7 @@ def test_a_tree_larger_than_the_staging_is_saved_through_it(
     assert all(np.array_equal(tree[key], found[key]) for key in tree)
 
 
+@pytest.mark.slow
 def test_a_save_without_a_copy_takes_no_memory_for_what_lies_as_it_is_stored(
     either: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +345,7 @@ def test_a_save_without_a_copy_takes_no_memory_for_what_lies_as_it_is_stored(
     assert all(np.array_equal(tree[key], found[key]) for key in tree)
 
 
+@pytest.mark.slow
 def test_what_a_save_without_a_copy_must_copy_goes_through_little_memory(
     either: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,6 +438,7 @@ def test_a_snapshot_that_fails_leaves_no_upload_behind(
     assert saved.total_bytes == saved.sent_bytes
 
 
+@pytest.mark.slow
 def test_a_save_that_is_refused_does_not_wait_for_memory(either: store.Run) -> None:
     tree = {f"x{n}": np.full(10 * MIB, n, np.uint32) for n in range(8)}
     either.save(1, {"x": 1}).result()
@@ -514,6 +519,7 @@ def test_what_lies_otherwise_is_not_copied_where_it_did_not_change(
     assert either.verify(2).ok
 
 
+@pytest.mark.slow
 def test_only_what_has_no_digest_before_it_is_copied_is_asked_about(
     either: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -710,6 +716,7 @@ def starving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[store.
         yield client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [2, 16])
 def test_memory_that_holds_more_than_is_sent_is_acknowledged_all_the_same(
     starving: store.Client, part: int
@@ -757,6 +764,7 @@ def test_a_stream_that_is_waited_for_hears_of_it_though_others_have_sent_nothing
                 wait(asking)
 
 
+@pytest.mark.slow
 def test_runs_that_share_memory_are_acknowledged_all_the_same(
     starving: store.Client,
 ) -> None:

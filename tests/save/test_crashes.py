@@ -21,6 +21,8 @@ from tests.support.faulty_bucket import Call, Fault, dies_before
 from tests.support.faulty_server import serving
 from tests.support.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 WHOLE = elements(0) + elements(1) + elements(2)
 RUN = "tests/crash"
 

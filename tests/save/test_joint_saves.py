@@ -56,6 +56,7 @@ def saved(gcs: FakeGcs) -> Saved:
     )
 
 
+@pytest.mark.slow
 def test_every_byte_is_written_once(saved: Saved) -> None:
     size = job_parts.state_bytes()
 
@@ -66,18 +67,21 @@ def test_every_byte_is_written_once(saved: Saved) -> None:
     assert [0] * PROCESSES == [each["sent"][1] for each in saved.told]
 
 
+@pytest.mark.slow
 def test_what_several_hold_is_spread_over_them(saved: Saved) -> None:
     totals = [each["total"][0] for each in saved.told]
 
     assert max(totals) - min(totals) <= 17 * job_parts.MIB, totals
 
 
+@pytest.mark.slow
 def test_what_process_0_says_of_a_checkpoint_counts(saved: Saved) -> None:
     found = [each["metrics"] for each in saved.told]
 
     assert [{"process": 0.0}] * PROCESSES == found
 
 
+@pytest.mark.slow
 def test_the_slowest_data_file_and_the_last_process_are_told(saved: Saved) -> None:
     first = {each["last"][0] for each in saved.told}
 
@@ -87,6 +91,7 @@ def test_the_slowest_data_file_and_the_last_process_are_told(saved: Saved) -> No
     assert [""] * PROCESSES == [each["slowest"][1] for each in saved.told]
 
 
+@pytest.mark.slow
 def test_one_process_restores_what_several_saved(saved: Saved) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("row", "column"))
     expected = job_parts.state_on(mesh)
@@ -100,6 +105,7 @@ def test_one_process_restores_what_several_saved(saved: Saved) -> None:
     assert verified
 
 
+@pytest.mark.slow
 def test_other_processes_restore_what_several_saved_and_read_every_byte_once(
     saved: Saved, gcs: FakeGcs
 ) -> None:
@@ -129,6 +135,7 @@ def test_other_processes_restore_what_several_saved_and_read_every_byte_once(
     assert 0 < slowest["slowest_seconds"] <= slowest["seconds"]
 
 
+@pytest.mark.slow
 def test_a_lease_longer_than_the_heartbeats_of_jax_is_warned_of_once(
     tmp_path: Path,
 ) -> None:
@@ -143,6 +150,7 @@ def test_a_lease_longer_than_the_heartbeats_of_jax_is_warned_of_once(
     assert [first, [f"0 after a lease of {s} s" for s in leases]] == told
 
 
+@pytest.mark.slow
 def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
     tmp_path: Path,
 ) -> None:
@@ -186,6 +194,7 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
         )
 
 
+@pytest.mark.slow
 def test_processes_that_hold_nothing_or_fail_once_keep_none_from_going_on(
     tmp_path: Path,
 ) -> None:
@@ -209,6 +218,7 @@ def test_processes_that_hold_nothing_or_fail_once_keep_none_from_going_on(
         assert [5, 4, 3, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
     tmp_path: Path,
 ) -> None:
@@ -236,6 +246,7 @@ def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
         assert client.run(job_parts.RUN).verify(2).ok
 
 
+@pytest.mark.slow
 def test_a_leaf_that_differs_between_processes_is_refused_by_leaf_and_processes(
     tmp_path: Path,
 ) -> None:

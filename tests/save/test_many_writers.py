@@ -14,7 +14,7 @@ from tests.support.server_process import ServerProcess
 
 RUN = "tests/writers"
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from tests.save.test_uploads import refused
 from tests.support import stored_records
 from tests.support.collecting_process import PLACES, Process
 from tests.support.contract import Writer, elements, frame, mixed_sums, sums
+from tests.support.examples import examples
 from tests.support.faulty_bucket import FaultyBucket
 from tests.support.server_process import ServerProcess
 
@@ -437,7 +438,7 @@ ARRAYS = st.dictionaries(
 
 
 @settings(
-    max_examples=15,
+    max_examples=examples(15),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -73,6 +73,7 @@ if how == "close":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "exit"])
 def test_ctrl_c_gives_a_save_up_that_is_waited_for_and_says_so_once(
     start_server: Callable[..., ServerProcess], how: str
@@ -97,6 +98,7 @@ def test_ctrl_c_gives_a_save_up_that_is_waited_for_and_says_so_once(
         assert 1 == ended.stderr.count("Traceback")
 
 
+@pytest.mark.slow
 def test_saves_that_fail_do_not_stop_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_saves_that_fail_do_not_stop_the_next_one(
         run.save(3, state, base=None).result()
 
 
+@pytest.mark.slow
 def test_a_save_whose_memory_comes_late_is_not_refused_as_stalled(
     local: store.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

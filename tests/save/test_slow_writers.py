@@ -117,6 +117,7 @@ def test_streams_that_stop_within_a_chunk_lose_their_places_to_a_save() -> None:
         assert [("LIMIT_EXCEEDED", 1.0)] == [details_of(error) for error in ended]
 
 
+@pytest.mark.slow
 def test_streams_that_stop_after_a_chunk_are_acknowledged_for_a_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,6 +136,7 @@ def test_streams_that_stop_after_a_chunk_are_acknowledged_for_a_save(
         assert [[1]] == [s.acknowledged for s in streams if s.acknowledged]
 
 
+@pytest.mark.slow
 def test_a_slow_client_that_nobody_waits_for_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_stream_that_finds_no_place_is_refused_and_may_retry(
         assert "storage" not in str(caught.value.details())
 
 
+@pytest.mark.slow
 def test_a_save_that_finds_no_place_is_repeated_until_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -351,6 +351,7 @@ def test_a_committed_upload_is_not_aborted(
     assert WHOLE == content(client, name)
 
 
+@pytest.mark.slow
 def test_an_upload_goes_on_at_a_restarted_server(
     start_server: Callable[..., ServerProcess],
 ) -> None:

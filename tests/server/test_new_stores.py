@@ -79,6 +79,7 @@ def test_a_store_is_opened_whatever_lies_beside_it(root: Path) -> None:
     store.connect(root.as_uri()).close()
 
 
+@pytest.mark.slow
 def test_a_new_store_is_logged_once(
     root: Path, start_server: Callable[..., ServerProcess]
 ) -> None:

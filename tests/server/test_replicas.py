@@ -112,6 +112,7 @@ def test_an_upload_that_one_began_others_write_finish_and_commit(
             assert b"".join(map(elements, range(3))) == array.tobytes()
 
 
+@pytest.mark.slow
 def test_each_save_outlasts_a_kill_of_all_replicas_but_one(
     replicas: list[ServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +136,7 @@ def test_each_save_outlasts_a_kill_of_all_replicas_but_one(
         assert_saved(run, COUNT)
 
 
+@pytest.mark.slow
 @in_a_bucket
 def test_a_restore_outlasts_a_kill_of_every_replica(
     replicas: list[ServerProcess],
@@ -155,6 +157,7 @@ def test_a_restore_outlasts_a_kill_of_every_replica(
         replica.await_ready()
 
 
+@pytest.mark.slow
 @in_a_bucket
 def test_no_call_fails_for_a_replica_that_is_killed(
     replicas: list[ServerProcess],
@@ -199,6 +202,7 @@ def test_no_call_fails_for_a_replica_that_is_killed(
         assert sorted(set(committed)) == committed
 
 
+@pytest.mark.slow
 @in_a_bucket
 def test_replicas_that_drain_one_after_another_fail_nothing(
     replicas: list[ServerProcess],

@@ -233,6 +233,7 @@ def test_what_is_not_committed_is_skipped_many_at_once(bucket: FaultyBucket) -> 
     )
 
 
+@pytest.mark.slow
 def test_many_checkpoints_and_runs_are_listed_in_order(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
@@ -251,6 +252,7 @@ def test_many_checkpoints_and_runs_are_listed_in_order(
         assert steps[-1] == run.latest().step
 
 
+@pytest.mark.slow
 def test_a_tree_of_many_leaves_comes_back(run: store.Run) -> None:
     # More than 4 MiB as one message: the leaf table, the receipt and the manifest.
     long = "a layer of a long name, as models with many modules have them, " * 3

@@ -80,6 +80,7 @@ def test_a_port_in_use_is_refused_in_one_sentence(
     assert f"address 127.0.0.1:{port}: it is in use" in ended.stderr
 
 
+@pytest.mark.slow
 def test_two_servers_of_one_root_serve_one_store(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_sigterm_ends_it_well(start_server: Callable[..., ServerProcess]) -> Non
     assert "stopped" in server.log
 
 
+@pytest.mark.slow
 def test_a_restore_goes_on_through_an_orderly_restart(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -139,6 +141,7 @@ def test_a_restore_goes_on_through_an_orderly_restart(
             assert (array == i).all()
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_while_it_is_sent_to_is_no_bug(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -190,6 +193,7 @@ def test_the_limits_are_those_that_were_decided() -> None:
     assert 0 == options["grpc.per_message_decompression"]
 
 
+@pytest.mark.slow
 def test_many_clients_save_and_restore_at_once(server_address: str) -> None:
     def work(number: int) -> bool:
         with store.connect(server_address) as client:

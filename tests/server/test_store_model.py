@@ -53,6 +53,7 @@ from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
 from tests.fake_s3 import FakeS3
 from tests.support.contract import elements, frame, mixed_sums, received, tree_of
+from tests.support.examples import examples
 from tests.support.faulty_bucket import (
     DiedError,
     Fault,
@@ -772,7 +773,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, print_blob=True
+    max_examples=examples(60), stateful_step_count=60, deadline=None, print_blob=True
 )
 
 
@@ -786,7 +787,7 @@ class GcsStoreMachine(StoreMachine):
 TestGcsStore = pytest.mark.usefixtures("bucket_storage")(GcsStoreMachine.TestCase)
 TestGcsStore.settings = settings(
     # a real bucket takes half a minute for one
-    max_examples=2 if GIVEN_BUCKET else 6,
+    max_examples=2 if GIVEN_BUCKET else examples(6),
     stateful_step_count=40,
     deadline=None,
     print_blob=True,
@@ -810,5 +811,5 @@ def s3_machine(s3: FakeS3) -> None:
 
 TestS3Store = pytest.mark.usefixtures("s3_machine")(S3StoreMachine.TestCase)
 TestS3Store.settings = settings(
-    max_examples=4, stateful_step_count=40, deadline=None, print_blob=True
+    max_examples=examples(4), stateful_step_count=40, deadline=None, print_blob=True
 )

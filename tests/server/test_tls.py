@@ -113,6 +113,7 @@ def test_a_server_that_wants_tls_is_told_at_once(setting: Setting) -> None:
     ) == str(told.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_endless_patience")
 def test_what_a_client_shows_or_trusts_wrongly_is_told_at_once(
     setting: Setting,

@@ -54,6 +54,7 @@ def await_that(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_one_worker_took_all_give(server: ServerProcess) -> None:
     tree = {"x": np.arange(1 << 20)}
     with store.connect(server.address) as client:
@@ -69,6 +70,7 @@ def test_a_checkpoint_that_one_worker_took_all_give(server: ServerProcess) -> No
     assert WORKERS == len(workers(server))
 
 
+@pytest.mark.slow
 def test_calls_go_on_when_a_worker_is_killed_and_another_follows_it(
     server: ServerProcess,
 ) -> None:
@@ -87,6 +89,7 @@ def test_calls_go_on_when_a_worker_is_killed_and_another_follows_it(
         assert server.log.count("ended by itself, with exit code -9") == WORKERS
 
 
+@pytest.mark.slow
 def test_sigterm_drains_all_of_them(server: ServerProcess) -> None:
     began = workers(server)
 
@@ -96,6 +99,7 @@ def test_sigterm_drains_all_of_them(server: ServerProcess) -> None:
     assert not any(Path(f"/proc/{worker}").exists() for worker in began)
 
 
+@pytest.mark.slow
 def test_they_end_with_who_looks_after_them(server: ServerProcess) -> None:
     began = workers(server)
 
@@ -104,6 +108,7 @@ def test_they_end_with_who_looks_after_them(server: ServerProcess) -> None:
     await_that(lambda: not any(Path(f"/proc/{pid}").exists() for pid in began))
 
 
+@pytest.mark.slow
 def test_every_worker_answers_once_the_ready_file_is_there(
     server: ServerProcess,
 ) -> None:
@@ -119,6 +124,7 @@ def test_every_worker_answers_once_the_ready_file_is_there(
             assert health_pb2.HealthCheckResponse.SERVING == answer.status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [1, 2])
 def test_a_port_that_another_server_has_is_not_shared_with_it(
     start_server: Callable[..., ServerProcess], tmp_path: Path, other: int

@@ -218,6 +218,7 @@ class BucketTests:
 
         within(test)
 
+    @pytest.mark.slow
     def test_a_list_of_thousands_is_whole(self, within: Callable[..., None]) -> None:
         async def test(bucket: KvBucket) -> None:
             places = [f"n/{number:05d}" for number in range(3000)]
@@ -386,6 +387,7 @@ asyncio.run(race(sys.argv[1], sys.argv[2], int(sys.argv[3])))
 class SharedBucketTests(BucketTests):
     """Of a storage that several processes can open."""
 
+    @pytest.mark.slow
     def test_of_two_processes_one_wins_and_no_increment_is_lost(
         self, tmp_path: Path
     ) -> None:

@@ -40,7 +40,9 @@ def server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
     server.kill()
 
 
-@pytest.fixture(params=["embedded", "served", "direct"])
+@pytest.fixture(
+    params=["embedded", pytest.param("served", marks=pytest.mark.slow), "direct"]
+)
 def client(request: pytest.FixtureRequest, root: str) -> Iterator[store.Client]:
     """A client of it."""
     if request.param == "embedded":
@@ -126,6 +128,7 @@ def test_who_is_denied_what_its_server_is_not_is_told_how_to_do_without(
     assert "STORAGE_DENIED" == told.value.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", range(1, 10, 2))
 def test_a_denial_in_the_midst_of_a_save_fails_it_and_leaves_nothing_half_visible(
     client: store.Client, gcs: FakeGcs, after: int

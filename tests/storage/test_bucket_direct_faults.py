@@ -133,6 +133,7 @@ def test_reads_that_stall_are_asked_anew_and_told_of(
     assert all(re.match(late, message) for message in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limits",
     [Limits(answer_seconds=0.7, least_bytes_per_second=FAST, tries=2)],
@@ -160,6 +161,7 @@ def test_a_data_file_that_never_answers_is_told_of_within_bounds(
     assert_equal(run.restore(0))
 
 
+@pytest.mark.slow
 def test_a_restore_waits_no_longer_than_it_may_itself(
     run: store.Run, gcs: FakeGcs
 ) -> None:
@@ -271,6 +273,7 @@ def write_limits(
     return limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "write_limits",
     [Limits(floor_seconds=600, answer_seconds=1.0, least_bytes_per_second=FAST)],
@@ -296,6 +299,7 @@ def test_an_object_whose_writing_stalls_is_written_again(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "served"])
 @pytest.mark.parametrize("write_limits", [HEDGED], indirect=True, ids=["hedged"])
 def test_an_object_whose_writing_stalls_is_written_beside_itself(
@@ -319,6 +323,7 @@ def test_an_object_whose_writing_stalls_is_written_beside_itself(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "write_limits",
     [Limits(floor_seconds=600, answer_seconds=4.0, least_bytes_per_second=FAST)],

@@ -51,7 +51,7 @@ asyncio.run(main())
 """
 """Asks for a deletion that is not answered, and ends meanwhile."""
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
 
 @pytest.fixture

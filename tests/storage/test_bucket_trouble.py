@@ -27,6 +27,7 @@ from tests.fake_gcs import (
     Stall,
     Status,
 )
+from tests.support.examples import sampled
 from tests.support.gcs_calls import BUCKET
 
 Test: TypeAlias = Callable[[KvBucket], Coroutine[Any, Any, None]]
@@ -80,6 +81,7 @@ def test_what_fails_in_passing_is_tried_again(within: Within, gcs: FakeGcs) -> N
     within(test)
 
 
+@pytest.mark.slow
 def test_what_fails_for_good_is_told_soon_and_names_the_bucket(
     within: Within, gcs: FakeGcs, root: str
 ) -> None:
@@ -269,7 +271,7 @@ def test_a_bucket_of_others_is_refused(gcs: FakeGcs, root: str) -> None:
         gcs.allow(BUCKET)
 
 
-@pytest.mark.parametrize("code", [400, 401, 403, 404])
+@pytest.mark.parametrize("code", sampled([400, 401, 403, 404], every=2))
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_list_whose_page_is_refused_is_no_list(
     within: Within, gcs: FakeGcs, code: int, after: int
@@ -328,6 +330,7 @@ def test_a_storage_that_wants_fewer_requests_gets_fewer_and_then_does_them_all(
     within(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["manifest.ocdbt", "pool/"])
 def test_a_key_space_that_does_not_answer_is_asked_again_and_then_given_up(
     within: Within,

@@ -72,6 +72,7 @@ def test_a_server_whose_bucket_denies_it_says_so_once_in_a_while_and_still_answe
         assert quoted in GUIDE.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [429, 503])
 def test_a_bucket_that_fails_is_told_of_once_in_a_while(
     root: str,
@@ -99,6 +100,7 @@ def test_a_bucket_that_fails_is_told_of_once_in_a_while(
     assert ": the storage failed: " in caplog.messages[0]
 
 
+@pytest.mark.slow
 def test_a_bucket_that_does_not_answer_is_told_of_once_in_a_while(
     root: str,
     gcs: FakeGcs,

@@ -65,6 +65,7 @@ def client(tmp_path: Path, metadata: MetadataServer) -> Iterator[store.Client]:
     server.kill()
 
 
+@pytest.mark.slow
 def test_a_workload_with_an_identity_needs_nothing_else_and_renews_its_tokens(
     client: store.Client, metadata: MetadataServer
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_workload_with_an_identity_needs_nothing_else_and_renews_its_tokens(
     assert {"x": 2} == run.restore("latest")
 
 
+@pytest.mark.slow
 def test_credentials_that_are_revoked_are_told_at_once_in_a_sentence(
     client: store.Client, metadata: MetadataServer
 ) -> None:
@@ -104,6 +106,7 @@ def test_credentials_that_are_revoked_are_told_at_once_in_a_sentence(
     assert 1 == run.latest().step
 
 
+@pytest.mark.slow
 def test_a_metadata_server_that_fails_in_passing_is_asked_again(
     client: store.Client, metadata: MetadataServer
 ) -> None:

@@ -11,6 +11,7 @@ from storesvc.storage.directories import Directories
 from storesvc.storage.tensorstore_bucket import KvBucket
 
 
+@pytest.mark.slow
 def test_what_is_known_of_directories_is_bounded(tmp_path: Path) -> None:
     kept = Directories(tmp_path)
     for number in range(directories.KEPT + 1000):

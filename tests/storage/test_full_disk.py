@@ -16,6 +16,8 @@ from tests.support.small_disk import small_disk
 DISK_BYTES = 48 << 20
 STATE_BYTES = 10 << 20
 
+SLOW = pytest.mark.slow
+
 
 def state(step: int) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
     return {"x": np.random.default_rng(step).integers(1 << 62, size=STATE_BYTES // 8)}
@@ -33,7 +35,14 @@ def fill(run: store.Run) -> tuple[int, str]:
         step += 1
 
 
-@pytest.mark.parametrize("way", ["served", "direct", "embedded"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("served", marks=SLOW),
+        pytest.param("direct", marks=SLOW),
+        "embedded",
+    ],
+)
 def test_the_commands_that_the_error_names_free_space(
     tmp_path: Path, start_server: Callable[..., ServerProcess], way: str
 ) -> None:

@@ -95,6 +95,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_reads_that_are_cancelled_as_they_are_answered_stop_no_process(
     tmp_path: Path,
 ) -> None:

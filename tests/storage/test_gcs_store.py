@@ -24,6 +24,7 @@ from storesvc_client._rpc import retry
 from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Stall, Status, Truncate
 from tests.support.command_line import document, refusal
+from tests.support.examples import sampled
 from tests.support.server_process import EndedError, ServerProcess
 
 MIB = 1 << 20
@@ -46,7 +47,9 @@ def root(
     emulator.clear()
 
 
-@pytest.fixture(params=["embedded", "served", "direct"])
+@pytest.fixture(
+    params=["embedded", pytest.param("served", marks=pytest.mark.slow), "direct"]
+)
 def client(
     request: pytest.FixtureRequest, root: str, tmp_path: Path
 ) -> Iterator[store.Client]:
@@ -176,7 +179,9 @@ def test_a_flipped_bit_in_an_object_is_told(client: store.Client, root: str) -> 
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("action", [Status(429), Status(503), Reset(), Lost()])
+@pytest.mark.parametrize(
+    "action", sampled([Status(429), Status(503), Reset(), Lost()], every=2)
+)
 def test_a_save_outlasts_what_fails_in_passing(
     client: store.Client, gcs: FakeGcs, action: Any
 ) -> None:
@@ -193,7 +198,9 @@ def test_a_save_outlasts_what_fails_in_passing(
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("action", [Status(503), Reset(), Truncate(100)])
+@pytest.mark.parametrize(
+    "action", sampled([Status(503), Reset(), Truncate(100)], every=2)
+)
 def test_a_restore_outlasts_what_fails_in_passing(
     client: store.Client, gcs: FakeGcs, action: Any
 ) -> None:
@@ -233,6 +240,7 @@ def test_a_restore_does_not_wait_for_a_hold_that_is_not_answered(
     assert "tests/gcs@1: no answer about the hold on it" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 @pytest.mark.parametrize("after", [0, 3, 6])
 def test_a_restore_ends_at_its_deadline_wherever_the_bucket_stops_answering(
@@ -271,6 +279,7 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
         assert 1 == run.latest().step
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 def test_a_call_that_a_storage_keeps_a_server_from_answering_is_told_so(
     gcs: FakeGcs, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -63,6 +63,7 @@ def read_chunk(server: ServerProcess) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
+@pytest.mark.slow
 def test_a_server_ends_after_its_drain_while_a_data_file_hangs(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_server_ends_after_its_drain_while_a_data_file_hangs(
     assert 0 == server.stop()
 
 
+@pytest.mark.slow
 def test_a_server_ends_after_its_drain_while_records_hang(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
@@ -83,6 +85,7 @@ def test_a_server_ends_after_its_drain_while_records_hang(
     assert 0 == server.stop()
 
 
+@pytest.mark.slow
 def test_a_server_ends_soon_after_its_drain_while_a_write_hangs(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
@@ -100,6 +103,7 @@ def test_a_server_ends_soon_after_its_drain_while_a_write_hangs(
             writing.result()
 
 
+@pytest.mark.slow
 def test_data_files_that_hang_keep_nobody_from_working(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
@@ -117,6 +121,7 @@ def test_data_files_that_hang_keep_nobody_from_working(
         assert client.run(str(RUN)).verify(3).ok
 
 
+@pytest.mark.slow
 def test_records_that_hang_keep_nobody_from_working(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
@@ -195,6 +200,7 @@ print("closed", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["streamed", "direct", "direct with a deadline"])
 def test_a_process_with_an_embedded_store_ends_while_a_data_file_hangs(
     server: ServerProcess, disk: HangingDisk, route: str

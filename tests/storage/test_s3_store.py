@@ -36,6 +36,7 @@ from tests.conftest import s3_root
 from tests.fake_gcs import ALWAYS, Lost, Mute, Reset, Stall, Status
 from tests.fake_s3 import FakeS3
 from tests.support.command_line import document, refusal
+from tests.support.examples import sampled
 from tests.support.gcs_calls import BUCKET
 from tests.support.server_process import ServerProcess
 
@@ -128,7 +129,7 @@ def test_a_save_and_a_restore_outlast_what_fails_in_passing(
         assert np.array_equal(tree["x"], run.restore(1)["x"])
 
 
-@pytest.mark.parametrize("code", [400, 401, 403, 404])
+@pytest.mark.parametrize("code", sampled([400, 401, 403, 404], every=2))
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_list_whose_page_is_refused_is_no_list(
     within: Callable[..., None], s3: FakeS3, code: int, after: int
@@ -211,6 +212,7 @@ def test_a_store_is_made_though_an_answer_to_its_probe_is_lost(
         client.run("prod/tiny").save(1, {"w": 1}).result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", [Stall(), Mute()], ids=["undone", "done"])
 def test_changes_that_are_not_answered_are_asked_for_again(
     within: Callable[..., None],

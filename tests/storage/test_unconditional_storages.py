@@ -87,6 +87,7 @@ def test_a_list_that_ignores_where_it_is_to_begin_is_harmless(parameter: str) ->
         assert [3, 2, 1, 0] == [c.step for c in other.run("a/b").checkpoints()]
 
 
+@pytest.mark.slow
 def test_a_list_that_never_ends_is_an_error() -> None:
     with emulated("GET pageToken=", "GET maxResults=") as (emulator, root):
         with store.connect(root) as client:

@@ -52,6 +52,8 @@ class JaxJob:
             "XLA_FLAGS": flags,
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "OMP_NUM_THREADS": "1",
+            # each process compiles its own, as on machines of their own
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
         }
         self.processes = []
         for index in range(self.count):

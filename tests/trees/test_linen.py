@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import storesvc_client as store
 from storesvc_client.trees.linen import linen_to_nnx, nnx_to_linen
+from tests.support.examples import examples
 
 RULES = (("embed", "a"), ("mlp", "b"), ("a", "a"), ("b", "b"))
 X = jnp.ones((2, 8))
@@ -515,7 +516,7 @@ _numbers: Callable[[], int] = iter(range(10**9)).__next__
 
 
 @settings(
-    max_examples=20,
+    max_examples=examples(20),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

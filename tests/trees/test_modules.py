@@ -17,6 +17,7 @@ from storesvc_client.easydel import restore_model, restore_state, save_model, sa
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx.model_parts import split_module
 from tests.modules import ALLOW, CASES, Case, modules
+from tests.support.examples import examples, sampled
 
 
 def leaves(module: Any) -> dict[str, tuple[str, bytes]]:
@@ -56,7 +57,7 @@ def test_a_module_comes_back_by_its_code(run: store.Run, case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES.values() if not case.needs_template],
+    sampled((case for case in CASES.values() if not case.needs_template), every=3),
     ids=[name for name, case in CASES.items() if not case.needs_template],
 )
 def test_a_module_comes_back_by_its_stored_structure(
@@ -165,7 +166,7 @@ _steps = iter(range(10**6))
 
 @given(module=modules())
 @settings(
-    max_examples=30,
+    max_examples=examples(30),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -258,6 +258,7 @@ with store.connect("memory://") as client:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_after_its_save_still_warns() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ENDS],

@@ -20,6 +20,7 @@ from storesvc_client.trees.structure import (
     rows,
 )
 from tests.modules import ALLOW, CASES, Case, modules, rngs
+from tests.support.examples import examples, sampled
 from tests.trees.test_structure_golden import arrays, called, made, stored, template
 
 WHOLE = [name for name, case in CASES.items() if not case.needs_template]
@@ -31,7 +32,7 @@ def document(name: str) -> Any:
     return json.loads(json.dumps(encode_graphdef(made(name)[0])))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, every=3))
 def test_a_decoded_module_returns_what_the_encoded_one_did(name: str) -> None:
     case = CASES[name]
     _, state, expected = made(name)
@@ -110,7 +111,7 @@ def test_static_fields_keep_their_types() -> None:
 
 @given(modules())
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -228,6 +228,7 @@ print(fingerprint(stored(built())))
 """
 
 
+@pytest.mark.slow
 def test_another_process_describes_the_same() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

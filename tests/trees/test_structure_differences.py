@@ -218,6 +218,7 @@ print(json.dumps({n: fingerprint(stored(CASES[n].make())) for n in sys.argv[1:]}
 """
 
 
+@pytest.mark.slow
 def test_another_process_has_the_same_fingerprints() -> None:
     names = ["closure", "settings", "tied"]
     environment = {**os.environ, "PYTHONHASHSEED": "7"}

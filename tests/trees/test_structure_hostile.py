@@ -238,6 +238,7 @@ SLOW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", SLOW)
 def test_a_reader_does_not_wait_for(what: str) -> None:
     quick(decode_data, SLOW[what])

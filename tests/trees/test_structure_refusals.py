@@ -23,6 +23,7 @@ from storesvc_client.trees.structure import (
 )
 from storesvc_client.trees.structure.allowed_names import BUILT_IN
 from tests.modules import CASES, rngs
+from tests.support.examples import examples
 from tests.trees.test_structure_golden import stored
 
 LINEAR = stored(nnx.Linear(2, 2, rngs=rngs()))
@@ -395,7 +396,7 @@ watching: list[Any] = []
 sys.addaudithook(lambda event, args: [note(event, args) for note in watching] and None)
 
 FUZZ = settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

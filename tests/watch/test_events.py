@@ -35,6 +35,7 @@ from storesvc.watch.events import (
     unpack_token,
 )
 from storesvc_proto.v1 import bucket_pb2 as pb
+from tests.support.examples import examples
 
 PARENT, STORE = "namespaces/n", "5f0c9c1e-6d8e-4b0c-9b7e-0c4b6d8f1a2b"
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
@@ -489,5 +490,7 @@ def test_no_commit_is_missed_or_repeated(
     monkeypatch.setattr(events, "MAX_PENDING", most)
     run_state_machine_as_test(
         WatchMachine,
-        settings=settings(max_examples=150, stateful_step_count=60, deadline=None),
+        settings=settings(
+            max_examples=examples(150), stateful_step_count=60, deadline=None
+        ),
     )

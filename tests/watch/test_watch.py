@@ -114,6 +114,7 @@ def test_a_token_goes_on_with_another_client(
             another.watch("No Such")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_purged_meanwhile_is_told_of_by_name(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_watch_ends_with_its_client(server_address: str) -> None:
         next(events)
 
 
+@pytest.mark.slow
 def test_no_event_is_lost_or_repeated_when_servers_are_killed(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -173,6 +175,7 @@ def test_no_event_is_lost_or_repeated_when_servers_are_killed(
             assert [step + 1, step + 2] == steps(events, 2)
 
 
+@pytest.mark.slow
 def test_a_commit_at_one_server_is_told_at_the_other(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
@@ -187,6 +190,7 @@ def test_a_commit_at_one_server_is_told_at_the_other(
             assert [step] == steps(there, 1)
 
 
+@pytest.mark.slow
 def test_a_server_stops_without_waiting_for_watches(
     start_server: Callable[..., ServerProcess],
 ) -> None:
@@ -206,6 +210,7 @@ def test_a_server_stops_without_waiting_for_watches(
         assert [2] == steps(events, 1)
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_ends_a_watch(
     start_server: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -339,6 +339,7 @@ def test_every_token_goes_on_where_it_was_got(within: Callable[[Test], None]) ->
     within(test)
 
 
+@pytest.mark.slow
 def test_a_poll_costs_the_same_for_one_watch_and_for_many() -> None:
     async def test() -> None:
         bucket = await FaultyBucket.faulty("memory://")

@@ -1,4 +1,4 @@
-"""Verifies the stored bytes of checkpoints, and compares two checkpoints.
+"""The inspection path: verifies stored bytes of checkpoints, compares checkpoints.
 
 It may import `storesvc.catalog` and what lies below it, and none of the packages
 `lifecycle`, `save`, `restore` and `watch`.

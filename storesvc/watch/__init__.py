@@ -1,4 +1,4 @@
-"""Streams events of checkpoints to clients that watch a run or a namespace.
+"""The watch path: streams events of checkpoints to clients that watch.
 
 It may import `storesvc.catalog` and what lies below it, and none of the packages
 `lifecycle`, `save`, `restore` and `inspect`.

@@ -27,9 +27,9 @@ from storesvc.watch.events import (
     Held,
     Outcome,
     Position,
-    after,
-    due,
+    advance,
     is_full,
+    numbers_to_resolve,
     pack_token,
     resolve,
     unpack_token,
@@ -417,7 +417,9 @@ class WatchMachine(RuleBasedStateMachine):
         """A watch goes on by some numbers, with changes between any two of them."""
         watch = self.watches[which]
         if not watch.to_look_at:
-            watch.to_look_at = list(due(watch.position, len(self.journal)))
+            watch.to_look_at = list(
+                numbers_to_resolve(watch.position, len(self.journal))
+            )
         for _ in range(min(numbers, len(watch.to_look_at))):
             number = watch.to_look_at.pop(0)
             if number > watch.position.last and is_full(watch.position):
@@ -426,7 +428,7 @@ class WatchMachine(RuleBasedStateMachine):
             announced = self.journal[number - 1]
             held = self.objects.get(announced.tag or announced.step)
             outcome = resolve(number, announced, held, now=self.now)
-            watch.position = after(watch.position, number, outcome)
+            watch.position = advance(watch.position, number, outcome)
             if outcome is LANDED:
                 watch.told.append((number, announced))
                 self.get_token(which)
@@ -452,7 +454,9 @@ class WatchMachine(RuleBasedStateMachine):
         self.sleep()
         for which, watch in enumerate(self.watches):
             self.reconnect(which)
-            while watch.to_look_at or list(due(watch.position, len(self.journal))):
+            while watch.to_look_at or list(
+                numbers_to_resolve(watch.position, len(self.journal))
+            ):
                 self.look(which, 10**6)
             self._check(watch)
 

@@ -28,7 +28,7 @@ from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.storage.bucket import PreconditionError
 from storesvc.watch import change_cache, watcher
-from storesvc.watch.watcher import Told, Watcher
+from storesvc.watch.watcher import Watcher, WatchEvent
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.faulty_bucket import (
     Call,
@@ -39,7 +39,7 @@ from tests.support.faulty_bucket import (
 )
 
 RUN = RunName("n", "r")
-Watch: TypeAlias = AsyncGenerator[Told]
+Watch: TypeAlias = AsyncGenerator[WatchEvent]
 COMMIT = pb.Announcement.KIND_COMMIT
 
 
@@ -148,8 +148,8 @@ async def take(watch: Watch, count: int) -> list[int]:
     return [step for step, _ in await take_told(watch, count)]
 
 
-async def take_told(watch: Watch, count: int) -> list[tuple[int, Told]]:
-    found: list[tuple[int, Told]] = []
+async def take_told(watch: Watch, count: int) -> list[tuple[int, WatchEvent]]:
+    found: list[tuple[int, WatchEvent]] = []
     while len(found) < count:
         told = await anext(watch)
         if told.change is not None:
@@ -285,8 +285,8 @@ def test_a_watch_begins_although_old_announcements_are_trimmed_meanwhile(
         async with aclosing(process.watch()) as first:
             await begun(first)
             (feed,) = process.watcher._feeds.values()
-            feed._changes._looked.clear()
-            feed._changes._announced.clear()
+            feed._cache._resolved.clear()
+            feed._cache._announced.clear()
             await bucket.delete(layout.announcement("n", 1))
             async with aclosing(process.watch()) as watch:
                 await begun(watch)
@@ -398,11 +398,11 @@ def test_who_is_slow_neither_holds_others_nor_makes_the_server_keep_more(
                 await process.commit(step)
                 assert [step] == await take(fast, 1)
             (feed,) = process.watcher._feeds.values()
-            assert 20 >= len(feed._changes._looked)
-            assert 20 >= len(feed._changes._announced)
+            assert 20 >= len(feed._cache._resolved)
+            assert 20 >= len(feed._cache._announced)
 
             assert list(range(100)) == await take(slow, 100)
-            assert 20 >= len(feed._changes._looked)
+            assert 20 >= len(feed._cache._resolved)
 
     within(test)
 

@@ -32,8 +32,10 @@ from storesvc.lifecycle.tags import Tags
 from storesvc.restore.sender import Sender
 from storesvc.retention.enforcement import Retaining
 from storesvc.save.commit import Commits
+from storesvc.save.receipts import Receipts
 from storesvc.save.receiver import Receiver
 from storesvc.save.reuse import Reuse
+from storesvc.save.upload_status import UploadStatuses
 from storesvc.save.uploads import Uploads
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.condition_probe import check_conditions
@@ -65,7 +67,9 @@ class Store:
     journal: Journal
     runs: Runs
     uploads: Uploads
+    upload_statuses: UploadStatuses
     receiver: Receiver
+    receipts: Receipts
     commits: Commits
     sender: Sender
     uses: Uses
@@ -114,7 +118,8 @@ class Store:
         uses = Uses(bucket, catalogue, clock=clock)
         runs = Runs(bucket, catalogue, clock=clock)
         uploads = Uploads(bucket, catalogue, runs, clock=clock)
-        reuse = Reuse(bucket, uploads)
+        reuse = Reuse(bucket, catalogue, uploads)
+        receipts = Receipts(bucket, uploads, reuse)
         lives = Lives(bucket, catalogue, journal, uses, clock=clock)
         retaining = Retaining(catalogue, lives, uses, clock=clock)
         reserve = Reserve(bucket)
@@ -126,8 +131,12 @@ class Store:
             journal=journal,
             runs=runs,
             uploads=uploads,
-            receiver=Receiver(bucket, uploads, reuse),
-            commits=Commits(bucket, catalogue, uploads, reuse, journal, clock=clock),
+            upload_statuses=UploadStatuses(bucket, catalogue, uploads, receipts),
+            receiver=Receiver(bucket, uploads),
+            receipts=receipts,
+            commits=Commits(
+                bucket, catalogue, uploads, receipts, reuse, journal, clock=clock
+            ),
             sender=Sender(bucket),
             uses=uses,
             lives=lives,

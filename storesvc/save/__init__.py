@@ -1,4 +1,4 @@
-"""Receives uploads and commits them as checkpoints.
+"""The save path: begins uploads, receives their chunks, commits them as checkpoints.
 
 It may import `storesvc.catalog` and what lies below it, and none of the packages
 `lifecycle`, `restore`, `inspect` and `watch`.

@@ -166,8 +166,8 @@ def moved(by: int) -> Callable[[tree_pb2.ChunkTable], Any]:
         (lambda table: table.digests.append(b"x"), "bytes of digests"),
         (lambda table: table.file.__setitem__(1, 1), "names a file"),
         (lambda table: table.offset.__setitem__(1, 2**63), "too large"),
-        (moved(-1), "lie over each other at byte 1003"),
-        (moved(-LENGTH), "lie over each other at byte 0"),
+        (moved(-1), "overlap at byte 1003"),
+        (moved(-LENGTH), "overlap at byte 0"),
         (moved(1), "missing or shorter"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.trees import Tree, pack_leaves
-from storesvc.save.plan_mismatch import difference
+from storesvc.save.plan_mismatch import first_difference
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -143,16 +143,16 @@ def test_a_difference_is_told_by_what_differs_first() -> None:
     (leaf,) = tree_of().leaves
     tree = Tree((leaf,))
 
-    assert ("x", "leaf 'x': expected (3000,) uint8, got none") == difference(
+    assert ("x", "leaf 'x': expected (3000,) uint8, got none") == first_difference(
         tree, Tree(())
     )
-    assert ("x", "leaf 'x': expected none, got (3000,) uint8") == difference(
+    assert ("x", "leaf 'x': expected none, got (3000,) uint8") == first_difference(
         Tree(()), tree
     )
     assert ("x", "leaf 'x': expected chunks of (1000,), got chunks of (500,)") == (
-        difference(tree, Tree((replace(leaf, chunk_shape=(500,)),)))
+        first_difference(tree, Tree((replace(leaf, chunk_shape=(500,)),)))
     )
     assert (
         "structure: expected the same document"
-        in difference(tree, Tree((leaf,), b"other"))[1]
+        in first_difference(tree, Tree((leaf,), b"other"))[1]
     )

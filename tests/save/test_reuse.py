@@ -278,7 +278,9 @@ def test_what_rots_after_a_save_began_costs_it_its_claims(
         await process.bucket.write(rotten, b"rot")
 
         opened = await process._open(upload)
-        sources = await Reuse(process.bucket, process.store.uploads).sources(opened)
+        sources = await Reuse(
+            process.bucket, process.store.catalogue, process.store.uploads
+        ).sources(opened)
         assert 1 == len(sources)
         await process.send(upload, {0: 1, 1: 1, 2: 1})
         await process.finish(upload, (1, 1, 1))

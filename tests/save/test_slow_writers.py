@@ -39,11 +39,11 @@ class Stalled:
         self._ended = threading.Event()
         self.acknowledged: list[int] = []
         self.error: grpc.RpcError | None = None
-        before = server.store.receiver.places.free
+        before = server.store.receiver.admission.free
         self._thread = threading.Thread(target=self._write, args=(sent,))
         self._thread.start()
         deadline = time.monotonic() + SECONDS
-        while server.store.receiver.places.free == before:  # until it has a place
+        while server.store.receiver.admission.free == before:  # until it has a place
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

@@ -145,7 +145,7 @@ MISFITS = {
     "too long": (piece(0, 0, CHUNK + 5, stored(0) + b"x"), "bytes 0 to 1004"),
     "two open": (two_pieces(b"xy", 1, 1), "the rest of leaf 'x' chunk 0"),
     "ends within": (piece(0, 0, 9, b"x" * 9), "within a"),
-    "wrong sum": (piece(0, 0, CHUNK + 4, b"?" + stored(0)[1:]), "damaged on its way"),
+    "wrong sum": (piece(0, 0, CHUNK + 4, b"?" + stored(0)[1:]), "corrupted in transit"),
 }
 
 

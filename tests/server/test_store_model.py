@@ -360,7 +360,7 @@ class StoreMachine(RuleBasedStateMachine):
             async def parts() -> Any:
                 yield mixed_sums(dict(enumerate(content)))
 
-            found = self._store.receiver.find(opened, 0, parts())
+            found = self._store.receipts.find(opened, 0, parts())
             return [int(o) async for ordinals in found for o in ordinals]
 
         answer = self._answer(call, Trouble(Fault.NONE, 0))
@@ -384,7 +384,7 @@ class StoreMachine(RuleBasedStateMachine):
         async def call() -> None:
             opened = await self._store.uploads.open(self._name(upload), upload.epoch)
             sums = mixed_sums(dict(sorted(receipt.items())))
-            await self._store.receiver.finish(opened, 0, sums)
+            await self._store.receipts.finish(opened, 0, sums)
 
         answer = self._answer(call, trouble)
         if self._ended(upload, answer):

@@ -84,7 +84,7 @@ def test_what_nobody_wants_goes_and_what_is_wanted_stays() -> None:
     assert 0 == scheduler.size
 
 
-def test_nobody_is_waited_for_who_kept_others_waiting() -> None:
+def test_a_stream_that_keeps_others_waiting_loses_its_priority() -> None:
     scheduler: ReadScheduler[Unit] = ReadScheduler(30)
     stalled = scheduler.join(units(1, 2, 3, 4))
     others = [scheduler.join(units(2, 3, 4)) for _ in range(2)]
@@ -93,9 +93,9 @@ def test_nobody_is_waited_for_who_kept_others_waiting() -> None:
     assert units(1) == scheduler.make_room(Unit(4), Urgency.OVERDUE)
     scheduler.mark_ready(Unit(4))
 
-    assert not stalled.is_waited_for
+    assert not stalled.has_priority
     for other in others:
-        assert other.is_waited_for
+        assert other.has_priority
         assert Unit(2) == scheduler.take(other)
         assert [] == scheduler.finish(other)
     assert scheduler.make_room(Unit(5), Urgency.AHEAD) is None

@@ -247,8 +247,8 @@ def _check_same(
 def _expired(name: HoldName, record: pb.HoldRecord) -> HoldExpiredError:
     when = expire_time(record).isoformat(timespec="seconds")
     return HoldExpiredError(
-        f"{name} on step {record.step} expired at {when}, and its checkpoint may be "
-        "purged; create another one",
+        f"{name} on step {record.step} expired at {when}, and its checkpoint may have "
+        "been purged; create another one",
         hold=name.hold,
         step=str(record.step),
         expire_time=when,

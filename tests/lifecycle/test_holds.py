@@ -534,7 +534,7 @@ def test_a_renewal_after_another_process_purged_is_refused_whatever_its_clock() 
     world.seconds += TTL
     together(purger.remove(0))
     assert FREE == slot_of(world, 0).state
-    with pytest.raises(HoldExpiredError, match="may be gone"):
+    with pytest.raises(HoldExpiredError, match="may have been purged"):
         asyncio.run(behind.holds.renew(name))
 
 

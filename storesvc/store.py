@@ -25,9 +25,9 @@ from storesvc.gc.run_state import Snapshots
 from storesvc.gc.usage import Usages
 from storesvc.inspect.diff import Comparisons
 from storesvc.inspect.verify import Verifier
-from storesvc.lifecycle.checkpoints import Lives
+from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.holds import Holds
-from storesvc.lifecycle.references import Uses
+from storesvc.lifecycle.references import References
 from storesvc.lifecycle.tags import Tags
 from storesvc.restore.sender import Sender
 from storesvc.retention.enforcement import Retaining
@@ -72,8 +72,8 @@ class Store:
     receipts: Receipts
     commits: Commits
     sender: Sender
-    uses: Uses
-    lives: Lives
+    references: References
+    lifecycle: CheckpointLifecycle
     retaining: Retaining
     reserve: Reserve
     collector: Collector
@@ -115,13 +115,15 @@ class Store:
                 await check_conditions(bucket)
         catalogue = Catalogue(bucket)
         journal = Journal(bucket, clock=clock)
-        uses = Uses(bucket, catalogue, clock=clock)
+        references = References(bucket, catalogue, clock=clock)
         runs = Runs(bucket, catalogue, clock=clock)
         uploads = Uploads(bucket, catalogue, runs, clock=clock)
         reuse = Reuse(bucket, catalogue, uploads)
         receipts = Receipts(bucket, uploads, reuse)
-        lives = Lives(bucket, catalogue, journal, uses, clock=clock)
-        retaining = Retaining(catalogue, lives, uses, clock=clock)
+        lifecycle = CheckpointLifecycle(
+            bucket, catalogue, journal, references, clock=clock
+        )
+        retaining = Retaining(catalogue, lifecycle, references, clock=clock)
         reserve = Reserve(bucket)
         return cls(
             uid=found[0].uid,
@@ -138,8 +140,8 @@ class Store:
                 bucket, catalogue, uploads, receipts, reuse, journal, clock=clock
             ),
             sender=Sender(bucket),
-            uses=uses,
-            lives=lives,
+            references=references,
+            lifecycle=lifecycle,
             retaining=retaining,
             reserve=reserve,
             collector=Collector(
@@ -147,8 +149,8 @@ class Store:
                 catalogue,
                 runs,
                 retaining,
-                lives,
-                uses,
+                lifecycle,
+                references,
                 journal,
                 reserve,
                 clock=clock,

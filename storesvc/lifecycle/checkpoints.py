@@ -31,7 +31,7 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.lifecycle.record_update import update_record
-from storesvc.lifecycle.references import Uses
+from storesvc.lifecycle.references import References
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -48,7 +48,7 @@ _Slot: TypeAlias = tuple[pb.CheckpointRecord, Generation]
 T = TypeVar("T")
 
 
-class Lives:
+class CheckpointLifecycle:
     """Updates, deletes, undeletes and purges checkpoints."""
 
     def __init__(
@@ -56,14 +56,14 @@ class Lives:
         bucket: Bucket,
         catalogue: Catalogue,
         journal: Journal,
-        uses: Uses,
+        references: References,
         *,
         clock: Clock,
     ) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
         self._journal = journal
-        self._uses = uses
+        self._references = references
         self._clock = clock
 
     async def update(
@@ -116,7 +116,7 @@ class Lives:
         """
         # A tag that is set at the same time may be missed here: it still keeps the
         # checkpoint from being purged.
-        tagged = await self._uses.tagged(run)
+        tagged = await self._references.tagged(run)
         if purge_delay is None:
             purge_delay = await self._purge_delay(run)
         now = self._clock.now()
@@ -177,11 +177,13 @@ class Lives:
             # 1. Set PURGING: a reference that is added from now on will see it.
             marked = await self._mark(run, *found, etag=etag)
             # 2. Look for references, which were added before.
-            uses = await self._uses.of(run)
+            references = await self._references.of(run)
             # 3. Free the slot, or set it back.
-            await self._end_purge(run, *marked, uses)
-            if uid in uses:
-                raise transitions.in_use(run, found[0], str(uses[uid]), "end that")
+            await self._end_purge(run, *marked, references)
+            if uid in references:
+                raise transitions.in_use(
+                    run, found[0], str(references[uid]), "end that"
+                )
 
         await self._update(run, step, attempt)
 
@@ -203,8 +205,8 @@ class Lives:
             return []
         # 1. Leave referenced checkpoints alone: while marked, they could not be
         #    undeleted, nor their holds renewed.
-        uses = await self._uses.of(run)
-        due = [s for s in due if s.state == PURGING or s.upload not in uses]
+        references = await self._references.of(run)
+        due = [s for s in due if s.state == PURGING or s.upload not in references]
 
         async def mark(slot: pb.CheckpointRecord) -> _Slot | None:
             found = await self._catalogue.slot(run, slot.step)
@@ -222,15 +224,15 @@ class Lives:
         if not marked:
             return []
         # 3. Look for references again: only what is seen after step 2 counts.
-        uses = await self._uses.of(run)
+        references = await self._references.of(run)
 
         async def end_purge(marked: _Slot) -> pb.CheckpointRecord | None:
             slot, generation = marked
             try:
-                await self._end_purge(run, slot, generation, uses)
+                await self._end_purge(run, slot, generation, references)
             except PreconditionError:
                 return None
-            return slot if slot.upload not in uses else None
+            return slot if slot.upload not in references else None
 
         # 4. Free the slots without a reference, and set the others back.
         purged = await each(end_purge, marked)
@@ -320,7 +322,7 @@ class Lives:
         run: RunName,
         slot: pb.CheckpointRecord,
         generation: Generation,
-        uses: Iterable[str],
+        references: Iterable[str],
     ) -> None:
         """Frees a PURGING slot, or sets it back to DELETED if it has a reference.
 
@@ -328,7 +330,7 @@ class Lives:
             PreconditionError: The slot changed since it was read.
         """
         assert slot.state == PURGING
-        if slot.upload in uses:
+        if slot.upload in references:
             ended = transitions.spared(slot)
         else:
             ended = transitions.freed(slot, when=self._clock.now())

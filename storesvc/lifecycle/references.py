@@ -28,7 +28,7 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class Reference:
     """A reference to a checkpoint; ``str`` describes it for people."""
 
     kind: Literal["tag", "hold", "upload"]
@@ -41,7 +41,7 @@ class Use:
         return f"{self.kind} {self.name}" + (f" by {self.owner}" if self.owner else "")
 
 
-class Uses:
+class References:
     """Finds the references to the checkpoints of runs."""
 
     def __init__(self, bucket: Bucket, catalogue: Catalogue, *, clock: Clock) -> None:
@@ -51,15 +51,15 @@ class Uses:
         # Times at which this process saw holds; every process observes by itself.
         self._observations = Observations()
 
-    async def of(self, run: RunName) -> dict[str, Use]:
+    async def of(self, run: RunName) -> dict[str, Reference]:
         """Returns one reference for each referenced checkpoint of a run, by its uid."""
         uploads, named = await asyncio.gather(self._bases(run), self.named(run))
         return {**uploads, **named}
 
-    async def named(self, run: RunName) -> dict[str, Use]:
+    async def named(self, run: RunName) -> dict[str, Reference]:
         """Returns one tag or hold for each checkpoint that has one, by its uid."""
         holds, tagged = await asyncio.gather(self._held(run), self.tagged(run))
-        tags = {uid: Use(kind="tag", name=tag) for uid, tag in tagged.items()}
+        tags = {uid: Reference(kind="tag", name=tag) for uid, tag in tagged.items()}
         return {**holds, **tags}
 
     async def tagged(self, run: RunName) -> dict[str, str]:
@@ -73,16 +73,16 @@ class Uses:
         found = filter(None, await each(named, names))
         return {uid: tag for uid, tag in found if uid}
 
-    async def _held(self, run: RunName) -> dict[str, Use]:
+    async def _held(self, run: RunName) -> dict[str, Reference]:
         places = RunPlaces(run)
 
-        async def held(place: str) -> tuple[str, Use] | None:
+        async def held(place: str) -> tuple[str, Reference] | None:
             of = str(HoldName(run, holds[place]))
             found = await read_record(self._bucket, place, pb.HoldRecord, of=of)
             if found is None or self._is_over(place, found[0]):
                 return None
             record = found[0]
-            return record.upload, Use(
+            return record.upload, Reference(
                 kind="hold", name=holds[place], owner=record.owner
             )
 
@@ -102,12 +102,12 @@ class Uses:
             elapsed=self._clock.elapsed(),
         )
 
-    async def _bases(self, run: RunName) -> dict[str, Use]:
+    async def _bases(self, run: RunName) -> dict[str, Reference]:
         """Returns the bases of live uploads, by uid. An upload is live while it owns a
         slot in state UPLOADING."""
         places = RunPlaces(run)
 
-        async def base(upload: str) -> tuple[str, Use] | None:
+        async def base(upload: str) -> tuple[str, Reference] | None:
             found = await read_record(
                 self._bucket, places.upload(upload), pb.UploadRecord
             )
@@ -117,8 +117,9 @@ class Uses:
             slot = await self._catalogue.slot(run, record.step)
             if slot is None or slot[0].state != slots.UPLOADING:
                 return None
-            is_live = (upload, record.epoch) == (slot[0].upload, slot[0].epoch)
-            return (record.base, Use(kind="upload", name=upload)) if is_live else None
+            if (upload, record.epoch) != (slot[0].upload, slot[0].epoch):
+                return None
+            return record.base, Reference(kind="upload", name=upload)
 
         # A record stays long after its upload has ended. A live upload also has a leaf
         # table below its name, which it wrote before its slot.

@@ -488,7 +488,7 @@ def test_a_purge_that_was_cut_off_is_finished_by_the_next() -> None:
     _delete(process, 0)
     _cut_off(world)
 
-    asyncio.run(process.lives.purge(RUN, 0, etag=""))
+    asyncio.run(process.lifecycle.purge(RUN, 0, etag=""))
 
     assert FREE == slot_of(world, 0).state
 
@@ -503,13 +503,13 @@ def test_a_purge_that_was_cut_off_is_finished_by_the_collector() -> None:
     slots = asyncio.run(
         process.catalogue.checkpoints(RUN, before=None, limit=9, show_deleted=True)
     )
-    purged = asyncio.run(process.lives.purge_due(RUN, slots))
+    purged = asyncio.run(process.lifecycle.purge_due(RUN, slots))
 
     assert [0] == [slot.step for slot in purged]  # the other's time has not come
     world.seconds += 86400 - 600
-    assert [] == asyncio.run(process.lives.purge_due(RUN, slots))
+    assert [] == asyncio.run(process.lifecycle.purge_due(RUN, slots))
     world.seconds += 1200
-    purged = asyncio.run(process.lives.purge_due(RUN, slots))
+    purged = asyncio.run(process.lifecycle.purge_due(RUN, slots))
     assert [1] == [slot.step for slot in purged]
 
 
@@ -521,12 +521,12 @@ def test_what_is_used_is_spared_by_the_collector_and_can_be_undeleted() -> None:
     _tag_without_a_look(world)
 
     with pytest.raises(CheckpointInUseError, match="tag best"):
-        asyncio.run(process.lives.purge(RUN, 0, etag=""))
+        asyncio.run(process.lifecycle.purge(RUN, 0, etag=""))
     _cut_off(world)
     slots = [slot_of(world, 0)]
-    assert [] == asyncio.run(process.lives.purge_due(RUN, slots))
+    assert [] == asyncio.run(process.lifecycle.purge_due(RUN, slots))
 
-    asyncio.run(process.lives.undelete(RUN, 0, write_id=new_id()))
+    asyncio.run(process.lifecycle.undelete(RUN, 0, write_id=new_id()))
     name = CheckpointName(RUN, "best")
     assert 0 == asyncio.run(process.catalogue.checkpoint(name)).step
 
@@ -542,7 +542,7 @@ def test_what_is_used_is_not_touched_by_the_collector() -> None:
     world.watch = lambda place, data: changed.append(place)
 
     purged = asyncio.run(
-        process.lives.purge_due(RUN, [slot_of(world, step) for step in range(3)])
+        process.lifecycle.purge_due(RUN, [slot_of(world, step) for step in range(3)])
     )
 
     assert [1] == [slot.step for slot in purged]
@@ -553,7 +553,7 @@ def test_what_is_used_is_not_touched_by_the_collector() -> None:
 def _delete(
     process: Process, step: int, *, purge_delay: timedelta = timedelta()
 ) -> None:
-    deleting = process.lives.delete(
+    deleting = process.lifecycle.delete(
         RUN, step, purge_delay=purge_delay, etag="", write_id=new_id()
     )
     asyncio.run(deleting)

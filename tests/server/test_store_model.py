@@ -491,7 +491,7 @@ class StoreMachine(RuleBasedStateMachine):
         write_id = str(uuid.uuid4())
         delay = timedelta(hours=hours)
         answer = self._answer(
-            lambda: self._store.lives.delete(
+            lambda: self._store.lifecycle.delete(
                 RUN, step, purge_delay=delay, etag="", write_id=write_id
             ),
             trouble,
@@ -511,7 +511,8 @@ class StoreMachine(RuleBasedStateMachine):
     def undelete(self, step: int, trouble: Trouble) -> None:
         write_id = str(uuid.uuid4())
         answer = self._answer(
-            lambda: self._store.lives.undelete(RUN, step, write_id=write_id), trouble
+            lambda: self._store.lifecycle.undelete(RUN, step, write_id=write_id),
+            trouble,
         )
         kept = self._model.checkpoints.get(step)
         if kept is None:
@@ -523,7 +524,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(step=STEPS, trouble=TROUBLES)
     def purge(self, step: int, trouble: Trouble) -> None:
         answer = self._answer(
-            lambda: self._store.lives.purge(RUN, step, etag=""), trouble
+            lambda: self._store.lifecycle.purge(RUN, step, etag=""), trouble
         )
         kept = self._model.checkpoints.get(step)
         if kept is None:

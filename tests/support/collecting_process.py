@@ -119,7 +119,7 @@ class Process:
         return name
 
     async def delete(self, step: int, *, purge_delay: timedelta = NOW) -> None:
-        await self.store.lives.delete(
+        await self.store.lifecycle.delete(
             RUN, step, purge_delay=purge_delay, etag="", write_id=str(uuid.uuid4())
         )
 

@@ -19,7 +19,7 @@ BATCH_BYTES: Final = 64 << 20
 
 BATCH_SECONDS: Final = 5.0
 """Age at which a batch ends, so that chunks of a slow client are acknowledged and its
-permit is released as soon as those of other clients."""
+permit is released as soon as the permits of other clients."""
 
 BATCH_CHUNKS: Final = 10_000
 """Chunks at which a batch ends: their rows take 4 MiB, even if their bytes are in a

@@ -152,8 +152,8 @@ class Commits:
     async def _prepare(self, name: UploadName, record: pb.UploadRecord) -> _Prepared:
         """Writes the objects that the record will name.
 
-        A repeated call writes new objects, and never overwrites those of an earlier
-        call, which a record may name.
+        A repeated call writes new objects. It never overwrites objects of an earlier
+        call, because a record may name them.
         """
         tree = await self._uploads.tree(name, record)
         upload = OpenUpload(name, record, tree)

@@ -80,8 +80,8 @@ class Reuse:
         self._uploads = uploads
 
     async def sources(self, upload: OpenUpload) -> list[Source]:
-        """Returns the chunks that an upload may claim: those of its predecessor, and
-        those of its base while that exists."""
+        """Returns the chunks that an upload may claim: the chunks of its
+        predecessor, and the chunks of its base while the base exists."""
         found: list[Source] = []
         if upload.record.predecessor:
             name = UploadName(upload.name.run, upload.record.predecessor)

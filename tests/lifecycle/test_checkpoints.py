@@ -1,4 +1,4 @@
-"""What happens to checkpoints after their commit: updates, deletion, purge."""
+"""The lifecycle of committed checkpoints: update, delete, undelete, purge."""
 
 import asyncio
 import contextlib
@@ -97,7 +97,7 @@ def test_what_a_checkpoint_holds_is_the_same_after_an_update(run: store.Run) -> 
     np.testing.assert_array_equal(TREE["x"], run.restore(3)["x"])
 
 
-def test_a_deleted_checkpoint_is_shown_to_nobody_who_does_not_ask(
+def test_a_deleted_checkpoint_is_shown_only_on_request(
     run: store.Run,
 ) -> None:
     deleted = run.delete(3)
@@ -336,7 +336,7 @@ def test_a_change_that_cannot_be_is_refused_for_its_own_reason(
 
 
 def request_of(method: str, run: str, given: dict[str, Any]) -> Any:
-    """A request of a method with fields that differ from those of a good one."""
+    """A request of a method with fields that differ from the fields of a valid one."""
     request = getattr(api, f"{method}Request")()
     namespace, _, name = run.partition("/")
     step = given.get("name", "1")

@@ -70,7 +70,7 @@ def test_nothing_is_read_again_that_comes() -> None:
     assert scheduler.next_ahead(second, 1) is None
 
 
-def test_what_nobody_wants_goes_and_what_is_wanted_stays() -> None:
+def test_unwanted_units_are_evicted_and_wanted_ones_stay() -> None:
     scheduler: ReadScheduler[Unit] = ReadScheduler(20)
     one, other = scheduler.join(units(1, 2)), scheduler.join(units(2, 3))
     put(scheduler, 1, 2)

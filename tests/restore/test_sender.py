@@ -121,7 +121,7 @@ def test_many_at_once_cost_one_read_of_the_storage(root: Path) -> None:
     run(test())
 
 
-def test_who_takes_nothing_holds_nobody_back_and_no_memory(
+def test_a_stream_that_takes_nothing_delays_no_other_and_keeps_no_memory(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "EVICTION_SECONDS", 0.05)
@@ -155,7 +155,7 @@ def test_streams_of_different_chunks_share_the_room(
     run(test())
 
 
-def test_who_comes_late_takes_what_others_had_read_and_then_the_rest(
+def test_a_late_stream_takes_units_in_memory_first_and_then_the_rest(
     root: Path,
 ) -> None:
     async def test() -> None:
@@ -170,7 +170,7 @@ def test_who_comes_late_takes_what_others_had_read_and_then_the_rest(
     run(test())
 
 
-def test_a_failed_read_fails_those_who_wait_and_is_not_kept(root: Path) -> None:
+def test_a_failed_read_fails_the_streams_that_wait_and_is_not_kept(root: Path) -> None:
     async def test() -> None:
         checkpoint = await opened(root)
         checkpoint.bucket.fails = True
@@ -183,7 +183,7 @@ def test_a_failed_read_fails_those_who_wait_and_is_not_kept(root: Path) -> None:
     run(test())
 
 
-def test_a_stream_that_is_given_up_leaves_nothing(root: Path) -> None:
+def test_an_abandoned_stream_leaves_nothing(root: Path) -> None:
     async def test() -> None:
         checkpoint = await opened(root)
         stream = checkpoint.stream()

@@ -50,7 +50,7 @@ def join(
     return joined
 
 
-def test_who_planned_the_same_joins(upload: Writer) -> None:
+def test_a_writer_with_the_same_plan_joins(upload: Writer) -> None:
     joined = join(upload)
 
     assert upload.name == joined.name
@@ -128,7 +128,7 @@ def test_an_upload_that_ended_cannot_be_joined(upload: Writer) -> None:
         join(upload)
 
 
-def test_an_upload_tells_who_has_not_finished(upload: Writer) -> None:
+def test_an_upload_names_the_writers_that_have_not_finished(upload: Writer) -> None:
     before = list(upload.get().unfinished_writers)
     upload.write(frame(0), writer=1)
     left = upload.finish(sums(0), writer=1).unfinished_writer_count
@@ -139,7 +139,7 @@ def test_an_upload_tells_who_has_not_finished(upload: Writer) -> None:
     assert [0, 2] == after
 
 
-def test_a_difference_is_told_by_what_differs_first() -> None:
+def test_a_difference_is_described_by_the_first_differing_property() -> None:
     (leaf,) = tree_of().leaves
     tree = Tree((leaf,))
 

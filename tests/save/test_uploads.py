@@ -465,9 +465,7 @@ class TestTheLifeOfAnUpload:
         assert api.Upload.STATE_LIVE == found.state
         assert found.create_time.ToDatetime() <= found.renew_time.ToDatetime()
 
-    def test_its_state_tells_what_became_of_it(
-        self, begin: Callable[..., Writer]
-    ) -> None:
+    def test_its_state_shows_its_outcome(self, begin: Callable[..., Writer]) -> None:
         superseded, aborted, committed = begin(1), begin(2), begin(3)
         begin(1)
         aborted.abort()

@@ -81,7 +81,7 @@ REPLACED = {
     "TAG": NOTHING,
     "UNTAG": etag_of(HELD["a tag"]),
 }
-"""What the announced change of a kind was to replace."""
+"""The record that the announced change of each kind replaces."""
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ REPLACED = {
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_object_tells_what_came_of_announcements_4_5_and_6(
+def test_the_object_shows_the_outcome_of_announcements_4_5_and_6(
     kind: str, held: str, expected: tuple[Outcome, ...]
 ) -> None:
     announced = pb.Announcement(
@@ -252,16 +252,16 @@ class Underway:
 
 @dataclass(eq=False)
 class Watch:
-    """A watch, and what it has told."""
+    """A watch, and the changes that it has reported."""
 
     token: str
     position: Position
     to_look_at: list[int] = field(default_factory=list)
-    told: list[tuple[int, pb.Announcement]] = field(default_factory=list)
+    reported: list[tuple[int, pb.Announcement]] = field(default_factory=list)
 
 
 class WatchMachine(RuleBasedStateMachine):
-    """Steps and tags of one run, and those who change and watch them."""
+    """Steps and tags of one run, and the processes that change and watch them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class WatchMachine(RuleBasedStateMachine):
 
     @rule(step=steps)
     def touch(self, step: int) -> None:
-        """A change that nobody announces, such as one of labels, or an abort."""
+        """A change that is not announced, such as an update of labels, or an abort."""
         found = self._slot(step)
         if found.state in slots.CHECKPOINTS:
             self._write(step, found)
@@ -430,7 +430,7 @@ class WatchMachine(RuleBasedStateMachine):
             outcome = resolve(number, announced, held, now=self.now)
             watch.position = advance(watch.position, number, outcome)
             if outcome is LANDED:
-                watch.told.append((number, announced))
+                watch.reported.append((number, announced))
                 self.get_token(which)
 
     @rule(which=st.integers(0, 1))
@@ -446,7 +446,7 @@ class WatchMachine(RuleBasedStateMachine):
         watch.to_look_at = []
 
     def teardown(self) -> None:
-        """All announcers crash, all is told, and nothing is missing."""
+        """All announcers crash, all changes are reported, and none is missing."""
         self.underway = []
         for step in (0, 1):
             if self._slot(step).state == slots.UPLOADING:
@@ -462,13 +462,13 @@ class WatchMachine(RuleBasedStateMachine):
 
     def _check(self, watch: Watch) -> None:
         assert Position(len(self.journal)) == watch.position
-        numbers = [number for number, _ in watch.told]
+        numbers = [number for number, _ in watch.reported]
         assert len(set(numbers)) == len(numbers)
-        commits = [a.upload for _, a in watch.told if a.kind == COMMIT]
+        commits = [a.upload for _, a in watch.reported if a.kind == COMMIT]
         assert len(set(commits)) == len(commits)
         assert set(self.committed) - self.purged <= set(commits) <= set(self.committed)
         last: dict[str, pb.Announcement] = {}
-        for _, announced in watch.told:
+        for _, announced in watch.reported:
             last[announced.tag or announced.upload] = announced
         for upload in self.purged:
             assert DELETE == last[upload].kind

@@ -74,10 +74,11 @@ class CheckpointLifecycle:
         Raises:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps.
-            CheckpointDeletedError: It was deleted.
-            EtagMismatchError: It changed since the etag was read.
-            RequestIdReusedError: The request id made another change of it.
-            ConflictError: It changes all the time.
+            CheckpointDeletedError: The checkpoint was deleted.
+            EtagMismatchError: The checkpoint changed since the etag was read.
+            RequestIdReusedError: The request id made another change of the
+                checkpoint.
+            ConflictError: The checkpoint changes all the time.
         """
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
@@ -109,10 +110,11 @@ class CheckpointLifecycle:
         Raises:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps, or it was replaced.
-            CheckpointInUseError: It is pinned or tagged.
-            EtagMismatchError: It changed since the etag was read.
-            RequestIdReusedError: The request id made another change of it.
-            ConflictError: It changes all the time.
+            CheckpointInUseError: The checkpoint is pinned or tagged.
+            EtagMismatchError: The checkpoint changed since the etag was read.
+            RequestIdReusedError: The request id made another change of the
+                checkpoint.
+            ConflictError: The checkpoint changes all the time.
         """
         # A tag that is set at the same time may be missed here: it still keeps the
         # checkpoint from being purged.
@@ -144,8 +146,9 @@ class CheckpointLifecycle:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps, or the one of the uid was
                 replaced.
-            RequestIdReusedError: The request id made another change of it.
-            ConflictError: It is being purged, or changes all the time.
+            RequestIdReusedError: The request id made another change of the
+                checkpoint.
+            ConflictError: The checkpoint is being purged, or changes all the time.
         """
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
@@ -163,10 +166,10 @@ class CheckpointLifecycle:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps, or the one of the uid was
                 replaced.
-            CheckpointNotDeletedError: It is not deleted.
+            CheckpointNotDeletedError: The checkpoint is not deleted.
             CheckpointInUseError: A tag, a hold or an upload refers to it.
-            EtagMismatchError: It changed since the etag was read.
-            ConflictError: It changes all the time.
+            EtagMismatchError: The checkpoint changed since the etag was read.
+            ConflictError: The checkpoint changes all the time.
         """
         uid = (await self._slot(run, step, uid))[0].upload
 

@@ -1,7 +1,7 @@
 """Sends stored chunks, unchanged, to many clients at once.
 
-What is read becomes response messages at once, and all streams share these messages:
-``ReadScheduler`` decides which stay in memory. It bounds the memory of all restores of
+Bytes that were read are packed into response messages once, and all streams share the
+messages. ``ReadScheduler`` decides which messages stay in memory. It bounds the memory of all restores of
 the process together; in addition, each stream holds the one message that it sends.
 """
 

@@ -4,5 +4,5 @@ It may import `storesvc.catalog` and the layers below it, and none of the packag
 `lifecycle`, `restore`, `inspect` and `watch`.
 
 Begin with `uploads.py` (begin, keep alive, abort), then `receiver.py` (chunks to data
-files), then `commit.py`, which makes the checkpoint exist.
+files), `receipts.py` (finish) and `commit.py`, which makes the checkpoint exist.
 """

@@ -103,7 +103,8 @@ class Commits:
             ChunksIncompleteError: A chunk is missing, or several writers sent it.
             ConflictError: The slot changed at the same time.
         """
-        # 1. A call whose reply was lost finds the slot committed by itself.
+        # 1. If an earlier try of this call has committed, and only its reply was lost,
+        #    return its record.
         record = await self._uploads.record(name)
         slots.check_epoch(name, record, epoch)
         found = await self._catalogue.slot(name.run, record.step)

@@ -1,7 +1,7 @@
 """References: finds what keeps a checkpoint from being purged.
 
-Tags, holds, and live uploads whose base it is refer to a checkpoint. Two orders make
-this safe (``bucket.proto``):
+A tag, a hold, or a live upload that has it as its base refers to a checkpoint. Two
+orders make this safe (``bucket.proto``):
 
 1. A call that adds a reference writes it first, and then reads the slot.
 2. A purge sets PURGING first, and then looks for references here.

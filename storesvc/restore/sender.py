@@ -1,8 +1,9 @@
 """Sends stored chunks, unchanged, to many clients at once.
 
 Bytes that were read are packed into response messages once, and all streams share the
-messages. ``ReadScheduler`` decides which messages stay in memory. It bounds the memory of all restores of
-the process together; in addition, each stream holds the one message that it sends.
+messages. ``ReadScheduler`` decides which of them stay in memory. It bounds the memory
+of all restores of the process together; in addition, each stream holds the one message
+that it sends.
 """
 
 import asyncio

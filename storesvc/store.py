@@ -25,15 +25,17 @@ from storesvc.gc.run_state import Snapshots
 from storesvc.gc.usage import Usages
 from storesvc.inspect.diff import Comparisons
 from storesvc.inspect.verify import Verifier
-from storesvc.lifecycle.checkpoints import Lives
+from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.holds import Holds
-from storesvc.lifecycle.references import Uses
+from storesvc.lifecycle.references import References
 from storesvc.lifecycle.tags import Tags
 from storesvc.restore.sender import Sender
 from storesvc.retention.enforcement import Retaining
 from storesvc.save.commit import Commits
+from storesvc.save.receipts import Receipts
 from storesvc.save.receiver import Receiver
 from storesvc.save.reuse import Reuse
+from storesvc.save.upload_status import UploadStatuses
 from storesvc.save.uploads import Uploads
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.condition_probe import check_conditions
@@ -65,11 +67,13 @@ class Store:
     journal: Journal
     runs: Runs
     uploads: Uploads
+    upload_statuses: UploadStatuses
     receiver: Receiver
+    receipts: Receipts
     commits: Commits
     sender: Sender
-    uses: Uses
-    lives: Lives
+    references: References
+    lifecycle: CheckpointLifecycle
     retaining: Retaining
     reserve: Reserve
     collector: Collector
@@ -111,12 +115,15 @@ class Store:
                 await check_conditions(bucket)
         catalogue = Catalogue(bucket)
         journal = Journal(bucket, clock=clock)
-        uses = Uses(bucket, catalogue, clock=clock)
+        references = References(bucket, catalogue, clock=clock)
         runs = Runs(bucket, catalogue, clock=clock)
         uploads = Uploads(bucket, catalogue, runs, clock=clock)
-        reuse = Reuse(bucket, uploads)
-        lives = Lives(bucket, catalogue, journal, uses, clock=clock)
-        retaining = Retaining(catalogue, lives, uses, clock=clock)
+        reuse = Reuse(bucket, catalogue, uploads)
+        receipts = Receipts(bucket, uploads, reuse)
+        lifecycle = CheckpointLifecycle(
+            bucket, catalogue, journal, references, clock=clock
+        )
+        retaining = Retaining(catalogue, lifecycle, references, clock=clock)
         reserve = Reserve(bucket)
         return cls(
             uid=found[0].uid,
@@ -126,11 +133,15 @@ class Store:
             journal=journal,
             runs=runs,
             uploads=uploads,
-            receiver=Receiver(bucket, uploads, reuse),
-            commits=Commits(bucket, catalogue, uploads, reuse, journal, clock=clock),
+            upload_statuses=UploadStatuses(bucket, catalogue, uploads, receipts),
+            receiver=Receiver(bucket, uploads),
+            receipts=receipts,
+            commits=Commits(
+                bucket, catalogue, uploads, receipts, reuse, journal, clock=clock
+            ),
             sender=Sender(bucket),
-            uses=uses,
-            lives=lives,
+            references=references,
+            lifecycle=lifecycle,
             retaining=retaining,
             reserve=reserve,
             collector=Collector(
@@ -138,8 +149,8 @@ class Store:
                 catalogue,
                 runs,
                 retaining,
-                lives,
-                uses,
+                lifecycle,
+                references,
                 journal,
                 reserve,
                 clock=clock,

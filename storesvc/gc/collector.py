@@ -41,8 +41,8 @@ from storesvc.gc.lease_expiry import Expiry
 from storesvc.gc.mark import Snapshot
 from storesvc.gc.run_state import Snapshots
 from storesvc.gc.sweep import Garbage, Search
-from storesvc.lifecycle.checkpoints import Lives
-from storesvc.lifecycle.references import Use, Uses
+from storesvc.lifecycle.checkpoints import CheckpointLifecycle
+from storesvc.lifecycle.references import Reference, References
 from storesvc.retention.enforcement import Retaining
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
@@ -98,7 +98,7 @@ class Progress:
         )
 
     def knowing(
-        self, garbage: Garbage, grace: timedelta, lost: Mapping[str, Use]
+        self, garbage: Garbage, grace: timedelta, lost: Mapping[str, Reference]
     ) -> "Progress":
         """Returns the progress once the garbage was found."""
         kept = [upload for upload in garbage.marks.waiting if upload in lost]
@@ -151,8 +151,8 @@ class Collector:
         catalogue: Catalogue,
         runs: Runs,
         retaining: Retaining,
-        lives: Lives,
-        uses: Uses,
+        lifecycle: CheckpointLifecycle,
+        references: References,
         journal: Journal,
         reserve: Reserve,
         *,
@@ -170,14 +170,14 @@ class Collector:
             bucket,
             expiry,
             retaining,
-            lives,
-            uses,
-            History(catalogue, journal, uses),
+            lifecycle,
+            references,
+            History(catalogue, journal, references),
             reserve,
             clock=clock,
         )
         self._search = Search(
-            bucket, catalogue, self._snapshots, expiry, uses, seen, clock=clock
+            bucket, catalogue, self._snapshots, expiry, references, seen, clock=clock
         )
 
     async def collect(

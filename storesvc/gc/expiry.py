@@ -19,8 +19,8 @@ from storesvc.format.names import RunName
 from storesvc.gc.history import History
 from storesvc.gc.lease_expiry import Expired, Expiry
 from storesvc.gc.mark import Snapshot
-from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, Lives
-from storesvc.lifecycle.references import Use, Uses
+from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, CheckpointLifecycle
+from storesvc.lifecycle.references import Reference, References
 from storesvc.retention.enforcement import Retaining, Verdict
 from storesvc.storage.bucket import Bucket
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -53,8 +53,8 @@ class Ending:
         bucket: Bucket,
         expiry: Expiry,
         retaining: Retaining,
-        lives: Lives,
-        uses: Uses,
+        lifecycle: CheckpointLifecycle,
+        references: References,
         history: History,
         reserve: Reserve,
         *,
@@ -64,8 +64,8 @@ class Ending:
         self._history = history
         self._expiry = expiry
         self._retaining = retaining
-        self._lives = lives
-        self._uses = uses
+        self._lifecycle = lifecycle
+        self._references = references
         self._reserve = reserve
         self._clock = clock
 
@@ -83,7 +83,7 @@ class Ending:
         ]
         deleted = await self._deleted(run, snapshot, await self.retain(run))
         held = snapshot.with_slots(deleted).slots.values()
-        purged = await self._reserve.spent_on(self._lives.purge_due, run, held)
+        purged = await self._reserve.spent_on(self._lifecycle.purge_due, run, held)
         return Endings(
             aborted=aborted, deleted=deleted, purged=[self._freed(s) for s in purged]
         )
@@ -135,9 +135,9 @@ class Ending:
         due = [s for s in snapshot.slots.values() if transitions.is_due(s, now)]
         if not due:
             return []
-        ended = {Use(kind="upload", name=upload.upload) for upload in expired}
-        uses = await self._uses.of(run)
-        used = {uid for uid, by in uses.items() if by not in ended}
+        ended = {Reference(kind="upload", name=upload.upload) for upload in expired}
+        references = await self._references.of(run)
+        used = {uid for uid, by in references.items() if by not in ended}
         return [self._freed(slot) for slot in due if slot.upload not in used]
 
     async def _record(self, run: RunName) -> pb.RunRecord:

@@ -19,7 +19,7 @@ from storesvc.format.names import RunName
 from storesvc.gc import mark
 from storesvc.gc.lease_expiry import Expired
 from storesvc.gc.mark import Fate, Snapshot
-from storesvc.lifecycle.references import Uses
+from storesvc.lifecycle.references import References
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _ONLY_COMMITTED: Final = {
@@ -35,10 +35,12 @@ made, so that its announcement alone does not show that it was."""
 class History:
     """Compares the runs of a bucket with their histories."""
 
-    def __init__(self, catalogue: Catalogue, journal: Journal, uses: Uses) -> None:
+    def __init__(
+        self, catalogue: Catalogue, journal: Journal, references: References
+    ) -> None:
         self._catalogue = catalogue
         self._journal = journal
-        self._uses = uses
+        self._references = references
 
     async def check(
         self, run: RunName, snapshot: Snapshot, expired: Sequence[Expired]
@@ -58,7 +60,7 @@ class History:
         unfinished = mark.unfinished(known)
         if not unfinished:
             return
-        named = await self._uses.named(run)
+        named = await self._references.named(run)
         announced = await self._announced(run, expired)
         for upload in unfinished:
             step = mark.step_of(snapshot, upload, known[upload])

@@ -23,7 +23,7 @@ from storesvc.gc import mark
 from storesvc.gc.lease_expiry import Expiry
 from storesvc.gc.mark import Fate, Marks, Snapshot, State
 from storesvc.gc.run_state import Snapshots
-from storesvc.lifecycle.references import Use, Uses
+from storesvc.lifecycle.references import Reference, References
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
 
@@ -62,7 +62,7 @@ class Search:
         catalogue: Catalogue,
         snapshots: Snapshots,
         expiry: Expiry,
-        uses: Uses,
+        references: References,
         observations: Observations,
         *,
         clock: Clock,
@@ -71,11 +71,11 @@ class Search:
         self._catalogue = catalogue
         self._snapshots = snapshots
         self._expiry = expiry
-        self._uses = uses
+        self._references = references
         self._observations = observations
         self._clock = clock
 
-    async def lost(self, snapshot: Snapshot) -> dict[str, Use]:
+    async def lost(self, snapshot: Snapshot) -> dict[str, Reference]:
         """Returns the uploads that lost their step to another one although a tag or a
         hold names them, as after a slot was put back and the step was saved again.
         What they stored may be all that is left of a checkpoint."""
@@ -87,7 +87,7 @@ class Search:
         }
         if not ended:
             return {}
-        named = await self._uses.named(snapshot.places.name)
+        named = await self._references.named(snapshot.places.name)
         return {upload: named[upload] for upload in sorted(ended & named.keys())}
 
     async def find(self, snapshot: Snapshot, over: Collection[str]) -> Garbage:

@@ -1,7 +1,7 @@
-"""Damage: how a stored checkpoint differs from what was saved.
+"""Damage: finds the differences between a stored checkpoint and its manifest.
 
-These functions take what was read and return what is wrong with it. Damage of a
-chunk is told once, by the first cause that shows.
+These functions take what was read from the bucket and return damages. A damaged chunk
+is reported once, with the first cause that was found.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,26 +29,25 @@ KEY_SPACE = api.Damage.KIND_KEY_SPACE
 FILE_TABLE = api.Damage.KIND_FILE_TABLE
 
 Place: TypeAlias = tuple[str, int, int]
-"""Data file, relative to the pool; offset; length."""
+"""Location of a value: data file relative to the pool, offset and length in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Something that is not what was saved."""
+    """One difference between a stored checkpoint and its manifest."""
 
     key: str
-    """Of the leaf; "": the checkpoint as a whole."""
+    """Key of the leaf; "": the checkpoint as a whole."""
     index: tuple[int, ...] = ()
-    """Of the chunk in the leaf's grid."""
+    """Index of the chunk in the grid of the leaf."""
     kind: Kind
     message: str
     chunk: int | None = None
-    """The ordinal of the chunk; None: it is of the leaf, or of the checkpoint, as a
-    whole."""
+    """Ordinal of the chunk; None: the leaf or the checkpoint as a whole."""
 
 
-def of_chunk(tree: Tree, chunk: int, kind: Kind, what: str) -> Damage:
-    """Returns the damage of a chunk."""
+def chunk_damage(tree: Tree, chunk: int, kind: Kind, what: str) -> Damage:
+    """Returns a damage of a chunk."""
     row, within = tree.locate(chunk)
     return Damage(
         key=tree.leaves[row].key,
@@ -59,20 +58,23 @@ def of_chunk(tree: Tree, chunk: int, kind: Kind, what: str) -> Damage:
     )
 
 
-def of_leaf(leaf: Leaf, what: str) -> Damage:
-    """Returns the damage of a leaf in the key space."""
+def leaf_damage(leaf: Leaf, what: str) -> Damage:
+    """Returns a damage of a leaf in the key space."""
     return Damage(key=leaf.key, kind=KEY_SPACE, message=f"leaf {leaf.key!r}: {what}")
 
 
-def of_chunks(
+def chunk_damages(
     manifest: Manifest, chunks: Sequence[int], data: bytes
 ) -> Iterator[Damage]:
-    """Yields what is wrong with chunks.
+    """Yields the damages of chunks, at most one for each.
+
+    Each chunk carries its CRC-32C in its last 4 bytes; the manifest has the CRC-32C and
+    the digest of the bytes before them.
 
     Args:
-        manifest: The checkpoint's.
-        chunks: Their ordinals.
-        data: As they are stored, back to back.
+        manifest: Manifest of the checkpoint.
+        chunks: Ordinals of the chunks.
+        data: Their stored bytes, back to back.
     """
     view, at = memoryview(data), 0
     for chunk in chunks:
@@ -83,25 +85,27 @@ def of_chunks(
         expected, got = int(manifest.sums.crc32c[chunk]), crc32c(elements)
         if got != expected:
             what = f"expected bytes with the checksum {expected:08x}, got {got:08x}"
-            yield of_chunk(manifest.tree, chunk, CHECKSUM, what)
+            yield chunk_damage(manifest.tree, chunk, CHECKSUM, what)
         elif carried != expected:
             what = f"expected it to carry the checksum {expected:08x}, got "
-            yield of_chunk(manifest.tree, chunk, CHECKSUM, what + f"{carried:08x}")
+            yield chunk_damage(manifest.tree, chunk, CHECKSUM, what + f"{carried:08x}")
         elif digest(elements) != manifest.sums.digests[chunk].tobytes():
             wanted = manifest.sums.digests[chunk].tobytes().hex()
             what = f"expected bytes with the digest {wanted}, got "
-            yield of_chunk(manifest.tree, chunk, DIGEST, what + digest(elements).hex())
+            what += digest(elements).hex()
+            yield chunk_damage(manifest.tree, chunk, DIGEST, what)
 
 
-def of_key_space(
+def key_space_damages(
     manifest: Manifest, shown: Mapping[str, Place], known: NDArray[np.bool_]
 ) -> Iterator[Damage]:
-    """Yields how a key space differs from the manifest.
+    """Yields the differences between a key space and the manifest.
 
     Args:
-        manifest: The checkpoint's.
-        shown: Where the key space says that the value of each key lies.
-        known: Which chunks are damaged otherwise, and are not told again.
+        manifest: Manifest of the checkpoint.
+        shown: Location of the value of each key, according to the key space.
+        known: For each ordinal whether its chunk has a damage already; such a chunk is
+            not reported again.
     """
     tree, places = manifest.tree, manifest.places
     rows = zip(
@@ -118,7 +122,7 @@ def of_key_space(
         place = (places.files[file], offset, length)
         if shown.get(key) != place and not known[chunk]:
             what = f"expected the key space to show it at {_text(place)}, got "
-            yield of_chunk(tree, chunk, KEY_SPACE, what + _text(shown.get(key)))
+            yield chunk_damage(tree, chunk, KEY_SPACE, what + _text(shown.get(key)))
     for leaf in tree.leaves:
         shown_keys.discard(zarr.metadata_key(leaf.key))
     for key in sorted(shown_keys):
@@ -129,15 +133,15 @@ def of_key_space(
         )
 
 
-def of_file_table(
+def file_table_damages(
     manifest: Manifest, data: bytes | None, *, expected: bytes
 ) -> list[Damage]:
-    """Returns what is wrong with a file table: one damage, or none.
+    """Returns the damage of a file table: one, or none.
 
     Args:
-        manifest: The checkpoint's.
-        data: The file table as it lies; None: it is missing.
-        expected: Its digest.
+        manifest: Manifest of the checkpoint.
+        data: Stored bytes of the file table; None: it is missing.
+        expected: Digest of the file table.
     """
     problem = _table_problem(manifest, data, expected)
     if not problem:
@@ -145,17 +149,18 @@ def of_file_table(
     return [Damage(key="", kind=FILE_TABLE, message=f"the file table: {problem}")]
 
 
-class Metadata:
-    """What the key space holds of the leaves of a tree beside their chunks."""
+class LeafMetadata:
+    """The ``zarr.json`` of the leaves in the key space, checked against the leaf
+    table."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self.keys = [zarr.metadata_key(leaf.key) for leaf in tree.leaves]
-        """Where the key space holds it, by row."""
+        """Keys of the ``zarr.json`` in the key space, by row of the leaf."""
         self._known: dict[tuple[object, ...], bytes] = {}
 
     def expected(self, row: int) -> bytes:
-        """Returns the metadata of a leaf; leaves of one kind share it."""
+        """Returns the ``zarr.json`` of a leaf; equal leaves share the bytes."""
         leaf = self._tree.leaves[row]
         parts = (leaf.shape, leaf.chunk_shape, leaf.dtype)
         if parts not in self._known:
@@ -163,29 +168,30 @@ class Metadata:
         return self._known[parts]
 
     def unshown(self, shown: Mapping[str, Place]) -> dict[int, Damage]:
-        """Returns, by row, the leaves of which no metadata can be read."""
+        """Returns a damage for each leaf whose ``zarr.json`` cannot be read, by row."""
         found = {}
         for row, leaf in enumerate(self._tree.leaves):
             place = shown.get(self.keys[row])
             length = len(self.expected(row))
             if place is None:
-                found[row] = of_leaf(leaf, "the key space does not show its zarr.json")
+                found[row] = leaf_damage(
+                    leaf, "the key space does not show its zarr.json"
+                )
             elif place[2] != length:
                 what = f"expected a zarr.json of {length} bytes, got {place[2]}"
-                found[row] = of_leaf(leaf, what)
+                found[row] = leaf_damage(leaf, what)
         return found
 
     def unread(self, row: int, why: str) -> Damage:
-        """Returns the damage of a leaf whose metadata cannot be read."""
-        return of_leaf(self._tree.leaves[row], f"its zarr.json: {why}")
+        """Returns the damage of a leaf whose ``zarr.json`` cannot be read."""
+        return leaf_damage(self._tree.leaves[row], f"its zarr.json: {why}")
 
-    def of_value(self, rows: Sequence[int], data: bytes) -> Iterator[Damage]:
-        """Yields those of some leaves whose metadata, which they share, is not what it
-        must be."""
+    def check(self, rows: Sequence[int], data: bytes) -> Iterator[Damage]:
+        """Yields the damages of leaves that share a ``zarr.json`` with wrong bytes."""
         for row in rows:
             if data != self.expected(row):
                 what = "its zarr.json does not describe what the manifest does"
-                yield of_leaf(self._tree.leaves[row], what)
+                yield leaf_damage(self._tree.leaves[row], what)
 
 
 def _table_problem(manifest: Manifest, data: bytes | None, expected: bytes) -> str:
@@ -201,7 +207,7 @@ def _table_problem(manifest: Manifest, data: bytes | None, expected: bytes) -> s
         return f"it cannot be read: {e}"
     places = manifest.places
     bytes_in = np.bincount(places.file, places.length, len(places.files))
-    # files that it names besides hold nodes and metadata of the key space
+    # Files that it names in addition hold nodes and metadata of the key space.
     needed = dict.fromkeys(named, 0)
     needed |= zip(places.files, bytes_in.astype(int).tolist(), strict=True)
     for file, count in needed.items():
@@ -212,14 +218,14 @@ def _table_problem(manifest: Manifest, data: bytes | None, expected: bytes) -> s
 
 
 def _chunk_keys(tree: Tree) -> Iterator[str]:
-    """The keys of all chunks, in the order of their ordinals."""
+    """Yields the keys of all chunks, in the order of their ordinals."""
     for leaf, grid in zip(tree.leaves, tree.grids, strict=True):
         for index in product(*map(range, grid.counts)):
             yield zarr.chunk_key(leaf.key, index)
 
 
 def _leaf_key(tree: Tree, key: str) -> str:
-    """The leaf that a key of the key space seems to belong to; else itself."""
+    """Returns the leaf that a key of the key space belongs to; none: the key itself."""
     leaf = key
     while leaf and leaf not in tree.by_key:
         leaf = leaf.rpartition("/")[0]

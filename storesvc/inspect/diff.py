@@ -1,4 +1,4 @@
-"""Comparisons of checkpoints: their manifests are read, their data is not."""
+"""Diffs of checkpoints: compares their manifests, without reading their chunks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -13,12 +13,12 @@ from storesvc.inspect.diff_rules import Difference, differences
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 COMPARISONS_AT_ONCE: Final = 2
-"""In a process; each may hold two manifests of the largest trees."""
+"""Maximum comparisons in a process; each may hold two manifests of the largest size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What differs between two checkpoints."""
+    """The differences between two checkpoints."""
 
     before: pb.CheckpointRecord
     after: pb.CheckpointRecord
@@ -27,7 +27,7 @@ class Comparison:
 
 
 class Comparisons:
-    """Compares checkpoints of a store."""
+    """Compares checkpoints."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
@@ -37,13 +37,13 @@ class Comparisons:
     async def between(
         self, before: CheckpointName, after: CheckpointName
     ) -> AsyncIterator[Comparison]:
-        """Yields what differs between two checkpoints, of one run or of two.
+        """Yields the differences between two checkpoints, of one run or of two runs.
 
         Raises:
-            RunNotFoundError: There is no such run.
-            CheckpointNotFoundError: There is no such checkpoint.
+            RunNotFoundError: A run does not exist.
+            CheckpointNotFoundError: A checkpoint does not exist.
             CorruptDataError: A manifest is missing or damaged.
-            LimitExceededError: Other comparisons take too long.
+            LimitExceededError: Other comparisons took too long.
         """
         old = await self._catalogue.checkpoint(before)
         new = await self._catalogue.checkpoint(after)

@@ -1,8 +1,8 @@
-"""What differs between two checkpoints: decided from their manifests alone.
+"""Diff rules: decides which leaves of two checkpoints differ, from the manifests alone.
 
-Leaves are matched by key. Where shape and dtype agree, the digests of the chunks
-tell whether the bytes do, and that needs the same chunks on both sides: where the
-grids differ, it is not known.
+Leaves are matched by key. If shape and dtype agree, the digests of the chunks decide
+whether the bytes agree. This requires the same chunk grid on both sides; with different
+grids the result is UNKNOWN.
 """
 
 from collections.abc import Sequence
@@ -28,25 +28,25 @@ UNKNOWN = api.LeafDifference.KIND_UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a leaf differs."""
+    """One leaf that differs."""
 
     kind: Kind
     before: Leaf | None
     after: Leaf | None
-    """One of the two at least is there."""
+    """At least one of the two is set."""
     changed_chunks: int = 0
-    """Chunks whose bytes differ, where they can be compared."""
+    """Number of chunks whose bytes differ, if they can be compared."""
 
     @property
     def leaf(self) -> Leaf:
-        """The leaf after or, where it was removed, before."""
+        """The leaf in the second checkpoint; a removed leaf in the first."""
         leaf = self.after or self.before
         assert leaf is not None
         return leaf
 
 
 def differences(before: Manifest, after: Manifest) -> list[Difference]:
-    """Returns how the leaves of two checkpoints differ, in the order of keys."""
+    """Returns the leaves of two checkpoints that differ, ascending by key."""
     found: dict[str, Difference] = {}
     comparable: list[tuple[int, int]] = []
     old, new = before.tree, after.tree
@@ -72,12 +72,15 @@ def differences(before: Manifest, after: Manifest) -> list[Difference]:
 def changed_chunks(
     before: Manifest, after: Manifest, rows: Sequence[tuple[int, int]]
 ) -> I64:
-    """Returns how many chunks differ in each of some pairs of leaves of one grid.
+    """Returns the number of different chunks for pairs of leaves with the same grid.
 
     Args:
-        before: The one manifest.
-        after: The other one.
-        rows: The row of the leaf in each.
+        before: Manifest of the first checkpoint.
+        after: Manifest of the second checkpoint.
+        rows: For each pair the row of the leaf in each manifest.
+
+    Returns:
+        One count (int64) for each pair.
     """
     pairs = np.array(rows, np.int64).reshape(-1, 2)
     counts = np.diff(after.tree.first_chunk)[pairs[:, 1]]
@@ -91,17 +94,17 @@ def changed_chunks(
 
 
 def dtype_text(leaf: Leaf) -> str:
-    """Returns a leaf's dtype; of PRNG keys, with their implementation."""
+    """Returns the dtype of a leaf; for PRNG keys with their implementation."""
     return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
 
 
 def shape_of(leaf: Leaf) -> tuple[int, ...]:
-    """Returns a leaf's shape; of PRNG keys, without the words of their data."""
+    """Returns the shape of a leaf; for PRNG keys without the words of their data."""
     return leaf.shape[:-1] if leaf.prng_impl else leaf.shape
 
 
 def _outer_kind(before: Leaf, after: Leaf) -> "Kind | None":
-    """How two leaves of one key differ but for their bytes; None: they do not."""
+    """Returns the first difference of two leaves apart from their bytes, or None."""
     if shape_of(before) != shape_of(after):
         return SHAPE
     if dtype_text(before) != dtype_text(after):

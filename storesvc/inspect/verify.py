@@ -1,14 +1,14 @@
-"""Verification: every byte of a checkpoint read again, and compared.
+"""Verification: reads every byte of a checkpoint again and checks it.
 
-Both views of a checkpoint are looked at: the chunks that the manifest places, and
-the key space, which must show the same chunks at the same places beside the
-metadata of each leaf; and the file table, without which no garbage of the run can be
-told from what is needed. What is wrong is told and ends nothing. Nothing keeps the
-checkpoint from being purged meanwhile; so before something counts as missing, the
-slot is read again.
+It checks the chunks that the manifest locates; the key space, which must show the same
+chunks at the same locations, and the ``zarr.json`` of each leaf; and the file table,
+without which garbage collection cannot know the data files of the checkpoint.
 
-Reads are counted over all verifications of the process: that is the bound on the
-memory that they take. Checksums are made in threads.
+Damage is reported and does not end a verification. The checkpoint may be purged in the
+meantime; therefore the slot is read again before anything is reported as missing.
+
+The number of reads in flight bounds the memory, over all verifications of the process.
+Checksums are computed in threads.
 """
 
 import asyncio
@@ -42,31 +42,31 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.format.reads import Read, plan_reads
 from storesvc.inspect import damage
-from storesvc.inspect.damage import Damage, Metadata
+from storesvc.inspect.damage import Damage, LeafMetadata
 from storesvc.inspect.verify_report import Report, Tally
 from storesvc.storage.tensorstore_bucket import KvBucket, Place
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 VERIFICATIONS_AT_ONCE: Final = 2
-"""In a process; each holds a manifest."""
+"""Maximum verifications in a process; each holds a manifest."""
 
 MAX_READS: Final = 3
-"""Reads in memory, over all verifications of a process."""
+"""Maximum reads in memory, over all verifications of a process."""
 
 REPORT_SECONDS: Final = 1.0
-"""Between reports, about."""
+"""Approximate interval between reports."""
 
 Check: TypeAlias = Callable[[Sequence[int], bytes], Iterable[Damage]]
-"""Tells what is wrong with values that lie back to back, by their numbers."""
+"""Returns the damages of values that are stored back to back, given their numbers."""
 
 Missing: TypeAlias = Callable[[int, str], Iterable[Damage]]
-"""Tells what is wrong where a value cannot be read, and why."""
+"""Returns the damages of a value that cannot be read, given its number and a cause."""
 
 _log = logging.getLogger(__name__)
 
 
 class Verifier:
-    """Verifies checkpoints of a bucket."""
+    """Verifies checkpoints."""
 
     def __init__(self, bucket: KvBucket, catalogue: Catalogue, *, clock: Clock) -> None:
         self._bucket = bucket
@@ -80,13 +80,13 @@ class Verifier:
     async def verify(
         self, run: RunName, record: pb.CheckpointRecord
     ) -> AsyncGenerator[Report]:
-        """Yields reports about a checkpoint, one a second or so, and the last one.
+        """Yields reports about a checkpoint: one about every second, and a last one.
 
         Raises:
-            CorruptDataError: Its manifest is missing or damaged.
-            CheckpointNotFoundError: It was purged meanwhile.
+            CorruptDataError: The manifest is missing or damaged.
+            CheckpointNotFoundError: The checkpoint was purged in the meantime.
             StorageUnavailableError: The storage does not answer.
-            LimitExceededError: Other verifications take too long.
+            LimitExceededError: Other verifications took too long.
         """
         async with self._turns.held(run.namespace):
             reading = _Reading(self._bucket, self._catalogue, self._reads, run, record)
@@ -109,7 +109,7 @@ class Verifier:
 
 
 class _Reading:
-    """Reads of one checkpoint."""
+    """The reads of one verification."""
 
     def __init__(
         self,
@@ -127,10 +127,10 @@ class _Reading:
         self._places = RunPlaces(run)
 
     async def manifest(self) -> Manifest:
-        """Returns the manifest as it lies now: one that was kept proves nothing.
+        """Reads the manifest from the bucket, because a cached copy proves nothing.
 
         Raises:
-            CorruptDataError: It is missing or damaged.
+            CorruptDataError: The manifest is missing or damaged.
         """
         try:
             return await self._catalogue.read_manifest(self._run, self._record)
@@ -139,8 +139,8 @@ class _Reading:
             raise
 
     async def shown(self) -> dict[str, Place] | None:
-        """Returns where the key space says that its values lie; None: it is missing
-        or damaged."""
+        """Returns the locations of values according to the key space; None: the key
+        space is missing or damaged."""
         space = self._bucket.key_space(
             place=self._places.key_space(self._record.upload, self._record.attempt),
             pool=self._places.pool,
@@ -158,9 +158,9 @@ class _Reading:
         return shown
 
     async def file_table(self, manifest: Manifest) -> list[Damage]:
-        """Returns what is wrong with the file table: a damage, or nothing."""
+        """Returns the damage of the file table: one, or none."""
         expected = self._record.files_digest
-        if not expected:  # of the first release, which had none
+        if not expected:  # checkpoints of the first release have no file table
             return []
         place = self._places.file_table(self._record.upload, expected)
         stored = await self._bucket.read(place)
@@ -168,62 +168,69 @@ class _Reading:
             await self._check_slot()
         data = stored.data if stored is not None else None
         return await asyncio.to_thread(
-            damage.of_file_table, manifest, data, expected=expected
+            damage.file_table_damages, manifest, data, expected=expected
         )
 
     async def checked(
         self, places: Places, check: Check, missing: Missing
     ) -> AsyncGenerator[tuple[Read, list[Damage]]]:
-        """Yields what is wrong with values of the pool, in the order they lie."""
-        under_way: deque[tuple[Read, asyncio.Task[list[Damage]]]] = deque()
+        """Yields each read and its damages, in storage order.
+
+        Args:
+            places: Locations of values in the pool.
+            check: Finds the damages of values that were read.
+            missing: Makes the damages of a value that cannot be read.
+        """
+        in_flight: deque[tuple[Read, asyncio.Task[list[Damage]]]] = deque()
         try:
             reads = plan_reads(places, np.arange(len(places.length)))
-            # A thread, as for all that goes through every chunk: a ping must not wait.
+            # In a thread, like all loops over every chunk: a health check must not
+            # wait for it.
             while (read := await asyncio.to_thread(next, reads, None)) is not None:
-                look = self._look(read, check, missing)
-                under_way.append((read, asyncio.create_task(look)))
-                if len(under_way) == MAX_READS:
-                    yield under_way[0][0], await under_way[0][1]
-                    under_way.popleft()
-            while under_way:
-                yield under_way[0][0], await under_way[0][1]
-                under_way.popleft()
+                task = asyncio.create_task(self._check(read, check, missing))
+                in_flight.append((read, task))
+                if len(in_flight) == MAX_READS:
+                    yield in_flight[0][0], await in_flight[0][1]
+                    in_flight.popleft()
+            while in_flight:
+                yield in_flight[0][0], await in_flight[0][1]
+                in_flight.popleft()
         finally:
-            for _, task in under_way:
+            for _, task in in_flight:
                 task.cancel()
-            # also takes the errors of those that nobody will wait for
-            await asyncio.gather(*(t for _, t in under_way), return_exceptions=True)
+            # Retrieves the errors of the tasks too, which nothing else awaits.
+            await asyncio.gather(*(t for _, t in in_flight), return_exceptions=True)
 
-    async def _look(self, read: Read, check: Check, missing: Missing) -> list[Damage]:
-        # A read takes its place, and gives it back, whether or not anyone takes what
-        # it found: so verifications never wait for each other in a ring.
+    async def _check(self, read: Read, check: Check, missing: Missing) -> list[Damage]:
+        # A read releases the semaphore even if its result is never used, so that
+        # verifications cannot wait for each other in a cycle.
         async with self._reads:
             place = self._places.pool + read.file
             try:
                 data = await self._bucket.read_range(place, read.start, read.stop)
             except CorruptDataError:
-                found = await self._look_at_each(read, check, missing)
+                found = await self._check_each(read, check, missing)
                 await self._check_slot()
                 return found
             found = await asyncio.to_thread(_checked, check, read.chunks, data)
             if not found:
                 return found
-            # the answer may have been corrupted on its way
+            # Read again: the response may have been corrupted in transit.
             data = await self._bucket.read_range(place, read.start, read.stop)
             found = await asyncio.to_thread(_checked, check, read.chunks, data)
             if not found:
                 _log.warning("%s", on_its_way(place))
             return found
 
-    async def _look_at_each(
+    async def _check_each(
         self, read: Read, check: Check, missing: Missing
     ) -> list[Damage]:
-        """What is wrong with the values of a file that is missing or ends early."""
+        """Returns the damages of values in a file that is missing or truncated."""
         found: list[Damage] = []
         place, start = self._places.pool + read.file, read.start
         why = ""
         for value, length in zip(read.chunks, read.lengths, strict=True):
-            # what lies behind the first that is missing is missing too
+            # Values behind the first missing one are missing too.
             if not why:
                 try:
                     data = await self._bucket.read_range(place, start, start + length)
@@ -239,14 +246,14 @@ class _Reading:
         return found
 
     async def _check_slot(self) -> None:
-        """Refuses to call what was purged damaged.
+        """Rejects a checkpoint that was purged, so that it is not reported as damaged.
 
         Raises:
-            CheckpointNotFoundError: The checkpoint is no more.
+            CheckpointNotFoundError: The slot no longer holds the checkpoint.
         """
         run, record = self._run, self._record
         found = await self._catalogue.slot(run, record.step)
-        # Its bytes go only after its slot was given to another, or became free.
+        # Chunks are deleted only after the slot was freed or reserved again.
         if (
             found is None
             or found[0].upload != record.upload
@@ -262,30 +269,30 @@ class _Reading:
 def _chunks(
     reading: _Reading, manifest: Manifest
 ) -> AsyncGenerator[tuple[Read, list[Damage]]]:
-    """What is wrong with the chunks, as the manifest places them."""
+    """Returns the damages of chunks at the locations of the manifest."""
 
     def check(chunks: Sequence[int], data: bytes) -> Iterator[Damage]:
-        return damage.of_chunks(manifest, chunks, data)
+        return damage.chunk_damages(manifest, chunks, data)
 
     def missing(chunk: int, why: str) -> list[Damage]:
-        return [damage.of_chunk(manifest.tree, chunk, damage.MISSING, why)]
+        return [damage.chunk_damage(manifest.tree, chunk, damage.MISSING, why)]
 
     return reading.checked(manifest.places, check, missing)
 
 
 async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) -> None:
-    """Adds what the key space does not show as the manifest does."""
+    """Adds the differences between the key space and the manifest."""
     shown = await reading.shown()
     if shown is None:
         what = "the key space of the checkpoint is missing or damaged"
         leaves = manifest.tree.leaves
         await asyncio.to_thread(
-            tally.add, (damage.of_leaf(leaf, what) for leaf in leaves)
+            tally.add, (damage.leaf_damage(leaf, what) for leaf in leaves)
         )
         return
-    differing = damage.of_key_space(manifest, shown, tally.damaged)
+    differing = damage.key_space_damages(manifest, shown, tally.damaged)
     await asyncio.to_thread(tally.add, differing)
-    metadata = Metadata(manifest.tree)
+    metadata = LeafMetadata(manifest.tree)
     unshown, sharing, places = await asyncio.to_thread(
         _metadata_places, metadata, shown
     )
@@ -295,7 +302,7 @@ async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) 
         at = 0
         for value in values:
             length = int(places.length[value])
-            yield from metadata.of_value(sharing[value], data[at : at + length])
+            yield from metadata.check(sharing[value], data[at : at + length])
             at += length
 
     def missing(value: int, why: str) -> Iterator[Damage]:
@@ -307,10 +314,10 @@ async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) 
 
 
 def _metadata_places(
-    metadata: Metadata, shown: Mapping[str, Place]
+    metadata: LeafMetadata, shown: Mapping[str, Place]
 ) -> tuple[list[Damage], list[list[int]], Places]:
-    """The leaves whose metadata is not shown; where that of the others lies, each
-    place once, and beside it the rows of the leaves that share it."""
+    """Returns the damages of leaves without metadata in the key space; for the other
+    leaves the rows that share a location, and the distinct locations."""
     unshown = metadata.unshown(shown)
     sharing: dict[Place, list[int]] = {}
     for row, key in enumerate(metadata.keys):
@@ -321,10 +328,10 @@ def _metadata_places(
 
 
 def _check_files(shown: Mapping[str, Place]) -> None:
-    """Refuses a key space that shows values outside the data files of its pool.
+    """Rejects a key space that references values outside the data files of the pool.
 
     Raises:
-        InvalidNameError: It does.
+        InvalidNameError: The name of a file is not that of a data file.
     """
     for file in {place.file for place in shown.values()}:
         check_data_file(file)

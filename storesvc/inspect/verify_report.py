@@ -1,7 +1,6 @@
-"""The tally of a verification: what was seen, and how much of it is told.
+"""Tally of a verification: counts chunks and damages, and cuts them into reports.
 
-However much is damaged, what waits to be told is bounded: past a number of damages
-only their number is kept.
+Memory is bounded, however much is damaged: damages beyond a maximum are only counted.
 """
 
 from collections import deque
@@ -14,59 +13,59 @@ import numpy as np
 from storesvc.inspect.damage import Damage
 
 MAX_DAMAGES: Final = 10_000
-"""Told one by one of a checkpoint."""
+"""Maximum damages of a checkpoint that are reported one by one."""
 
 DAMAGES_A_REPORT: Final = 100
-"""Below the limit of a message, with the longest keys."""
+"""Maximum damages of a report: it fits a message even with the longest keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How far a verification is."""
+    """The progress of a verification since it began."""
 
     chunk_count: int
-    """Chunks looked at so far."""
+    """Chunks read so far."""
     stored_bytes: int
-    """Their bytes, as stored."""
+    """Stored bytes of these chunks."""
     damages: tuple[Damage, ...]
-    """Found since the last report."""
+    """Damages found since the last report."""
 
 
 class Tally:
-    """What a verification has seen, and not yet reported."""
+    """The result of a verification, as far as it has not been reported."""
 
     def __init__(self, chunk_count: int) -> None:
         self.damaged = np.zeros(chunk_count, np.bool_)
-        """Chunks that are damaged, however many are told of."""
+        """For each ordinal whether its chunk is damaged, reported or not."""
         self._chunk_count = 0
         self._stored_bytes = 0
         self._found: deque[Damage] = deque()
-        self._told = 0
-        self._silent: list[Damage] = []
-        self._silent_count = 0
+        self._reported_count = 0
+        self._first_excess: list[Damage] = []
+        self._excess_count = 0
 
     def add(self, found: Iterable[Damage]) -> None:
-        """Takes damages; of very many, only their number."""
+        """Adds damages; beyond ``MAX_DAMAGES`` only counts them."""
         for damage in found:
             if damage.chunk is not None:
                 self.damaged[damage.chunk] = True
-            if self._told < MAX_DAMAGES:
+            if self._reported_count < MAX_DAMAGES:
                 self._found.append(damage)
-                self._told += 1
+                self._reported_count += 1
             else:
-                self._silent = self._silent or [damage]
-                self._silent_count += 1
+                self._first_excess = self._first_excess or [damage]
+                self._excess_count += 1
 
     def advance(self, chunk_count: int, stored_bytes: int) -> None:
-        """Takes note of chunks that were looked at."""
+        """Adds chunks that were read."""
         self._chunk_count += chunk_count
         self._stored_bytes += stored_bytes
 
     def close(self) -> None:
-        """Sums up what is too much to be told."""
-        for first in self._silent:
+        """Adds one damage that stands for all beyond ``MAX_DAMAGES``."""
+        for first in self._first_excess:
             message = (
-                f"{self._silent_count} more damages, beginning with {first.message}"
+                f"{self._excess_count} more damages, beginning with {first.message}"
             )
             summary = Damage(
                 key=first.key, index=first.index, kind=first.kind, message=message
@@ -74,10 +73,10 @@ class Tally:
             self._found.append(summary)
 
     def reports(self) -> Iterator[Report]:
-        """Yields all that was not reported yet; one report at least."""
+        """Yields all that was not reported yet, in one report or more."""
         while True:
             count = min(len(self._found), DAMAGES_A_REPORT)
-            told = tuple(self._found.popleft() for _ in range(count))
-            yield Report(self._chunk_count, self._stored_bytes, told)
+            damages = tuple(self._found.popleft() for _ in range(count))
+            yield Report(self._chunk_count, self._stored_bytes, damages)
             if not self._found:
                 return

@@ -1,14 +1,23 @@
-"""What happens to checkpoints after their commit: updates, deletion, purge.
+"""Lifecycle of committed checkpoints: update, delete, undelete, purge.
 
-``transitions`` decides what a slot becomes; this module reads, asks it, and writes on
-the condition that the slot has not changed since, a few times where it has. A purge
-takes two writes, with a look at all uses in between; whoever finds one that was cut
-off finishes it.
+``transitions`` decides the next record of a slot; this module reads the slot, asks
+``transitions``, and writes the record on the condition that the slot is unchanged. If
+it changed, the update is repeated a few times.
+
+A purge has three steps, so that a tag, a hold or an upload that begins to use the
+checkpoint at the same time is never left without it:
+
+1. Set the slot to PURGING.
+2. Look for references (``references``).
+3. Free the slot, or set it back to DELETED if there is a reference.
+
+A purge that was interrupted is completed by the next purge of the checkpoint or the
+next garbage collection.
 """
 
-from collections.abc import Callable, Iterable
-from datetime import datetime, timedelta
-from typing import Final, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable
+from datetime import timedelta
+from typing import Final, TypeAlias, TypeVar
 
 from storesvc.catalog import transitions
 from storesvc.catalog.catalog import Catalogue
@@ -17,44 +26,44 @@ from storesvc.catalog.records import etag_of, read_record, write_record
 from storesvc.catalog.slots import CHECKPOINTS, PURGING
 from storesvc.catalog.transitions import Change
 from storesvc.clock import Clock
-from storesvc.errors import ConflictError
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
-from storesvc.lifecycle.references import Uses
+from storesvc.lifecycle.record_update import update_record
+from storesvc.lifecycle.references import References
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation, PreconditionError
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_PURGE_DELAY: Final = timedelta(days=3)
-"""How long a deleted checkpoint can be undeleted, where nobody says otherwise."""
+"""Time for which a deleted checkpoint can be undeleted, unless the run or the request
+sets another."""
 
 MAX_PURGE_DELAY: Final = timedelta(days=365)
-"""How long at most."""
-
-_TRIES: Final = 8
-"""Of a change, while others change the same slot."""
+"""Maximum purge delay."""
 
 _Decide: TypeAlias = Callable[[pb.CheckpointRecord], pb.CheckpointRecord]
+_Slot: TypeAlias = tuple[pb.CheckpointRecord, Generation]
+T = TypeVar("T")
 
 
-class Lives:
-    """Those of the checkpoints of a bucket."""
+class CheckpointLifecycle:
+    """Updates, deletes, undeletes and purges checkpoints."""
 
     def __init__(
         self,
         bucket: Bucket,
         catalogue: Catalogue,
         journal: Journal,
-        uses: Uses,
+        references: References,
         *,
         clock: Clock,
     ) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
         self._journal = journal
-        self._uses = uses
+        self._references = references
         self._clock = clock
 
     async def update(
@@ -65,10 +74,11 @@ class Lives:
         Raises:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps.
-            CheckpointDeletedError: It was deleted.
-            EtagMismatchError: It changed since the etag was read.
-            RequestIdReusedError: The request id made another change of it.
-            ConflictError: Others change it all the time.
+            CheckpointDeletedError: The checkpoint was deleted.
+            EtagMismatchError: The checkpoint changed since the etag was read.
+            RequestIdReusedError: The request id made another change of the
+                checkpoint.
+            ConflictError: The checkpoint changes all the time.
         """
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
@@ -86,27 +96,29 @@ class Lives:
         write_id: str,
         uid: str = "",
     ) -> pb.CheckpointRecord:
-        """Deletes a checkpoint softly, and returns its record.
+        """Deletes a checkpoint so that it can be undeleted, and returns its record.
 
         Args:
             run: The run.
-            step: Of the checkpoint.
-            purge_delay: How long it can be undeleted; None: as the run says.
-            etag: What the caller read, or "".
-            write_id: Of the request.
-            uid: Of the checkpoint; "": of whichever is there.
+            step: Step of the checkpoint.
+            purge_delay: Time for which it can be undeleted; None: the setting of the
+                run.
+            etag: Etag that the caller read; "": none.
+            write_id: Id of the request.
+            uid: Uid of the checkpoint; "": any.
 
         Raises:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps, or it was replaced.
-            CheckpointInUseError: It is pinned or tagged.
-            EtagMismatchError: It changed since the etag was read.
-            RequestIdReusedError: The request id made another change of it.
-            ConflictError: Others change it all the time.
+            CheckpointInUseError: The checkpoint is pinned or tagged.
+            EtagMismatchError: The checkpoint changed since the etag was read.
+            RequestIdReusedError: The request id made another change of the
+                checkpoint.
+            ConflictError: The checkpoint changes all the time.
         """
-        # A tag that is set at this moment is not seen: it keeps the checkpoint from
-        # being purged all the same.
-        tagged = await self._uses.tagged(run)
+        # A tag that is set at the same time may be missed here: it still keeps the
+        # checkpoint from being purged.
+        tagged = await self._references.tagged(run)
         if purge_delay is None:
             purge_delay = await self._purge_delay(run)
         now = self._clock.now()
@@ -128,14 +140,15 @@ class Lives:
     async def undelete(
         self, run: RunName, step: int, *, write_id: str, uid: str = ""
     ) -> pb.CheckpointRecord:
-        """Takes the deletion of a checkpoint back, and returns its record.
+        """Undeletes a checkpoint, and returns its record.
 
         Raises:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps, or the one of the uid was
                 replaced.
-            RequestIdReusedError: The request id made another change of it.
-            ConflictError: It is being purged, or others change it all the time.
+            RequestIdReusedError: The request id made another change of the
+                checkpoint.
+            ConflictError: The checkpoint is being purged, or changes all the time.
         """
 
         def decide(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
@@ -145,92 +158,92 @@ class Lives:
         return await self._change(run, step, decide, kind, uid=uid)
 
     async def purge(self, run: RunName, step: int, *, etag: str, uid: str = "") -> None:
-        """Ends a deleted checkpoint for good, and frees its step.
+        """Removes a deleted checkpoint permanently, and frees its step.
+
+        Its chunks remain until garbage collection deletes them.
 
         Raises:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps, or the one of the uid was
                 replaced.
-            CheckpointNotDeletedError: It is not deleted.
-            CheckpointInUseError: Something needs it.
-            EtagMismatchError: It changed since the etag was read.
-            ConflictError: Others change it all the time.
+            CheckpointNotDeletedError: The checkpoint is not deleted.
+            CheckpointInUseError: A tag, a hold or an upload refers to it.
+            EtagMismatchError: The checkpoint changed since the etag was read.
+            ConflictError: The checkpoint changes all the time.
         """
         uid = (await self._slot(run, step, uid))[0].upload
-        for _ in range(_TRIES):
+
+        async def attempt() -> None:
             found = await self._catalogue.slot(run, step)
             if found is None or not _is_checkpoint(found[0], uid):
-                return  # purged meanwhile, by whomever
+                return  # another call has purged it
+            # 1. Set PURGING: a reference that is added from now on will see it.
             marked = await self._mark(run, *found, etag=etag)
-            if marked is None:
-                continue
-            uses = await self._uses.of(run)
-            if not await self._settle(run, *marked, uses):
-                continue
-            if uid in uses:
-                raise transitions.in_use(run, found[0], str(uses[uid]), "end that")
-            return
-        raise _contended(run, step)
+            # 2. Look for references, which were added before.
+            references = await self._references.of(run)
+            # 3. Free the slot, or set it back.
+            await self._end_purge(run, *marked, references)
+            if uid in references:
+                raise transitions.in_use(
+                    run, found[0], str(references[uid]), "end that"
+                )
+
+        await self._update(run, step, attempt)
 
     async def purge_due(
         self, run: RunName, slots: Iterable[pb.CheckpointRecord]
     ) -> list[pb.CheckpointRecord]:
-        """Purges those of a run's checkpoints whose time has come and that nothing
-        uses, and returns what they were; finishes purges that were cut off.
+        """Purges the checkpoints of a run whose purge time has passed and that have no
+        reference, and returns their records; completes interrupted purges.
 
-        One that changes meanwhile is left for the next time.
+        A checkpoint that changes in the meantime is left for the next call.
 
         Args:
             run: The run.
-            slots: What was read, of any state.
+            slots: Slots of the run, in any state.
         """
         now = self._clock.now()
         due = [slot for slot in slots if transitions.is_due(slot, now)]
         if not due:
             return []
-        # 1. What is used stays as it is: marking it would only refuse, for a moment,
-        #    to undelete it or to renew its hold.
-        uses = await self._uses.of(run)
-        due = [s for s in due if s.state == PURGING or s.upload not in uses]
-        # 2. PURGING, before the look at the uses that counts.
-        marked = await self._mark_due(run, due, now)
-        if not marked:
-            return []
-        # 3. All uses, once more.
-        uses = await self._uses.of(run)
+        # 1. Leave referenced checkpoints alone: while marked, they could not be
+        #    undeleted, nor their holds renewed.
+        references = await self._references.of(run)
+        due = [s for s in due if s.state == PURGING or s.upload not in references]
 
-        # 4. Free what has none.
-        async def settle(
-            marked: tuple[pb.CheckpointRecord, Generation],
-        ) -> pb.CheckpointRecord | None:
-            settled = await self._settle(run, *marked, uses)
-            slot, _ = marked
-            return slot if settled and slot.upload not in uses else None
-
-        purged = await each(settle, marked)
-        return [slot for slot in purged if slot is not None]
-
-    async def _mark_due(
-        self, run: RunName, due: Iterable[pb.CheckpointRecord], now: datetime
-    ) -> list[tuple[pb.CheckpointRecord, Generation]]:
-        """Those that are still due, PURGING."""
-
-        async def mark(
-            slot: pb.CheckpointRecord,
-        ) -> tuple[pb.CheckpointRecord, Generation] | None:
+        async def mark(slot: pb.CheckpointRecord) -> _Slot | None:
             found = await self._catalogue.slot(run, slot.step)
             if found is None or not _is_checkpoint(found[0], slot.upload):
                 return None
             if not transitions.is_due(found[0], now):
                 return None
-            return await self._mark(run, *found, etag="")
+            try:
+                return await self._mark(run, *found, etag="")
+            except PreconditionError:
+                return None
 
-        return [m for m in await each(mark, due) if m is not None]
+        # 2. Set PURGING: a reference that is added from now on will see it.
+        marked = [m for m in await each(mark, due) if m is not None]
+        if not marked:
+            return []
+        # 3. Look for references again: only what is seen after step 2 counts.
+        references = await self._references.of(run)
 
-    async def _slot(
-        self, run: RunName, step: int, uid: str = ""
-    ) -> tuple[pb.CheckpointRecord, Generation]:
-        """The slot of a checkpoint, deleted or not; with a uid, of that very one."""
+        async def end_purge(marked: _Slot) -> pb.CheckpointRecord | None:
+            slot, generation = marked
+            try:
+                await self._end_purge(run, slot, generation, references)
+            except PreconditionError:
+                return None
+            return slot if slot.upload not in references else None
+
+        # 4. Free the slots without a reference, and set the others back.
+        purged = await each(end_purge, marked)
+        return [slot for slot in purged if slot is not None]
+
+    async def _slot(self, run: RunName, step: int, uid: str = "") -> _Slot:
+        """Returns the slot of a checkpoint, deleted or not; with a uid, only of the
+        checkpoint that has it."""
         found = await self._catalogue.slot(run, step)
         if found is None or found[0].state not in CHECKPOINTS:
             raise await self._catalogue.missing(CheckpointName(run, step))
@@ -247,13 +260,16 @@ class Lives:
         *,
         uid: str = "",
     ) -> pb.CheckpointRecord:
-        """Makes one change of a slot, and tells of it where it is of a kind."""
-        for _ in range(_TRIES):
+        """Updates a slot with a conditional write, and returns the record; appends the
+        change to the journal if ``kind`` is set."""
+
+        async def attempt() -> pb.CheckpointRecord:
             slot, generation = await self._slot(run, step, uid)
             changed = decide(slot)
-            if changed is slot:  # as another call may have left it
+            if changed is slot:  # an earlier try wrote it, perhaps not yet durable
                 await self._bucket.settle(RunPlaces(run).checkpoint(step))
                 return slot
+            # 1. Journal before slot, so that a watch cannot miss the change.
             await reach(Failpoint.DELETE_BEFORE_ANNOUNCEMENT)
             if kind:
                 changed.sequence = await self._journal.announce(
@@ -266,14 +282,22 @@ class Lives:
                         replaces=etag_of(slot),
                     ),
                 )
+            # 2. The slot, on the condition that it is unchanged.
             await reach(Failpoint.DELETE_BEFORE_RECORD)
-            if await self._write(run, changed, generation) is None:
-                continue
+            await self._write(run, changed, generation)
             if kind:
                 self._journal.landed(run.namespace)
             await reach(Failpoint.DELETE_BEFORE_REPLY)
             return changed
-        raise _contended(run, step)
+
+        return await self._update(run, step, attempt)
+
+    async def _update(
+        self, run: RunName, step: int, attempt: Callable[[], Awaitable[T]]
+    ) -> T:
+        return await update_record(
+            attempt, record=f"{run}@{step}", run=str(run), step=str(step)
+        )
 
     async def _mark(
         self,
@@ -282,43 +306,46 @@ class Lives:
         generation: Generation,
         *,
         etag: str,
-    ) -> tuple[pb.CheckpointRecord, Generation] | None:
-        """The slot, PURGING; None: it changed meanwhile."""
+    ) -> _Slot:
+        """Sets a slot to PURGING, unless it is, and returns it.
+
+        Raises:
+            PreconditionError: The slot changed since it was read.
+        """
         marked = transitions.purging(run, slot, etag=etag)
         if marked is slot:
             return slot, generation
         await reach(Failpoint.PURGE_BEFORE_MARK)
         written = await self._write(run, marked, generation)
         await reach(Failpoint.PURGE_AFTER_MARK)
-        return None if written is None else (marked, written)
+        return marked, written
 
-    async def _settle(
+    async def _end_purge(
         self,
         run: RunName,
         slot: pb.CheckpointRecord,
         generation: Generation,
-        uses: Iterable[str],
-    ) -> bool:
-        """Ends PURGING, this way or that; False: the slot changed meanwhile."""
+        references: Iterable[str],
+    ) -> None:
+        """Frees a PURGING slot, or sets it back to DELETED if it has a reference.
+
+        Raises:
+            PreconditionError: The slot changed since it was read.
+        """
         assert slot.state == PURGING
-        if slot.upload in uses:
-            settled = transitions.spared(slot)
+        if slot.upload in references:
+            ended = transitions.spared(slot)
         else:
-            settled = transitions.freed(slot, when=self._clock.now())
+            ended = transitions.freed(slot, when=self._clock.now())
         await reach(Failpoint.PURGE_BEFORE_FREE)
-        written = await self._write(run, settled, generation)
+        await self._write(run, ended, generation)
         await reach(Failpoint.PURGE_BEFORE_REPLY)
-        return written is not None
 
     async def _write(
         self, run: RunName, slot: pb.CheckpointRecord, generation: Generation
-    ) -> Generation | None:
-        """Writes a slot; None: it changed since it was read."""
+    ) -> Generation:
         place = RunPlaces(run).checkpoint(slot.step)
-        try:
-            return await write_record(self._bucket, place, slot, condition=generation)
-        except PreconditionError:
-            return None
+        return await write_record(self._bucket, place, slot, condition=generation)
 
     async def _purge_delay(self, run: RunName) -> timedelta:
         place = layout.run_record(run)
@@ -330,11 +357,3 @@ class Lives:
 
 def _is_checkpoint(slot: pb.CheckpointRecord, uid: str) -> bool:
     return slot.state in CHECKPOINTS and slot.upload == uid
-
-
-def _contended(run: RunName, step: int) -> ConflictError:
-    return ConflictError(
-        f"{run}@{step}: others changed it {_TRIES} times meanwhile; try again",
-        run=str(run),
-        step=str(step),
-    )

@@ -1,9 +1,16 @@
 """Holds: leases that keep checkpoints from being purged.
 
-A hold is written first, and only then its checkpoint is looked at: so a purge either
-sees the hold, or the holder sees the purge. Each write here is of one call alone: it
-counts only where its own condition held, so that no call takes back what another one
-answered.
+A hold is created or renewed in this order:
+
+1. Write the record of the hold, on the condition that it is unchanged.
+2. Read the slot of the checkpoint. If it is gone or being purged, the call fails.
+
+A purge does the opposite: it sets PURGING, then looks for holds. So either the purge
+sees the hold, or the holder sees the purge.
+
+Each write counts only if its own condition held: a retry below this module that finds
+the record written already is not taken for success. So no call removes a hold that
+another call has returned.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -14,10 +21,9 @@ from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.lease_clock import MARGIN
 from storesvc.catalog.records import duration, read_record, sealed, timestamp
 from storesvc.catalog.row_lookup import rows
-from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED, PURGING
+from storesvc.catalog.slots import COMMITTED, DELETED, PURGING
 from storesvc.clock import Clock
 from storesvc.errors import (
-    ConflictError,
     CorruptDataError,
     HoldExpiredError,
     HoldNotFoundError,
@@ -25,6 +31,8 @@ from storesvc.errors import (
 )
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, HoldName, RunName
+from storesvc.lifecycle.record_update import update_record
+from storesvc.lifecycle.references import referenced_slot
 from storesvc.storage.bucket import (
     IF_ABSENT,
     Bucket,
@@ -35,14 +43,13 @@ from storesvc.storage.bucket import (
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_TTL: Final = timedelta(minutes=10)
-"""How long a hold lasts after each renewal."""
+"""Time for which a hold lasts after each renewal."""
 
 _HOLDABLE: Final = frozenset({COMMITTED, DELETED})
-_TRIES: Final = 8
 
 
 class Holds:
-    """Those of a bucket."""
+    """Creates, renews, releases and lists holds."""
 
     def __init__(self, bucket: Bucket, catalogue: Catalogue, *, clock: Clock) -> None:
         self._bucket = bucket
@@ -58,90 +65,100 @@ class Holds:
         ttl: timedelta,
         uid: str = "",
     ) -> pb.HoldRecord:
-        """Holds a checkpoint; where the hold exists already, renews it.
+        """Creates a hold, or renews it if it exists; returns its record.
 
         Args:
             name: The hold.
-            checkpoint: What to hold.
-            owner: Who holds it, for people.
-            ttl: How long it lasts after each renewal.
-            uid: The very one of this uid, also where it was deleted; "": any.
+            checkpoint: The checkpoint to hold.
+            owner: Name of the holder, for people.
+            ttl: Time for which the hold lasts after each renewal.
+            uid: Uid of the checkpoint, which may be a deleted one; "": any.
 
         Raises:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps, or it was replaced.
             CheckpointDeletedError: It was deleted; with a uid: it is being purged.
             TagNotFoundError: With the most similar tags.
-            RequestIdReusedError: The hold is of another checkpoint.
-            ConflictError: The checkpoint, or the hold, changes at the moment.
+            RequestIdReusedError: The hold exists for another checkpoint.
+            ConflictError: The checkpoint is being purged, or the hold changes all the
+                time.
         """
-        for _ in range(_TRIES):
+
+        async def attempt() -> pb.HoldRecord:
             found = await self._read(name)
             if found is None:
                 record = await self._new(checkpoint, uid, owner=owner, ttl=ttl)
             else:
                 _check_same(name, found[0], checkpoint, uid)
                 record = self._renewed(found[0])
+            # 1. Write the hold.
             written = await self._write(name, record, found[1] if found else IF_ABSENT)
-            if written is None:
-                continue
-            slot = await self._slot(name.run, record)
+            # 2. Read the slot: a purge that missed the hold set PURGING before that.
+            slot = await referenced_slot(self._catalogue, name.run, record)
             if slot is not None and slot.state in _HOLDABLE:
                 return record
-            if found is None:  # else it may be what another call answered
-                await self._take_back(name, written)
+            # Roll back only a hold that this call created: another call may have
+            # returned an older one.
+            if found is None:
+                await self._roll_back(name, written)
             elif slot is not None and slot.state == PURGING:
                 raise transitions.being_purged(name.run, slot)  # it may be spared
             if slot is not None:
                 raise transitions.is_deleted(name.run, slot)
             raise await self._catalogue.missing(CheckpointName(name.run, record.step))
-        raise _contended(name)
+
+        return await update_record(attempt, record=str(name), hold=name.hold)
 
     async def renew(self, name: HoldName) -> pb.HoldRecord:
-        """Renews a hold, be it late, while its checkpoint is there; returns it.
+        """Renews a hold and returns its record; an expired hold can be renewed while
+        its checkpoint exists.
 
         Raises:
-            HoldNotFoundError: There is none.
-            HoldExpiredError: It came too late: the checkpoint was purged.
-            ConflictError: The checkpoint is being purged, or others change the hold.
+            HoldNotFoundError: The hold does not exist.
+            HoldExpiredError: The hold expired, and the checkpoint may be purged.
+            ConflictError: The checkpoint is being purged, or the hold changes all the
+                time.
         """
-        for _ in range(_TRIES):
+
+        async def attempt() -> pb.HoldRecord:
             found = await self._read(name)
             if found is None:
                 raise HoldNotFoundError(
                     f"{name} does not exist, or was collected; create another one",
                     hold=name.hold,
                 )
-            # What was recorded may be of a clock that goes behind this one: only what
-            # no wrong clock explains counts.
+            # The record may come from a clock that is behind this one: a hold counts
+            # as expired only if no plausible clock error explains its age.
             if expire_time(found[0]) + MARGIN <= self._clock.now():
                 raise _expired(name, found[0])
             record = self._renewed(found[0])
-            if await self._write(name, record, found[1]) is None:
-                continue
-            # Another process may have counted it as over, and purged.
-            slot = await self._slot(name.run, record)
+            # 1. Write the hold.
+            await self._write(name, record, found[1])
+            # 2. Read the slot: another process may have counted the hold as expired,
+            #    and purged.
+            slot = await referenced_slot(self._catalogue, name.run, record)
             if slot is None:
                 raise _expired(name, found[0])
             if slot.state == PURGING:
                 raise transitions.being_purged(name.run, slot)
             return record
-        raise _contended(name)
+
+        return await update_record(attempt, record=str(name), hold=name.hold)
 
     async def delete(self, name: HoldName) -> None:
-        """Ends a hold; one that does not exist is ended already."""
+        """Releases a hold; does nothing if it does not exist."""
         await self._bucket.delete(RunPlaces(name.run).hold(name.hold))
 
     async def list(
         self, run: RunName, *, after: str, limit: int
     ) -> list[tuple[HoldName, pb.HoldRecord | CorruptDataError]]:
-        """Returns holds of a run by id, expired ones included; of a damaged record,
-        that.
+        """Returns the holds of a run by id, expired ones included, with the error for
+        each damaged record.
 
         Args:
             run: The run.
-            after: Only those after this id.
-            limit: At most so many.
+            after: Returns only holds with a larger id.
+            limit: Maximum number of holds.
 
         Raises:
             RunNotFoundError: With the most similar names.
@@ -181,49 +198,42 @@ class Holds:
         renewed.renewals += 1
         return renewed
 
-    async def _slot(
-        self, run: RunName, record: pb.HoldRecord
-    ) -> pb.CheckpointRecord | None:
-        """The slot of what is held; None: it was purged."""
-        found = await self._catalogue.slot(run, record.step)
-        if found is None or found[0].state not in CHECKPOINTS:
-            return None
-        return found[0] if found[0].upload == record.upload else None
-
     async def _read(self, name: HoldName) -> tuple[pb.HoldRecord, Generation] | None:
         place = RunPlaces(name.run).hold(name.hold)
         return await read_record(self._bucket, place, pb.HoldRecord, of=str(name))
 
     async def _write(
         self, name: HoldName, record: pb.HoldRecord, condition: WriteCondition
-    ) -> Generation | None:
-        """Writes a hold; None: it was written since it was read, be it by ourselves."""
-        place = RunPlaces(name.run).hold(name.hold)
-        try:
-            return await self._bucket.write(
-                place, sealed(place, record), condition=condition
-            )
-        except PreconditionError:
-            return None
+    ) -> Generation:
+        """Writes a hold.
 
-    async def _take_back(self, name: HoldName, generation: Generation) -> None:
+        Raises:
+            PreconditionError: The hold changed since it was read, if only by an
+                earlier try of this same write.
+        """
+        place = RunPlaces(name.run).hold(name.hold)
+        return await self._bucket.write(
+            place, sealed(place, record), condition=condition
+        )
+
+    async def _roll_back(self, name: HoldName, generation: Generation) -> None:
         place = RunPlaces(name.run).hold(name.hold)
         try:
             await self._bucket.delete(place, generation=generation)
         except PreconditionError:
-            return  # a repetition of the call renewed it, and looks for itself
+            return  # a repeated call has renewed it, and checks the slot itself
 
 
 def expire_time(record: pb.HoldRecord) -> datetime:
-    """Returns when a hold expires unless it is renewed."""
+    """Returns the time at which a hold expires unless it is renewed."""
     return record.renew_time.ToDatetime(UTC) + record.ttl.ToTimedelta()
 
 
 def _check_same(
     name: HoldName, record: pb.HoldRecord, checkpoint: CheckpointName, uid: str
 ) -> None:
-    """Refuses a repetition that means another checkpoint; where "latest" or a tag is
-    asked, it may name another one by now."""
+    """Rejects a repeated request for another checkpoint. "latest" and tags are
+    accepted, because they may name another checkpoint by now."""
     is_another = isinstance(checkpoint.which, int) and checkpoint.which != record.step
     if is_another or uid not in ("", record.upload):
         raise RequestIdReusedError(
@@ -237,16 +247,9 @@ def _check_same(
 def _expired(name: HoldName, record: pb.HoldRecord) -> HoldExpiredError:
     when = expire_time(record).isoformat(timespec="seconds")
     return HoldExpiredError(
-        f"{name} on step {record.step} expired at {when}, and what it held may be "
-        "gone; create another one",
+        f"{name} on step {record.step} expired at {when}, and its checkpoint may have "
+        "been purged; create another one",
         hold=name.hold,
         step=str(record.step),
         expire_time=when,
-    )
-
-
-def _contended(name: HoldName) -> ConflictError:
-    return ConflictError(
-        f"{name}: others changed it {_TRIES} times meanwhile; try again",
-        hold=name.hold,
     )

@@ -1,8 +1,13 @@
-"""What uses a checkpoint: tags, holds, live uploads whose base it is.
+"""References: finds what keeps a checkpoint from being purged.
 
-Who begins to use a checkpoint writes that down before it looks whether the checkpoint
-is still there; who purges sets PURGING before it looks here. So what is missing here
-after PURGING was set will find the checkpoint gone (``bucket.proto``).
+A tag, a hold, or a live upload that has it as its base refers to a checkpoint. Two
+orders make this safe (``bucket.proto``):
+
+1. A call that adds a reference writes it first, and then reads the slot.
+2. A purge sets PURGING first, and then looks for references here.
+
+A reference that the purge misses is therefore written after PURGING was set, and the
+call that added it finds its checkpoint gone.
 """
 
 import asyncio
@@ -23,44 +28,42 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
-    """Something that uses a checkpoint; as a text, in words for people."""
+class Reference:
+    """A reference to a checkpoint; ``str`` describes it for people."""
 
     kind: Literal["tag", "hold", "upload"]
     name: str
-    """Of the tag, or the id."""
+    """Name of the tag, or id of the hold or upload."""
     owner: str = ""
-    """Of a hold that says it."""
+    """Owner of a hold, if it has one."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}" + (f" by {self.owner}" if self.owner else "")
 
 
-class Uses:
-    """Those of the checkpoints of a bucket."""
+class References:
+    """Finds the references to the checkpoints of runs."""
 
     def __init__(self, bucket: Bucket, catalogue: Catalogue, *, clock: Clock) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
         self._clock = clock
-        # What this process has seen: another one finds out for itself.
+        # Times at which this process saw holds; every process observes by itself.
         self._observations = Observations()
 
-    async def of(self, run: RunName) -> dict[str, Use]:
-        """Returns what uses the checkpoints of a run, by the uid of the checkpoint: of
-        each one use."""
+    async def of(self, run: RunName) -> dict[str, Reference]:
+        """Returns one reference for each referenced checkpoint of a run, by its uid."""
         uploads, named = await asyncio.gather(self._bases(run), self.named(run))
         return {**uploads, **named}
 
-    async def named(self, run: RunName) -> dict[str, Use]:
-        """Returns the tags and the holds of a run by the uid of the checkpoint that
-        each names: of each checkpoint one."""
+    async def named(self, run: RunName) -> dict[str, Reference]:
+        """Returns one tag or hold for each checkpoint that has one, by its uid."""
         holds, tagged = await asyncio.gather(self._held(run), self.tagged(run))
-        tags = {uid: Use(kind="tag", name=tag) for uid, tag in tagged.items()}
+        tags = {uid: Reference(kind="tag", name=tag) for uid, tag in tagged.items()}
         return {**holds, **tags}
 
     async def tagged(self, run: RunName) -> dict[str, str]:
-        """Returns the tags of a run by the uid of the checkpoint that each names."""
+        """Returns the tags of a run by the uid of their checkpoint."""
 
         async def named(tag: str) -> tuple[str, str] | None:
             found = await self._catalogue.tag_slot(TagName(run, tag))
@@ -70,16 +73,16 @@ class Uses:
         found = filter(None, await each(named, names))
         return {uid: tag for uid, tag in found if uid}
 
-    async def _held(self, run: RunName) -> dict[str, Use]:
+    async def _held(self, run: RunName) -> dict[str, Reference]:
         places = RunPlaces(run)
 
-        async def held(place: str) -> tuple[str, Use] | None:
+        async def held(place: str) -> tuple[str, Reference] | None:
             of = str(HoldName(run, holds[place]))
             found = await read_record(self._bucket, place, pb.HoldRecord, of=of)
             if found is None or self._is_over(place, found[0]):
                 return None
             record = found[0]
-            return record.upload, Use(
+            return record.upload, Reference(
                 kind="hold", name=holds[place], owner=record.owner
             )
 
@@ -99,11 +102,12 @@ class Uses:
             elapsed=self._clock.elapsed(),
         )
 
-    async def _bases(self, run: RunName) -> dict[str, Use]:
-        """The bases of live uploads: those whose slot is UPLOADING by them."""
+    async def _bases(self, run: RunName) -> dict[str, Reference]:
+        """Returns the bases of live uploads, by uid. An upload is live while it owns a
+        slot in state UPLOADING."""
         places = RunPlaces(run)
 
-        async def base(upload: str) -> tuple[str, Use] | None:
+        async def base(upload: str) -> tuple[str, Reference] | None:
             found = await read_record(
                 self._bucket, places.upload(upload), pb.UploadRecord
             )
@@ -113,11 +117,12 @@ class Uses:
             slot = await self._catalogue.slot(run, record.step)
             if slot is None or slot[0].state != slots.UPLOADING:
                 return None
-            is_live = (upload, record.epoch) == (slot[0].upload, slot[0].epoch)
-            return (record.base, Use(kind="upload", name=upload)) if is_live else None
+            if (upload, record.epoch) != (slot[0].upload, slot[0].epoch):
+                return None
+            return record.base, Reference(kind="upload", name=upload)
 
-        # A record stays for long after its upload has ended. A live upload has a leaf
-        # table too, below its name, which it wrote before its slot.
+        # A record stays long after its upload has ended. A live upload also has a leaf
+        # table below its name, which it wrote before its slot.
         listed = await self._bucket.list(places.uploads)
         begun = {
             upload
@@ -125,3 +130,13 @@ class Uses:
             if (upload := places.upload_of(place)) and place != places.upload(upload)
         }
         return dict(filter(None, await each(base, sorted(begun))))
+
+
+async def referenced_slot(
+    catalogue: Catalogue, run: RunName, record: pb.TagRecord | pb.HoldRecord
+) -> pb.CheckpointRecord | None:
+    """Returns the slot of the checkpoint of a tag or a hold; None: it was purged."""
+    found = await catalogue.slot(run, record.step)
+    if found is None or found[0].state not in slots.CHECKPOINTS:
+        return None
+    return found[0] if found[0].upload == record.upload else None

@@ -1,11 +1,20 @@
 """Tags: movable names for checkpoints.
 
-A tag is written first, and only then its checkpoint is looked at, so that a purge
-either sees the tag or is seen; a tag whose checkpoint turns out to be deleted is taken
-back. A deleted tag stays as a record that names nothing, for those who watch.
+A tag is set in this order:
+
+1. Append the change to the journal, so that a watch cannot miss it.
+2. Write the record of the tag, on the condition that it is unchanged.
+3. Read the slot of the checkpoint. If it was deleted, roll the tag back.
+
+A purge does the opposite: it sets PURGING, then looks for tags. So either the purge
+sees the tag, or this module sees the purge.
+
+A deleted tag stays as an empty record, from which watches learn of the deletion.
 """
 
-from typing import Final
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
 
 from storesvc.catalog import transitions
 from storesvc.catalog.announcements import NOTHING
@@ -13,11 +22,13 @@ from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, sealed, timestamp, write_record
 from storesvc.catalog.row_lookup import rows
-from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, DELETED
+from storesvc.catalog.slots import COMMITTED, DELETED
 from storesvc.clock import Clock
-from storesvc.errors import ConflictError, CorruptDataError, TagProtectedError
+from storesvc.errors import CorruptDataError, TagProtectedError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
+from storesvc.lifecycle.record_update import update_record
+from storesvc.lifecycle.references import referenced_slot
 from storesvc.storage.bucket import (
     IF_ABSENT,
     Bucket,
@@ -26,11 +37,11 @@ from storesvc.storage.bucket import (
 )
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-_TRIES: Final = 8
+T = TypeVar("T")
 
 
 class Tags:
-    """Those of a bucket."""
+    """Sets, deletes and lists tags."""
 
     def __init__(
         self, bucket: Bucket, catalogue: Catalogue, journal: Journal, *, clock: Clock
@@ -49,30 +60,36 @@ class Tags:
         etag: str,
         write_id: str,
     ) -> pb.TagRecord:
-        """Makes a tag name a checkpoint, and returns its record.
+        """Points a tag to a checkpoint, and returns the record of the tag.
 
         Args:
             name: The tag.
-            checkpoint: What it shall name.
-            protected: Whether later changes need its etag; None: as it was.
-            etag: What the caller read, or "".
-            write_id: Of the request.
+            checkpoint: The checkpoint.
+            protected: Whether later changes need the etag of the tag; None: unchanged.
+            etag: Etag that the caller read; "": none.
+            write_id: Id of the request.
 
         Raises:
             RunNotFoundError: With the most similar names.
             CheckpointNotFoundError: With the nearest steps.
             CheckpointDeletedError: The checkpoint was deleted.
-            TagNotFoundError: Another tag, which shall tell the checkpoint.
-            TagProtectedError: It is, and there is no etag.
-            EtagMismatchError: It changed since the etag was read.
-            RequestIdReusedError: The request id made another change of it.
-            ConflictError: Others change it all the time.
+            TagNotFoundError: The checkpoint is given as another tag, which does not
+                exist.
+            TagProtectedError: The tag is protected, and there is no etag.
+            EtagMismatchError: The tag changed since the etag was read.
+            RequestIdReusedError: The request id made another change of the tag.
+            ConflictError: The tag changes all the time.
         """
-        for _ in range(_TRIES):
+
+        async def attempt() -> pb.TagRecord:
             found = await self._catalogue.tag_slot(name)
             if _is_repeated(found, write_id) and found and found[0].upload:
-                if (own := await self._again(name, *found)) is None:
-                    continue
+                # Write the record of an earlier try of this request again, under
+                # another generation, so that the earlier try cannot roll it back.
+                place = RunPlaces(name.run).tag(name.tag)
+                own = await self._bucket.write(
+                    place, sealed(place, found[0]), condition=found[1]
+                )
                 return await self._checked(name, found[0], own, before=None)
             before = found[0] if found else None
             _check_change(name, before, etag)
@@ -82,43 +99,44 @@ class Tags:
             was_protected = bool(before and before.upload and before.protected)
             record.protected = was_protected if protected is None else protected
             written = await self._write(name, record, found)
-            if written is not None:
-                return await self._checked(name, record, written, before=before)
-        raise _contended(name)
+            return await self._checked(name, record, written, before=before)
+
+        return await self._update(name, attempt)
 
     async def delete(self, name: TagName, *, etag: str, write_id: str) -> None:
         """Deletes a tag.
 
         Raises:
-            TagNotFoundError: There is none.
-            TagProtectedError: It is, and there is no etag.
-            EtagMismatchError: It changed since the etag was read.
-            RequestIdReusedError: The request id made another change of it.
-            ConflictError: Others change it all the time.
+            TagNotFoundError: The tag does not exist.
+            TagProtectedError: The tag is protected, and there is no etag.
+            EtagMismatchError: The tag changed since the etag was read.
+            RequestIdReusedError: The request id made another change of the tag.
+            ConflictError: The tag changes all the time.
         """
-        for _ in range(_TRIES):
+
+        async def attempt() -> None:
             found = await self._catalogue.tag_slot(name)
             is_repeated = _is_repeated(found, write_id)
             if found is None or not found[0].upload:
-                if is_repeated:  # as another call may have left it
+                if is_repeated:  # another call may have left it not durable
                     await self._bucket.settle(RunPlaces(name.run).tag(name.tag))
                     return
                 raise await self._catalogue.tag_not_found(name)
             _check_change(name, found[0], etag)
             emptied = self._changed(found[0], write_id)
-            if await self._write(name, emptied, found, was=found[0]) is not None:
-                return
-        raise _contended(name)
+            await self._write(name, emptied, found, was=found[0])
+
+        await self._update(name, attempt)
 
     async def list(
         self, run: RunName, *, after: str, limit: int
     ) -> list[tuple[TagName, pb.TagRecord | CorruptDataError]]:
-        """Returns the tags of a run by name; of a damaged record, that.
+        """Returns the tags of a run by name, with the error for each damaged record.
 
         Args:
             run: The run.
-            after: Only those after this name.
-            limit: At most so many.
+            after: Returns only tags with a larger name.
+            limit: Maximum number of tags.
 
         Raises:
             RunNotFoundError: With the most similar names.
@@ -133,12 +151,17 @@ class Tags:
 
         return await rows(look, names, limit=limit)
 
+    async def _update(self, name: TagName, attempt: Callable[[], Awaitable[T]]) -> T:
+        return await update_record(
+            attempt, record=f"tag {name}", run=str(name.run), tag=name.tag
+        )
+
     def _changed(self, before: pb.TagRecord | None, write_id: str) -> pb.TagRecord:
-        """A record after a change, but for what it names."""
+        """Returns the next record of a tag, without the checkpoint that it names."""
         now = timestamp(self._clock.now())
-        lives = before is not None and before.upload
+        is_set = before is not None and before.upload
         return pb.TagRecord(
-            create_time=before.create_time if before and lives else now,
+            create_time=before.create_time if before and is_set else now,
             update_time=now,
             write_id=write_id,
         )
@@ -151,55 +174,41 @@ class Tags:
         *,
         before: pb.TagRecord | None,
     ) -> pb.TagRecord:
-        """The record, if what it names is still there; else it is taken back."""
-        slot = await self._slot(name.run, record)
+        """Returns the written record if its checkpoint is still committed; else rolls
+        it back and raises."""
+        slot = await referenced_slot(self._catalogue, name.run, record)
         if slot is not None and slot.state == COMMITTED:
             return record
-        await self._take_back(name, record, generation, before)
+        # If another call has changed the tag since, that call checks its own record.
+        with suppress(PreconditionError):
+            await self._roll_back(name, record, generation, before)
         if slot is not None:
             raise transitions.is_deleted(name.run, slot)
         raise await self._catalogue.missing(CheckpointName(name.run, record.step))
 
-    async def _take_back(
+    async def _roll_back(
         self,
         name: TagName,
         record: pb.TagRecord,
         generation: Generation,
         before: pb.TagRecord | None,
     ) -> None:
-        """Makes a tag what it was; where that is gone meanwhile, nothing."""
+        """Restores the record that a tag had before, or deletes the tag if the earlier
+        checkpoint was purged in the meantime.
+
+        Raises:
+            PreconditionError: The tag has changed since.
+        """
         if before is not None and before.upload:
             back = pb.TagRecord()
             back.CopyFrom(before)
             written = await self._write(name, back, (record, generation))
-            slot = await self._slot(name.run, back)
-            if written is None or (slot and slot.state in (COMMITTED, DELETED)):
+            slot = await referenced_slot(self._catalogue, name.run, back)
+            if slot and slot.state in (COMMITTED, DELETED):
                 return
             record, generation = back, written
         emptied = self._changed(None, "")
         await self._write(name, emptied, (record, generation), was=record)
-
-    async def _again(
-        self, name: TagName, record: pb.TagRecord, generation: Generation
-    ) -> Generation | None:
-        """Writes what an earlier try of the same request wrote, so that this one can
-        no longer take it back; None: it changed meanwhile."""
-        place = RunPlaces(name.run).tag(name.tag)
-        try:
-            return await self._bucket.write(
-                place, sealed(place, record), condition=generation
-            )
-        except PreconditionError:
-            return None
-
-    async def _slot(
-        self, run: RunName, record: pb.TagRecord
-    ) -> pb.CheckpointRecord | None:
-        """The slot of what a tag names; None: it was purged."""
-        found = await self._catalogue.slot(run, record.step)
-        if found is None or found[0].state not in CHECKPOINTS:
-            return None
-        return found[0] if found[0].upload == record.upload else None
 
     async def _write(
         self,
@@ -208,36 +217,34 @@ class Tags:
         before: tuple[pb.TagRecord, Generation] | None,
         *,
         was: pb.TagRecord | None = None,
-    ) -> Generation | None:
-        """Announces and writes a change of a tag; None: it changed since it was read.
+    ) -> Generation:
+        """Appends a change of a tag to the journal, and writes its record.
 
         Args:
             name: The tag.
-            record: What it becomes.
-            before: What was read.
-            was: What it named, where it shall name nothing any more.
+            record: The new record.
+            before: The record that was read, and its generation.
+            was: The record of the tag that this change deletes; None: it sets one.
+
+        Raises:
+            PreconditionError: The tag changed since it was read.
         """
-        told = was or record
+        announced = was or record
         kind = pb.Announcement.KIND_UNTAG if was else pb.Announcement.KIND_TAG
         record.sequence = await self._journal.announce(
             name.run.namespace,
             pb.Announcement(
                 kind=kind,
                 run=name.run.run,
-                step=told.step,
-                upload=told.upload,
+                step=announced.step,
+                upload=announced.upload,
                 tag=name.tag,
                 replaces=etag_of(before[0]) if before else NOTHING,
             ),
         )
         place = RunPlaces(name.run).tag(name.tag)
-        try:
-            condition = before[1] if before else IF_ABSENT
-            written = await write_record(
-                self._bucket, place, record, condition=condition
-            )
-        except PreconditionError:
-            return None
+        condition = before[1] if before else IF_ABSENT
+        written = await write_record(self._bucket, place, record, condition=condition)
         self._journal.landed(name.run.namespace)
         return written
 
@@ -247,22 +254,14 @@ def _is_repeated(found: tuple[pb.TagRecord, Generation] | None, write_id: str) -
 
 
 def _check_change(name: TagName, before: pb.TagRecord | None, etag: str) -> None:
-    """Refuses a change that the etag, or the lack of one, forbids."""
-    lives = before is not None and bool(before.upload)
+    """Rejects a change without the etag that it needs, or with another one."""
+    is_set = before is not None and bool(before.upload)
     transitions.check_etag(
-        f"tag {name}", etag, etag_of(before) if before and lives else "none"
+        f"tag {name}", etag, etag_of(before) if before and is_set else "none"
     )
-    if before and lives and before.protected and not etag:
+    if before and is_set and before.protected and not etag:
         raise TagProtectedError(
             f"tag {name} is protected; give its etag to change it",
             run=str(name.run),
             tag=name.tag,
         )
-
-
-def _contended(name: TagName) -> ConflictError:
-    return ConflictError(
-        f"tag {name}: others changed it {_TRIES} times meanwhile; try again",
-        run=str(name.run),
-        tag=name.tag,
-    )

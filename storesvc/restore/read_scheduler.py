@@ -1,16 +1,16 @@
-"""The shelf: which units are in memory, which come next, and which go.
+"""Read scheduler: decides which units are in memory, read next, and evicted.
 
-Streams that want the same units converge on them, wherever each began: a stream takes
-what lies on the shelf before anything else, and where it wants nothing of that, has its
-next unit read. So however many restore a checkpoint at once, it is read once.
+Streams that want the same units converge on them, wherever each stream began: a stream
+takes the units that are in memory first, and asks for a read only if it wants none of
+them. So a checkpoint is read once, however many clients restore it at the same time.
 
-It keeps true:
+Invariants:
 
-- What lies on it, or is on its way there, takes no more than its limit.
-- Somebody wants all of it.
-- What a stream wants goes only where no room was found for so long that the stream is
-  not waited for any more. It is then read again for it.
-- A stream that takes nothing keeps nothing here but for so long.
+- The units in memory or in flight take at most the limit.
+- At least one stream wants each of them.
+- A unit that a stream wants is evicted only after another stream has waited for room
+  for some time. The stream then loses its priority, and the unit is read again for it.
+- A stream that takes nothing therefore keeps units in memory for a bounded time only.
 """
 
 from collections.abc import Hashable, Iterable
@@ -19,155 +19,164 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Sized(Hashable, Protocol):
-    """What lies on a shelf."""
+    """A unit, as the scheduler sees it."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Its size in bytes."""
 
 
 U = TypeVar("U", bound=Sized)
 
 
-class State(Enum):
-    """Of a unit on the shelf."""
+class UnitState(Enum):
+    """The state of a unit in memory or in flight."""
 
-    COMING = "it is read"
-    HELD = "it can be taken"
+    READING = "its read is in flight"
+    READY = "streams can take it"
 
 
-class Need(Enum):
-    """How much a unit that comes is needed."""
+class Urgency(Enum):
+    """The units that may be evicted for a read."""
 
-    SOON = "nothing goes for it"
-    NOW = "what goes for it is wanted only by readers who are not waited for"
-    LATE = "anything goes for it, what the fewest want first"
+    AHEAD = "none"
+    NEEDED = "units that only streams without priority want"
+    OVERDUE = "any unit, first those that the fewest streams want"
 
 
 class Reader(Generic[U]):
-    """A stream, as the shelf sees it."""
+    """The units that one stream still wants."""
 
     def __init__(self, units: Iterable[U]) -> None:
-        self.left = dict.fromkeys(units)
-        """What it did not take yet, in the order of the storage."""
+        self.remaining = dict.fromkeys(units)
+        """Units not taken yet, in storage order."""
         self.current: U | None = None
-        """What it is taking."""
-        self.is_waited_for = True
-        """Whether what it wants is kept for it."""
+        """Unit that the stream is sending."""
+        self.has_priority = True
+        """False once a unit that it wants was evicted: units are no longer kept in
+        memory for it."""
 
 
-class Shelf(Generic[U]):
-    """Units, and those who want them."""
+class ReadScheduler(Generic[U]):
+    """Keeps track of the units in memory and of the streams that want them."""
 
     def __init__(self, limit: int) -> None:
-        """Makes an empty one.
+        """Creates a scheduler without units.
 
         Args:
-            limit: Bytes.
+            limit: Maximum bytes of the units in memory or in flight.
         """
         self._limit = limit
-        self._units: dict[U, State] = {}
+        self._units: dict[U, UnitState] = {}
         self._readers: set[Reader[U]] = set()
 
     @property
     def size(self) -> int:
-        """Bytes of all units on it."""
+        """Bytes of all units in memory or in flight."""
         return sum(unit.size for unit in self._units)
 
     def join(self, units: Iterable[U]) -> Reader[U]:
-        """Returns a new reader of units."""
+        """Adds a stream that wants units, and returns its reader."""
         reader = Reader(units)
         self._readers.add(reader)
         return reader
 
     def leave(self, reader: Reader[U]) -> list[U]:
-        """Returns what goes with a reader that leaves: what nobody else wants."""
+        """Removes a stream; returns the units evicted because only it wanted them."""
         self._readers.remove(reader)
-        return self._drop_unwanted(self._units)
+        return self._evict_unwanted(self._units)
 
     def take(self, reader: Reader[U]) -> U | None:
-        """Returns what a reader takes now: what it began, or else what lies here for
-        the longest; None: nothing of that kind is here."""
+        """Returns the unit that a stream sends now: the one it began, or else the
+        oldest one in memory that it wants; None: it must wait."""
         if reader.current is None:
-            wanted = (u for u in self._units if u in reader.left and self._is_held(u))
+            wanted = (
+                u for u in self._units if u in reader.remaining and self._is_ready(u)
+            )
             reader.current = next(wanted, None)
         unit = reader.current
-        return unit if unit is not None and self._is_held(unit) else None
+        return unit if unit is not None and self._is_ready(unit) else None
 
     def finish(self, reader: Reader[U]) -> list[U]:
-        """Ends what a reader takes, and returns what goes: that, if nobody wants it."""
+        """Ends the current unit of a stream; returns it if it was evicted."""
         unit, reader.current = reader.current, None
         if unit is None:
             return []
-        del reader.left[unit]
-        return self._drop_unwanted([unit])
+        del reader.remaining[unit]
+        return self._evict_unwanted([unit])
 
-    def needed(self, reader: Reader[U]) -> U | None:
-        """Returns what must be read before a reader can go on; None: it comes."""
+    def next_needed(self, reader: Reader[U]) -> U | None:
+        """Returns the unit to read so that a stream can go on; None: one is in
+        flight."""
         if reader.current is not None:
             return None if reader.current in self._units else reader.current
-        if any(unit in reader.left for unit in self._units):
+        if any(unit in reader.remaining for unit in self._units):
             return None
-        return next(iter(reader.left), None)
+        return next(iter(reader.remaining), None)
 
-    def ahead(self, reader: Reader[U], count: int) -> U | None:
-        """Returns what to read for a reader before it needs it; None: so many units
-        that it will want are here, or come."""
-        here = sum(u in reader.left and u != reader.current for u in self._units)
-        unread = (unit for unit in reader.left if unit not in self._units)
+    def next_ahead(self, reader: Reader[U], count: int) -> U | None:
+        """Returns the unit to read ahead for a stream; None: ``count`` units that it
+        will want are in memory or in flight."""
+        here = sum(u in reader.remaining and u != reader.current for u in self._units)
+        unread = (unit for unit in reader.remaining if unit not in self._units)
         return next(unread, None) if here < count else None
 
-    def make_room(self, unit: U, need: Need) -> list[U] | None:
-        """Makes room for a unit that comes, and returns what goes; None: it has none.
+    def make_room(self, unit: U, urgency: Urgency) -> list[U] | None:
+        """Makes room for a read and marks the unit as in flight.
 
-        Who wanted what goes is not waited for any more.
+        Streams that wanted an evicted unit lose their priority.
+
+        Returns:
+            The units evicted for it; None: there is no room, and nothing changed.
         """
-        going: list[U] = []
+        evicted: list[U] = []
         room = self._limit - self.size
-        for found in self._may_go(need) if room < unit.size else ():
+        for found in self._evictable(urgency) if room < unit.size else ():
             if room < unit.size:
-                going.append(found)
+                evicted.append(found)
                 room += found.size
         if room < unit.size:
             return None
-        for found in going:
+        for found in evicted:
             self.drop(found)
             for reader in self._readers:
-                reader.is_waited_for &= found not in reader.left
-        self._units[unit] = State.COMING
-        return going
+                reader.has_priority &= found not in reader.remaining
+        self._units[unit] = UnitState.READING
+        return evicted
 
-    def arrive(self, unit: U) -> None:
-        """Notes that a unit can be taken now."""
-        self._units[unit] = State.HELD
+    def mark_ready(self, unit: U) -> None:
+        """Marks a unit as read, so that streams can take it."""
+        self._units[unit] = UnitState.READY
 
     def drop(self, unit: U) -> None:
-        """Notes that a unit is not here any more."""
+        """Removes a unit from memory."""
         del self._units[unit]
 
-    def _may_go(self, need: Need) -> list[U]:
-        """What may go for a unit, in the order in which it goes."""
-        # Asked by all who wait, whenever something changed: it is mostly nothing.
-        all_count = all(reader.is_waited_for for reader in self._readers)
-        if need is Need.SOON or (need is Need.NOW and all_count):
+    def _evictable(self, urgency: Urgency) -> list[U]:
+        """Returns the units that may be evicted, in the order of eviction."""
+        # All waiting streams call this at every change: mostly it ends here.
+        if urgency is Urgency.AHEAD:
             return []
-        held = [unit for unit in self._units if self._is_held(unit)]
-        if need is Need.NOW:
-            return [unit for unit in held if not self._wanters(unit)[0]]
-        return sorted(held, key=self._wanters)
+        have_priority = all(reader.has_priority for reader in self._readers)
+        if urgency is Urgency.NEEDED and have_priority:
+            return []
+        ready = [unit for unit in self._units if self._is_ready(unit)]
+        if urgency is Urgency.NEEDED:
+            return [unit for unit in ready if not self._demand(unit)[0]]
+        return sorted(ready, key=self._demand)
 
-    def _drop_unwanted(self, units: Iterable[U]) -> list[U]:
-        # Nothing is kept for those who may come: memory that is used again at once is
-        # still in the processor's cache.
-        found = [u for u in units if u in self._units and self._wanters(u) == (0, 0)]
+    def _evict_unwanted(self, units: Iterable[U]) -> list[U]:
+        # Keep nothing for streams that may join later: memory that is reused at once
+        # is still in the processor's cache.
+        found = [u for u in units if u in self._units and self._demand(u) == (0, 0)]
         for unit in found:
             self.drop(unit)
         return found
 
-    def _is_held(self, unit: U) -> bool:
-        return self._units.get(unit) is State.HELD
+    def _is_ready(self, unit: U) -> bool:
+        return self._units.get(unit) is UnitState.READY
 
-    def _wanters(self, unit: U) -> tuple[int, int]:
-        """How many readers it is kept for, and how many want it."""
-        readers = [reader for reader in self._readers if unit in reader.left]
-        return sum(reader.is_waited_for for reader in readers), len(readers)
+    def _demand(self, unit: U) -> tuple[int, int]:
+        """Returns how many streams with priority want a unit, and how many in all."""
+        readers = [reader for reader in self._readers if unit in reader.remaining]
+        return sum(reader.has_priority for reader in readers), len(readers)

@@ -1,8 +1,9 @@
-"""Units: what streams of one checkpoint read, keep and share.
+"""Read units: the pieces of a checkpoint that streams read, buffer and share.
 
-A data file is cut into windows, whoever asks for what. A unit is some chunks of one
-manifest that lie back to back and begin in one window: so two requests for the same
-part of a checkpoint come to the same units, wherever else they differ.
+A data file is divided into windows of a fixed size. A unit is a sequence of chunks of
+one manifest that are stored back to back and begin in the same window. The windows do
+not depend on a request, so two requests for overlapping parts of a checkpoint mostly
+have the same units.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from storesvc.format.frames import Part, parts_of
 from storesvc.format.manifests import Manifest
 
 WINDOW_BYTES: Final = 8 << 20
-"""Of a data file; a unit exceeds it by a chunk at most."""
+"""Window of a data file; a unit exceeds it by one chunk at most."""
 
 
 class Unit(NamedTuple):
@@ -24,26 +25,35 @@ class Unit(NamedTuple):
 
     manifest: Manifest
     place: str
-    """Of the data file."""
+    """Path of the data file in the bucket."""
     start: int
+    """Offset of the first byte in the data file."""
     size: int
-    """Bytes."""
+    """Length in bytes."""
     chunks: bytes
-    """Ordinals (int64), as the chunks lie: soon compared, however many there are."""
+    """Ordinals (int64) in storage order; as bytes, because they compare and hash
+    faster."""
 
     def ordinals(self) -> I64:
-        """Returns those of its chunks, as they lie."""
+        """Returns the ordinals of its chunks, in storage order."""
         return np.frombuffer(self.chunks, np.int64)
 
     def parts(self) -> Iterator[Part]:
-        """Yields the responses that carry it."""
+        """Yields the response messages that carry the unit: a header, and a range of
+        the data file."""
         chunks = self.ordinals()
         lengths = self.manifest.places.length[chunks]
         yield from parts_of(self.start, chunks.tolist(), lengths.tolist())
 
 
 def plan_units(manifest: Manifest, pool: str, chunks: I64) -> list[Unit]:
-    """Returns the units that hold chunks, in the order in which they lie."""
+    """Returns the units that hold some chunks, in storage order.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        pool: Path of the pool in the bucket.
+        chunks: Ordinals of the chunks.
+    """
     if not len(chunks):
         return []
     places = manifest.places

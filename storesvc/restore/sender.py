@@ -1,8 +1,9 @@
-"""Sending chunks: stored bytes as they lie, to many readers at once.
+"""Sends stored chunks, unchanged, to many clients at once.
 
-What is read becomes messages at once, and these are shared: the ``Shelf`` decides which
-are in memory. That is the bound on the memory that downloads take, however many there
-are; beside it each stream holds the message that it sends.
+Bytes that were read are packed into response messages once, and all streams share the
+messages. ``ReadScheduler`` decides which of them stay in memory. It bounds the memory
+of all restores of the process together; in addition, each stream holds the one message
+that it sends.
 """
 
 import asyncio
@@ -16,112 +17,143 @@ from storesvc.format.chunks import I64
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
-from storesvc.restore.read_scheduler import Need, Reader, Shelf
+from storesvc.restore.read_scheduler import Reader, ReadScheduler, Urgency
 from storesvc.restore.read_units import Unit, plan_units
-from storesvc.restore.send_pacer import Turns
 from storesvc.storage.tensorstore_bucket import KvBucket
 
 READS_AHEAD: Final = 3
-"""Units that a stream has read, or under way, beyond the one it sends."""
+"""Units that a stream has read or in flight, in addition to the one that it sends."""
 
-SHELF_BYTES: Final = 128 << 20
-"""Of the units in memory, over all streams of a process."""
+READ_BUFFER_BYTES: Final = 128 << 20
+"""Maximum bytes of the units in memory or in flight, over all streams of a process."""
 
-PATIENCE_SECONDS: Final = 2.0
-"""How long one who needs room waits for those who want what takes it."""
+EVICTION_SECONDS: Final = 2.0
+"""Time a stream waits for room before units that slower streams want are evicted."""
 
 _SHOWN: Final = 3
+"""Chunks that an error names."""
 
 MAX_CHUNKS: Final = 65536
-"""Chunks of one stream."""
+"""Maximum chunks of one stream."""
+
+
+class SendPacer:
+    """Lets one large message be sent per iteration of the event loop.
+
+    gRPC copies a sent message within the event loop. 64 messages in a row would delay
+    a short call by 20 ms, at each of its own steps.
+    """
+
+    def __init__(self) -> None:
+        self._queue = asyncio.Lock()
+        self._is_taken = False
+
+    async def wait_turn(self) -> None:
+        """Waits for an iteration of the event loop in which nothing was sent yet."""
+        async with self._queue:
+            if self._is_taken:
+                await asyncio.sleep(0)  # the next iteration, which begins with _free
+            self._is_taken = True
+            asyncio.get_running_loop().call_soon(self._free)
+
+    def _free(self) -> None:
+        self._is_taken = False
 
 
 class Sender:
-    """Reads chunks for all streams of a process."""
+    """Reads and sends chunks for all streams of a process."""
 
     def __init__(self, bucket: KvBucket) -> None:
         self._bucket = bucket
-        self._shelf: Shelf[Unit] = Shelf(SHELF_BYTES)
+        self._scheduler: ReadScheduler[Unit] = ReadScheduler(READ_BUFFER_BYTES)
         self._reads: dict[Unit, asyncio.Task[list[bytes]]] = {}
         self._changed = asyncio.Event()
-        self._turns = Turns()
-        self._hungry = 0
-        """Streams that wait for room: none reads ahead before they have it."""
+        self._pacer = SendPacer()
+        self._waiting_for_room = 0
+        """Streams that wait for room: no stream reads ahead until they have it."""
 
     async def send(
         self, run: RunName, manifest: Manifest, chunks: Sequence[int]
     ) -> AsyncGenerator[bytes]:
-        """Yields the stored bytes of chunks, each once, in serialised responses.
+        """Yields the stored bytes of chunks, each chunk once, as serialised responses.
+
+        Args:
+            run: The run of the checkpoint.
+            manifest: Manifest of the checkpoint.
+            chunks: Ordinals of the chunks, ascending.
 
         Raises:
-            InvalidFieldError: The ordinals are not strictly ascending, are too
-                many, or are not the manifest's.
-            CorruptDataError: Stored bytes are missing or short.
+            InvalidFieldError: The ordinals are not strictly ascending, too many, or
+                not in the manifest.
+            CorruptDataError: Stored bytes are missing or truncated.
         """
         wanted = check_ordinals(chunks, manifest.tree.chunk_count)
         pool = RunPlaces(run).pool
         units = await asyncio.to_thread(plan_units, manifest, pool, wanted)
-        reader = self._shelf.join(units)
+        reader = self._scheduler.join(units)
         try:
-            while reader.left:
+            while reader.remaining:
                 sent, count = 0, 1
                 while sent < count:
-                    # Asked for each time: what is sent slowly may go meanwhile, and
-                    # must not be kept from going by a name that this has for it.
+                    # Look the unit up for each message: while a slow client receives
+                    # one, the unit may be evicted, and a local reference to its
+                    # messages would keep their memory.
                     response, count = await self._response(reader, sent)
-                    await self._turns.take()
+                    await self._pacer.wait_turn()
                     yield response
                     del response
                     sent += 1
-                self._forget(self._shelf.finish(reader))
+                self._forget(self._scheduler.finish(reader))
         finally:
-            self._forget(self._shelf.leave(reader))
+            self._forget(self._scheduler.leave(reader))
 
     async def _response(self, reader: Reader[Unit], number: int) -> tuple[bytes, int]:
-        """One of the unit that a reader takes now, and how many there are."""
-        unit = self._shelf.take(reader) or await self._awaited(reader)
+        """Returns one message of the unit that a reader takes now, and their count."""
+        unit = self._scheduler.take(reader) or await self._wait_for_unit(reader)
         try:
             responses = self._reads[unit].result()
-        except BaseException:  # told to one; others shall read it themselves
-            self._shelf.drop(unit)
+        except BaseException:
+            # One stream reports the error; other streams read the unit again.
+            self._scheduler.drop(unit)
             del self._reads[unit]
             raise
         if number == 0:
             self._read_ahead(reader)
         return responses[number], len(responses)
 
-    async def _awaited(self, reader: Reader[Unit]) -> Unit:
+    async def _wait_for_unit(self, reader: Reader[Unit]) -> Unit:
         """Waits for a unit that a reader can take."""
         clock = asyncio.get_running_loop().time
         since = clock()
-        while (unit := self._shelf.take(reader)) is None:
-            needed = self._shelf.needed(reader)
-            need = Need.NOW if clock() - since < PATIENCE_SECONDS else Need.LATE
-            is_hungry = needed is not None and not self._begin(needed, need)
-            self._hungry += is_hungry
+        while (unit := self._scheduler.take(reader)) is None:
+            needed = self._scheduler.next_needed(reader)
+            is_overdue = clock() - since >= EVICTION_SECONDS
+            urgency = Urgency.OVERDUE if is_overdue else Urgency.NEEDED
+            lacks_room = needed is not None and not self._begin(needed, urgency)
+            self._waiting_for_room += lacks_room
             try:
-                async with asyncio.timeout(PATIENCE_SECONDS):
+                async with asyncio.timeout(EVICTION_SECONDS):
                     await self._changed.wait()
             except TimeoutError:
                 pass
             finally:
-                self._hungry -= is_hungry
+                self._waiting_for_room -= lacks_room
         return unit
 
     def _read_ahead(self, reader: Reader[Unit]) -> None:
-        while not self._hungry:
-            unit = self._shelf.ahead(reader, READS_AHEAD)
-            if unit is None or not self._begin(unit, Need.SOON):
+        while not self._waiting_for_room:
+            unit = self._scheduler.next_ahead(reader, READS_AHEAD)
+            if unit is None or not self._begin(unit, Urgency.AHEAD):
                 return
 
-    def _begin(self, unit: Unit, need: Need) -> bool:
+    def _begin(self, unit: Unit, urgency: Urgency) -> bool:
         """Begins to read a unit; False: there is no room."""
-        going = self._shelf.make_room(unit, need)
-        if going is None:
+        evicted = self._scheduler.make_room(unit, urgency)
+        if evicted is None:
             return False
-        self._forget(going)
+        self._forget(evicted)
         self._reads[unit] = task = asyncio.create_task(self._read(unit))
-        task.add_done_callback(lambda _: self._arrived(unit, task))
+        task.add_done_callback(lambda _: self._end_read(unit, task))
         return True
 
     async def _read(self, unit: Unit) -> list[bytes]:
@@ -134,28 +166,32 @@ class Sender:
             named = ", ".join(map(describe, unit.ordinals()[:_SHOWN].tolist()))
             raise CorruptDataError(f"{named}: {e}", **e.metadata) from e
 
-    def _arrived(self, unit: Unit, task: asyncio.Task[list[bytes]]) -> None:
+    def _end_read(self, unit: Unit, task: asyncio.Task[list[bytes]]) -> None:
         if not task.cancelled():
-            task.exception()  # seen, even if nobody wants it any more
+            task.exception()  # marks it as retrieved, even if no stream wants it now
         if self._reads.get(unit) is task:
-            self._shelf.arrive(unit)
+            self._scheduler.mark_ready(unit)
             self._wake()
 
     def _forget(self, units: Sequence[Unit]) -> None:
-        """Gives up what is not on the shelf any more."""
+        """Cancels the reads of units that were evicted, and frees their messages."""
         for unit in units:
             self._reads.pop(unit).cancel()
         if units:
             self._wake()
 
     def _wake(self) -> None:
-        """Lets those look again who wait."""
+        """Wakes all streams that wait."""
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 def check_ordinals(chunks: Sequence[int], count: int) -> I64:
-    """Returns the ordinals of a request.
+    """Returns the ordinals of a request as an array.
+
+    Args:
+        chunks: Ordinals of chunks.
+        count: Number of chunks of the checkpoint.
 
     Raises:
         InvalidFieldError: They break a rule of ``ReadChunksRequest.chunk``.

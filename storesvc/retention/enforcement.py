@@ -25,8 +25,8 @@ from storesvc.errors import (
     RunNotFoundError,
 )
 from storesvc.format.names import RunName
-from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, Lives
-from storesvc.lifecycle.references import Uses
+from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, CheckpointLifecycle
+from storesvc.lifecycle.references import References
 from storesvc.retention.policy import Candidate, decide, metrics_of
 from storesvc.retention.validation import check
 from storesvc.storage.bounded_gather import each
@@ -62,11 +62,16 @@ class Retaining:
     """Applies the policies of the runs of a bucket."""
 
     def __init__(
-        self, catalogue: Catalogue, lives: Lives, uses: Uses, *, clock: Clock
+        self,
+        catalogue: Catalogue,
+        lifecycle: CheckpointLifecycle,
+        references: References,
+        *,
+        clock: Clock,
     ) -> None:
         self._catalogue = catalogue
-        self._lives = lives
-        self._uses = uses
+        self._lifecycle = lifecycle
+        self._references = references
         self._clock = clock
 
     async def preview(
@@ -116,7 +121,7 @@ class Retaining:
         if policy is not None:
             check(policy)  # a newer release may have stored what this one cannot read
         metrics = metrics_of(policy) if policy else frozenset()
-        tags = await self._uses.tagged(run)
+        tags = await self._references.tagged(run)
         judged: dict[int, Verdict] = {}
         candidates = []
         async for record in self._committed(run):
@@ -150,12 +155,12 @@ class Retaining:
         after = await each(delete, doomed, at_once=_DELETIONS_AT_ONCE)
         # 2. What must stay may have come to do so while it was deleted: whoever has
         #    set a tag, or deleted the newest one, before this look is seen.
-        tags = await self._uses.tagged(run)
+        tags = await self._references.tagged(run)
         is_newest_there = await self._is_committed(run, newest)
         for at, verdict in enumerate(after):
             if not verdict.kept and (verdict.uid in tags or not is_newest_there):
                 with suppress(ConflictError, CheckpointNotFoundError):
-                    await self._lives.undelete(
+                    await self._lifecycle.undelete(
                         run,
                         verdict.step,
                         write_id=str(uuid.uuid4()),
@@ -168,7 +173,7 @@ class Retaining:
         self, run: RunName, verdict: Verdict, delay: timedelta
     ) -> Verdict:
         try:
-            await self._lives.delete(
+            await self._lifecycle.delete(
                 run,
                 verdict.step,
                 purge_delay=delay,

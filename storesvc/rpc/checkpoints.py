@@ -27,7 +27,7 @@ class RecordCalls:
         async with refusals(context):
             run, step = step_of(request.checkpoint.name)
             write_id = requests.write_id_of(request)
-            record = await self._store.lives.update(
+            record = await self._store.lifecycle.update(
                 run, step, change_of(request), etag=request.etag, write_id=write_id
             )
             return catalogue_api.UpdateCheckpointResponse(
@@ -41,7 +41,7 @@ class RecordCalls:
         async with refusals(context):
             run, step = step_of(request.name)
             record = await self._store.reserve.spent_on(
-                self._store.lives.delete,
+                self._store.lifecycle.delete,
                 run,
                 step,
                 purge_delay=purge_delay_of(request),
@@ -60,7 +60,7 @@ class RecordCalls:
         async with refusals(context):
             run, step = step_of(request.name)
             write_id = requests.write_id_of(request)
-            record = await self._store.lives.undelete(
+            record = await self._store.lifecycle.undelete(
                 run, step, write_id=write_id, uid=request.uid
             )
             return catalogue_api.UndeleteCheckpointResponse(
@@ -74,7 +74,7 @@ class RecordCalls:
         async with refusals(context):
             run, step = step_of(request.name)
             await self._store.reserve.spent_on(
-                self._store.lives.purge,
+                self._store.lifecycle.purge,
                 run,
                 step,
                 etag=request.etag,

@@ -18,8 +18,8 @@ from storesvc.format.names import (
 )
 from storesvc.lifecycle.holds import expire_time
 from storesvc.retention.enforcement import Verdict
-from storesvc.save.uploads import Fate
-from storesvc.watch.watcher import Told
+from storesvc.save.upload_status import UploadStatus
+from storesvc.watch.watcher import WatchEvent
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
@@ -54,7 +54,7 @@ def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Uplo
     )
 
 
-def fate_message(fate: Fate) -> upload_api.Upload:
+def fate_message(fate: UploadStatus) -> upload_api.Upload:
     """Returns an upload with what became of it."""
     message = upload_message(fate.name, fate.record)
     match fate.slot and slots.state_of(fate.slot):
@@ -104,7 +104,7 @@ def checkpoint_message(
     return message
 
 
-def told_message(told: Told) -> catalogue_api.WatchCheckpointsResponse:
+def told_message(told: WatchEvent) -> catalogue_api.WatchCheckpointsResponse:
     """Returns what a watch tells as the contract shows it."""
     message = catalogue_api.WatchCheckpointsResponse(resume_token=told.token)
     change = told.change

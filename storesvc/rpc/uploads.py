@@ -128,7 +128,7 @@ class UploadService:
     ) -> upload_api.GetUploadResponse:
         async with refusals(context):
             name = UploadName.from_resource(request.name)
-            fate = await self._store.uploads.fate(name)
+            fate = await self._store.upload_statuses.get(name)
             return upload_api.GetUploadResponse(upload=messages.fate_message(fate))
         raise AssertionError
 
@@ -142,7 +142,9 @@ class UploadService:
             last = requests.last_of_page(
                 listed, request.page_token, UploadName.from_resource
             )
-            found = await self._store.uploads.live(runs, after=last, limit=size + 1)
+            found = await self._store.upload_statuses.list_live(
+                runs, after=last, limit=size + 1
+            )
             made = page(
                 listed,
                 found,
@@ -183,7 +185,7 @@ class UploadService:
                 await asyncio.to_thread(unpacked, message.chunks)
                 async for message in following(request_iterator, "chunks")
             )
-            found = self._store.receiver.find(upload, opening.open.writer, parts)
+            found = self._store.receipts.find(upload, opening.open.writer, parts)
             async with released(request_iterator), aclosing(found):
                 async for ordinals in found:
                     yield upload_api.FindChunksResponse(found=ordinals.tolist())
@@ -236,7 +238,7 @@ class UploadService:
                     await stream.keep(kept)
                 async with self._worked(context, parts.weight_bytes):
                     sums = await asyncio.to_thread(parts.joined)
-                    places = await self._store.receiver.finish(
+                    places = await self._store.receipts.finish(
                         upload, opening.open.writer, sums
                     )
                     left = await self._unfinished_count(upload)
@@ -252,7 +254,7 @@ class UploadService:
         count = upload.record.writer_count
         if count == 1:
             return 0
-        return count - len(await self._store.uploads.finished_writers(upload.name))
+        return count - len(await self._store.receipts.finished_writers(upload.name))
 
     async def CommitUpload(
         self, request: upload_api.CommitUploadRequest, context: Context

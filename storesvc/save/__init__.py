@@ -1,8 +1,8 @@
-"""Receives uploads and commits them as checkpoints.
+"""The save path: begins uploads, receives their chunks, commits them as checkpoints.
 
-It may import `storesvc.catalog` and what lies below it, and none of the packages
+It may import `storesvc.catalog` and the layers below it, and none of the packages
 `lifecycle`, `restore`, `inspect` and `watch`.
 
 Begin with `uploads.py` (begin, keep alive, abort), then `receiver.py` (chunks to data
-files), then `commit.py`, which makes the checkpoint exist.
+files), `receipts.py` (finish) and `commit.py`, which makes the checkpoint exist.
 """

@@ -1,26 +1,27 @@
-"""Places of batches: which streams may fill a batch at the same time.
+"""Batch admission: limits how many streams fill a batch at the same time.
 
-A batch takes memory or an open file, so a process has few places for them. A place is
-given to a stream that has bytes to write, and these rules keep true that no stream
-waits for the client of another:
+A batch takes memory or an open file, so a process has a fixed number of permits for
+them. A stream asks for a permit once it has bytes to write. No stream waits for the
+client of another stream, because:
 
-- Where a stream has waited for ``PATIENCE_SECONDS``, the place of the slowest client is
-  recalled, if that client is slower than ``LEAST_BYTES_PER_SECOND``, or has kept its
-  place waiting for ``CLIENT_SECONDS`` in all. The server's own time does not count.
-- A free place goes to the peer that was served the longest ago, of its streams to the
-  namespace that was served the longest ago, and then to the stream that came first.
-- A stream that finds no place within ``WAIT_SECONDS`` is rejected, and may retry.
-- Places are given back without an ``await``: a call can be cancelled at any of those.
+- When a stream has waited for ``PATIENCE_SECONDS``, the permit of the slowest client is
+  recalled, if that client is slower than ``LEAST_BYTES_PER_SECOND`` or has kept its
+  permit waiting for ``CLIENT_SECONDS`` in total. The server's own time does not count.
+- A free permit goes to the peer that was served least recently; among its streams, to
+  the namespace that was served least recently; then to the stream that asked first.
+- A stream that gets no permit within ``WAIT_SECONDS`` is rejected, and may retry.
+- A permit is released without an ``await``, because a call can be cancelled at any
+  ``await``.
 
 Example::
 
-    place = await places.take(peer="10.0.0.7", namespace="prod", recall=end_batch)
+    permit = await admission.acquire(peer="10.0.0.7", namespace="prod", recall=end)
     try:
-        with place.awaiting_client():
+        with permit.awaiting_client():
             frame = await anext(frames)
-        place.count(len(frame))
+        permit.count(len(frame))
     finally:
-        places.give_back(place)
+        admission.release(permit)
 """
 
 import asyncio
@@ -32,35 +33,35 @@ from typing import Final
 from storesvc.errors import LimitExceededError
 
 PATIENCE_SECONDS: Final = 1.0
-"""How long a stream waits before the place of another one is recalled for it."""
+"""Time a stream waits before the permit of another stream is recalled for it."""
 
 LEAST_BYTES_PER_SECOND: Final = 64 << 10
-"""A client that is slower loses its place where others wait: a modem would be faster,
-and a chunk of the usual 4 MiB would take more than a minute."""
+"""Rate below which a client may lose its permit. A modem is faster; at this rate a
+chunk of the usual 4 MiB takes more than a minute."""
 
 CREDIT_SECONDS: Final = 2.0
-"""How long a client may send nothing, whatever it sent before: the rate is that of the
-last few seconds, so that a burst at the start buys no long pause."""
+"""Longest pause of a client, whatever it sent before: the rate counts over the last few
+seconds, so a burst at the start does not allow a long pause later."""
 
 FIRST_SECONDS: Final = 0.5
-"""How long it may send nothing at first: a frame within a large chunk, of 2 MiB, earns
-all of the above, and one byte nothing."""
+"""Pause that a new client may make: a 2 MiB frame of a large chunk earns the whole
+credit above, a single byte earns almost nothing."""
 
 CLIENT_SECONDS: Final = 15.0
-"""How long a place may wait for its client in all where others wait. A batch ends with
-a chunk once it is 5 s old: this leaves 10 s for the largest chunk, of 32 MiB."""
+"""Total time that a permit may wait for its client while other streams wait. A batch
+that is 5 s old ends with its current chunk: 10 s remain for the largest, of 32 MiB."""
 
 WAIT_SECONDS: Final = 20.0
-"""How long a stream waits for a place: less than the deadlines of calls."""
+"""Longest wait for a permit: shorter than the deadlines of calls."""
 
 RETRY_SECONDS: Final = 1
-"""After how long to retry without a place: others have waited, and are first."""
+"""Delay before a rejected stream may retry; streams that wait already come first."""
 
 _TICK_SECONDS: Final = 0.25
 
 
-class Place:
-    """The right of a stream to fill one batch; or its wait for that."""
+class Permit:
+    """Permission for one stream to fill one batch, requested or granted."""
 
     def __init__(
         self, peer: str, namespace: str, recall: Callable[[], None], *, now: float
@@ -70,7 +71,7 @@ class Place:
         self.recall = recall
         self.is_recalled = False
         self.since = now
-        """When it was asked for."""
+        """Time of the request, by the clock of the event loop."""
         self.granted: asyncio.Future[None] = asyncio.Future()
         self._clock = self.granted.get_loop().time
         self._credit = FIRST_SECONDS
@@ -79,7 +80,7 @@ class Place:
 
     @contextmanager
     def awaiting_client(self) -> Generator[None]:
-        """Counts the time of a context as that of the client."""
+        """Counts the time spent in the context as the client's."""
         self._awaits_since = began = self._clock()
         try:
             yield
@@ -90,118 +91,118 @@ class Place:
             self._client_seconds -= waited
 
     def count(self, size_bytes: int) -> None:
-        """Counts bytes that the client sent."""
+        """Credits the client with bytes that it sent."""
         earned = max(0.0, self._credit) + size_bytes / LEAST_BYTES_PER_SECOND
         self._credit = min(CREDIT_SECONDS, earned)
 
     @property
     def spare_seconds(self) -> float:
-        """How much longer its client may keep it waiting; infinite where the server
-        does not wait for the client."""
+        """Time for which the client may still keep it waiting; infinite while the
+        server does not wait for the client."""
         if self._awaits_since is None:
             return float("inf")
         waited = self._clock() - self._awaits_since
         return min(self._credit, self._client_seconds) - waited
 
 
-class BatchPlaces:
-    """The places of a process; of one event loop."""
+class BatchAdmission:
+    """Grants the batch permits of one process, in one event loop."""
 
     def __init__(self, limit: int) -> None:
-        """Begins with all of them free.
+        """Creates the permits, all free.
 
         Args:
-            limit: How many there are.
+            limit: Number of permits.
         """
         self._limit = limit
-        self._waiting: list[Place] = []
-        self._held: set[Place] = set()
+        self._waiting: list[Permit] = []
+        self._held: set[Permit] = set()
         self._turns = count(1)
         self._served: dict[tuple[str, ...], int] = {}
-        """The last turn of each peer, and of each namespace of a peer."""
+        """Last turn of each peer, and of each namespace of a peer."""
 
     @property
     def free(self) -> int:
-        """How many places are free."""
+        """Number of free permits."""
         return self._limit - len(self._held)
 
     @property
     def waiting(self) -> int:
-        """How many streams wait for a place."""
+        """Number of streams that wait for a permit."""
         return len(self._waiting)
 
-    async def take(
+    async def acquire(
         self, *, peer: str, namespace: str, recall: Callable[[], None]
-    ) -> Place:
-        """Returns a place, once there is one; it must be given back.
+    ) -> Permit:
+        """Waits for a permit and returns it; the caller must release it.
 
         Args:
-            peer: The host that asks.
-            namespace: That it writes to.
-            recall: Called, at most once, where others wait and the client of this
-                stream is slow; must see to it that the place is given back without
-                waiting for the client.
+            peer: Host of the client.
+            namespace: Namespace that the stream writes to.
+            recall: Called at most once, when other streams wait and the client of this
+                stream is slow. It must get the permit released without waiting for
+                the client.
 
         Raises:
-            LimitExceededError: None became free in time.
+            LimitExceededError: No permit became free in time.
         """
         clock = asyncio.get_running_loop().time
-        place = Place(peer, namespace, recall, now=clock())
-        self._waiting.append(place)
+        permit = Permit(peer, namespace, recall, now=clock())
+        self._waiting.append(permit)
         try:
             self._grant()
-            while not place.granted.done():
-                if clock() - place.since >= WAIT_SECONDS:
+            while not permit.granted.done():
+                if clock() - permit.since >= WAIT_SECONDS:
                     raise self._crowded()
-                await asyncio.wait({place.granted}, timeout=_TICK_SECONDS)
+                await asyncio.wait({permit.granted}, timeout=_TICK_SECONDS)
                 self._recall_slow(clock())
         except BaseException:
-            self.give_back(place)
+            self.release(permit)
             raise
-        return place
+        return permit
 
-    def give_back(self, place: Place) -> None:
-        """Gives a place back, or ends the wait for it; once more does nothing."""
-        if place in self._held:
-            self._held.remove(place)
+    def release(self, permit: Permit) -> None:
+        """Releases a permit, or stops waiting for it; a second call does nothing."""
+        if permit in self._held:
+            self._held.remove(permit)
             self._grant()
-        elif place in self._waiting:
-            self._waiting.remove(place)
+        elif permit in self._waiting:
+            self._waiting.remove(permit)
 
     def _grant(self) -> None:
         while self._waiting and self.free > 0:
-            place = min(self._waiting, key=self._rank)
-            self._waiting.remove(place)
-            self._held.add(place)
-            place.granted.set_result(None)
+            permit = min(self._waiting, key=self._rank)
+            self._waiting.remove(permit)
+            self._held.add(permit)
+            permit.granted.set_result(None)
             turn = next(self._turns)
-            self._served[(place.peer,)] = turn
-            self._served[place.peer, place.namespace] = turn
-        # it need not be known of peers without a stream
+            self._served[(permit.peer,)] = turn
+            self._served[permit.peer, permit.namespace] = turn
+        # Forget peers without a stream, so that the table stays small.
         present = {(p.peer,) for p in (*self._waiting, *self._held)}
         self._served = {k: v for k, v in self._served.items() if k[:1] in present}
 
-    def _rank(self, place: Place) -> tuple[int, int, float]:
+    def _rank(self, permit: Permit) -> tuple[int, int, float]:
         return (
-            self._served.get((place.peer,), 0),
-            self._served.get((place.peer, place.namespace), 0),
-            place.since,
+            self._served.get((permit.peer,), 0),
+            self._served.get((permit.peer, permit.namespace), 0),
+            permit.since,
         )
 
     def _recall_slow(self, now: float) -> None:
-        """Recalls as many places of slow clients as streams have waited too long."""
+        """Recalls one slow client's permit for each stream that waited too long."""
         late = sum(now - p.since >= PATIENCE_SECONDS for p in self._waiting)
-        coming = sum(place.is_recalled for place in self._held)
+        coming = sum(permit.is_recalled for permit in self._held)
         slow = [p for p in self._held if p.spare_seconds < 0 and not p.is_recalled]
-        slow.sort(key=lambda place: place.spare_seconds)
-        for place in slow[: max(0, late - coming)]:
-            place.is_recalled = True
-            place.recall()
+        slow.sort(key=lambda permit: permit.spare_seconds)
+        for permit in slow[: max(0, late - coming)]:
+            permit.is_recalled = True
+            permit.recall()
 
     def _crowded(self) -> LimitExceededError:
         return LimitExceededError(
-            f"the server takes {self._limit} batches of chunks at a time, and none "
-            f"ended within {WAIT_SECONDS:.0f} s; send the chunks again in a moment",
+            f"expected at most {self._limit} batches of chunks in flight, and none "
+            f"ended within {WAIT_SECONDS:.0f} s; send the chunks again later",
             retry_seconds=RETRY_SECONDS,
             limit=str(self._limit),
         )

@@ -1,7 +1,7 @@
-"""A batch: the chunks of a stream that become one data file, checked as they come.
+"""Batches: the chunks of one stream that become one data file, checked on arrival.
 
-What comes is back to back already, chunk by chunk: the bytes of the frames, one after
-another, are what the file holds.
+Frames carry chunks back to back. The data file holds the bytes of the frames in the
+order in which they arrive, so nothing is copied or reordered.
 """
 
 from dataclasses import dataclass, field
@@ -15,42 +15,44 @@ from storesvc.format.wire import Frame
 from storesvc.format.zarr import CHECKSUM_BYTES
 
 BATCH_BYTES: Final = 64 << 20
-"""A batch ends once it holds so much; it exceeds it by a chunk at most."""
+"""Size at which a batch ends; it exceeds this by one chunk at most."""
 
 BATCH_SECONDS: Final = 5.0
-"""A batch ends when it is so old, so that a slow client is acknowledged and holds its
-place no longer than others do."""
+"""Age at which a batch ends, so that chunks of a slow client are acknowledged and its
+permit is released as soon as the permits of other clients."""
 
 BATCH_CHUNKS: Final = 10_000
-"""A batch ends once it holds so many: their rows take 4 MiB, also where their bytes are
-in a file."""
+"""Chunks at which a batch ends: their rows take 4 MiB, even if their bytes are in a
+file."""
 
 CHUNK_SECONDS: Final = 60.0
-"""A chunk must be complete so long after its first byte."""
+"""Time from the first to the last byte of a chunk, at most."""
 
 CHUNK_OVERHEAD_BYTES: Final = 400
-"""What a chunk takes in memory beside its bytes, about."""
+"""Estimated memory of a chunk in addition to its bytes."""
 
 FRAME_BYTES: Final = 2 << 20
-"""Bytes of data in a frame that a client sends, at most."""
+"""Maximum bytes of data in a frame."""
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenChunk:
     """A chunk that is not complete yet."""
 
     chunk: int
     since: float
     at: int
-    """Where in the data file it begins."""
+    """Offset of its first byte in the data file."""
     length: int
-    """Bytes, checksum included."""
+    """Its length in bytes, checksum included."""
     held: int = 0
+    """Bytes received so far."""
     summing: Summing = field(default_factory=Summing)
     tail: bytes = b""
+    """The checksum that it carries, as far as received."""
 
     def add(self, piece: memoryview) -> None:
-        """Adds its next piece."""
+        """Adds the next bytes of the chunk."""
         elements = max(0, self.length - CHECKSUM_BYTES - self.held)
         self.summing.add(piece[:elements])
         self.tail += piece[elements:]
@@ -58,31 +60,31 @@ class _Open:
 
 
 class Batch:
-    """Chunks on their way to one data file."""
+    """The chunks of one data file that is being written."""
 
     def __init__(self, tree: Tree, *, now: float) -> None:
         self._tree = tree
         self._rows: dict[int, tuple[int, bytes, int]] = {}
-        """Of each chunk its sums, and where it begins."""
-        self._open: _Open | None = None
+        """CRC-32C, digest and offset in the data file, by ordinal of the chunk."""
+        self._open: _OpenChunk | None = None
         self.began = now
         self.file_bytes = 0
         """Bytes of the data file."""
         self.completed = 0
-        """Chunks completed; the same one twice is two."""
+        """Chunks completed; a chunk that arrives twice counts twice."""
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in memory at most, about."""
+        """Upper estimate of the memory that the batch takes."""
         return self.file_bytes + CHUNK_OVERHEAD_BYTES * len(self._rows)
 
     @property
     def is_whole(self) -> bool:
-        """Whether no chunk is open."""
+        """True if no chunk is incomplete."""
         return self._open is None
 
-    def is_ripe(self, now: float) -> bool:
-        """Whether to end it without waiting for more."""
+    def is_due(self, now: float) -> bool:
+        """Returns whether the batch must end without waiting for more chunks."""
         return self.is_whole and (
             self.size_bytes >= BATCH_BYTES
             or len(self._rows) >= BATCH_CHUNKS
@@ -90,10 +92,10 @@ class Batch:
         )
 
     def check_progress(self, now: float) -> None:
-        """Refuses a chunk that takes too long: others wait for its place.
+        """Rejects a chunk that takes too long, because other streams need the permit.
 
         Raises:
-            StalledError: It does.
+            StalledError: The current chunk is older than ``CHUNK_SECONDS``.
         """
         if self._open is not None and now - self._open.since > CHUNK_SECONDS:
             raise StalledError(
@@ -102,10 +104,11 @@ class Batch:
             )
 
     def add_frame(self, received: Frame, *, now: float) -> None:
-        """Adds the pieces of a frame, whose bytes lie next in the data file.
+        """Adds a frame, whose bytes come next in the data file.
 
         Raises:
-            InvalidChunkError: They do not fit the tree, or a checksum does not match.
+            InvalidChunkError: The frame does not fit the leaf table, or the checksum
+                of a chunk does not match.
         """
         frame, data = received
         if not 0 < len(frame.chunk) == len(frame.offset) == len(frame.length):
@@ -126,7 +129,7 @@ class Batch:
             at += length
 
     def _add(self, chunk: int, offset: int, data: memoryview, now: float) -> None:
-        """Adds a piece of a chunk: the next of the open one, or the first."""
+        """Adds the next bytes of the open chunk, or the first bytes of another one."""
         if not 0 <= chunk < self._tree.chunk_count:
             raise InvalidChunkError(
                 f"chunk {chunk}: the tree has {self._tree.chunk_count} chunks"
@@ -137,7 +140,7 @@ class Batch:
                 f"{self._tree.describe_chunk(self._open.chunk)} first"
             )
         length = int(self._tree.lengths[chunk])
-        current = self._open or _Open(chunk, now, self.file_bytes, length)
+        current = self._open or _OpenChunk(chunk, now, self.file_bytes, length)
         if offset != current.held or not 0 < len(data) <= length - offset:
             raise InvalidChunkError(
                 f"{self._tree.describe_chunk(chunk)}: expected bytes "
@@ -149,20 +152,20 @@ class Batch:
         if current.held == length:
             self._complete(current)
 
-    def _complete(self, chunk: _Open) -> None:
+    def _complete(self, chunk: _OpenChunk) -> None:
         expected, actual = int.from_bytes(chunk.tail, "little"), chunk.summing.crc32c
         if actual != expected:
             raise InvalidChunkError(
                 f"{self._tree.describe_chunk(chunk.chunk)}: expected the checksum "
-                f"{expected:08x} that it carries, got {actual:08x}; it was damaged on "
-                "its way, send it again"
+                f"{expected:08x} that it carries, got {actual:08x}; it was corrupted "
+                "in transit, send it again"
             )
         self._rows[chunk.chunk] = (actual, chunk.summing.digest, chunk.at)
         self._open = None
         self.completed += 1
 
     def table(self, file: str) -> tuple[Sums, Places]:
-        """Returns the sums of its chunks, and where they lie, ascending.
+        """Returns the checksums and the locations of its chunks, ascending by ordinal.
 
         Args:
             file: The name of the data file, relative to the pool.

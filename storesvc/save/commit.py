@@ -1,8 +1,14 @@
-"""Commits: how an upload becomes a checkpoint.
+"""Commits: turns an upload into a checkpoint.
 
-The one conditional write of the slot is the commit; all before it only prepares
-what the record will name, and may be repeated. So a crash at any point leaves
-either no checkpoint or a whole one, and a repeated call finishes the work.
+The commit is one conditional write of the slot. Everything before it only prepares the
+objects that the record will name, and may be repeated. So a crash at any point leaves
+either no checkpoint or a whole one, and a repeated call completes the work. In order:
+
+1. Check that the upload owns its slot; if it is committed already, return the record.
+2. Write the objects that the record will name.
+3. Append the commit to the journal, so that a watch cannot miss it.
+4. Write the slot, on the condition that it is unchanged. The checkpoint exists.
+5. Delete the staging tables and the parts of the upload.
 """
 
 import asyncio
@@ -17,7 +23,7 @@ from numpy.typing import NDArray
 from storesvc.catalog import slots
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
-from storesvc.catalog.records import read_record, timestamp, write_record
+from storesvc.catalog.records import timestamp, write_record
 from storesvc.clock import Clock
 from storesvc.errors import (
     ChunksIncompleteError,
@@ -35,16 +41,15 @@ from storesvc.format.layout import ROOT, RunPlaces
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
+from storesvc.save.receipts import Receipts
 from storesvc.save.reuse import (
     Claims,
     Reuse,
     claimed_places,
     find_claims,
 )
-from storesvc.save.staging_tables import unpack_table
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.save.zarr_view import key_space_of
-from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import PreconditionError
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -54,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What a record will name."""
+    """The fields of a record that describe the objects it names."""
 
     tree: Tree
     _: KW_ONLY
@@ -66,13 +71,14 @@ class _Prepared:
 
 
 class Commits:
-    """Makes checkpoints of the uploads of a bucket."""
+    """Commits uploads as checkpoints."""
 
     def __init__(
         self,
         bucket: KvBucket,
         catalogue: Catalogue,
         uploads: Uploads,
+        receipts: Receipts,
         reuse: Reuse,
         journal: Journal,
         *,
@@ -81,36 +87,50 @@ class Commits:
         self._bucket = bucket
         self._catalogue = catalogue
         self._uploads = uploads
+        self._receipts = receipts
         self._reuse = reuse
         self._journal = journal
         self._clock = clock
 
     async def commit(self, name: UploadName, epoch: int) -> pb.CheckpointRecord:
-        """Makes the checkpoint exist, and returns its record.
+        """Commits an upload, and returns the record of the checkpoint.
 
         Raises:
-            UploadNotFoundError: There is no such upload.
-            UploadSupersededError: Its epoch is another, or it lost its slot.
+            UploadNotFoundError: The upload does not exist.
+            UploadSupersededError: The upload has another epoch, or lost its slot.
             CheckpointExistsError: Another upload committed the step.
             WriterUnfinishedError: A writer has not finished.
-            ChunksIncompleteError: A chunk is missing, or came twice.
-            ConflictError: The slot changed at the same moment.
+            ChunksIncompleteError: A chunk is missing, or several writers sent it.
+            ConflictError: The slot changed at the same time.
         """
+        # 1. If an earlier try of this call has committed, and only its reply was lost,
+        #    return its record.
         record = await self._uploads.record(name)
         slots.check_epoch(name, record, epoch)
         found = await self._catalogue.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
-        if found is None or slot.state != slots.UPLOADING:  # after a lost reply
+        if found is None or slot.state != slots.UPLOADING:
             return await self._settled(name, slot)
+        # 2. Another call may commit in the meantime and delete the parts of the upload:
+        #    then an object is missing here, and the slot says so.
         try:
             made = await self._prepare(name, record)
         except StoreError as e:
-            # What is missing may be gone because another call has committed.
             return await self._after_conflict(name, record, e)
-        # Announced before it is made: a watch misses nothing, whatever dies here.
+        # 3. Journal before slot: after a crash here, a watch reads the slot and finds
+        #    that the change never landed. The other order would lose the event.
         await reach(Failpoint.COMMIT_BEFORE_ANNOUNCEMENT)
-        number = await self._announce(name, record)
-        # From this write on the checkpoint exists.
+        number = await self._journal.announce(
+            name.run.namespace,
+            pb.Announcement(
+                kind=pb.Announcement.KIND_COMMIT,
+                run=name.run.run,
+                step=record.step,
+                upload=name.upload,
+            ),
+        )
+        # 4. From this write on the checkpoint exists. The condition fails if the slot
+        #    was taken over, or if another call of this commit was faster.
         committed = self._committed(slot, record, made)
         committed.commit_sequence = committed.sequence = number
         await reach(Failpoint.COMMIT_BEFORE_RECORD)
@@ -124,28 +144,25 @@ class Commits:
         except PreconditionError as e:
             return await self._after_conflict(name, record, e)
         self._journal.landed(name.run.namespace)
-        # Nothing needs the staging any more; a crash leaves it to be collected.
+        # 5. The record names none of the staging; after a crash here, garbage
+        #    collection deletes it.
         await self._discard(name)
         await reach(Failpoint.COMMIT_BEFORE_REPLY)
         return committed
 
-    async def _announce(self, name: UploadName, record: pb.UploadRecord) -> int:
-        announcement = pb.Announcement(
-            kind=pb.Announcement.KIND_COMMIT,
-            run=name.run.run,
-            step=record.step,
-            upload=name.upload,
-        )
-        return await self._journal.announce(name.run.namespace, announcement)
-
     async def _prepare(self, name: UploadName, record: pb.UploadRecord) -> _Prepared:
-        """Writes what the record will name; a repetition writes it beside."""
+        """Writes the objects that the record will name.
+
+        A repeated call writes new objects. It never overwrites objects of an earlier
+        call, because a record may name them.
+        """
         tree = await self._uploads.tree(name, record)
         upload = OpenUpload(name, record, tree)
-        # 1. Decide, from the receipts alone. Threads, here and below: a ping must
-        #    not wait for a million chunks. The work is a sign of life, too.
+        # 1. Decide, from the receipts alone, whether the upload is complete. Threads,
+        #    here and below: a health check must not wait for a million chunks. The
+        #    work renews the lease, because the client only waits for the reply.
         await self._uploads.renew(upload)
-        receipts = await self._receipts(upload)
+        receipts = await self._receipts.read(upload)
         stored = await asyncio.to_thread(
             slots.check_complete,
             name,
@@ -154,10 +171,11 @@ class Commits:
             writer_count=record.writer_count,
         )
         sums, places = await asyncio.to_thread(merge, stored)
-        # 2. What is claimed must still be there to be claimed.
+        # 2. Check claimed chunks again: the base may have been purged since the writer
+        #    finished.
         await self._check_claims(upload, sums, places)
-        # 3. The key space, one for each attempt: so a late commit of the same upload,
-        #    by another server, changes nothing that a record names.
+        # 3. Write the key space under a name unique to this call, so that a late commit
+        #    of the same upload by another server changes no object that a record names.
         manifest, unique = Manifest(tree, sums, places), uuid.uuid4()
         attempt = unique.hex[:8]
         node_file = upload.places.data_prefix(name.upload) + unique.hex
@@ -175,7 +193,7 @@ class Commits:
         await reach(Failpoint.COMMIT_BEFORE_KEY_SPACE)
         root = run.key_space(name.upload, attempt) + ROOT
         await self._bucket.write(root, view.root)
-        # 4. The manifest and the file table, each under a name of its own content.
+        # 4. Write the manifest and the file table, each named by its own digest.
         made, data, table = await asyncio.to_thread(
             _packed, upload, manifest, node_file, attempt
         )
@@ -188,10 +206,11 @@ class Commits:
     async def _check_claims(
         self, upload: OpenUpload, sums: Sums, places: Places
     ) -> None:
-        """Finds what the receipts claim again.
+        """Checks that the chunks of other uploads are still stored where the receipts
+        claim them.
 
         Raises:
-            ChunksIncompleteError: It is no longer there, or lies elsewhere.
+            ChunksIncompleteError: A chunk is no longer there, or is elsewhere.
         """
         claimed = np.flatnonzero(~_is_own(upload, places))
         if not claimed.size:
@@ -204,26 +223,10 @@ class Commits:
         if lost:
             first = upload.tree.describe_chunk(int(sums.ordinal[claimed[lost[0]]]))
             raise ChunksIncompleteError(
-                f"{upload.name}: {len(lost)} claimed chunks are no longer to be had "
+                f"{upload.name}: {len(lost)} claimed chunks are no longer available "
                 f"({first}); send them, finish, then commit again",
                 missing=str(len(lost)),
             )
-
-    async def _receipts(self, upload: OpenUpload) -> dict[int, tuple[Sums, Places]]:
-        """Returns what each writer stored that has finished."""
-        name = upload.name.upload
-
-        async def receipt(writer: int) -> tuple[Sums, Places] | None:
-            place = upload.places.receipt(name, writer)
-            found = await read_record(self._bucket, place, pb.Receipt)
-            if found is None:
-                return None
-            return unpack_table(place, found[0], upload.tree.chunk_count)
-
-        # One list first: an upload may promise very many writers.
-        finished = sorted(await self._uploads.finished_writers(upload.name))
-        read = zip(finished, await each(receipt, finished), strict=True)
-        return {writer: stored for writer, stored in read if stored is not None}
 
     def _committed(
         self, slot: pb.CheckpointRecord, record: pb.UploadRecord, made: _Prepared
@@ -252,11 +255,12 @@ class Commits:
     async def _after_conflict(
         self, name: UploadName, record: pb.UploadRecord, error: Exception
     ) -> pb.CheckpointRecord:
-        """The record, if another call of this very commit has written it.
+        """Returns the record if another call of this commit has written it.
 
         Raises:
-            ConflictError: It has not, and the slot changed.
-            StoreError: The error, where that was one.
+            ConflictError: The slot changed otherwise, and ``error`` is a failed
+                condition.
+            StoreError: ``error`` itself, if it is of this type.
         """
         found = await self._catalogue.slot(name.run, record.step)
         slot = slots.check_owner(name, record, found and found[0])
@@ -272,7 +276,7 @@ class Commits:
     async def _settled(
         self, name: UploadName, slot: pb.CheckpointRecord
     ) -> pb.CheckpointRecord:
-        """A record that another call wrote, once it will survive a power cut."""
+        """Returns a record that another call wrote, once it is durable."""
         await self._bucket.settle(RunPlaces(name.run).checkpoint(slot.step))
         return slot
 
@@ -283,12 +287,12 @@ class Commits:
             await self._bucket.delete_below(places.staging_of(name.upload))
             await self._bucket.delete_below(places.upload_parts(name.upload))
         except StoreError:
-            # The commit stands; what is left is the collector's.
+            # The commit stands; garbage collection deletes the rest.
             _log.warning("%s: its staging was not deleted", name, exc_info=True)
 
 
 def _moved(wanted: Places, found: Sequence[Claims]) -> list[int]:
-    """The rows of places where what was claimed does not lie any more."""
+    """Returns the rows of locations that no claim confirms."""
     there: dict[int, tuple[str, int, int]] = {}
     for claims in found:
         rows = claims.rows.tolist()
@@ -299,7 +303,7 @@ def _moved(wanted: Places, found: Sequence[Claims]) -> list[int]:
 def _packed(
     upload: OpenUpload, manifest: Manifest, node_file: str, attempt: str
 ) -> tuple[_Prepared, bytes, bytes]:
-    """What a record will name, the manifest and the file table."""
+    """Returns the fields that a record will have, the manifest and the file table."""
     data = b"".join(pack_manifest(manifest))
     table = _file_table(manifest, node_file).SerializeToString(deterministic=True)
     made = _Prepared(
@@ -314,7 +318,7 @@ def _packed(
 
 
 def _file_table(manifest: Manifest, node_file: str) -> pb.FileTable:
-    """All that lies in the pool and that a checkpoint needs."""
+    """Returns all data files that a checkpoint needs, with their bytes of chunks."""
     places = manifest.places
     bytes_in = np.bincount(places.file, places.length, len(places.files))
     held = {file: int(n) for file, n in zip(places.files, bytes_in, strict=True) if n}
@@ -324,7 +328,7 @@ def _file_table(manifest: Manifest, node_file: str) -> pb.FileTable:
 
 
 def _is_own(upload: OpenUpload, places: Places) -> NDArray[np.bool_]:
-    """For each chunk whether the upload brought it."""
+    """Returns for each chunk whether this upload stored it."""
     prefix = upload.places.data_prefix(upload.name.upload)
     own = np.array([file.startswith(prefix) for file in places.files], np.bool_)
     return own[places.file] if places.file.size else np.zeros(0, np.bool_)

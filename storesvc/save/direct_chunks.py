@@ -1,7 +1,8 @@
-"""Placed chunks: what a writer says it put into the pool by itself.
+"""Direct chunks: validates the locations that a direct writer reports.
 
-It is believed only what it could have done: chunks of the tree, of the length that
-their leaf gives them, in data files of this very upload, none over another.
+A direct writer puts data files into the pool itself and sends only their tables. A
+table is accepted only if its chunks belong to the leaf table, have the length that
+their leaf gives them, are in data files of this upload, and do not overlap.
 """
 
 import numpy as np
@@ -18,11 +19,13 @@ from storesvc.save.uploads import OpenUpload
 from storesvc_proto.v1 import tree_pb2
 
 
-def check_placed(upload: OpenUpload, table: tree_pb2.ChunkTable) -> tuple[Sums, Places]:
-    """Returns the chunks of a table, and where they lie.
+def check_direct_chunks(
+    upload: OpenUpload, table: tree_pb2.ChunkTable
+) -> tuple[Sums, Places]:
+    """Returns the checksums and the locations of the chunks of a table.
 
     Raises:
-        InvalidChunkError: It breaks a rule of ``WriteChunksRequest.placed``.
+        InvalidChunkError: The table breaks a rule of ``WriteChunksRequest.placed``.
     """
     try:
         sums, places = unpack_sums(table), unpack_places(table)
@@ -48,12 +51,12 @@ def check_placed(upload: OpenUpload, table: tree_pb2.ChunkTable) -> tuple[Sums, 
             f"placed: {tree.describe_chunk(chunk)}: expected "
             f"{tree.lengths[chunk]} bytes, got {places.length[row]}"
         )
-    _check_apart(places)
+    _check_overlaps(places)
     return sums, places
 
 
-def _check_apart(places: Places) -> None:
-    """Refuses chunks that lie over each other, and files without any."""
+def _check_overlaps(places: Places) -> None:
+    """Rejects chunks that overlap, and files without any chunk."""
     order = np.lexsort((places.offset, places.file))
     file, offset = places.file[order], places.offset[order]
     stop = offset + places.length[order]
@@ -61,7 +64,7 @@ def _check_apart(places: Places) -> None:
     if over.any():
         at = int(np.flatnonzero(over)[0])
         raise InvalidChunkError(
-            f"placed: two chunks lie over each other at byte {offset[at + 1]} of "
+            f"placed: two chunks overlap at byte {offset[at + 1]} of "
             f"{places.files[int(file[at])]}"
         )
     if len(np.unique(file)) != len(places.files):

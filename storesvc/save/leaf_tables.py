@@ -1,7 +1,7 @@
-"""Leaf tables of uploads: checked when they come, kept in the bucket and in memory.
+"""Leaf tables of uploads: validated on arrival, stored in the bucket, cached in memory.
 
-Beside the table of an upload are the digests of the leaves that its writer 0 holds,
-which those of the other writers are compared with.
+Next to the leaf table of an upload are the leaf digests of writer 0. The digests of the
+other writers are compared with them.
 """
 
 import asyncio
@@ -22,61 +22,61 @@ from storesvc.storage.bucket import Bucket
 from storesvc_proto.v1 import tree_pb2
 
 MAX_LEAVES: Final = 1_000_000
-"""Leaves of a tree."""
+"""Maximum leaves of a checkpoint."""
 
 MAX_VALUES: Final = 4096
-"""Distinct dtypes, shardings or PRNG implementations of a tree."""
+"""Maximum distinct dtypes, shardings or PRNG implementations of a checkpoint."""
 
 MAX_PIECES: Final = 4096
-"""Pieces of the structure of a tree: of 4 KiB each, where it is the largest."""
+"""Maximum pieces of the structure document, each of 4 KiB in the largest document."""
 
 MAX_CHUNKS: Final = 4_000_000
-"""Chunks of a tree."""
+"""Maximum chunks of a checkpoint."""
 
 
 class LeafTables:
-    """Those of the uploads of a bucket."""
+    """Reads and writes the leaf tables of uploads."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        # A cache of pure values by digest: any process fills it for itself.
+        # Keyed by digest, so every process can fill its own cache.
         self._trees: ByteCache[bytes, Tree] = ByteCache(
             TREES_BYTES, size_of=attrgetter("memory_bytes")
         )
 
     async def check(self, name: UploadName, table: bytes) -> bytes:
-        """Returns the digest of a serialised table.
+        """Validates a serialised leaf table and returns its digest.
 
         Raises:
             InvalidTreeError: The table contradicts itself.
-            LimitExceededError: It has too many leaves or chunks.
+            LimitExceededError: The table has too many leaves or chunks.
         """
         tree_digest = digest(table)
         await self.parsed(name, tree_digest, table)
         return tree_digest
 
     async def parsed(self, name: UploadName, tree_digest: bytes, table: bytes) -> Tree:
-        """Returns the tree of a serialised table.
+        """Returns the parsed form of a serialised leaf table.
 
         Raises:
             InvalidTreeError: The table contradicts itself.
-            LimitExceededError: It has too many leaves or chunks.
+            LimitExceededError: The table has too many leaves or chunks.
         """
         return await self._trees.get(
             tree_digest, lambda: asyncio.to_thread(_parsed, name, table)
         )
 
     async def write(self, name: UploadName, tree_digest: bytes, table: bytes) -> None:
-        """Keeps a table that was checked."""
+        """Writes a validated leaf table into the bucket."""
         place = RunPlaces(name.run).tree(name.upload, tree_digest)
         await self._bucket.write(place, table)
 
     async def tree(self, name: UploadName, tree_digest: bytes) -> Tree:
-        """Returns the tree of an upload.
+        """Returns the parsed leaf table of an upload.
 
         Raises:
-            UploadNotFoundError: It was aborted.
-            CorruptDataError: Its leaf table is damaged.
+            UploadNotFoundError: The upload was aborted.
+            CorruptDataError: The leaf table is damaged.
         """
         return await self._trees.get(
             tree_digest, lambda: self._stored(name, tree_digest)
@@ -115,11 +115,11 @@ class LeafTables:
 
 
 def _parsed(name: UploadName, table: bytes) -> Tree:
-    """Returns the tree of a serialised leaf table.
+    """Returns the parsed form of a serialised leaf table.
 
     Raises:
         InvalidTreeError: The table contradicts itself.
-        LimitExceededError: It has too many leaves or chunks.
+        LimitExceededError: The table has too many leaves or chunks.
     """
     try:
         columns = tree_pb2.LeafTable.FromString(table)
@@ -137,10 +137,10 @@ def _parsed(name: UploadName, table: bytes) -> Tree:
 def check_digests(
     name: UploadName, digests: bytes | bytearray, leaf_count: int
 ) -> None:
-    """Refuses leaf digests that are not one for each leaf; none at all are accepted.
+    """Rejects leaf digests whose number is neither zero nor that of the leaves.
 
     Raises:
-        InvalidTreeError: They are another number of bytes.
+        InvalidTreeError: They have another number of bytes.
     """
     if digests and len(digests) != leaf_count * DIGEST_BYTES:
         raise InvalidTreeError(
@@ -151,10 +151,10 @@ def check_digests(
 
 
 def check_limits(name: UploadName, table: tree_pb2.LeafTable) -> None:
-    """Refuses a table of more rows or values than a server takes.
+    """Rejects a leaf table with more rows or values than a server accepts.
 
     Raises:
-        LimitExceededError: Naming the column.
+        LimitExceededError: A column is too long; the error names it.
     """
     for column, limit in (
         ("key", MAX_LEAVES),

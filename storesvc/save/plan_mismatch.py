@@ -1,9 +1,9 @@
-"""Compares the plans and the values of several writers, and finds where they differ.
+"""Compares the save plans and the leaf values of several writers.
 
-Each process of a job plans a save for itself, from the same program. One that runs
-another version of it, or of jax, would store other chunks under the same names. And
-where several processes hold a leaf that one of them writes, such as a Python number,
-another value than that one's would be lost.
+Each process of a job plans a save by itself, from the same program. A process that runs
+another version of the program, or of jax, would store different chunks under the same
+names. If several processes hold a leaf that only one of them writes, such as a Python
+number, a different value on another process would be lost.
 """
 
 from collections.abc import Sequence
@@ -14,25 +14,27 @@ from storesvc.format.checksums import DIGEST_BYTES
 from storesvc.format.trees import Leaf, SavedSharding, Tree
 
 
-def difference(expected: Tree, got: Tree) -> tuple[str, str]:
-    """Returns the key of the first leaf in which two trees differ, "" where it is no
-    leaf, and what is expected and got there."""
+def first_difference(expected: Tree, got: Tree) -> tuple[str, str]:
+    """Returns where two leaf tables differ first, and a message of what differs.
+
+    The place is the key of a leaf, or "" if no leaf differs.
+    """
     for key in sorted({*expected.by_key, *got.by_key}):
         theirs, own = _leaf(expected, key), _leaf(got, key)
         if theirs != own:
-            told = _differing(theirs, own)
-            return key, f"leaf {key!r}: expected {told[0]}, got {told[1]}"
+            wanted, found = _describe_difference(theirs, own)
+            return key, f"leaf {key!r}: expected {wanted}, got {found}"
     if expected.structure != got.structure:
         return "", "structure: expected the same document, got another one"
-    return "", "leaf table: expected the same bytes, got others that say the same"
+    return "", "leaf table: expected the same bytes, got an equal table in other bytes"
 
 
 def differing_rows(expected: bytes, got: bytes) -> list[int]:
-    """Returns the rows of the leaves that two writers hold different values of.
+    """Returns the rows of the leaves whose values differ between two writers.
 
     Args:
-        expected: The leaf digests of one writer; 16 zero bytes: it compares none.
-        got: Those of another, of the same leaves.
+        expected: Leaf digests of one writer, 16 bytes each; zeros: not compared.
+        got: Leaf digests of the other writer, for the same leaves.
     """
     one, other = (
         np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
@@ -48,12 +50,12 @@ def _leaf(tree: Tree, key: str) -> Leaf | None:
     return None if at is None else tree.leaves[at]
 
 
-def _differing(expected: Leaf | None, got: Leaf | None) -> Sequence[str]:
-    """What tells two leaves apart, in words."""
+def _describe_difference(expected: Leaf | None, got: Leaf | None) -> Sequence[str]:
+    """Returns both leaves as texts, by the first property in which they differ."""
     for show in (_type, _grid, _layout, repr):
-        told = [show(leaf) if leaf else "none" for leaf in (expected, got)]
-        if told[0] != told[1]:
-            return told
+        texts = [show(leaf) if leaf else "none" for leaf in (expected, got)]
+        if texts[0] != texts[1]:
+            return texts
     raise AssertionError
 
 

@@ -1,79 +1,77 @@
-"""Receiving chunks: from frames of a stream to data files.
+"""Receives chunks: writes the frames of a stream to data files in the pool.
 
-A frame is checked and written while the next one comes, and a batch of them is made
-durable while the next one is filled. ``BatchPlaces`` bounds the batches of all streams
-of the process: that is the bound on the memory that uploads take on storages without
-files, and on the open files elsewhere. A writer that reaches the storage itself puts
-data files into the pool, and sends only their tables.
+A frame is checked and written while the next frame arrives, and a batch is made durable
+while the next batch fills. ``BatchAdmission`` bounds the batches of all streams of the
+process: on storages without files it bounds the memory of uploads, on file systems the
+number of open files. A direct writer puts data files into the pool itself and sends
+only their tables.
 
-A call can be cancelled at each ``await``. So what a stream holds is given back by
-functions without one; while a thread writes to a batch, the batch belongs to it.
+A chunk is acknowledged in this order, so that an acknowledged chunk is never lost:
+
+1. Its bytes are written and checked against the checksum that it carries.
+2. Its data file is made durable (``Receiver.store``, ``Receiver.adopt``).
+3. A staging table that names the chunk is made durable.
+4. The number of durable chunks is sent to the client.
+
+A call can be cancelled at each ``await``. Therefore the resources of a stream are
+released by functions without one. While a thread writes to a batch, the thread owns the
+batch: it is discarded only after the thread has ended.
 """
 
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from storesvc.call_timer import Stopwatch
 from storesvc.errors import (
-    ChunksIncompleteError,
     CorruptDataError,
     InvalidChunkError,
     LimitExceededError,
-    StorageUnavailableError,
     StoreError,
 )
 from storesvc.failpoints import Failpoint, reach
-from storesvc.format.chunks import I64, Places, Sums, merge
-from storesvc.format.seal import seal
 from storesvc.format.wire import Frame
 from storesvc.save.batch_admission import (
     LEAST_BYTES_PER_SECOND,
     RETRY_SECONDS,
-    BatchPlaces,
-    Place,
+    BatchAdmission,
+    Permit,
 )
 from storesvc.save.batches import Batch
-from storesvc.save.direct_chunks import check_placed
-from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
-from storesvc.save.staging_tables import Table, pack_table, stage, staged
+from storesvc.save.direct_chunks import check_direct_chunks
+from storesvc.save.staging_tables import stage
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.tensorstore_bucket import KvBucket, NewObject
 from storesvc_proto.v1 import tree_pb2
 
 MAX_BATCHES: Final = 4
-"""Batches in memory, over all streams of a process; those that are being made durable,
-on files too; and those of one stream, and its tables."""
+"""Maximum batches in memory, over all streams of a process. It is also the maximum of
+batches that are being made durable at once, of threads that write frames, and of the
+batches and tables of one stream in flight."""
 
 MAX_FILES: Final = 64
-"""Batches that are written to files, over all streams of a process."""
+"""Maximum batches that are written to files, over all streams of a process."""
 
 TICK_SECONDS: Final = 1.0
-"""How often a stream looks at its batch while no frame comes."""
-
-_SHOWN: Final = 5
+"""Interval at which a stream checks the age of its batch while no frame arrives."""
 
 
 class Receiver:
-    """Takes the chunks and the receipts of all writers."""
+    """Stores the chunks that the writers of uploads send."""
 
-    def __init__(self, bucket: KvBucket, uploads: Uploads, reuse: Reuse) -> None:
+    def __init__(self, bucket: KvBucket, uploads: Uploads) -> None:
         self._bucket = bucket
         self._uploads = uploads
-        self._reuse = reuse
-        self.places = BatchPlaces(MAX_FILES if bucket.has_files else MAX_BATCHES)
-        """Those of batches."""
+        self.admission = BatchAdmission(MAX_FILES if bucket.has_files else MAX_BATCHES)
+        """Permits for batches."""
         self._stores = asyncio.Semaphore(MAX_BATCHES)
-        # a slow disk must not take the threads that small calls need
+        # A slow disk must not occupy the threads that short calls need.
         self._adds = asyncio.Semaphore(MAX_BATCHES)
         self._discarding: set[asyncio.Future[None]] = set()
 
@@ -87,21 +85,22 @@ class Receiver:
         storing: Callable[[], None] = lambda: None,
         peer: str = "",
     ) -> AsyncGenerator[int]:
-        """Stores the chunks of frames, and writes down those that tables say the
-        writer stored; yields how many are durable, each time that some have become so.
+        """Stores the chunks of frames, and records the chunks that tables name.
+
+        Yields the number of durable chunks of this call each time it has grown.
 
         Args:
-            upload: Whose they are.
-            writer: Which of its writers sends them.
-            parts: What comes.
-            watch: Times it; None: nobody asks.
-            storing: Called now and then, while something of it is made durable.
-            peer: The host that sends them.
+            upload: The upload that the chunks belong to.
+            writer: Index of the writer that sends them.
+            parts: Frames, and tables of chunks that the writer put into the pool.
+            watch: Measures the phases of the call; None: not measured.
+            storing: Called at intervals while something is being made durable.
+            peer: Host of the client.
 
         Raises:
-            InvalidChunkError: A frame or a table does not fit the tree.
-            LimitExceededError: Too many others send chunks; or they do, and this
-                stream sends too slowly.
+            InvalidChunkError: A frame or a table does not fit the leaf table.
+            LimitExceededError: Too many streams send chunks, or other streams wait
+                and this one sends too slowly.
             StalledError: A chunk took too long.
         """
         stream = _Stream(self, upload, writer, watch or Stopwatch(), peer)
@@ -121,10 +120,10 @@ class Receiver:
                     part = coming.result()
                     if part is None:
                         break
-                    # the next one comes while this one is written
+                    # Receive the next part while this one is written.
                     coming = asyncio.ensure_future(anext(parts, None))
                     await stream.take(part)
-                stream.start_ripe()
+                stream.store_due()
             stream.end()
             while stream.writing:
                 durable += await asyncio.shield(stream.writing[0])
@@ -135,70 +134,18 @@ class Receiver:
             stream.drop()
             coming.cancel()
             coming.add_done_callback(_retrieve)
-            # Where the stream failed, no write outlives it, unless this is cancelled:
-            # they end by themselves. gather would cancel them.
+            # Wait for writes that still run: they end by themselves, and must not
+            # outlive a failed call. gather would cancel them.
             await asyncio.wait({coming, *stream.writing})
-
-    async def finish(self, upload: OpenUpload, writer: int, sums: Sums) -> Places:
-        """Records what a writer stored, and returns where it lies.
-
-        Raises:
-            InvalidChunkError: The receipt names a chunk that the tree does not
-                have, or other bytes than were stored, or leaves a chunk out.
-            ChunksIncompleteError: A chunk is not stored.
-            UploadNotFoundError: The upload was ended meanwhile.
-            UploadSupersededError: It lost its step meanwhile.
-        """
-        try:
-            return await self._finish(upload, writer, sums)
-        except (CorruptDataError, StorageUnavailableError):
-            # what is missing may be gone because the upload is
-            await self._uploads.open(upload.name, upload.record.epoch)
-            raise
-
-    async def _finish(self, upload: OpenUpload, writer: int, sums: Sums) -> Places:
-        check_ordinals(upload, sums)
-        count = upload.tree.chunk_count
-        own = await staged(self._bucket, upload.name, writer, chunk_count=count)
-        sources = await self._reuse.sources_of(upload, own)
-        # Threads: 100,000 chunks take longer than a ping may wait.
-        claims = await asyncio.to_thread(find_claims, upload.tree, sums, sources)
-        stored = await asyncio.to_thread(_stored, upload, writer, sums, own)
-        left = _unclaimed(sums, claims)
-        if len(left):
-            others = await self._reuse.sources(upload)
-            more = await asyncio.to_thread(
-                find_claims, upload.tree, sums.take(left), others
-            )
-            claims += [Claims(c.source, left[c.rows], c.found) for c in more]
-        places = await asyncio.to_thread(_places_of, upload, sums, claims, stored)
-        receipt = await asyncio.to_thread(pack_table, sums, places)
-        await reach(Failpoint.FINISH_BEFORE_RECEIPT)
-        place = upload.places.receipt(upload.name.upload, writer)
-        await self._bucket.write(place, seal(receipt, place=place))
-        await self._uploads.renew(upload)
-        await reach(Failpoint.FINISH_BEFORE_REPLY)
-        return places
-
-    async def find(
-        self, upload: OpenUpload, writer: int, parts: AsyncIterator[Sums]
-    ) -> AsyncGenerator[I64]:
-        """Yields, for the sums of each part, the ordinals of those chunks that the
-        writer need not send."""
-        own = await self._reuse.stored(upload, writer)
-        sources = [*own, *await self._reuse.sources(upload)]
-        async for sums in parts:
-            check_ordinals(upload, sums)
-            claims = await asyncio.to_thread(find_claims, upload.tree, sums, sources)
-            rows = np.concatenate([np.empty(0, np.int64), *(c.rows for c in claims)])
-            yield sums.ordinal[np.sort(rows)]
 
     async def adopt(
         self, upload: OpenUpload, writer: int, table: tree_pb2.ChunkTable
     ) -> int:
-        """Writes down chunks that the writer put into the pool itself; returns how
-        many they are."""
-        sums, places = await asyncio.to_thread(check_placed, upload, table)
+        """Records chunks that the writer put into the pool itself, and returns their
+        number."""
+        # 1. Validate what the writer reports: it is not trusted.
+        sums, places = await asyncio.to_thread(check_direct_chunks, upload, table)
+        # 2. Make each data file durable, after a check that it is complete.
         for file, end in zip(places.files, places.ends.tolist(), strict=True):
             place = upload.places.data_file(file)
             try:
@@ -210,65 +157,77 @@ class Receiver:
                     "its chunks again"
                 ) from e
             await self._bucket.adopt(place)
+        # 3. Record the chunks, now that they are durable.
         await stage(self._bucket, upload.name, writer, sums, places)
         await reach(Failpoint.WRITE_BEFORE_REPLY)
         return len(sums)
 
-    async def store(self, upload: OpenUpload, writer: int, filling: "_Filling") -> int:
-        """Makes a batch durable, and returns how many chunks it completed."""
+    async def store(
+        self, upload: OpenUpload, writer: int, batch_file: "_BatchFile"
+    ) -> int:
+        """Makes a batch durable, and returns the number of its completed chunks."""
         await reach(Failpoint.WRITE_BEFORE_BATCH)
-        with filling.watch.phase("storage"):
+        with batch_file.watch.phase("storage"):
+            # 1. Make the data file durable.
             async with self._stores:
-                await self._bucket.keep(filling.new)
-            sums, places = await asyncio.to_thread(filling.batch.table, filling.file)
+                await self._bucket.keep(batch_file.new)
+            # 2. Record its chunks: a staging table names durable chunks only.
+            sums, places = await asyncio.to_thread(
+                batch_file.batch.table, batch_file.file
+            )
             await stage(self._bucket, upload.name, writer, sums, places)
         await reach(Failpoint.WRITE_BEFORE_REPLY)
-        return filling.batch.completed
+        return batch_file.batch.completed
 
     async def begin(
-        self, upload: OpenUpload, place: Place, *, watch: Stopwatch
-    ) -> "_Filling":
-        """Returns a new batch in a place, which is given back where this fails."""
+        self, upload: OpenUpload, permit: Permit, *, watch: Stopwatch
+    ) -> "_BatchFile":
+        """Returns a new batch; on an error it releases the permit."""
         try:
             file = upload.places.data_prefix(upload.name.upload) + uuid.uuid4().hex
             new = await self._bucket.create(upload.places.data_file(file))
         except BaseException:
-            self.places.give_back(place)
+            self.admission.release(permit)
             raise
         now = asyncio.get_running_loop().time()
-        return _Filling(file, new, Batch(upload.tree, now=now), place, watch)
+        return _BatchFile(file, new, Batch(upload.tree, now=now), permit, watch)
 
-    async def add(self, filling: "_Filling", frame: Frame, *, now: float) -> None:
-        """Checks a frame, and writes it."""
+    async def add(self, batch_file: "_BatchFile", frame: Frame, *, now: float) -> None:
+        """Checks and writes a frame, in a thread."""
         async with self._adds:
-            await self._bucket.fill(filling.new, partial(filling.add, frame, now))
+            await self._bucket.fill(batch_file.new, partial(batch_file.add, frame, now))
 
-    def drop(self, filling: "_Filling") -> None:
-        """Discards a batch that nothing writes to, and gives its place back."""
-        if filling.new.file is None:  # it is kept, or never was a file
-            self.places.give_back(filling.place)
+    def drop(self, batch_file: "_BatchFile") -> None:
+        """Releases the permit of a batch, and deletes its file unless it was stored.
+
+        No thread may be writing to the batch.
+        """
+        if batch_file.new.file is None:  # stored already, or never in a file
+            self.admission.release(batch_file.permit)
             return
-        # a thread: to delete a file may take long
-        discarding = asyncio.ensure_future(self._bucket.discard(filling.new))
-        self._discarding.add(discarding)  # asyncio itself keeps no task alive
+        # A thread, because deleting a file may take long.
+        discarding = asyncio.ensure_future(self._bucket.discard(batch_file.new))
+        self._discarding.add(discarding)  # asyncio keeps only weak references to tasks
         discarding.add_done_callback(self._discarding.discard)
         discarding.add_done_callback(_retrieve)
-        discarding.add_done_callback(lambda _: self.places.give_back(filling.place))
+        discarding.add_done_callback(
+            lambda _: self.admission.release(batch_file.permit)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Filling:
-    """A batch, and the data file that its bytes are written to."""
+class _BatchFile:
+    """A batch that is being filled or stored, and its data file."""
 
     file: str
-    """Its name, relative to the pool."""
+    """Name of the data file, relative to the pool."""
     new: NewObject
     batch: Batch
-    place: Place
+    permit: Permit
     watch: Stopwatch
 
     def add(self, frame: Frame, now: float) -> None:
-        """Checks a frame, and writes it while it is in the processor's cache."""
+        """Checks a frame, and writes it while it is still in the processor's cache."""
         with self.watch.phase("sums"):
             self.batch.add_frame(frame, now=now)
         with self.watch.phase("storage"):
@@ -277,7 +236,7 @@ class _Filling:
 
 
 class _Stream:
-    """What one stream has brought, and what of it is being written."""
+    """The state of one WriteChunks call: its open batch, and its writes in flight."""
 
     def __init__(
         self,
@@ -295,23 +254,24 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self._adding: asyncio.Future[None] | None = None
         self._cut: asyncio.Future[StoreError] = self._loop.create_future()
-        """Why the stream must end, once others need its place."""
-        self.filling: _Filling | None = None
+        """Error that ends the stream, because other streams need its permit."""
+        self.batch_file: _BatchFile | None = None
         self.writing: deque[asyncio.Task[int]] = deque()
-        """What is being made durable, in the order in which it came."""
+        """Batches and tables that are being made durable, in the order of arrival."""
 
     @property
     def is_full(self) -> bool:
-        """Whether it takes nothing before something is durable: tables take memory,
-        too."""
+        """True if the stream must wait for a write to end before it takes the next
+        part; tables count too, because they take memory."""
         return len(self.writing) >= MAX_BATCHES
 
     async def wait(self, coming: asyncio.Future[Any]) -> None:
-        """Waits for the next part, or for the first write to end; not for long, while
-        there is a batch.
+        """Waits until the next part has arrived or the oldest write has ended.
+
+        While there is a batch or a write, it returns after ``TICK_SECONDS`` at most.
 
         Raises:
-            LimitExceededError: Others need the place of the batch.
+            LimitExceededError: Other streams need the permit of the batch.
         """
         waits: set[asyncio.Future[Any]] = {self._cut, *islice(self.writing, 1)}
         if not self.is_full:
@@ -319,40 +279,40 @@ class _Stream:
         with nullcontext() if self.is_full else self.awaiting_client():
             await asyncio.wait(
                 waits,
-                timeout=TICK_SECONDS if self.filling or self.writing else None,
+                timeout=TICK_SECONDS if self.batch_file or self.writing else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
         if self._cut.done():
             raise self._cut.result()
 
     def awaiting_client(self) -> AbstractContextManager[None]:
-        """Counts the time of a context as that of the client."""
-        if self.filling is None:
+        """Counts the time spent in the context as the client's."""
+        if self.batch_file is None:
             return nullcontext()
-        return self.filling.place.awaiting_client()
+        return self.batch_file.permit.awaiting_client()
 
     async def take(self, part: Frame | tree_pb2.ChunkTable) -> None:
-        """Takes what came next."""
+        """Starts to store a table, or writes a frame to the open batch."""
         if isinstance(part, tree_pb2.ChunkTable):
             self.end()
             self.writing.append(asyncio.create_task(self._adopt(part)))
             return
-        if self.filling is None:
-            place = await self._receiver.places.take(
+        if self.batch_file is None:
+            permit = await self._receiver.admission.acquire(
                 peer=self._peer,
                 namespace=self._upload.name.run.namespace,
                 recall=self._recalled,
             )
-            self.filling = await self._receiver.begin(
-                self._upload, place, watch=self._watch
+            self.batch_file = await self._receiver.begin(
+                self._upload, permit, watch=self._watch
             )
         self._adding = asyncio.ensure_future(
-            self._receiver.add(self.filling, part, now=self._loop.time())
+            self._receiver.add(self.batch_file, part, now=self._loop.time())
         )
         self._adding.add_done_callback(_retrieve)
-        # its thread goes on where this is cancelled
+        # The thread goes on if this call is cancelled.
         await asyncio.shield(self._adding)
-        self.filling.place.count(len(part.data))
+        self.batch_file.permit.count(len(part.data))
 
     async def _adopt(self, table: tree_pb2.ChunkTable) -> int:
         with self._watch.phase("storage"):
@@ -360,137 +320,70 @@ class _Stream:
         self._watch.size_bytes += sum(table.length)
         return count
 
-    def start_ripe(self) -> None:
-        """Ends the batch, if it is time to."""
-        if self.filling is not None:
-            self.filling.batch.check_progress(self._loop.time())
-            if self.filling.batch.is_ripe(self._loop.time()):
-                self._start(self.filling)
+    def store_due(self) -> None:
+        """Starts to store the open batch if it is full or old enough."""
+        if self.batch_file is not None:
+            self.batch_file.batch.check_progress(self._loop.time())
+            if self.batch_file.batch.is_due(self._loop.time()):
+                self._start(self.batch_file)
 
     def end(self) -> None:
-        """Ends the batch, if there is one.
+        """Starts to store the open batch, if there is one.
 
         Raises:
-            InvalidChunkError: A chunk is not complete.
+            InvalidChunkError: Its last chunk is not complete.
         """
-        if self.filling is None:
+        if self.batch_file is None:
             return
-        if not self.filling.batch.is_whole:
+        if not self.batch_file.batch.is_whole:
             raise InvalidChunkError(
                 f"{self._upload.name}: the stream ended within a chunk"
             )
-        self._start(self.filling)
+        self._start(self.batch_file)
 
     def drop(self) -> None:
-        """Discards the batch that is being filled, once no thread writes to it."""
-        filling, self.filling = self.filling, None
-        if filling is None:
+        """Discards the open batch, after the thread that writes to it has ended."""
+        batch_file, self.batch_file = self.batch_file, None
+        if batch_file is None:
             return
         if self._adding is None or self._adding.done():
-            self._receiver.drop(filling)
+            self._receiver.drop(batch_file)
         else:
-            self._adding.add_done_callback(lambda _: self._receiver.drop(filling))
+            self._adding.add_done_callback(lambda _: self._receiver.drop(batch_file))
 
     def _recalled(self) -> None:
-        """Ends the batch, as others need its place and the client is slow; and the
-        stream, where that is within a chunk."""
-        if self.filling is None:
+        """Ends the open batch, because other streams need its permit and this client
+        is slow; ends the stream too if a chunk is incomplete."""
+        if self.batch_file is None:
             return
-        if self.filling.batch.is_whole:
-            self._start(self.filling)
+        if self.batch_file.batch.is_whole:
+            self._start(self.batch_file)
             return
         self.drop()
         if not self._cut.done():
             self._cut.set_result(
                 LimitExceededError(
-                    f"{self._upload.name}: others wait to send chunks, and this stream "
-                    f"sent less than {LEAST_BYTES_PER_SECOND >> 10} KiB a second "
-                    "within a chunk, or kept the server waiting for too long; send "
-                    "what was not acknowledged in a new one",
+                    f"{self._upload.name}: other streams wait to send chunks, and this "
+                    f"one sent less than {LEAST_BYTES_PER_SECOND >> 10} KiB/s within "
+                    "a chunk, or kept the server waiting for too long; send the "
+                    "chunks that were not acknowledged in a new stream",
                     retry_seconds=RETRY_SECONDS,
                 )
             )
 
-    def _start(self, filling: _Filling) -> None:
-        """Begins to make a batch durable, which gives its place back when it has ended,
-        also where it never began or nobody waits for it any more."""
-        self.filling = None
-        stored = self._receiver.store(self._upload, self._writer, filling)
+    def _start(self, batch_file: _BatchFile) -> None:
+        """Starts to store a batch. Its permit is released when that ends, even if it
+        never began or the call was cancelled."""
+        self.batch_file = None
+        stored = self._receiver.store(self._upload, self._writer, batch_file)
         task = asyncio.create_task(stored)
         task.add_done_callback(_retrieve)
-        task.add_done_callback(lambda _: self._receiver.drop(filling))
+        task.add_done_callback(lambda _: self._receiver.drop(batch_file))
         self.writing.append(task)
 
 
 def _retrieve(ended: "asyncio.Future[Any]") -> None:
-    """Takes the error of a future that nobody may await: asyncio would log it."""
+    """Retrieves the error of a future that may never be awaited: asyncio would log
+    it."""
     if not ended.cancelled():
         ended.exception()
-
-
-def check_ordinals(upload: OpenUpload, sums: Sums) -> None:
-    """Refuses sums of chunks that the tree does not have.
-
-    Raises:
-        InvalidChunkError: They are.
-    """
-    if len(sums) and sums.ordinal[-1] >= upload.tree.chunk_count:
-        raise InvalidChunkError(
-            f"{upload.name}: the tree has {upload.tree.chunk_count} chunks, got sums "
-            f"of chunk {sums.ordinal[-1]}"
-        )
-
-
-def _stored(
-    upload: OpenUpload, writer: int, sums: Sums, own: Table
-) -> NDArray[np.bool_]:
-    """For each chunk of the tree, whether the writer stored it, in whatever version.
-
-    Raises:
-        InvalidChunkError: The receipt leaves one out that it did.
-    """
-    stored = np.zeros(upload.tree.chunk_count, np.bool_)
-    stored[own[0].ordinal] = True
-    if np.count_nonzero(stored) > np.count_nonzero(stored[sums.ordinal]):
-        raise InvalidChunkError(
-            f"{upload.name}: writer {writer} stored {np.count_nonzero(stored)} chunks, "
-            f"got a receipt for {len(sums)}; finish with all of them"
-        )
-    return stored
-
-
-def _unclaimed(sums: Sums, claims: Sequence[Claims]) -> I64:
-    """The rows of a receipt that nothing was found for."""
-    left = np.ones(len(sums), np.bool_)
-    for one in claims:
-        left[one.rows] = False
-    return np.flatnonzero(left)
-
-
-def _places_of(
-    upload: OpenUpload,
-    sums: Sums,
-    claims: Sequence[Claims],
-    stored: NDArray[np.bool_],
-) -> Places:
-    """Where the chunks of a receipt lie.
-
-    Raises:
-        InvalidChunkError: The writer stored only other bytes of one.
-        ChunksIncompleteError: One lies nowhere.
-    """
-    left = sums.ordinal[_unclaimed(sums, claims)]
-    others, missing = left[stored[left]].tolist(), left.tolist()
-    if others:
-        raise InvalidChunkError(
-            f"{upload.tree.describe_chunk(others[0])}: expected the bytes that the "
-            "receipt tells of, but others are stored; send it again, then finish"
-        )
-    if missing:
-        shown = ", ".join(map(upload.tree.describe_chunk, missing[:_SHOWN]))
-        raise ChunksIncompleteError(
-            f"{upload.name}: {len(missing)} chunks of the receipt are not stored "
-            f"({shown}); send them, then finish again",
-            missing=str(len(missing)),
-        )
-    return merge([(sums.take(c.rows), claimed_places(c)) for c in claims])[1]

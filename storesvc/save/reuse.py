@@ -1,14 +1,17 @@
-"""Reuse: which chunks of an upload are stored already, by its base or predecessor.
+"""Reuse: finds the chunks of an upload that its base or predecessor already stores.
 
-A chunk is the same where the leaf has the same key, shape, dtype and grid, and the
-chunk the same CRC-32C, digest and length, by what was written down of it. It is then
-shared by reference: the new checkpoint names its place. Its bytes are not read: of data
-files only the ends are looked at. A base or a predecessor that is damaged is none: a
-save that can reuse nothing is a save all the same.
+The base is an earlier checkpoint of the run; the predecessor is an unfinished upload
+whose step this upload took over.
 
-A claim is nothing that is kept: it is found again by whoever needs it, FinishWriter
-and the commit alike, and only while the base's slot says that it still stands. The
-upload's own reservation is older than that look, so a purge of the base sees it.
+Two chunks are equal if their leaves have the same key, shape, dtype and grid, and the
+recorded CRC-32C, digest and length of the chunks agree. An equal chunk is shared by
+reference: the new checkpoint names its location. The bytes are not read again; only the
+last byte of each data file is, to detect a missing or truncated file. A damaged base or
+predecessor is ignored, because a save can always send all of its chunks.
+
+Claims are not stored. FinishWriter and the commit each compute them, and only while the
+slot of the base shows that the base still exists. The upload reserved its slot before
+this check, so a purge of the base sees the upload.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.slots import CHECKPOINTS, PURGING
 from storesvc.errors import CorruptDataError, UploadNotFoundError
 from storesvc.format.chunks import I64, Places, Sums, same_sums
@@ -32,74 +36,80 @@ from storesvc.storage.bounded_gather import each
 from storesvc.storage.tensorstore_bucket import KvBucket
 
 MAX_VERSIONS: Final = 16
-"""Of a chunk that one writer stored; others are as if they were not stored."""
+"""Maximum versions of one chunk of one writer that can be reused; more are ignored."""
 
 _FILES_AT_ONCE: Final = 64
-_LOOKS: Final = 50
-_LOOK_SECONDS: Final = 0.1
-"""Between looks at a base that is looked at for what uses it."""
+_POLLS: Final = 50
+_POLL_SECONDS: Final = 0.1
+"""Delay between reads of the slot of a base that is being purged."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Source:
-    """Stored chunks that an upload may claim, of each chunk of a tree one at most."""
+    """Stored chunks that an upload may claim, at most one for each ordinal."""
 
     tree: Tree
     sums: Sums
-    """Of the chunks that are stored, as the places: a tree may have millions of chunks
-    of which a client stored one."""
+    """Checksums of the stored chunks, one row each; not of all chunks of the tree,
+    which may have millions."""
     places: Places
+    """Locations of the same chunks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claims:
-    """What an upload claims of one source."""
+    """Chunks that an upload claims from one source."""
 
     source: Source
     rows: I64
-    """Rows of the sums that were asked about."""
+    """Rows of the upload's checksums."""
     found: I64
-    """Beside them, the rows of the source."""
+    """Rows of the source's checksums, in the same order."""
 
 
 class Reuse:
-    """Finds what uploads may claim."""
+    """Finds the stored chunks that uploads may claim."""
 
-    def __init__(self, bucket: KvBucket, uploads: Uploads) -> None:
+    def __init__(
+        self, bucket: KvBucket, catalogue: Catalogue, uploads: Uploads
+    ) -> None:
         self._bucket = bucket
+        self._catalogue = catalogue
         self._uploads = uploads
 
     async def sources(self, upload: OpenUpload) -> list[Source]:
-        """Returns what an upload may claim from: what its predecessor stored, one
-        source for each writer, and its base, where that still stands."""
+        """Returns the chunks that an upload may claim: the chunks of its
+        predecessor, and the chunks of its base while the base exists."""
         found: list[Source] = []
         if upload.record.predecessor:
             name = UploadName(upload.name.run, upload.record.predecessor)
-            found += await self._stored_by(name)
+            found += await self._sources_of_predecessor(name)
         if upload.record.base:
-            found += await self._base(upload)
+            found += await self._sources_of_base(upload)
         return found
 
-    async def _base(self, upload: OpenUpload) -> list[Source]:
+    async def _sources_of_base(self, upload: OpenUpload) -> list[Source]:
         run, step = upload.name.run, upload.record.base_step
         try:
-            for _ in range(_LOOKS):
-                slot = await self._uploads.slot(run, step)
+            # A purge sees this upload and spares its base: wait for it to roll back.
+            for _ in range(_POLLS):
+                found = await self._catalogue.slot(run, step)
+                slot = found and found[0]
                 if slot is None or slot.state != PURGING:
                     break
-                await asyncio.sleep(_LOOK_SECONDS)  # it sees us, and leaves it
+                await asyncio.sleep(_POLL_SECONDS)
             if (
                 slot is None
                 or slot.state not in CHECKPOINTS - {PURGING}
                 or slot.upload != upload.record.base
             ):
                 return []
-            manifest = await self._uploads.manifest(run, slot)
+            manifest = await self._catalogue.manifest(run, slot)
             whole = await self._whole_files(run, manifest.places)
         except CorruptDataError as e:
-            _log.warning("%s@%d cannot be a base: %s", run, step, e)
+            _log.warning("%s@%d is not used as a base: %s", run, step, e)
             return []
         sums, places = manifest.sums, manifest.places
         if not whole.all():
@@ -108,18 +118,16 @@ class Reuse:
         return [Source(tree=manifest.tree, sums=sums, places=places)]
 
     async def _whole_files(self, run: RunName, places: Places) -> NDArray[np.bool_]:
-        """For each data file of places, whether it is neither missing nor cut off."""
+        """Returns for each data file whether it exists and is not truncated."""
         ends = places.ends
 
         async def is_whole(number: int) -> bool:
-            place, end = (
-                RunPlaces(run).data_file(places.files[number]),
-                int(ends[number]),
-            )
+            place = RunPlaces(run).data_file(places.files[number])
+            end = int(ends[number])
             try:
                 await self._bucket.read_range(place, end - 1, end)
             except CorruptDataError as e:
-                _log.warning("%s: nothing can be claimed of a file: %s", run, e)
+                _log.warning("%s: a data file is not reused: %s", run, e)
                 return False
             return True
 
@@ -128,46 +136,47 @@ class Reuse:
         whole[numbers] = await each(is_whole, numbers, at_once=_FILES_AT_ONCE)
         return whole
 
-    async def _stored_by(self, name: UploadName) -> list[Source]:
-        """What the writers of an unfinished upload had stored."""
+    async def _sources_of_predecessor(self, name: UploadName) -> list[Source]:
+        """Returns the chunks that the writers of an unfinished upload had stored."""
         try:
             record = await self._uploads.record(name)
             tree = await self._uploads.tree(name, record)
         except UploadNotFoundError:
             return []
         except CorruptDataError as e:
-            _log.warning("%s: nothing can be claimed of it: %s", name, e)
+            _log.warning("%s: its chunks are not reused: %s", name, e)
             return []
         opened = OpenUpload(name, record, tree)
         by_writer = await staged_places(self._bucket, name)
 
         async def stored(writer: int) -> list[Source]:
-            return await self._stored_at(opened, by_writer[writer])
+            return await self._sources_in(opened, by_writer[writer])
 
         found = await each(stored, sorted(by_writer))
         return [source for sources in found for source in sources]
 
-    async def stored(self, upload: OpenUpload, writer: int) -> list[Source]:
-        """Returns what a writer stored; nothing where that is damaged, which has it
-        sent again."""
+    async def sources_of_writer(self, upload: OpenUpload, writer: int) -> list[Source]:
+        """Returns the chunks that a writer stored; nothing if a staging table is
+        damaged, so that the writer sends its chunks again."""
         staging = upload.places.staging(upload.name.upload, writer)
-        return await self._stored_at(upload, await self._bucket.list(staging))
+        return await self._sources_in(upload, await self._bucket.list(staging))
 
-    async def _stored_at(
+    async def _sources_in(
         self, upload: OpenUpload, tables: Sequence[str]
     ) -> list[Source]:
-        """Returns what the tables of one writer name; nothing where one is damaged."""
+        """Returns the chunks in the staging tables of one writer; nothing if one of
+        the tables is damaged."""
         try:
             table = await tables_at(
                 self._bucket, tables, chunk_count=upload.tree.chunk_count
             )
         except CorruptDataError as e:
-            _log.warning("%s: nothing can be claimed of a writer: %s", upload.name, e)
+            _log.warning("%s: chunks of a writer are not reused: %s", upload.name, e)
             return []
         return await self.sources_of(upload, table)
 
     async def sources_of(self, upload: OpenUpload, table: Table) -> list[Source]:
-        """Returns the sources that stored chunks of an upload are."""
+        """Returns the chunks of a staging table whose data files are intact."""
         sums, places = table
         whole = await self._whole_files(upload.name.run, places)
         kept = np.flatnonzero(whole[places.file])
@@ -177,7 +186,7 @@ class Reuse:
 
 
 def _sources(tree: Tree, sums: Sums, places: Places) -> list[Source]:
-    """The sources that stored chunks are: as many as versions of one were stored."""
+    """Returns stored chunks as sources: as many as the most versions of one chunk."""
     rows = _distinct(sums)
     sums, places = sums.take(rows), places.take(rows)
     nth = np.arange(len(sums)) - np.searchsorted(sums.ordinal, sums.ordinal)
@@ -189,7 +198,7 @@ def _sources(tree: Tree, sums: Sums, places: Places) -> list[Source]:
 
 
 def _distinct(sums: Sums) -> I64:
-    """The rows of chunks, each version of each once; ascending by ordinal."""
+    """Returns the rows of chunks without duplicate versions, ascending by ordinal."""
     words = sums.digests.view(np.uint64).reshape(-1, 2)
     order = np.lexsort((words[:, 0], words[:, 1], sums.crc32c, sums.ordinal))
     columns = (sums.ordinal, sums.crc32c, words[:, 0], words[:, 1])
@@ -201,8 +210,14 @@ def _distinct(sums: Sums) -> I64:
 
 
 def find_claims(tree: Tree, sums: Sums, sources: Sequence[Source]) -> list[Claims]:
-    """Returns what each source has of the chunks that sums are of; each chunk is
-    claimed of the first source that has it."""
+    """Returns the chunks that each source has; a chunk that several sources have is
+    claimed from the first.
+
+    Args:
+        tree: Leaf table of the upload.
+        sums: Checksums of the chunks to find.
+        sources: Where to look, in order of preference.
+    """
     left = np.ones(len(sums), np.bool_)
     found = []
     for source in sources:
@@ -217,12 +232,12 @@ def find_claims(tree: Tree, sums: Sums, sources: Sequence[Source]) -> list[Claim
 
 
 def claimed_places(claims: Claims) -> Places:
-    """Returns where the claimed chunks lie, in the order of the rows."""
+    """Returns the locations of claimed chunks, in the order of ``Claims.rows``."""
     return claims.source.places.take(claims.found)
 
 
 def _counterparts(tree: Tree, other: Tree, chunks: I64) -> I64:
-    """For each of some chunks of a tree its ordinal in another, or -1."""
+    """Returns the ordinals of chunks in another leaf table; -1: not in it."""
     if tree is other:
         return chunks
     rows, within = tree.locate_all(chunks)

@@ -1,9 +1,9 @@
-"""Staging: what the writers of an upload have stored so far, in tables.
+"""Staging tables: record which chunks the writers of an upload have stored so far.
 
-A table is written once, after the data file that it tells of: a chunk that a table
-names is durable, and what no table names was never acknowledged. So a receipt is
-compared with what arrived, and a writer that starts again learns what it need not send,
-without that any chunk is read.
+A staging table is written once, after the data file that holds its chunks is durable.
+So a chunk in a table is durable, and a chunk in no table was never acknowledged. A
+receipt is compared with the tables, and a writer that restarts learns from them what it
+need not send again; no chunk is read for either.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 
 Table: TypeAlias = tuple[Sums, Places]
-"""Chunks, and where they lie; ascending."""
+"""Checksums and locations of stored chunks, ascending by ordinal."""
 
 _AT_ONCE: Final = 64
 
@@ -42,7 +42,7 @@ _AT_ONCE: Final = 64
 async def stage(
     bucket: KvBucket, name: UploadName, writer: int, sums: Sums, places: Places
 ) -> None:
-    """Writes down that chunks are stored; durable when it returns."""
+    """Records that chunks are stored; the record is durable on return."""
     place = RunPlaces(name.run).staged(name.upload, writer, uuid.uuid4().hex)
     await bucket.write(place, seal(pack_table(sums, places), place=place))
 
@@ -50,20 +50,22 @@ async def stage(
 async def staged(
     bucket: KvBucket, name: UploadName, writer: int, *, chunk_count: int
 ) -> Table:
-    """Returns what a writer has stored, ascending; a chunk that was stored several
-    times several times.
+    """Returns the chunks that a writer has stored, ascending by ordinal.
+
+    A chunk that was stored several times has several rows.
 
     Raises:
-        CorruptDataError: A table is damaged.
+        CorruptDataError: A staging table is damaged.
     """
     places = await bucket.list(RunPlaces(name.run).staging(name.upload, writer))
     return await tables_at(bucket, places, chunk_count=chunk_count)
 
 
 async def staged_places(bucket: KvBucket, name: UploadName) -> Mapping[int, list[str]]:
-    """Returns the places of the tables of an upload, by writer.
+    """Returns the paths of the staging tables of an upload, by writer.
 
-    By one list: an upload may promise very many writers of which few store anything.
+    One list call serves all writers: an upload may expect many writers, of which few
+    store anything.
     """
     places, found = RunPlaces(name.run), defaultdict[int, list[str]](list)
     for place in await bucket.list(places.staging_of(name.upload)):
@@ -74,10 +76,10 @@ async def staged_places(bucket: KvBucket, name: UploadName) -> Mapping[int, list
 async def tables_at(
     bucket: KvBucket, places: Sequence[str], *, chunk_count: int
 ) -> Table:
-    """Returns the stored chunks that tables name, as ``staged`` does.
+    """Returns the chunks in some staging tables, as ``staged`` does.
 
     Raises:
-        CorruptDataError: A table is damaged.
+        CorruptDataError: A staging table is damaged.
     """
 
     async def table(place: str) -> Table | None:
@@ -89,17 +91,17 @@ async def tables_at(
 
 
 def pack_table(sums: Sums, places: Places) -> pb.Receipt:
-    """Returns the record of stored chunks."""
+    """Returns stored chunks as the message of a staging table or a receipt."""
     parts = pack_placed(sums, places, with_ordinals=True)
     return pb.Receipt(chunks=b"".join(part.SerializeToString() for part in parts))
 
 
 def unpack_table(place: str, receipt: pb.Receipt, chunk_count: int) -> Table:
-    """Returns the stored chunks of a record.
+    """Returns the stored chunks of a staging table or a receipt.
 
     Raises:
-        CorruptDataError: It contradicts itself, or names chunks that the tree does
-            not have.
+        CorruptDataError: The message contradicts itself, or names chunks that are not
+            in the leaf table.
     """
     try:
         table = tree_pb2.ChunkTable.FromString(receipt.chunks)

@@ -1,8 +1,8 @@
-"""Parts of tables: a leaf table, and a receipt, as they come over a stream.
+"""Parts of tables: collects a leaf table or a receipt that arrives in a stream.
 
-The rows of all parts are counted before anything is made of them, and a part that has
-more than the stream announced is rejected: what is kept is in proportion to what was
-announced, and what was announced to what a server takes.
+Rows are counted before they are parsed. A part with more rows than the stream announced
+is rejected, so memory stays in proportion to the announced size, and the announced size
+is bounded by the limits of the server.
 """
 
 from typing import Final
@@ -19,13 +19,13 @@ from storesvc.save.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
 from storesvc_proto.v1 import tree_pb2
 
 MAX_TREE_BYTES: Final = 128 << 20
-"""Bytes of a leaf table, and of a receipt."""
+"""Maximum bytes of a leaf table, and of a receipt."""
 
 LEAF_BYTES: Final = 500
-"""What a leaf takes in memory while its table is unpacked, beside the table."""
+"""Estimated memory per leaf while a leaf table is parsed, in addition to the table."""
 
 CHUNK_BYTES: Final = 200
-"""What a row of a receipt takes in memory while it is checked."""
+"""Estimated memory per row while a receipt is checked."""
 
 _ROW_COLUMNS: Final = (
     "key",
@@ -41,14 +41,14 @@ _VALUE_COLUMNS: Final = ("dtypes", "shardings", "prng_impls")
 
 
 class LeafParts:
-    """The parts of one leaf table."""
+    """Collects the parts of one leaf table."""
 
     def __init__(self, name: UploadName, leaf_count: int) -> None:
-        """Begins without any.
+        """Creates a collector without parts.
 
         Args:
             name: The upload.
-            leaf_count: How many leaves the stream announces.
+            leaf_count: Number of leaves that the stream announces.
         """
         self._name = name
         self._leaf_count = leaf_count
@@ -64,24 +64,24 @@ class LeafParts:
         self._parts: list[bytes] = []
         self._digests = bytearray()
         self.size_bytes = 0
-        """Bytes of the serialised table."""
+        """Bytes of the serialised leaf table."""
 
     @property
     def weight_bytes(self) -> int:
-        """What the table takes in memory while it is unpacked, about."""
+        """Estimated memory of the leaf table while it is parsed."""
         return 3 * self.size_bytes + LEAF_BYTES * self._counts["key"]
 
     def add(self, part: tree_pb2.LeafTable, digests: bytes = b"") -> int:
-        """Adds the next part, and returns how many bytes it takes.
+        """Adds the next part, and returns its size in bytes.
 
         Args:
-            part: Of the table.
-            digests: Those of its leaves; empty: it has none.
+            part: Rows of the leaf table.
+            digests: Digests of the leaves of the part; empty: none.
 
         Raises:
-            InvalidTreeError: It has more rows than were announced, not each row whole,
-                or other digests than those of its leaves.
-            LimitExceededError: The table exceeds a limit of the server.
+            InvalidTreeError: The part has more rows than announced, an incomplete
+                row, or digests whose number is not that of its leaves.
+            LimitExceededError: The leaf table exceeds a limit of the server.
         """
         self._check_rows(part)
         for column, limit in self._limits.items():
@@ -104,18 +104,18 @@ class LeafParts:
 
     @property
     def digests(self) -> bytes:
-        """The digests of all leaves, once all parts came; empty: there are none.
+        """The digests of all leaves, after the last part; empty: none were sent.
 
         Raises:
-            InvalidTreeError: Some parts had them, and some had not.
+            InvalidTreeError: Only some of the parts had digests.
         """
         digests = bytes(self._digests)
         leaf_tables.check_digests(self._name, digests, self._leaf_count)
         return digests
 
     def _check_rows(self, part: tree_pb2.LeafTable) -> None:
-        """Rejects a part without all columns of its rows: columns alone may have many
-        more entries than a part has rows."""
+        """Rejects a part with an incomplete row: otherwise one column could have far
+        more entries than the part has rows."""
         rows = len(part.key)
         for column in _ROW_COLUMNS:
             if len(getattr(part, column)) != rows:
@@ -132,13 +132,13 @@ class LeafParts:
                 )
 
     def joined(self) -> bytes:
-        """Returns the serialised table, once all parts came.
+        """Returns the serialised leaf table, after the last part.
 
         Raises:
             InvalidTreeError: Leaves are missing.
         """
         leaves = self._counts["key"]
-        if leaves != self._leaf_count:  # or its connection was cut: that ends it alike
+        if leaves != self._leaf_count:  # a dropped connection ends the stream alike
             raise InvalidTreeError(
                 f"{self._name}: expected {self._leaf_count} leaves as leaf_count says, "
                 f"got {leaves}; send all parts of the leaf table"
@@ -163,17 +163,17 @@ class LeafParts:
 
 
 class SumParts:
-    """The parts of one receipt."""
+    """Collects the parts of one receipt."""
 
     def __init__(self, tree: Tree, chunk_count: int) -> None:
-        """Begins without any.
+        """Creates a collector without parts.
 
         Args:
-            tree: Whose chunks they are.
-            chunk_count: How many rows the stream announces.
+            tree: Leaf table of the upload.
+            chunk_count: Number of rows that the stream announces.
 
         Raises:
-            InvalidChunkError: They are more than the tree has chunks.
+            InvalidChunkError: The tree has fewer chunks than rows are announced.
         """
         if chunk_count > tree.chunk_count:
             raise InvalidChunkError(
@@ -186,14 +186,14 @@ class SumParts:
 
     @property
     def weight_bytes(self) -> int:
-        """What the receipt takes in memory while it is checked, about."""
+        """Estimated memory of the receipt while it is checked."""
         return CHUNK_BYTES * self._rows
 
     def add(self, part: tree_pb2.ChunkTable) -> int:
-        """Adds the next part, and returns how many bytes it takes.
+        """Adds the next part, and returns its size in bytes.
 
         Raises:
-            InvalidChunkError: It has more rows than were announced, or contradicts
+            InvalidChunkError: The part has more rows than announced, or contradicts
                 itself.
         """
         self._rows += len(part.crc32c)
@@ -204,12 +204,12 @@ class SumParts:
         return sums.nbytes
 
     def joined(self) -> Sums:
-        """Returns all rows, once all parts came.
+        """Returns the checksums of all rows, after the last part.
 
         Raises:
-            InvalidChunkError: Rows are missing, or they are not ascending.
+            InvalidChunkError: Rows are missing, or are not ascending by ordinal.
         """
-        if self._rows != self._chunk_count:  # as for leaves
+        if self._rows != self._chunk_count:  # see LeafParts.joined
             raise self._miscounted()
         parts, self._parts = self._parts, []
         empty = Sums.of_rows([])
@@ -230,10 +230,10 @@ class SumParts:
 
 
 def unpacked(table: tree_pb2.ChunkTable) -> Sums:
-    """Returns the sums that a client sent.
+    """Returns the checksums of chunks that a client sent.
 
     Raises:
-        InvalidChunkError: They contradict themselves.
+        InvalidChunkError: The table contradicts itself.
     """
     try:
         return unpack_sums(table)
@@ -242,10 +242,10 @@ def unpacked(table: tree_pb2.ChunkTable) -> Sums:
 
 
 def check_size(what: str, size: int) -> None:
-    """Rejects a table that grows past the limit.
+    """Rejects a table that is larger than the limit.
 
     Raises:
-        LimitExceededError: It does.
+        LimitExceededError: It has more than ``MAX_TREE_BYTES`` bytes.
     """
     if size > MAX_TREE_BYTES:
         raise LimitExceededError(

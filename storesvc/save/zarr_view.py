@@ -1,7 +1,8 @@
-"""The standard view of a checkpoint: its key space, made of its manifest.
+"""Zarr view of a checkpoint: builds an OCDBT key space from its manifest.
 
-Chunks are named where they lie. The ``zarr.json`` of leaves lie in the file of the
-nodes, before them; leaves of one shape share one.
+Any TensorStore client can open it. Chunks are referenced where they are stored. The
+``zarr.json`` of the leaves are stored in the node file, before the nodes; leaves with
+the same shape, dtype and chunk shape share one.
 """
 
 from dataclasses import dataclass
@@ -15,27 +16,28 @@ from storesvc.format.manifests import Manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The objects of a key space."""
+    """The objects of an OCDBT key space."""
 
     nodes: list[bytes]
-    """What the file of its nodes holds, one after another."""
+    """Contents of the node file, in order."""
     root: bytes
+    """The OCDBT manifest that references the root node."""
 
 
 def key_space_of(
     manifest: Manifest, *, node_file: str, uuid: bytes, commit_time_ns: int
 ) -> View:
-    """Returns the key space that shows what a manifest holds.
+    """Returns the key space that shows the leaves of a manifest as Zarr arrays.
 
     Args:
-        manifest: Of the checkpoint.
-        node_file: The name of the file for its nodes, relative to the pool.
-        uuid: Of the key space; 16 bytes.
-        commit_time_ns: Since the epoch.
+        manifest: Manifest of the checkpoint.
+        node_file: Name of the node file, relative to the pool.
+        uuid: Identity of the key space; 16 bytes.
+        commit_time_ns: Nanoseconds since the epoch.
     """
     tree, places = manifest.tree, manifest.places
     values: dict[bytes, int] = {}
-    """Where each ``zarr.json`` begins in the file of the nodes."""
+    """Offset of each distinct ``zarr.json`` in the node file."""
     at = 0
     rows = []
     for leaf in tree.leaves:

@@ -1,6 +1,6 @@
-"""Streams events of checkpoints to clients that watch a run or a namespace.
+"""The watch path: streams events of checkpoints to clients that watch.
 
-It may import `storesvc.catalog` and what lies below it, and none of the packages
+It may import `storesvc.catalog` and the layers below it, and none of the packages
 `lifecycle`, `save`, `restore` and `inspect`.
 
 Begin with `watcher.py`; `events.py` decides which events a change of the journal

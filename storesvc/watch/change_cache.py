@@ -1,8 +1,8 @@
-"""Announced changes of a namespace, and what came of each: read, and kept a while.
+"""Change cache: resolves announced changes of a namespace, and keeps the results.
 
-Whoever watches asks here, so that however many do, an announcement and its object
-are read once. What has come of a change is final, but for one that is pending: that
-is looked at again, with every poll while it is young, and less often later.
+All watches of a process share it, so an announcement and the object that it names are
+read once. The outcome of a change is final unless it is pending. A pending change is
+resolved again: at every poll while it is young, less often later.
 """
 
 from collections import OrderedDict
@@ -19,44 +19,45 @@ from storesvc.watch.events import Held, Outcome, resolve
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 KEPT: Final = 512
-"""Changes that are kept."""
+"""Maximum changes that are kept."""
 
 YOUNG_SECONDS: Final = 60.0
-"""How long a pending change is looked at with every poll."""
+"""Age up to which a pending change is resolved again at every poll."""
 
 OLD_SECONDS: Final = 30.0
-"""How often after that."""
+"""Interval at which an older pending change is resolved again."""
 
 _TAGGING: Final = (pb.Announcement.KIND_TAG, pb.Announcement.KIND_UNTAG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """An announced change, and what came of it."""
+    """An announced change and its outcome."""
 
     outcome: Outcome
     announcement: pb.Announcement
     run: RunName
     checkpoint: pb.CheckpointRecord | None = None
-    """With LANDED: the checkpoint, as it is now; None: it is gone."""
+    """For LANDED: the checkpoint in its current state; None: it was purged."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
-    """A change, and when it was looked at."""
+class _Resolved:
+    """A change, and when it was resolved."""
 
     change: Change
     poll: int
     first: float
-    """When for the first time."""
+    """Time when it was first resolved, by ``Clock.elapsed``."""
     last: float
+    """Time when it was last resolved."""
 
 
 T = TypeVar("T")
 
 
-class Changes:
-    """Those of one namespace."""
+class ChangeCache:
+    """The changes of one namespace."""
 
     def __init__(
         self, namespace: str, catalogue: Catalogue, journal: Journal, *, clock: Clock
@@ -67,28 +68,28 @@ class Changes:
         self._clock = clock
         self._poll = 0
         self._announced: OrderedDict[int, pb.Announcement] = OrderedDict()
-        self._looked: OrderedDict[int, _Looked] = OrderedDict()
+        self._resolved: OrderedDict[int, _Resolved] = OrderedDict()
 
     def begin_poll(self, found: Iterable[tuple[int, pb.Announcement | None]]) -> None:
-        """Takes announcements that were read; what was pending may have landed."""
+        """Adds announcements that were read; pending changes may have landed."""
         self._poll += 1
         for number, announcement in found:
             if announcement is not None:
                 _keep(self._announced, number, announcement)
 
     async def change(self, number: int, run: str | None = None) -> Change | None:
-        """Returns a change; None where its announcement was trimmed.
+        """Returns a change; None: its announcement was trimmed.
 
         Args:
-            number: Of its announcement, which is not the next one to come.
-            run: Only this run matters: others' changes need not be looked at.
+            number: Number of the announcement; it must exist, or have existed.
+            run: Only changes of this run are resolved; others count as SUPERSEDED.
 
         Raises:
-            CorruptDataError: Its announcement is damaged, or what it is about.
+            CorruptDataError: The announcement or the object that it names is damaged.
         """
-        looked = self._looked.get(number)
-        if looked is not None:
-            announcement: pb.Announcement | None = looked.change.announcement
+        resolved = self._resolved.get(number)
+        if resolved is not None:
+            announcement: pb.Announcement | None = resolved.change.announcement
         else:
             announcement = await self._announcement(number)
         if announcement is None:
@@ -98,23 +99,23 @@ class Changes:
             return Change(
                 outcome=Outcome.SUPERSEDED, announcement=announcement, run=name
             )
-        if looked is None or self._is_due(looked):
-            change = await self._resolved(number, name, announcement)
+        if resolved is None or self._is_due(resolved):
+            change = await self._resolve(number, name, announcement)
             now = self._clock.elapsed()
-            first = now if looked is None else looked.first
-            looked = _Looked(change, self._poll, first, now)
-            _keep(self._looked, number, looked)
-        return looked.change
+            first = now if resolved is None else resolved.first
+            resolved = _Resolved(change, self._poll, first, now)
+            _keep(self._resolved, number, resolved)
+        return resolved.change
 
     async def _announcement(self, number: int) -> pb.Announcement | None:
         if number in self._announced:
             return self._announced[number]
         return await self._journal.read(self._namespace, number)
 
-    async def _resolved(
+    async def _resolve(
         self, number: int, run: RunName, announcement: pb.Announcement
     ) -> Change:
-        """What came of a change by now."""
+        """Reads the object that an announcement names, and resolves its change."""
         held: Held
         slot = tag = None
         if announcement.kind in _TAGGING:
@@ -131,11 +132,12 @@ class Changes:
             outcome=outcome, announcement=announcement, run=run, checkpoint=checkpoint
         )
 
-    def _is_due(self, looked: _Looked) -> bool:
-        if looked.change.outcome is not Outcome.PENDING or looked.poll == self._poll:
+    def _is_due(self, found: _Resolved) -> bool:
+        """Returns whether a pending change must be resolved again."""
+        if found.change.outcome is not Outcome.PENDING or found.poll == self._poll:
             return False
         now = self._clock.elapsed()
-        return now - looked.first < YOUNG_SECONDS or now - looked.last >= OLD_SECONDS
+        return now - found.first < YOUNG_SECONDS or now - found.last >= OLD_SECONDS
 
 
 def _is_of(slot: pb.CheckpointRecord, announcement: pb.Announcement) -> bool:

@@ -1,19 +1,20 @@
-"""What a watch tells: decisions, apart from the journal and the bucket.
+"""Watch events: decides the outcome of announced changes, and the position of a watch.
 
-An announcement says what is about to be made of an object, and the object says, by
-the number that it carries, what came of it (``resolve``). A watch goes through the
-announcements of a namespace in order. It tells of those that have landed, passes over
-those that never will, and takes the rest along in its ``Position``, to look at again.
-So:
+An announcement in the journal says which change is about to be written to an object.
+The object carries the number of its last announcement, which shows what became of the
+change (``resolve``). A watch reads the announcements of a namespace in order. It
+reports the changes that have landed, drops those that never will, and keeps the others
+in its ``Position`` to resolve them again. Therefore:
 
-1. A number is told of at most once on the way of a position, and where it landed,
-   exactly once; ``after`` is the only step on that way.
-2. Events come by number, but for changes that landed after they were passed: those
-   come when that is seen.
-3. A position is small. While it has ``MAX_PENDING`` changes to look at again, it goes
-   no further: these are changes in their last moments, or those of servers that died.
+1. A change is reported at most once along a position, and exactly once if it landed;
+   ``advance`` is the only step along a position. Successive deletes or retags may be
+   coalesced into one event.
+2. Events are ordered by number. The exception is a change that landed after later ones
+   were reported: it is reported when it is seen.
+3. A position is small. While ``MAX_PENDING`` changes are pending, it does not advance:
+   these are changes being written at the moment, or changes of servers that crashed.
 
-A resume token is a position, bound to what is watched and to the store.
+A resume token is a position, bound to the watched run or namespace and to the store.
 """
 
 import hashlib
@@ -34,10 +35,10 @@ from storesvc.errors import FormatUnsupportedError, InvalidResumeTokenError
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 MAX_PENDING: Final = 256
-"""Announcements that a position takes along; a token has some three bytes for each."""
+"""Maximum pending changes of a position; a token has about three bytes for each."""
 
 Held: TypeAlias = pb.CheckpointRecord | pb.TagRecord | None
-"""What an announced object holds: a slot or a tag, or nothing."""
+"""The object that an announcement names: a slot, a tag, or None."""
 
 _DELETIONS: Final = (pb.Announcement.KIND_DELETE, pb.Announcement.KIND_UNDELETE)
 
@@ -47,45 +48,45 @@ _BODY: Final = re.compile(r"[0-9]{1,19}(,[1-9][0-9]{0,18})*")
 
 
 class Outcome(Enum):
-    """What came of an announced change."""
+    """The outcome of an announced change."""
 
-    LANDED = "it was made"
-    SUPERSEDED = "it was not made, or what it made was changed again"
-    PENDING = "it may still be made"
+    LANDED = "it was written"
+    SUPERSEDED = "it was not written, or was overwritten by a later change"
+    PENDING = "it may still be written"
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a watch has come."""
+    """The progress of a watch."""
 
     last: int
-    """The last announcement that it has passed."""
+    """Number of the last announcement that it has passed."""
     pending: tuple[int, ...] = ()
-    """Earlier ones to look at again, ascending."""
+    """Numbers of earlier announcements to resolve again, ascending."""
 
 
 def resolve(
     number: int, announcement: pb.Announcement, held: Held, *, now: datetime
 ) -> Outcome:
-    """Returns what came of an announced change.
+    """Returns the outcome of an announced change.
 
     Args:
-        number: Of the announcement.
+        number: Number of the announcement.
         announcement: The announcement.
-        held: What its object held at any time after it was announced.
-        now: The time of day.
+        held: The object that it names, read at any time after the announcement.
+        now: Current time (UTC).
 
     Raises:
-        FormatUnsupportedError: The change is of a kind that this code does not know.
+        FormatUnsupportedError: This release does not know the kind of the change.
     """
     if isinstance(held, pb.TagRecord):
-        found = _of_tag(number, announcement, held)
+        found = _tag_outcome(number, announcement, held)
     elif announcement.kind in (pb.Announcement.KIND_TAG, pb.Announcement.KIND_UNTAG):
-        found = _of_absent_tag(announcement)
+        found = _absent_tag_outcome(announcement)
     elif announcement.kind == pb.Announcement.KIND_COMMIT:
-        return _of_commit(number, announcement, held)
+        return _commit_outcome(number, announcement, held)
     elif announcement.kind in _DELETIONS:
-        found = _of_deletion(number, announcement, held)
+        found = _deletion_outcome(number, announcement, held)
     else:
         raise FormatUnsupportedError(
             f"announcement {number}: expected a kind that this release knows, got "
@@ -97,23 +98,23 @@ def resolve(
     return found
 
 
-def due(position: Position, tail: int) -> Iterator[int]:
-    """Yields the numbers to look at, in the order in which they are told.
+def numbers_to_resolve(position: Position, tail: int) -> Iterator[int]:
+    """Yields the numbers to resolve, in the order of their events.
 
     Args:
-        position: How far the watch is.
-        tail: The last announcement that there is.
+        position: Progress of the watch.
+        tail: Number of the last announcement in the journal.
     """
     return chain(position.pending, range(position.last + 1, tail + 1))
 
 
 def is_full(position: Position) -> bool:
-    """Returns whether a position must go no further."""
+    """Returns whether a position has too many pending changes to advance."""
     return len(position.pending) >= MAX_PENDING
 
 
-def after(position: Position, number: int, outcome: Outcome) -> Position:
-    """Returns the position once a number that was due was looked at."""
+def advance(position: Position, number: int, outcome: Outcome) -> Position:
+    """Returns the position after one of its numbers was resolved."""
     pending = [n for n in position.pending if n != number]
     if outcome is Outcome.PENDING:
         pending.append(number)
@@ -121,12 +122,12 @@ def after(position: Position, number: int, outcome: Outcome) -> Position:
 
 
 def pack_token(position: Position, *, parent: str, store: str) -> str:
-    """Returns the token of a position.
+    """Returns the resume token of a position.
 
     Args:
         position: The position.
-        parent: The name of what is watched.
-        store: The uid of the store.
+        parent: Resource name of the watched run or namespace.
+        store: Uid of the store.
     """
     steps = [after - before for before, after in pairwise((0, *position.pending))]
     body = ",".join(map(str, [position.last, *steps])).encode()
@@ -135,15 +136,15 @@ def pack_token(position: Position, *, parent: str, store: str) -> str:
 
 
 def unpack_token(token: str, *, parent: str, store: str) -> Position:
-    """Returns the position of a token.
+    """Returns the position of a resume token.
 
     Args:
         token: The token.
-        parent: The name of what is watched.
-        store: The uid of the store.
+        parent: Resource name of the watched run or namespace.
+        store: Uid of the store.
 
     Raises:
-        InvalidResumeTokenError: It was not made by ``pack_token`` for that.
+        InvalidResumeTokenError: ``pack_token`` did not make it for them.
     """
     try:
         data = urlsafe_b64decode(token)
@@ -153,7 +154,7 @@ def unpack_token(token: str, *, parent: str, store: str) -> Position:
     body = data[head:]
     if data[:head] != _VERSION + _check(body, parent, store):
         raise _invalid(parent)
-    # That was no proof against a forger, so all the rest is looked at too.
+    # The checksum is no proof against forgery, so the rest is validated too.
     if not _BODY.fullmatch(body.decode(errors="replace")):
         raise _invalid(parent)
     last, *steps = map(int, body.split(b","))
@@ -163,51 +164,57 @@ def unpack_token(token: str, *, parent: str, store: str) -> Position:
     return Position(last, pending)
 
 
-def _of_commit(number: int, announcement: pb.Announcement, held: Held) -> Outcome:
+def _commit_outcome(number: int, announcement: pb.Announcement, held: Held) -> Outcome:
     if not isinstance(held, pb.CheckpointRecord) or held.upload != announcement.upload:
         return Outcome.SUPERSEDED
     if held.state == slots.UPLOADING:
         return Outcome.PENDING
-    # One that was purged cannot tell which announcement of its commit has landed.
+    # A purged checkpoint does not show which announcement of its commit has landed.
     is_this = held.state in slots.CHECKPOINTS and held.commit_sequence == number
     return Outcome.LANDED if is_this else Outcome.SUPERSEDED
 
 
-def _of_deletion(number: int, announcement: pb.Announcement, held: Held) -> Outcome:
-    """Of a deletion, or of the undoing of one."""
+def _deletion_outcome(
+    number: int, announcement: pb.Announcement, held: Held
+) -> Outcome:
+    """Returns the outcome of a deletion or an undeletion."""
     deletes = announcement.kind == pb.Announcement.KIND_DELETE
     if (
         not isinstance(held, pb.CheckpointRecord)
         or held.upload != announcement.upload
         or held.state not in slots.CHECKPOINTS
     ):
-        # It was purged, so the deletion has landed, this one or another.
+        # It was purged, so a deletion has landed: this one, or another one.
         return Outcome.LANDED if deletes else Outcome.SUPERSEDED
     if held.sequence >= number:
         return Outcome.LANDED if held.sequence == number else Outcome.SUPERSEDED
-    return _of_unchanged(announcement, held)
+    return _unchanged_outcome(announcement, held)
 
 
-def _of_tag(number: int, announcement: pb.Announcement, held: pb.TagRecord) -> Outcome:
+def _tag_outcome(
+    number: int, announcement: pb.Announcement, held: pb.TagRecord
+) -> Outcome:
     if held.sequence >= number:
         return Outcome.LANDED if held.sequence == number else Outcome.SUPERSEDED
-    return _of_unchanged(announcement, held)
+    return _unchanged_outcome(announcement, held)
 
 
-def _of_absent_tag(announcement: pb.Announcement) -> Outcome:
-    """Of a tag that has no record: it was never set, or was deleted and collected."""
+def _absent_tag_outcome(announcement: pb.Announcement) -> Outcome:
+    """Returns the outcome for a tag without a record: never set, or collected."""
     if announcement.kind == pb.Announcement.KIND_UNTAG:
         return Outcome.LANDED
     may_land = announcement.replaces in ("", NOTHING)
     return Outcome.PENDING if may_land else Outcome.SUPERSEDED
 
 
-def _of_unchanged(
+def _unchanged_outcome(
     announcement: pb.Announcement, held: pb.CheckpointRecord | pb.TagRecord
 ) -> Outcome:
-    """Of a change that has not landed by now: it never will once the object holds
-    another record than it was to replace, for that was the condition of its write.
-    Servers before 0.2 did not say which."""
+    """Returns the outcome of a change whose object still has an earlier number.
+
+    The write was conditional on the record that it replaces, so it can no longer land
+    once the object holds another record. Servers before 0.2 did not name that record.
+    """
     may_land = announcement.replaces in ("", etag_of(held))
     return Outcome.PENDING if may_land else Outcome.SUPERSEDED
 

@@ -1,10 +1,10 @@
-"""Watches: streams of what happens to the checkpoints of a run or a namespace.
+"""Watches: streams the changes of the checkpoints of a run or a namespace.
 
-``events`` decides what is told. A process polls the journal of a namespace once for
-all who watch it, and only while there are any; a change that this process made wakes
-it at once. The poll goes through what is new, so that those who watch find it already
-read. Each of them goes at its own pace from its own position: who is slow reads again
-what is not kept any more.
+``events`` decides what is an event. A process polls the journal of a namespace once for
+all of its watches, and only while there is a watch; a change that this process made
+wakes the poll at once. The poll resolves new changes, so that the watches find them in
+the cache. Each watch advances from its own position at the pace of its client; a slow
+one reads again what is no longer cached.
 """
 
 import asyncio
@@ -23,45 +23,44 @@ from storesvc.errors import (
     StorageUnavailableError,
 )
 from storesvc.format.names import RunName
-from storesvc.watch.change_cache import Change, Changes
+from storesvc.watch.change_cache import Change, ChangeCache
 from storesvc.watch.events import (
     MAX_PENDING,
     Outcome,
     Position,
-    after,
-    due,
+    advance,
     is_full,
+    numbers_to_resolve,
     pack_token,
     unpack_token,
 )
 
 POLL_SECONDS: Final = 1.0
-"""How often a process looks for what others have announced."""
+"""Interval at which a process polls for changes that other processes announced."""
 
 TOKEN_SECONDS: Final = 20.0
-"""How often who watches gets a token, at least."""
+"""Maximum interval between the resume tokens of a watch."""
 
 MAX_WATCHES: Final = 1000
-"""Watches of a process."""
+"""Maximum watches of a process."""
 
 BEFORE: Final = MAX_PENDING
-"""A watch without a token tells of changes that were announced before it began, and
-land later, if they are among so many. Their times would not tell which those are: they
-are by the clocks of others."""
+"""Number of earlier announcements that a watch without a token considers: their changes
+may still land. Their times are no guide, because other clocks wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a watch tells."""
+class WatchEvent:
+    """A change with a resume token, or a token alone."""
 
     change: Change | None
-    """One that has landed; None: this only brings a token."""
+    """A change that has landed; None: only the token is new."""
     token: str
-    """Goes on after this."""
+    """Resumes the watch after this event."""
 
 
 class Watcher:
-    """The watches of a process."""
+    """Serves the watches of a process."""
 
     def __init__(
         self,
@@ -83,21 +82,21 @@ class Watcher:
         self._watches = 0
         self._is_closed = False
 
-    async def watch(self, of: RunName | str, token: str) -> AsyncGenerator[Told]:
-        """Yields a token at once, then events as they come, without an end.
+    async def watch(self, of: RunName | str, token: str) -> AsyncGenerator[WatchEvent]:
+        """Yields a token at once, then events when they happen, without an end.
 
         Args:
             of: A run or a namespace.
-            token: Where to go on; "": from now on.
+            token: Where to resume; "": begin now.
 
         Raises:
             InvalidResumeTokenError: The token was made for another watch.
             ResumeTokenExpiredError: The next events are gone.
             StorageUnavailableError: The storage does not answer, or the server stops;
-                go on from the last token.
+                resume with the last token.
             LimitExceededError: There are too many watches.
-            CorruptDataError: An announcement is damaged, or what it is about; the last
-                token goes on after it.
+            CorruptDataError: An announcement or the object that it names is damaged;
+                the last token resumes after it.
         """
         namespace, run, parent = _parsed(of)
         position = None
@@ -106,30 +105,30 @@ class Watcher:
         async with self._joined(namespace) as feed:
             if position is None:
                 position = feed.tip
-            else:  # not before the feed: it must have come at least as far
+            else:  # joined first: the feed must have come at least this far
                 await self._journal.following(namespace, position.last, limit=1)
-            yield Told(None, self._token(position, parent))
+            yield WatchEvent(None, self._token(position, parent))
             beat = self._clock.elapsed() + self._token_seconds
             while True:
                 moved = feed.moved
-                async for at, change in feed.news(position, run):
+                async for at, change in feed.changes(position, run):
                     position = at
                     if isinstance(change, CorruptDataError):
-                        yield Told(None, self._token(position, parent))
+                        yield WatchEvent(None, self._token(position, parent))
                         raise change
                     if change.outcome is Outcome.LANDED:
-                        yield Told(change, self._token(position, parent))
+                        yield WatchEvent(change, self._token(position, parent))
                         beat = self._clock.elapsed() + self._token_seconds
                 left = beat - self._clock.elapsed()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(moved.wait(), max(0, left))
                 self._check(feed)
                 if self._clock.elapsed() >= beat:
-                    yield Told(None, self._token(position, parent))
+                    yield WatchEvent(None, self._token(position, parent))
                     beat = self._clock.elapsed() + self._token_seconds
 
     def close(self) -> None:
-        """Ends all watches, and admits none any more."""
+        """Ends all watches, and rejects new ones."""
         self._is_closed = True
         for feed in self._feeds.values():
             feed.close()
@@ -139,7 +138,7 @@ class Watcher:
 
     @asynccontextmanager
     async def _joined(self, namespace: str) -> "AsyncIterator[_Feed]":
-        """The feed of a namespace, which has just looked, while the context lasts."""
+        """Yields the feed of a namespace, just polled, while the context lasts."""
         if self._watches >= MAX_WATCHES:
             raise LimitExceededError(
                 f"expected at most {MAX_WATCHES} watches, got more; watch at another "
@@ -148,15 +147,15 @@ class Watcher:
             )
         feed = self._feeds.get(namespace)
         if feed is None or feed.has_ended:
-            changes = Changes(
+            cache = ChangeCache(
                 namespace, self._catalogue, self._journal, clock=self._clock
             )
-            feed = _Feed(namespace, changes, self._journal, clock=self._clock)
+            feed = _Feed(namespace, cache, self._journal, clock=self._clock)
             self._feeds[namespace] = feed
         feed.watches += 1
         self._watches += 1
         try:
-            await feed.look()
+            await feed.poll()
             feed.poll_every(self._poll_seconds)
             self._check(feed)
             yield feed
@@ -169,63 +168,63 @@ class Watcher:
                     del self._feeds[namespace]
 
     def _check(self, feed: "_Feed") -> None:
-        """Ends a watch whose feed has ended."""
+        """Raises the error of a feed that has ended."""
         if self._is_closed:
             raise StorageUnavailableError(
-                "the server stops; go on from the last token at another one"
+                "the server stops; resume from the last token at another server"
             )
         feed.check()
 
 
 class _Feed:
-    """The journal of one namespace, polled for all who watch it."""
+    """The journal of one namespace, polled for all of its watches."""
 
     def __init__(
-        self, namespace: str, changes: Changes, journal: Journal, *, clock: Clock
+        self, namespace: str, cache: ChangeCache, journal: Journal, *, clock: Clock
     ) -> None:
         self.watches = 0
         self.moved = asyncio.Event()
-        """Set, and replaced, when there is something new."""
+        """Set, and replaced by a new event, when there is a new announcement."""
         self._namespace = namespace
-        self._changes = changes
+        self._cache = cache
         self._journal = journal
         self._clock = clock
-        self._looking = asyncio.Lock()
+        self._poll_lock = asyncio.Lock()
         self._tip: Position | None = None
         self._tail = 0
         self._polling: asyncio.Task[None] | None = None
 
     @property
     def tip(self) -> Position:
-        """Where a watch begins that goes on from now."""
+        """The position of a watch that begins now."""
         assert self._tip is not None
         return self._tip
 
     @property
     def has_ended(self) -> bool:
-        """Whether it polls no more."""
+        """True if the poll has ended."""
         return self._polling is not None and self._polling.done()
 
     def check(self) -> None:
-        """Raises what the poll has ended with, if it has."""
+        """Raises the error of the poll, if it has ended."""
         if self._polling is not None and self._polling.done():
             self._polling.result()
 
     def close(self) -> None:
-        """Polls no more."""
+        """Ends the poll."""
         if self._polling is not None:
             self._polling.cancel()
         self.moved.set()
 
     def poll_every(self, seconds: float) -> None:
-        """Polls from now on, if it does not yet."""
+        """Starts the poll, if it is not running."""
         if self._polling is None:
-            self._polling = asyncio.create_task(self._poll(seconds))
+            self._polling = asyncio.create_task(self._poll_forever(seconds))
             self._polling.add_done_callback(lambda _: self.moved.set())
 
-    async def look(self) -> None:
-        """Goes through all that has been announced by now."""
-        async with self._looking:
+    async def poll(self) -> None:
+        """Resolves all changes that have been announced so far."""
+        async with self._poll_lock:
             if self._tip is None:
                 numbers = await self._journal.recent(self._namespace, limit=BEFORE)
                 self._tail = numbers[-1] if numbers else 0
@@ -235,71 +234,71 @@ class _Feed:
                 found = await self._journal.following(
                     self._namespace, self._tail, limit=MAX_PENDING
                 )
-                self._changes.begin_poll(found)
+                self._cache.begin_poll(found)
                 self._tail += len(found)
                 more = len(found) == MAX_PENDING
-                # What is damaged fails those who ask for it, and not the others.
-                async for position, _ in self._news(self._tip, None):
+                # Damage fails the watches that ask for it, and not the poll.
+                async for position, _ in self._changes_from(self._tip, None):
                     self._tip = position
             if self._tip != before:
                 self.moved.set()
                 self.moved = asyncio.Event()
 
-    async def news(
+    async def changes(
         self, position: Position, run: str | None
     ) -> AsyncIterator[tuple[Position, Change | CorruptDataError]]:
-        """Yields the positions on the way to the tail, and the changes there, or why
-        one cannot be known.
+        """Yields the positions up to the tail of the journal, each with its change or
+        with the error of a damaged one.
 
         Args:
             position: Where to begin.
-            run: Only what matters to this run; None: to any.
+            run: Only changes of this run matter; None: of every run.
 
         Raises:
-            ResumeTokenExpiredError: What came of one of them cannot be known: its
+            ResumeTokenExpiredError: The outcome of a change is unknown, because its
                 announcement was trimmed.
         """
-        async for at, change in self._news(position, run):
+        async for at, change in self._changes_from(position, run):
             if change is None:
                 raise expired(self._namespace)
             yield at, change
 
-    async def _news(
+    async def _changes_from(
         self, position: Position, run: str | None
     ) -> AsyncIterator[tuple[Position, Change | CorruptDataError | None]]:
-        """As ``news``; None where an announcement was trimmed."""
-        numbers = due(position, self._tail)
+        """Works like ``changes``, with None for an announcement that was trimmed."""
+        numbers = numbers_to_resolve(position, self._tail)
         while batch := list(islice(numbers, READS_AT_ONCE)):
-            looked = (self._look(number, run) for number in batch)
-            found = await asyncio.gather(*looked)
+            changes = (self._change(number, run) for number in batch)
+            found = await asyncio.gather(*changes)
             for number, change in zip(batch, found, strict=True):
                 if number > position.last and is_full(position):
                     return
                 outcome = Outcome.SUPERSEDED
                 if isinstance(change, Change):
                     outcome = change.outcome
-                position = after(position, number, outcome)
+                position = advance(position, number, outcome)
                 yield position, change
 
-    async def _look(
+    async def _change(
         self, number: int, run: str | None
     ) -> Change | CorruptDataError | None:
         try:
-            return await self._changes.change(number, run)
+            return await self._cache.change(number, run)
         except CorruptDataError as e:
             return e
 
-    async def _poll(self, seconds: float) -> None:
+    async def _poll_forever(self, seconds: float) -> None:
         landings = self._journal.landings(self._namespace)
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(landings.wait(), seconds)
             landings.clear()
-            await self.look()
+            await self.poll()
 
 
 def _parsed(of: RunName | str) -> tuple[str, str | None, str]:
-    """The namespace and the run of what is watched, and its name."""
+    """Returns the namespace, the run, and the resource name of what is watched."""
     if isinstance(of, RunName):
         return of.namespace, of.run, of.resource
     return of, None, f"namespaces/{of}"

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from storesvc.format import frames
-from storesvc.restore.sender import SHELF_BYTES
+from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save import batches
 from storesvc.save.receiver import MAX_BATCHES
 from storesvc_client._restore import server_source
@@ -112,7 +112,7 @@ def main() -> None:
     save = 4 * upload.STREAMS * batches.FRAME_BYTES // MIB
     restore = 4 * server_source.STREAMS * frames.FRAME_BYTES // MIB
     kept = 3 * MAX_BATCHES * batches.BATCH_BYTES if arguments.bucket else 0
-    bound = SHELF_BYTES + kept
+    bound = READ_BUFFER_BYTES + kept
     print(
         f"bound over the server at rest: {bound // MIB} MiB, and a client "
         f"{save} MiB in a save, {restore} MiB in a restore"

@@ -57,7 +57,7 @@ async def held(process: Process) -> None:
 async def announced(process: Process) -> None:
     """Leaves nothing but two announcements of it."""
     await process.delete(STEP, purge_delay=timedelta(days=1))
-    await process.store.lives.undelete(RUN, STEP, write_id=str(uuid.uuid4()))
+    await process.store.lifecycle.undelete(RUN, STEP, write_id=str(uuid.uuid4()))
 
 
 async def unnamed(process: Process) -> None:

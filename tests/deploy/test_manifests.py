@@ -5,7 +5,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from storesvc.restore.sender import SHELF_BYTES
+from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save.batches import BATCH_BYTES
 from storesvc.save.receiver import MAX_BATCHES
 from storesvc.server.app import DRAIN_SECONDS, NOTICE_SECONDS
@@ -164,6 +164,6 @@ def test_the_limit_of_memory_is_above_what_a_server_may_take(
 ) -> None:
     limit = container_of(overlay)["resources"]["limits"]["memory"]
     # as python -m tests.bench.memory --bucket counts; a quarter is for all else
-    bound = SHELF_BYTES + 3 * MAX_BATCHES * BATCH_BYTES
+    bound = READ_BUFFER_BYTES + 3 * MAX_BATCHES * BATCH_BYTES
 
     assert int(limit.removesuffix("Gi")) * GIB * 0.75 >= bound

@@ -134,9 +134,9 @@ def test_an_upload_that_nothing_is_heard_of_is_aborted_and_goes() -> None:
 
         assert 1 == told.aborted_uploads
         assert [] == await process.objects(upload)
-        slot = await process.store.uploads.slot(RUN, 2)
+        slot = await process.store.catalogue.slot(RUN, 2)
         assert slot is not None
-        assert slots.FREE == slot.state
+        assert slots.FREE == slot[0].state
         await process.check()
         await process.save(2, (1, 2, 1))
         await process.check()

@@ -176,7 +176,7 @@ def test_slots_that_change_while_they_are_read_are_read_again() -> None:
         async def move() -> None:
             await other.save(1, (0, 0, 1), base=2)
             await other.delete(2)
-            await other.store.lives.purge(RUN, 2, etag="")
+            await other.store.lifecycle.purge(RUN, 2, etag="")
 
         # when the slot of step 1 was found absent, and that of step 2 is next
         bucket.before("read", PLACES.checkpoint(2), move)
@@ -296,7 +296,7 @@ def test_what_another_collector_deletes_meanwhile_is_no_damage() -> None:
         ended = await other.save(1)
         await other.save(2)
         await other.delete(1)
-        await other.store.lives.purge(RUN, 1, etag="")
+        await other.store.lifecycle.purge(RUN, 1, etag="")
         (table,) = [
             place
             for place in await other.bucket.list(PLACES.root)

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints is told leaf by leaf, without reading data."""
+"""Diffs: the differences between two checkpoints, by leaf, without reading data."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ TREE = {
 
 
 def saved(run: store.Run, before: Any, after: Any) -> store.Diff:
-    """What differs between two trees, once saved."""
+    """Saves two trees and returns their differences."""
     run.save(1, before).result()
     run.save(2, after).result()
     return run.diff(1, 2)
@@ -72,7 +72,9 @@ def test_a_checkpoint_does_not_differ_from_itself(run: store.Run) -> None:
     assert run.diff("latest", "latest").is_same
 
 
-def test_each_kind_of_difference_is_told_in_the_order_of_keys(run: store.Run) -> None:
+def test_each_kind_of_difference_is_reported_in_order_of_keys(
+    run: store.Run,
+) -> None:
     before = {
         "content": np.arange(6),
         "dtype": np.zeros(3, np.float32),
@@ -197,14 +199,14 @@ def test_a_checkpoint_of_the_first_release_holds_what_is_saved_today(
 
 
 def test_what_does_not_exist_cannot_be_compared(client: store.Client) -> None:
-    run = client.run("tests/diff-somebody")
+    run = client.run("tests/diff-known")
     run.save(1, {"x": 1}).result()
 
     with pytest.raises(store.NotFoundError) as caught:
-        run.diff(1, of=client.run("tests/diff-nobody"))
+        run.diff(1, of=client.run("tests/diff-unknown"))
     assert "RUN_NOT_FOUND" == caught.value.reason
     for base, which in ((1, 2), (2, 1)):
-        with pytest.raises(store.NotFoundError, match="diff-somebody@2") as caught:
+        with pytest.raises(store.NotFoundError, match="diff-known@2") as caught:
             run.diff(base, which)
         assert "CHECKPOINT_NOT_FOUND" == caught.value.reason
     with pytest.raises(store.NotFoundError):
@@ -238,7 +240,7 @@ def test_a_damaged_manifest_is_data_loss(server: ServerProcess, run: store.Run) 
         run.diff(1)
 
 
-def test_more_differences_than_a_message_holds_are_all_told(run: store.Run) -> None:
+def test_more_differences_than_a_message_holds_are_all_reported(run: store.Run) -> None:
     leaves = 1203
     diff = saved(
         run,
@@ -290,7 +292,7 @@ def contents_of(manifest: Manifest, row: int) -> list[int]:
 
 
 def expected(before: Manifest, after: Manifest, key: str) -> tuple[str, int] | None:
-    """How a leaf differs, by the words of the contract, one leaf at a time."""
+    """Returns the kind of a difference as the contract defines it, for one leaf."""
     one, other = before.tree.by_key.get(key), after.tree.by_key.get(key)
     if one is None:
         return "KIND_ADDED", 0

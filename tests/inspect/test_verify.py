@@ -1,4 +1,4 @@
-"""Verification tells exactly what is damaged, and nothing else."""
+"""Verification reports exactly the damaged objects."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.contract import CHUNK, Writer
 from tests.support.hanging_disk import HangingDisk
-from tests.support.saved_checkpoint import CHUNKS, Saved, flip, of_chunks, told
+from tests.support.saved_checkpoint import CHUNKS, Saved, flip, found_in, of_chunks
 from tests.support.server_process import ServerProcess
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -92,7 +92,7 @@ def test_checkpoints_of_the_first_release_are_whole(tmp_path: Path, of: str) -> 
 
 @pytest.mark.parametrize("chunk", [0, 2, CHUNKS - 1])
 @pytest.mark.parametrize("byte", [0, CHUNK // 2, CHUNK - 1, CHUNK, CHUNK + 3])
-def test_a_flipped_bit_of_a_chunk_or_of_its_checksum_is_told(
+def test_a_flipped_bit_of_a_chunk_or_of_its_checksum_is_reported(
     run: store.Run, saved: Saved, chunk: int, byte: int
 ) -> None:
     def flip(stored: bytearray) -> None:
@@ -102,13 +102,13 @@ def test_a_flipped_bit_of_a_chunk_or_of_its_checksum_is_told(
 
     found = run.verify(3)
 
-    assert of_chunks("checksum", chunk) == told(found)
+    assert of_chunks("checksum", chunk) == found_in(found)
     assert f"leaf 'x' chunk {chunk}: expected" in found.damages[0].message
     assert (CHUNKS, CHUNKS * (CHUNK + 4)) == (found.chunk_count, found.stored_bytes)
     assert not found.ok
 
 
-def test_chunks_that_changed_their_places_are_told(
+def test_chunks_that_changed_their_places_are_reported(
     run: store.Run, saved: Saved
 ) -> None:
     file = saved.file(1)
@@ -117,10 +117,10 @@ def test_chunks_that_changed_their_places_are_told(
     data[one], data[other] = data[other], data[one]
     file.write_bytes(data)
 
-    assert of_chunks("checksum", 1, 3) == told(run.verify(3))
+    assert of_chunks("checksum", 1, 3) == found_in(run.verify(3))
 
 
-def test_other_bytes_that_carry_their_own_checksum_are_told(
+def test_other_bytes_that_carry_their_own_checksum_are_reported(
     run: store.Run, saved: Saved
 ) -> None:
     def replace(stored: bytearray) -> None:
@@ -129,10 +129,10 @@ def test_other_bytes_that_carry_their_own_checksum_are_told(
 
     saved.change(4, replace)
 
-    assert of_chunks("checksum", 4) == told(run.verify(3))
+    assert of_chunks("checksum", 4) == found_in(run.verify(3))
 
 
-def test_other_bytes_of_the_same_checksum_are_told_by_their_digest(
+def test_other_bytes_of_the_same_checksum_are_reported_by_their_digest(
     run: store.Run, saved: Saved
 ) -> None:
     def forge(stored: bytearray) -> None:
@@ -144,7 +144,7 @@ def test_other_bytes_of_the_same_checksum_are_told_by_their_digest(
 
     saved.change(2, forge)
 
-    assert of_chunks("digest", 2) == told(run.verify(3))
+    assert of_chunks("digest", 2) == found_in(run.verify(3))
 
 
 def forged_tail(data: bytes, checksum: int) -> bytes:
@@ -180,16 +180,16 @@ def test_a_file_that_was_cut_off_misses_the_chunks_behind_the_cut(
 
     found = run.verify(3)
 
-    assert of_chunks("missing", *range(whole, CHUNKS)) == told(found)
+    assert of_chunks("missing", *range(whole, CHUNKS)) == found_in(found)
     assert "is missing, or ends before byte" in found.damages[0].message
     assert CHUNKS == found.chunk_count
 
 
-def test_damage_before_a_cut_is_told_too(run: store.Run, saved: Saved) -> None:
+def test_damage_before_a_cut_is_reported_too(run: store.Run, saved: Saved) -> None:
     saved.change(1, lambda stored: stored.reverse())
     os.truncate(saved.file(0), saved.range(3).start)
 
-    assert [*of_chunks("checksum", 1), *of_chunks("missing", 3, 4)] == told(
+    assert [*of_chunks("checksum", 1), *of_chunks("missing", 3, 4)] == found_in(
         run.verify(3)
     )
 
@@ -199,7 +199,7 @@ def test_a_file_that_was_deleted_misses_all_its_chunks(
 ) -> None:
     saved.file(0).unlink()
 
-    assert of_chunks("missing", *range(CHUNKS)) == told(run.verify(3))
+    assert of_chunks("missing", *range(CHUNKS)) == found_in(run.verify(3))
 
 
 def test_of_several_leaves_the_damaged_one_is_named(
@@ -212,7 +212,7 @@ def test_of_several_leaves_the_damaged_one_is_named(
 
     found = run.verify()
 
-    assert [("b/d%2Fe", (0,), "checksum")] == told(found)
+    assert [("b/d%2Fe", (0,), "checksum")] == found_in(found)
 
 
 # --- what ends a verification -----------------------------------------------------
@@ -235,11 +235,11 @@ def test_a_damaged_manifest_is_data_loss_also_where_the_server_remembers_it(
 
 
 def test_what_does_not_exist_cannot_be_verified(client: store.Client) -> None:
-    with pytest.raises(store.NotFoundError, match="tests/nobody"):
-        client.run("tests/nobody").verify()
-    run = client.run("tests/somebody")
+    with pytest.raises(store.NotFoundError, match="tests/missing"):
+        client.run("tests/missing").verify()
+    run = client.run("tests/known")
     run.save(1, {"x": 1}).result()
-    with pytest.raises(store.NotFoundError, match="somebody@2"):
+    with pytest.raises(store.NotFoundError, match="known@2"):
         run.verify(2)
     with pytest.raises(store.NotFoundError):
         run.verify("no-such-tag")
@@ -335,7 +335,7 @@ def test_a_report_comes_every_second(
     assert [1, 2, 3, 4, 5, 5] == counts
 
 
-def test_a_verification_that_nobody_follows_gives_its_place_back(
+def test_an_abandoned_verification_releases_the_semaphore(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "READ_BYTES", 1)
@@ -362,7 +362,7 @@ def test_a_storage_that_does_not_answer_is_not_damage(
 
 @pytest.mark.parametrize("what", ["pool", "manifests", "trees", "files"])
 @pytest.mark.parametrize("after", ["free", "empty", "another upload"])
-def test_a_checkpoint_that_was_purged_meanwhile_is_not_called_damaged(
+def test_a_checkpoint_that_is_purged_during_a_verification_is_not_damaged(
     saved: Saved, reports: Callable[..., list[Report]], what: str, after: str
 ) -> None:
     def purge() -> None:

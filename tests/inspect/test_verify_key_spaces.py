@@ -1,4 +1,4 @@
-"""Verification tells where a key space or the file table do not show what was saved."""
+"""Verification reports differences of the key space and of the file table."""
 
 import os
 import random
@@ -20,9 +20,9 @@ from tests.support.saved_checkpoint import (
     CHUNKS,
     Saved,
     flip,
+    found_in,
     node_ranges,
     of_chunks,
-    told,
 )
 from tests.support.server_process import ServerProcess
 
@@ -31,7 +31,7 @@ from tests.support.server_process import ServerProcess
 
 @pytest.mark.parametrize("damage", ["delete", "flip", "cut"])
 @pytest.mark.parametrize("what", ["root", "node"])
-def test_a_damaged_key_space_is_told_once_a_leaf(
+def test_a_damaged_key_space_is_reported_once_a_leaf(
     run: store.Run, saved: Saved, what: str, damage: str
 ) -> None:
     file, where = saved.tree / "manifest.ocdbt", slice(0, 20)
@@ -47,45 +47,45 @@ def test_a_damaged_key_space_is_told_once_a_leaf(
 
     found = run.verify(3)
 
-    assert ("x", (), "key_space") in told(found)
+    assert ("x", (), "key_space") in found_in(found)
     assert "key space of the checkpoint is missing or damaged" in (
         next(d.message for d in found.damages if d.index == ())
     )
     assert CHUNKS == found.chunk_count
-    # what else lies in the same file is told as well, and by its own name
-    assert all(kind == "missing" for _, index, kind in told(found) if index)
+    # other values in the same file are reported too, by their own names
+    assert all(kind == "missing" for _, index, kind in found_in(found) if index)
 
 
-def test_a_key_space_that_shows_a_chunk_elsewhere_is_told(
+def test_a_key_space_that_shows_a_chunk_elsewhere_is_reported(
     run: store.Run, saved: Saved
 ) -> None:
     saved.show(zarr.chunk_key("x", (2,)), b"other")
 
     found = run.verify(3)
 
-    assert of_chunks("key_space", 2) == told(found)
+    assert of_chunks("key_space", 2) == found_in(found)
     assert "got 5 bytes at" in found.damages[0].message
 
 
-def test_a_key_space_that_shows_no_more_of_a_chunk_is_told(
-    run: store.Run, saved: Saved
-) -> None:
+def test_a_key_space_without_a_chunk_is_reported(run: store.Run, saved: Saved) -> None:
     saved.show(zarr.chunk_key("x", (1,)), None)
 
-    assert of_chunks("key_space", 1) == told(run.verify(3))
+    assert of_chunks("key_space", 1) == found_in(run.verify(3))
 
 
-def test_a_key_space_that_shows_what_was_never_saved_is_told(
+def test_a_key_space_that_shows_a_leaf_that_was_never_saved_is_reported(
     run: store.Run, saved: Saved
 ) -> None:
     saved.show("x/c/99", b"new")
     saved.show("alien", b"new")
 
-    assert [("alien", (), "key_space"), ("x", (), "key_space")] == told(run.verify(3))
+    assert [("alien", (), "key_space"), ("x", (), "key_space")] == found_in(
+        run.verify(3)
+    )
 
 
 @pytest.mark.parametrize("other", ["nothing", "shorter", "of another shape"])
-def test_metadata_that_describes_something_else_is_told(
+def test_metadata_that_describes_something_else_is_reported(
     run: store.Run, saved: Saved, other: str
 ) -> None:
     true = zarr.metadata_bytes((CHUNKS * CHUNK,), (CHUNK,), "uint8")
@@ -94,20 +94,20 @@ def test_metadata_that_describes_something_else_is_told(
 
     found = run.verify(3)
 
-    assert [("x", (), "key_space")] == told(found)
+    assert [("x", (), "key_space")] == found_in(found)
     assert "zarr.json" in found.damages[0].message
 
 
-def test_a_damaged_chunk_is_told_once_by_its_first_cause(
+def test_a_damaged_chunk_is_reported_once_by_its_first_cause(
     run: store.Run, saved: Saved
 ) -> None:
     saved.change(2, lambda stored: stored.reverse())
     saved.show(zarr.chunk_key("x", (2,)), b"other")
 
-    assert of_chunks("checksum", 2) == told(run.verify(3))
+    assert of_chunks("checksum", 2) == found_in(run.verify(3))
 
 
-def test_a_flipped_bit_anywhere_in_a_data_file_is_told_or_reaches_nobody(
+def test_a_flipped_bit_anywhere_in_a_data_file_is_reported_or_harmless(
     server: ServerProcess, run: store.Run
 ) -> None:
     tree = {f"leaf-{n}": np.full(150 * (n + 1), n, np.uint8) for n in range(5)}
@@ -118,7 +118,7 @@ def test_a_flipped_bit_anywhere_in_a_data_file_is_told_or_reaches_nobody(
     nodes = node_ranges(saved)
     files = [f for f in (saved.folder / "pool").rglob("*") if f.is_file()]
     rng = random.Random(7)
-    counts = {"chunk": 0, "node": 0, "key_space": 0, "nobody": 0}
+    counts = {"chunk": 0, "node": 0, "key_space": 0, "harmless": 0}
     targets = [(file, rng.randrange(file.stat().st_size)) for file in files * 40]
     targets += [(f, rng.randrange(where.start, where.stop)) for f, where in nodes * 25]
     for file, position in targets:
@@ -129,21 +129,21 @@ def test_a_flipped_bit_anywhere_in_a_data_file_is_told_or_reaches_nobody(
 
         hit = [n for n, (f, w) in enumerate(chunks) if f == file and is_in(position, w)]
         if hit:
-            assert [(f"leaf-{hit[0]}", (0,), "checksum")] == told(found)
+            assert [(f"leaf-{hit[0]}", (0,), "checksum")] == found_in(found)
             counts["chunk"] += 1
         elif any(f == file and is_in(position, where) for f, where in nodes):
-            assert [(f"leaf-{n}", (), "key_space") for n in range(5)] == told(found)
+            assert [(f"leaf-{n}", (), "key_space") for n in range(5)] == found_in(found)
             counts["node"] += 1
         elif found.ok:  # bytes of nodes that an earlier write replaced
             assert is_shown_by_tensorstore(saved, tree)
-            counts["nobody"] += 1
+            counts["harmless"] += 1
         else:
-            assert [(1, "key_space")] == [(len(told(found)), told(found)[0][2])]
+            assert [(1, "key_space")] == [(len(found_in(found)), found_in(found)[0][2])]
             counts["key_space"] += 1
         file.write_bytes(original)
     assert run.verify(3).ok
     assert len(targets) >= 100
-    assert all(n >= 5 for name, n in counts.items() if name != "nobody"), counts
+    assert all(n >= 5 for name, n in counts.items() if name != "harmless"), counts
 
 
 def is_in(position: int, where: slice) -> bool:
@@ -177,7 +177,7 @@ def file_table(saved: Saved) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["delete", "flip", "cut", "empty"])
-def test_a_damaged_file_table_is_told(
+def test_a_damaged_file_table_is_reported(
     run: store.Run, saved: Saved, damage: str
 ) -> None:
     place = file_table(saved)
@@ -193,7 +193,7 @@ def test_a_damaged_file_table_is_told(
 
     found = run.verify(3)
 
-    assert [("", (), "file_table")] == told(found)
+    assert [("", (), "file_table")] == found_in(found)
     wanted = "it is missing" if damage == "delete" else "expected bytes with the digest"
     assert found.damages[0].message.startswith(f"the file table: {wanted}")
     assert CHUNKS == found.chunk_count
@@ -208,7 +208,7 @@ def test_a_damaged_file_table_is_told(
     ],
     ids=["uneven", "no file", "other bytes"],
 )
-def test_a_file_table_that_does_not_say_what_the_chunks_do_is_told(
+def test_a_file_table_that_contradicts_the_chunks_is_reported(
     run: store.Run,
     saved: Saved,
     change: Callable[[pb.FileTable], object],
@@ -224,5 +224,5 @@ def test_a_file_table_that_does_not_say_what_the_chunks_do_is_told(
 
     found = run.verify(3)
 
-    assert [("", (), "file_table")] == told(found)
+    assert [("", (), "file_table")] == found_in(found)
     assert told_of in found.damages[0].message

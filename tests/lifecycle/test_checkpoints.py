@@ -1,4 +1,4 @@
-"""What happens to checkpoints after their commit: updates, deletion, purge."""
+"""The lifecycle of committed checkpoints: update, delete, undelete, purge."""
 
 import asyncio
 import contextlib
@@ -97,7 +97,7 @@ def test_what_a_checkpoint_holds_is_the_same_after_an_update(run: store.Run) -> 
     np.testing.assert_array_equal(TREE["x"], run.restore(3)["x"])
 
 
-def test_a_deleted_checkpoint_is_shown_to_nobody_who_does_not_ask(
+def test_a_deleted_checkpoint_is_shown_only_on_request(
     run: store.Run,
 ) -> None:
     deleted = run.delete(3)
@@ -337,7 +337,7 @@ def test_a_change_that_cannot_be_is_refused_for_its_own_reason(
 
 
 def request_of(method: str, run: str, given: dict[str, Any]) -> Any:
-    """A request of a method with fields that differ from those of a good one."""
+    """A request of a method with fields that differ from the fields of a valid one."""
     request = getattr(api, f"{method}Request")()
     namespace, _, name = run.partition("/")
     step = given.get("name", "1")
@@ -489,7 +489,7 @@ def test_a_purge_that_was_cut_off_is_finished_by_the_next() -> None:
     _delete(process, 0)
     _cut_off(world)
 
-    asyncio.run(process.lives.purge(RUN, 0, etag=""))
+    asyncio.run(process.lifecycle.purge(RUN, 0, etag=""))
 
     assert FREE == slot_of(world, 0).state
 
@@ -504,13 +504,13 @@ def test_a_purge_that_was_cut_off_is_finished_by_the_collector() -> None:
     slots = asyncio.run(
         process.catalogue.checkpoints(RUN, before=None, limit=9, show_deleted=True)
     )
-    purged = asyncio.run(process.lives.purge_due(RUN, slots))
+    purged = asyncio.run(process.lifecycle.purge_due(RUN, slots))
 
     assert [0] == [slot.step for slot in purged]  # the other's time has not come
     world.seconds += 86400 - 600
-    assert [] == asyncio.run(process.lives.purge_due(RUN, slots))
+    assert [] == asyncio.run(process.lifecycle.purge_due(RUN, slots))
     world.seconds += 1200
-    purged = asyncio.run(process.lives.purge_due(RUN, slots))
+    purged = asyncio.run(process.lifecycle.purge_due(RUN, slots))
     assert [1] == [slot.step for slot in purged]
 
 
@@ -522,12 +522,12 @@ def test_what_is_used_is_spared_by_the_collector_and_can_be_undeleted() -> None:
     _tag_without_a_look(world)
 
     with pytest.raises(CheckpointInUseError, match="tag best"):
-        asyncio.run(process.lives.purge(RUN, 0, etag=""))
+        asyncio.run(process.lifecycle.purge(RUN, 0, etag=""))
     _cut_off(world)
     slots = [slot_of(world, 0)]
-    assert [] == asyncio.run(process.lives.purge_due(RUN, slots))
+    assert [] == asyncio.run(process.lifecycle.purge_due(RUN, slots))
 
-    asyncio.run(process.lives.undelete(RUN, 0, write_id=new_id()))
+    asyncio.run(process.lifecycle.undelete(RUN, 0, write_id=new_id()))
     name = CheckpointName(RUN, "best")
     assert 0 == asyncio.run(process.catalogue.checkpoint(name)).step
 
@@ -543,7 +543,7 @@ def test_what_is_used_is_not_touched_by_the_collector() -> None:
     world.watch = lambda place, data: changed.append(place)
 
     purged = asyncio.run(
-        process.lives.purge_due(RUN, [slot_of(world, step) for step in range(3)])
+        process.lifecycle.purge_due(RUN, [slot_of(world, step) for step in range(3)])
     )
 
     assert [1] == [slot.step for slot in purged]
@@ -554,7 +554,7 @@ def test_what_is_used_is_not_touched_by_the_collector() -> None:
 def _delete(
     process: Process, step: int, *, purge_delay: timedelta = timedelta()
 ) -> None:
-    deleting = process.lives.delete(
+    deleting = process.lifecycle.delete(
         RUN, step, purge_delay=purge_delay, etag="", write_id=new_id()
     )
     asyncio.run(deleting)

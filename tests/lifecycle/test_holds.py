@@ -98,7 +98,7 @@ def test_what_is_held_may_be_deleted_and_read_but_not_purged(run: store.Run) -> 
     run.purge(2)
 
 
-def test_a_hold_tells_what_it_holds_and_until_when(run: store.Run) -> None:
+def test_a_hold_names_its_checkpoint_and_its_expire_time(run: store.Run) -> None:
     with run.hold(owner="eval-1", ttl=timedelta(hours=1)) as hold:
         (info,) = run.holds()
 
@@ -178,7 +178,7 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_hold_that_nobody_renews_expires_and_keeps_nothing(
+def test_a_hold_that_is_not_renewed_expires_and_keeps_nothing(
     run: store.Run, stub: CheckpointServiceStub
 ) -> None:
     request = create(run, 2, ttl=Duration(seconds=1))
@@ -325,7 +325,7 @@ def test_holds_are_listed_page_by_page(
         ({"page_size": -1}, "INVALID_FIELD"),
         ({"page_token": "AAAA"}, "INVALID_PAGE_TOKEN"),
         ({"page_token": page_token(f"{SETTLED}/tags", "a")}, "INVALID_PAGE_TOKEN"),
-        ({"parent": "namespaces/tests/runs/nobody"}, "RUN_NOT_FOUND"),
+        ({"parent": "namespaces/tests/runs/missing"}, "RUN_NOT_FOUND"),
         ({"parent": "tests/one"}, "INVALID_FIELD"),
     ],
 )
@@ -532,12 +532,12 @@ def test_a_renewal_after_another_process_purged_is_refused_whatever_its_clock() 
     with pytest.raises(ConflictError, match="is being purged"):
         asyncio.run(behind.holds.renew(name))
     world.seconds += TTL
-    together(purger.remove(0))  # it is seen anew: that renewal was written
+    together(purger.remove(0))  # it starts over: that renewal was written
     assert DELETED == slot_of(world, 0).state
     world.seconds += TTL
     together(purger.remove(0))
     assert FREE == slot_of(world, 0).state
-    with pytest.raises(HoldExpiredError, match="may be gone"):
+    with pytest.raises(HoldExpiredError, match="may have been purged"):
         asyncio.run(behind.holds.renew(name))
 
 

@@ -173,7 +173,7 @@ def test_many_tags_are_listed_by_name_page_by_page(
         ("SetTag", {"checkpoint": "2"}, "CHECKPOINT_DELETED"),
         ("SetTag", {"checkpoint": "other"}, "TAG_NOT_FOUND"),
         ("SetTag", {"checkpoint": "x" * 64}, "INVALID_FIELD"),
-        ("SetTag", {"run": "tests/nobody"}, "INVALID_FIELD"),
+        ("SetTag", {"run": "tests/missing"}, "INVALID_FIELD"),
         ("SetTag", {"request_id": "1"}, "INVALID_FIELD"),
         ("SetTag", {"etag": "stale"}, "ETAG_MISMATCH"),
         ("SetTag", {"name": "new", "etag": "stale"}, "ETAG_MISMATCH"),
@@ -219,7 +219,7 @@ def test_a_tag_that_cannot_be_is_refused_for_its_own_reason(
         ({"page_token": "!"}, "INVALID_PAGE_TOKEN"),
         ({"page_token": page_token(SETTLED, "1")}, "INVALID_PAGE_TOKEN"),
         ({"page_token": page_token(f"{SETTLED}/holds", "a")}, "INVALID_PAGE_TOKEN"),
-        ({"parent": "namespaces/tests/runs/nobody"}, "RUN_NOT_FOUND"),
+        ({"parent": "namespaces/tests/runs/missing"}, "RUN_NOT_FOUND"),
         ({"parent": "namespaces/tests"}, "INVALID_FIELD"),
     ],
 )

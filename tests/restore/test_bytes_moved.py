@@ -27,7 +27,7 @@ def sharded(shape: tuple[int, ...], *axes: str | None) -> jax.Array:
 
 
 def the_state() -> dict[str, Any]:
-    """16 MiB of parameters and 16 MiB beside them."""
+    """16 MiB of parameters and 16 MiB of other state."""
     return {
         "params": {
             "kernel": sharded((2048, 1024), "fsdp"),

@@ -1,4 +1,4 @@
-"""Damage on storage is told, by name; it never comes back as data."""
+"""Damage on storage is reported by name, and never returned as data."""
 
 import os
 import random
@@ -58,7 +58,7 @@ def restore(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
 
 
 def data_files(root: Path) -> list[Path]:
-    """Those that hold chunks, the largest first."""
+    """Returns the data files that hold chunks, the largest first."""
     files = (root / "data/tests/damage/pool").glob("*/*")
     return sorted(files, key=lambda f: f.stat().st_size, reverse=True)
 
@@ -89,11 +89,11 @@ def test_a_flipped_bit_of_a_leaf_is_data_loss_naming_leaf_and_chunk(
     assert caught.value.reason == "CORRUPT_DATA"
 
 
-def test_any_flipped_bit_is_either_told_or_harmless(
+def test_any_flipped_bit_is_either_reported_or_harmless(
     saved: Path, root: Path, restore: Callable[[Path], Any]
 ) -> None:
     rng = random.Random(1)
-    told = 0
+    reported = 0
     files = [f for f in saved.rglob("*") if f.is_file()]
     count = examples(60)
     for _ in range(count):
@@ -106,9 +106,9 @@ def test_any_flipped_bit_is_either_told_or_harmless(
         try:
             assert is_whole(restore(root)), file
         except store.DataLossError:
-            told += 1
+            reported += 1
         shutil.copy(file, copy)
-    assert told > count // 6
+    assert reported > count // 6
 
 
 @pytest.mark.parametrize("what", ["checkpoints", "manifests"])

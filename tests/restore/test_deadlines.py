@@ -1,4 +1,4 @@
-"""Restores that take too long: they end, and tell what is outstanding."""
+"""Restores beyond their deadline: they end, and report what is outstanding."""
 
 from collections.abc import Callable
 from datetime import timedelta

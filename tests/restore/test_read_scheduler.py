@@ -1,11 +1,11 @@
-"""What lies on the shelf: what is read next, and what goes."""
+"""The read scheduler: which units are read next, and which are evicted."""
 
 from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storesvc.restore.read_scheduler import Need, Reader, Shelf
+from storesvc.restore.read_scheduler import Reader, ReadScheduler, Urgency
 
 
 class Unit(NamedTuple):
@@ -19,106 +19,106 @@ def units(*numbers: int) -> list[Unit]:
     return [Unit(number) for number in numbers]
 
 
-def put(shelf: Shelf[Unit], *numbers: int) -> None:
+def put(scheduler: ReadScheduler[Unit], *numbers: int) -> None:
     """Reads units, for which there is room."""
     for unit in units(*numbers):
-        assert [] == shelf.make_room(unit, Need.NOW)
-        shelf.arrive(unit)
+        assert [] == scheduler.make_room(unit, Urgency.NEEDED)
+        scheduler.mark_ready(unit)
 
 
 def test_a_reader_takes_what_is_here_before_what_comes_first() -> None:
-    shelf: Shelf[Unit] = Shelf(100)
-    shelf.join(units(1, 2, 3, 4))
-    put(shelf, 3, 2)
-    late = shelf.join(units(1, 2, 3, 4))
+    scheduler: ReadScheduler[Unit] = ReadScheduler(100)
+    scheduler.join(units(1, 2, 3, 4))
+    put(scheduler, 3, 2)
+    late = scheduler.join(units(1, 2, 3, 4))
 
     taken = []
-    while unit := shelf.take(late):
+    while unit := scheduler.take(late):
         taken.append(unit.number)
-        shelf.finish(late)
+        scheduler.finish(late)
 
     assert [3, 2] == taken
-    assert Unit(1) == shelf.needed(late)
+    assert Unit(1) == scheduler.next_needed(late)
 
 
 def test_what_a_reader_began_it_ends_though_it_must_be_read_again() -> None:
-    shelf: Shelf[Unit] = Shelf(20)
-    slow = shelf.join(units(1, 2))
-    put(shelf, 1)
-    assert Unit(1) == shelf.take(slow)
-    fast = shelf.join(units(7, 8))
-    put(shelf, 7)
-    assert Unit(7) == shelf.take(fast)
-    assert units(7) == shelf.finish(fast)
+    scheduler: ReadScheduler[Unit] = ReadScheduler(20)
+    slow = scheduler.join(units(1, 2))
+    put(scheduler, 1)
+    assert Unit(1) == scheduler.take(slow)
+    fast = scheduler.join(units(7, 8))
+    put(scheduler, 7)
+    assert Unit(7) == scheduler.take(fast)
+    assert units(7) == scheduler.finish(fast)
 
-    assert units(1) == shelf.make_room(Unit(8, 20), Need.LATE)
-    shelf.arrive(Unit(8, 20))
+    assert units(1) == scheduler.make_room(Unit(8, 20), Urgency.OVERDUE)
+    scheduler.mark_ready(Unit(8, 20))
 
-    assert shelf.take(slow) is None
-    assert Unit(1) == shelf.needed(slow)
+    assert scheduler.take(slow) is None
+    assert Unit(1) == scheduler.next_needed(slow)
 
 
 def test_nothing_is_read_again_that_comes() -> None:
-    shelf: Shelf[Unit] = Shelf(100)
-    first, second = shelf.join(units(1, 2)), shelf.join(units(1, 2))
-    assert Unit(1) == shelf.needed(first)
-    assert [] == shelf.make_room(Unit(1), Need.NOW)
+    scheduler: ReadScheduler[Unit] = ReadScheduler(100)
+    first, second = scheduler.join(units(1, 2)), scheduler.join(units(1, 2))
+    assert Unit(1) == scheduler.next_needed(first)
+    assert [] == scheduler.make_room(Unit(1), Urgency.NEEDED)
 
-    assert shelf.needed(first) is None
-    assert shelf.needed(second) is None
-    assert Unit(2) == shelf.ahead(second, 2)
-    assert shelf.ahead(second, 1) is None
-
-
-def test_what_nobody_wants_goes_and_what_is_wanted_stays() -> None:
-    shelf: Shelf[Unit] = Shelf(20)
-    one, other = shelf.join(units(1, 2)), shelf.join(units(2, 3))
-    put(shelf, 1, 2)
-    assert shelf.make_room(Unit(3), Need.NOW) is None
-
-    assert Unit(1) == shelf.take(one)
-    assert units(1) == shelf.finish(one)
-    assert Unit(2) == shelf.take(other)
-    assert [] == shelf.finish(other)
-    assert units(2) == shelf.leave(one)
-    assert 0 == shelf.size
+    assert scheduler.next_needed(first) is None
+    assert scheduler.next_needed(second) is None
+    assert Unit(2) == scheduler.next_ahead(second, 2)
+    assert scheduler.next_ahead(second, 1) is None
 
 
-def test_nobody_is_waited_for_who_kept_others_waiting() -> None:
-    shelf: Shelf[Unit] = Shelf(30)
-    stalled = shelf.join(units(1, 2, 3, 4))
-    others = [shelf.join(units(2, 3, 4)) for _ in range(2)]
-    put(shelf, 1, 2, 3)
+def test_unwanted_units_are_evicted_and_wanted_ones_stay() -> None:
+    scheduler: ReadScheduler[Unit] = ReadScheduler(20)
+    one, other = scheduler.join(units(1, 2)), scheduler.join(units(2, 3))
+    put(scheduler, 1, 2)
+    assert scheduler.make_room(Unit(3), Urgency.NEEDED) is None
 
-    assert units(1) == shelf.make_room(Unit(4), Need.LATE)
-    shelf.arrive(Unit(4))
+    assert Unit(1) == scheduler.take(one)
+    assert units(1) == scheduler.finish(one)
+    assert Unit(2) == scheduler.take(other)
+    assert [] == scheduler.finish(other)
+    assert units(2) == scheduler.leave(one)
+    assert 0 == scheduler.size
 
-    assert not stalled.is_waited_for
+
+def test_a_stream_that_keeps_others_waiting_loses_its_priority() -> None:
+    scheduler: ReadScheduler[Unit] = ReadScheduler(30)
+    stalled = scheduler.join(units(1, 2, 3, 4))
+    others = [scheduler.join(units(2, 3, 4)) for _ in range(2)]
+    put(scheduler, 1, 2, 3)
+
+    assert units(1) == scheduler.make_room(Unit(4), Urgency.OVERDUE)
+    scheduler.mark_ready(Unit(4))
+
+    assert not stalled.has_priority
     for other in others:
-        assert other.is_waited_for
-        assert Unit(2) == shelf.take(other)
-        assert [] == shelf.finish(other)
-    assert shelf.make_room(Unit(5), Need.SOON) is None
-    assert units(2) == shelf.make_room(Unit(5), Need.NOW)
+        assert other.has_priority
+        assert Unit(2) == scheduler.take(other)
+        assert [] == scheduler.finish(other)
+    assert scheduler.make_room(Unit(5), Urgency.AHEAD) is None
+    assert units(2) == scheduler.make_room(Unit(5), Urgency.NEEDED)
 
 
 def test_what_is_read_does_not_go() -> None:
-    shelf: Shelf[Unit] = Shelf(20)
-    assert [] == shelf.make_room(Unit(1, 15), Need.NOW)
+    scheduler: ReadScheduler[Unit] = ReadScheduler(20)
+    assert [] == scheduler.make_room(Unit(1, 15), Urgency.NEEDED)
 
-    assert shelf.make_room(Unit(2), Need.LATE) is None
-    shelf.drop(Unit(1, 15))
-    assert [] == shelf.make_room(Unit(2), Need.LATE)
+    assert scheduler.make_room(Unit(2), Urgency.OVERDUE) is None
+    scheduler.drop(Unit(1, 15))
+    assert [] == scheduler.make_room(Unit(2), Urgency.OVERDUE)
 
 
 def test_the_last_reader_takes_all_with_it() -> None:
-    shelf: Shelf[Unit] = Shelf(100)
-    readers = [shelf.join(units(1, 2)) for _ in range(2)]
-    put(shelf, 1, 2)
+    scheduler: ReadScheduler[Unit] = ReadScheduler(100)
+    readers = [scheduler.join(units(1, 2)) for _ in range(2)]
+    put(scheduler, 1, 2)
 
-    assert [] == shelf.leave(readers[0])
-    assert units(1, 2) == shelf.leave(readers[1])
-    assert 0 == shelf.size
+    assert [] == scheduler.leave(readers[0])
+    assert units(1, 2) == scheduler.leave(readers[1])
+    assert 0 == scheduler.size
 
 
 LIMIT = 50
@@ -131,26 +131,28 @@ wants = st.lists(
 def test_every_reader_gets_all_it_wants_within_the_limit(
     wants: list[list[int]],
 ) -> None:
-    shelf: Shelf[Unit] = Shelf(LIMIT)
-    readers = [shelf.join(Unit(n, 5 + n) for n in numbers) for numbers in wants]
+    scheduler: ReadScheduler[Unit] = ReadScheduler(LIMIT)
+    readers = [scheduler.join(Unit(n, 5 + n) for n in numbers) for numbers in wants]
     coming: list[Unit] = []
     taken: dict[Reader[Unit], list[int]] = {reader: [] for reader in readers}
 
     for _ in range(sum(map(len, wants)) * 20):
         for reader in readers:
-            if unit := shelf.take(reader):
+            if unit := scheduler.take(reader):
                 taken[reader].append(unit.number)
-                shelf.finish(reader)
-            elif needed := shelf.needed(reader):
+                scheduler.finish(reader)
+            elif needed := scheduler.next_needed(reader):
                 is_last = reader is readers[-1]
                 if (
-                    shelf.make_room(needed, Need.LATE if is_last else Need.NOW)
+                    scheduler.make_room(
+                        needed, Urgency.OVERDUE if is_last else Urgency.NEEDED
+                    )
                     is not None
                 ):
                     coming.append(needed)
-            assert shelf.size <= LIMIT
+            assert scheduler.size <= LIMIT
         for unit in coming:
-            shelf.arrive(unit)
+            scheduler.mark_ready(unit)
         coming.clear()
 
     assert wants == [sorted(taken[reader]) for reader in readers]

@@ -1,18 +1,18 @@
-"""One long step in each pass of the event loop, in the order in which they came."""
+"""The send pacer: one send per iteration of the event loop, in order of arrival."""
 
 import asyncio
 
-from storesvc.restore.send_pacer import Turns
+from storesvc.restore.sender import SendPacer
 
 MANY = 20
 
 
-def test_one_at_a_time_has_a_turn_and_others_go_between() -> None:
+def test_one_send_per_iteration_lets_other_tasks_run_between() -> None:
     async def test() -> None:
-        turns, order, passes = Turns(), list[int](), 0
+        pacer, order, passes = SendPacer(), list[int](), 0
 
         async def step(number: int) -> None:
-            await turns.take()
+            await pacer.wait_turn()
             order.append(number)
             had.append(passes)
 
@@ -27,11 +27,11 @@ def test_one_at_a_time_has_a_turn_and_others_go_between() -> None:
     asyncio.run(test())
 
 
-def test_who_is_alone_does_not_wait() -> None:
+def test_a_single_sender_does_not_wait() -> None:
     async def test() -> None:
-        turns = Turns()
+        pacer = SendPacer()
         for _ in range(3):
-            coroutine = turns.take()
+            coroutine = pacer.wait_turn()
             try:
                 coroutine.send(None)
             except StopIteration:

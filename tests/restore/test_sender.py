@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 RUN = RunName("tests", "sending")
 LEAVES = 24
-SHELF_BYTES = 8 << 20
+READ_BUFFER_BYTES = 8 << 20
 """A third of the checkpoint."""
 
 
@@ -91,7 +91,7 @@ async def opened(root: Path) -> Opened:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "SHELF_BYTES", SHELF_BYTES)
+    monkeypatch.setattr(sending, "READ_BUFFER_BYTES", READ_BUFFER_BYTES)
     monkeypatch.setattr(read_units, "WINDOW_BYTES", 2 << 20)
 
 
@@ -105,7 +105,7 @@ def test_many_at_once_cost_one_read_of_the_storage(root: Path) -> None:
         async for response in checkpoint.stream():
             found.append(response)
             await asyncio.sleep(rng.random() / 1000)
-            assert checkpoint.sender._shelf.size <= SHELF_BYTES
+            assert checkpoint.sender._scheduler.size <= READ_BUFFER_BYTES
         return found
 
     async def test() -> None:
@@ -115,16 +115,16 @@ def test_many_at_once_cost_one_read_of_the_storage(root: Path) -> None:
         ):
             checkpoint.check(responses)
         assert checkpoint.size == checkpoint.bucket.bytes_read
-        assert 0 == checkpoint.sender._shelf.size
+        assert 0 == checkpoint.sender._scheduler.size
         assert not checkpoint.sender._reads
 
     run(test())
 
 
-def test_who_takes_nothing_holds_nobody_back_and_no_memory(
+def test_a_stream_that_takes_nothing_delays_no_other_and_keeps_no_memory(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(sending, "EVICTION_SECONDS", 0.05)
 
     async def test() -> None:
         checkpoint = await opened(root)
@@ -132,10 +132,10 @@ def test_who_takes_nothing_holds_nobody_back_and_no_memory(
         began = [[await anext(stream)] for stream in stalled]
         found = await asyncio.wait_for(_all(checkpoint.stream()), 10)
         checkpoint.check(found)
-        assert checkpoint.sender._shelf.size <= SHELF_BYTES
+        assert checkpoint.sender._scheduler.size <= READ_BUFFER_BYTES
         for taken, stream in zip(began, stalled, strict=True):
             checkpoint.check(taken + await _all(stream))
-        assert 0 == checkpoint.sender._shelf.size
+        assert 0 == checkpoint.sender._scheduler.size
 
     run(test())
 
@@ -143,7 +143,7 @@ def test_who_takes_nothing_holds_nobody_back_and_no_memory(
 def test_streams_of_different_chunks_share_the_room(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(sending, "EVICTION_SECONDS", 0.5)
 
     async def test() -> None:
         checkpoint = await opened(root)
@@ -155,7 +155,7 @@ def test_streams_of_different_chunks_share_the_room(
     run(test())
 
 
-def test_who_comes_late_takes_what_others_had_read_and_then_the_rest(
+def test_a_late_stream_takes_units_in_memory_first_and_then_the_rest(
     root: Path,
 ) -> None:
     async def test() -> None:
@@ -170,7 +170,7 @@ def test_who_comes_late_takes_what_others_had_read_and_then_the_rest(
     run(test())
 
 
-def test_a_failed_read_fails_those_who_wait_and_is_not_kept(root: Path) -> None:
+def test_a_failed_read_fails_the_streams_that_wait_and_is_not_kept(root: Path) -> None:
     async def test() -> None:
         checkpoint = await opened(root)
         checkpoint.bucket.fails = True
@@ -183,13 +183,13 @@ def test_a_failed_read_fails_those_who_wait_and_is_not_kept(root: Path) -> None:
     run(test())
 
 
-def test_a_stream_that_is_given_up_leaves_nothing(root: Path) -> None:
+def test_an_abandoned_stream_leaves_nothing(root: Path) -> None:
     async def test() -> None:
         checkpoint = await opened(root)
         stream = checkpoint.stream()
         assert len(await anext(stream)) <= FRAME_BYTES + 100
         await stream.aclose()
-        assert 0 == checkpoint.sender._shelf.size
+        assert 0 == checkpoint.sender._scheduler.size
         assert not checkpoint.sender._reads
         assert [] == await _all(checkpoint.stream([]))
 

@@ -1,4 +1,4 @@
-"""What streams of a restore ask for: as much each, and nothing twice."""
+"""The streams of a restore request equal shares, and nothing twice."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -288,7 +288,7 @@ def retained(world: World, policy: store.RetentionPolicy | None) -> World:
 
 def retaining(process: Process) -> Retaining:
     return Retaining(
-        process.catalogue, process.lives, process.uses, clock=process.clock
+        process.catalogue, process.lifecycle, process.references, clock=process.clock
     )
 
 
@@ -309,11 +309,11 @@ async def _tag(process: Process, tag: str, step: int) -> None:
 
 
 async def _update(process: Process, step: int, change: Change) -> None:
-    await process.lives.update(RUN, step, change, etag="", write_id=new_id())
+    await process.lifecycle.update(RUN, step, change, etag="", write_id=new_id())
 
 
 async def _delete(process: Process, step: int) -> None:
-    await process.lives.delete(
+    await process.lifecycle.delete(
         RUN, step, purge_delay=timedelta(days=1), etag="", write_id=new_id()
     )
 

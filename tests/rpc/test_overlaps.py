@@ -70,7 +70,7 @@ class Caller:
         return [n async for n in self.store.receiver.write(upload, 0, frames)]
 
     async def finish(self) -> None:
-        await self.store.receiver.finish(await self.open(), 0, sums(0, 1, 2))
+        await self.store.receipts.finish(await self.open(), 0, sums(0, 1, 2))
 
     async def commit(self) -> Any:
         return await self.store.commits.commit(self.name, self.epoch)
@@ -220,16 +220,16 @@ def test_a_commit_that_dies_before_its_record_leaves_no_run(
     within(test)
 
 
-async def all_places_free(store: Store) -> None:
+async def all_permits_free(store: Store) -> None:
     """Returns once no batch holds a place; a thread deletes its file before."""
-    places = store.receiver.places
+    admission = store.receiver.admission
     async with asyncio.timeout(20):
-        while places.free < receiver.MAX_FILES:  # noqa: ASYNC110 - no event
+        while admission.free < receiver.MAX_FILES:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("pause", [0, 0.001, 0.003, 0.01])
-def test_cancelled_streams_give_their_places_back(
+def test_cancelled_streams_release_their_permits(
     within: Callable[[Test], None], pause: float
 ) -> None:
     async def test(store: Store, callers: list[Caller]) -> None:
@@ -240,7 +240,7 @@ def test_cancelled_streams_give_their_places_back(
                 await asyncio.wait_for(callers[0].write(many), pause)
 
         await asyncio.wait_for(callers[0].write(frames_of(frame(0))), 20)
-        await all_places_free(store)
+        await all_permits_free(store)
 
     within(test)
 
@@ -263,7 +263,7 @@ def test_a_client_that_pauses_is_acknowledged_and_holds_no_place(
 
         acknowledged = store.receiver.write(upload, 0, frames())
         assert 1 == await asyncio.wait_for(anext(acknowledged), 20)
-        await all_places_free(store)
+        await all_permits_free(store)
         going_on.set()
         assert [2] == [n async for n in acknowledged]
 
@@ -285,7 +285,7 @@ def test_a_chunk_that_never_ends_is_stalled(
 
         with pytest.raises(StalledError, match="leaf 'x' chunk 0 was not complete"):
             await asyncio.wait_for(callers[0].write(frames()), 20)
-        await all_places_free(store)
+        await all_permits_free(store)
 
     within(test)
 

@@ -9,7 +9,7 @@ import pytest
 
 from storesvc.errors import LimitExceededError
 from storesvc.save import batch_admission
-from storesvc.save.batch_admission import BatchPlaces, Place
+from storesvc.save.batch_admission import BatchAdmission, Permit
 
 
 def ignore() -> None:
@@ -17,39 +17,39 @@ def ignore() -> None:
 
 
 def asked(
-    places: BatchPlaces,
+    admission: BatchAdmission,
     peer: str,
     namespace: str = "n",
     recall: Callable[[], None] = ignore,
-) -> "asyncio.Task[Place]":
-    """Asks for a place."""
-    asking: Coroutine[Any, Any, Place] = places.take(
+) -> "asyncio.Task[Permit]":
+    """Asks for a permit."""
+    asking: Coroutine[Any, Any, Permit] = admission.acquire(
         peer=peer, namespace=namespace, recall=recall
     )
     return asyncio.ensure_future(asking)
 
 
-async def until_waiting(places: BatchPlaces, count: int) -> None:
+async def until_waiting(admission: BatchAdmission, count: int) -> None:
     """Returns once so many wait."""
-    while places.waiting < count:  # noqa: ASYNC110 - it has no event of that
+    while admission.waiting < count:  # noqa: ASYNC110 - it has no event of that
         await asyncio.sleep(0)
 
 
 def test_a_peer_with_many_streams_does_not_keep_out_one_with_few() -> None:
     async def test() -> list[str]:
-        places, order = BatchPlaces(1), list[str]()
-        first = await places.take(peer="a", namespace="n", recall=ignore)
-        waiting = [asked(places, "a") for _ in range(20)]
-        await until_waiting(places, 20)
-        waiting += [asked(places, "b"), asked(places, "b"), asked(places, "c")]
-        await until_waiting(places, 23)
-        places.give_back(first)
+        admission, order = BatchAdmission(1), list[str]()
+        first = await admission.acquire(peer="a", namespace="n", recall=ignore)
+        waiting = [asked(admission, "a") for _ in range(20)]
+        await until_waiting(admission, 20)
+        waiting += [asked(admission, "b"), asked(admission, "b"), asked(admission, "c")]
+        await until_waiting(admission, 23)
+        admission.release(first)
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for one in done:
                 waiting.remove(one)
                 order.append(one.result().peer)
-                places.give_back(one.result())
+                admission.release(one.result())
         return order
 
     assert ["b", "c", "a", "b", "a"] == asyncio.run(test())[:5]
@@ -57,13 +57,13 @@ def test_a_peer_with_many_streams_does_not_keep_out_one_with_few() -> None:
 
 def test_a_namespace_does_not_keep_out_another_of_the_same_peer() -> None:
     async def test() -> str:
-        places = BatchPlaces(1)
-        first = await places.take(peer="a", namespace="many", recall=ignore)
-        waiting = [asked(places, "a", "many") for _ in range(20)]
-        await until_waiting(places, 20)
-        other = asked(places, "a", "few")
-        await until_waiting(places, 21)
-        places.give_back(first)
+        admission = BatchAdmission(1)
+        first = await admission.acquire(peer="a", namespace="many", recall=ignore)
+        waiting = [asked(admission, "a", "many") for _ in range(20)]
+        await until_waiting(admission, 20)
+        other = asked(admission, "a", "few")
+        await until_waiting(admission, 21)
+        admission.release(first)
         found = (await other).namespace
         for one in waiting:
             one.cancel()
@@ -79,26 +79,28 @@ def test_the_place_of_the_slowest_client_is_recalled_and_of_no_other(
     monkeypatch.setattr(batch_admission, "FIRST_SECONDS", 0.2)
 
     async def test() -> list[str]:
-        places, recalled = BatchPlaces(3), list[str]()
-        held: dict[str, Place] = {}
+        admission, recalled = BatchAdmission(3), list[str]()
+        held: dict[str, Permit] = {}
 
         def recalls(name: str) -> Callable[[], None]:
             def recall() -> None:
                 recalled.append(name)
-                places.give_back(held[name])
+                admission.release(held[name])
 
             return recall
 
         for name in ("slow", "idle", "busy"):
-            held[name] = await places.take(
+            held[name] = await admission.acquire(
                 peer=name, namespace="n", recall=recalls(name)
             )
         # "busy" waits for the server; "slow" sends, later and less than it must
         with held["idle"].awaiting_client():
             await asyncio.sleep(0.1)
             with held["slow"].awaiting_client():
-                place = await places.take(peer="new", namespace="n", recall=ignore)
-        places.give_back(place)
+                permit = await admission.acquire(
+                    peer="new", namespace="n", recall=ignore
+                )
+        admission.release(permit)
         return recalled
 
     assert ["idle"] == asyncio.run(test())
@@ -111,14 +113,14 @@ def test_a_client_that_sends_fast_enough_keeps_its_place(
     monkeypatch.setattr(batch_admission, "WAIT_SECONDS", 2.0)
 
     async def test() -> None:
-        places = BatchPlaces(1)
-        place = await places.take(peer="fast", namespace="n", recall=ignore)
-        waiting = asked(places, "other")
+        admission = BatchAdmission(1)
+        permit = await admission.acquire(peer="fast", namespace="n", recall=ignore)
+        waiting = asked(admission, "other")
         while not waiting.done():
-            place.count(1 << 20)
-            with place.awaiting_client():
+            permit.count(1 << 20)
+            with permit.awaiting_client():
                 await asyncio.sleep(0.05)
-        assert not place.is_recalled
+        assert not permit.is_recalled
         with pytest.raises(LimitExceededError, match="none ended within 2 s"):
             await waiting
 
@@ -127,10 +129,10 @@ def test_a_client_that_sends_fast_enough_keeps_its_place(
 
 def test_a_burst_buys_no_long_pause() -> None:
     async def test() -> float:
-        place = await BatchPlaces(1).take(peer="a", namespace="n", recall=ignore)
-        place.count(64 << 20)
-        with place.awaiting_client():
-            return place.spare_seconds
+        permit = await BatchAdmission(1).acquire(peer="a", namespace="n", recall=ignore)
+        permit.count(64 << 20)
+        with permit.awaiting_client():
+            return permit.spare_seconds
 
     assert asyncio.run(test()) <= batch_admission.CREDIT_SECONDS
 
@@ -138,16 +140,16 @@ def test_a_burst_buys_no_long_pause() -> None:
 @pytest.mark.parametrize("turns", range(6))
 def test_a_wait_that_is_cancelled_takes_no_place(turns: int) -> None:
     async def test() -> tuple[int, int]:
-        places = BatchPlaces(1)
-        first = await places.take(peer="a", namespace="n", recall=ignore)
-        waiting = asked(places, "b")
-        await until_waiting(places, 1)
-        places.give_back(first)
+        admission = BatchAdmission(1)
+        first = await admission.acquire(peer="a", namespace="n", recall=ignore)
+        waiting = asked(admission, "b")
+        await until_waiting(admission, 1)
+        admission.release(first)
         for _ in range(turns):
             await asyncio.sleep(0)
         waiting.cancel()
         with suppress(asyncio.CancelledError):
-            places.give_back(await waiting)
-        return places.free, places.waiting
+            admission.release(await waiting)
+        return admission.free, admission.waiting
 
     assert (1, 0) == asyncio.run(test())

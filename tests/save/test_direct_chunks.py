@@ -31,11 +31,11 @@ class Served(Protocol):
 
     @property
     def address(self) -> str:
-        """Of the server."""
+        """Address of the server."""
 
     @property
     def root(self) -> Path:
-        """Of the store."""
+        """Root of the store."""
 
 
 @dataclass
@@ -75,12 +75,12 @@ class Placer:
         return path
 
     def table(self, *chunks: int, file: str = FILE) -> tree_pb2.ChunkTable:
-        """Returns what tells of them."""
+        """Returns the table of chunks."""
         rows = [(self.prefix + file, LENGTH * at, LENGTH) for at in range(len(chunks))]
         (table,) = pack_placed(sums(*chunks), Places.of_rows(rows), with_ordinals=True)
         return table
 
-    def tell(self, *tables: tree_pb2.ChunkTable) -> list[int]:
+    def report(self, *tables: tree_pb2.ChunkTable) -> list[int]:
         requests = [
             api.WriteChunksRequest(open=self.writer.ref()),
             *(api.WriteChunksRequest(placed=table) for table in tables),
@@ -94,13 +94,13 @@ def placer(server: ServerProcess) -> Placer:
     return Placer(server)
 
 
-def test_what_lies_in_the_pool_is_acknowledged_found_and_committed(
+def test_chunks_in_the_pool_are_acknowledged_found_and_committed(
     placer: Placer, client: store.Client
 ) -> None:
     placer.put(0, 2)
     placer.put(1, file="b" * 32)
-    told = placer.tell(placer.table(0, 2), placer.table(1, file="b" * 32))
-    assert 3 == told[-1]
+    counts = placer.report(placer.table(0, 2), placer.table(1, file="b" * 32))
+    assert 3 == counts[-1]
     assert [0, 1, 2] == placer.writer.find(sums(0, 1, 2))
     placer.writer.finish(sums(0, 1, 2))
     placer.writer.commit()
@@ -125,9 +125,11 @@ def test_a_stream_holds_frames_or_tables_in_any_order(placer: Placer) -> None:
     placer.writer.commit()
 
 
-def test_who_takes_the_step_over_claims_what_was_placed(placer: Placer) -> None:
+def test_an_upload_that_takes_over_claims_direct_chunks(
+    placer: Placer,
+) -> None:
     placer.put(0, 1)
-    placer.tell(placer.table(0, 1))
+    placer.report(placer.table(0, 1))
     second = Writer(placer.server.address, placer.name, 1)
     assert second.begin().resumes
     assert [0, 1] == second.find(sums(0, 1, 2))
@@ -135,11 +137,11 @@ def test_who_takes_the_step_over_claims_what_was_placed(placer: Placer) -> None:
 
 def test_a_data_file_that_is_missing_or_short_is_refused(placer: Placer) -> None:
     with refused("INVALID_CHUNK", match="expected 2008 bytes or more in the data file"):
-        placer.tell(placer.table(0, 1))
+        placer.report(placer.table(0, 1))
     path = placer.put(0, 1)
     path.write_bytes(path.read_bytes()[:-1])
     with refused("INVALID_CHUNK", match="missing or shorter"):
-        placer.tell(placer.table(0, 1))
+        placer.report(placer.table(0, 1))
     with refused("CHUNKS_INCOMPLETE"):
         placer.writer.finish(sums(0, 1, 2))
 
@@ -166,8 +168,8 @@ def moved(by: int) -> Callable[[tree_pb2.ChunkTable], Any]:
         (lambda table: table.digests.append(b"x"), "bytes of digests"),
         (lambda table: table.file.__setitem__(1, 1), "names a file"),
         (lambda table: table.offset.__setitem__(1, 2**63), "too large"),
-        (moved(-1), "lie over each other at byte 1003"),
-        (moved(-LENGTH), "lie over each other at byte 0"),
+        (moved(-1), "overlap at byte 1003"),
+        (moved(-LENGTH), "overlap at byte 0"),
         (moved(1), "missing or shorter"),
     ],
 )
@@ -179,7 +181,7 @@ def test_a_table_that_breaks_a_rule_is_refused(
     change(table)
 
     with refused("INVALID_CHUNK", match=message):
-        placer.tell(table)
+        placer.report(table)
     assert [] == placer.writer.find(sums(0, 1, 2))
 
 
@@ -190,7 +192,7 @@ def test_bytes_that_are_not_what_the_table_says_are_found_by_their_reader(
     data = bytearray(path.read_bytes())
     data[1500] ^= 1
     path.write_bytes(data)
-    placer.tell(placer.table(0, 1, 2))
+    placer.report(placer.table(0, 1, 2))
     placer.writer.finish(sums(0, 1, 2))
     placer.writer.commit()
 
@@ -202,7 +204,7 @@ def test_bytes_that_are_not_what_the_table_says_are_found_by_their_reader(
 def test_what_is_placed_is_made_durable_before_it_is_written_down(
     tmp_path: Path,
 ) -> None:
-    """Its folder was not: only the file was synced by who wrote it."""
+    """Its folder was not: only the file was synced by its writer."""
     calls: list[tuple[str, str]] = []
 
     def plan(call: Call) -> Fault:
@@ -212,7 +214,7 @@ def test_what_is_placed_is_made_durable_before_it_is_written_down(
     with serving(tmp_path, plan) as address:
         placer = Placer(Place(address, tmp_path))
         placer.put(0)
-        placer.tell(placer.table(0))
+        placer.report(placer.table(0))
 
     (adopted,) = [n for n, (operation, _) in enumerate(calls) if operation == "adopt"]
     (staged,) = [n for n, (_, place) in enumerate(calls) if "/staging/" in place]

@@ -9,7 +9,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.trees import Tree, pack_leaves
-from storesvc.save.plan_mismatch import difference
+from storesvc.save.plan_mismatch import first_difference
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -50,7 +50,7 @@ def join(
     return joined
 
 
-def test_who_planned_the_same_joins(upload: Writer) -> None:
+def test_a_writer_with_the_same_plan_joins(upload: Writer) -> None:
     joined = join(upload)
 
     assert upload.name == joined.name
@@ -128,7 +128,7 @@ def test_an_upload_that_ended_cannot_be_joined(upload: Writer) -> None:
         join(upload)
 
 
-def test_an_upload_tells_who_has_not_finished(upload: Writer) -> None:
+def test_an_upload_names_the_writers_that_have_not_finished(upload: Writer) -> None:
     before = list(upload.get().unfinished_writers)
     upload.write(frame(0), writer=1)
     left = upload.finish(sums(0), writer=1).unfinished_writer_count
@@ -139,20 +139,20 @@ def test_an_upload_tells_who_has_not_finished(upload: Writer) -> None:
     assert [0, 2] == after
 
 
-def test_a_difference_is_told_by_what_differs_first() -> None:
+def test_a_difference_is_described_by_the_first_differing_property() -> None:
     (leaf,) = tree_of().leaves
     tree = Tree((leaf,))
 
-    assert ("x", "leaf 'x': expected (3000,) uint8, got none") == difference(
+    assert ("x", "leaf 'x': expected (3000,) uint8, got none") == first_difference(
         tree, Tree(())
     )
-    assert ("x", "leaf 'x': expected none, got (3000,) uint8") == difference(
+    assert ("x", "leaf 'x': expected none, got (3000,) uint8") == first_difference(
         Tree(()), tree
     )
     assert ("x", "leaf 'x': expected chunks of (1000,), got chunks of (500,)") == (
-        difference(tree, Tree((replace(leaf, chunk_shape=(500,)),)))
+        first_difference(tree, Tree((replace(leaf, chunk_shape=(500,)),)))
     )
     assert (
         "structure: expected the same document"
-        in difference(tree, Tree((leaf,), b"other"))[1]
+        in first_difference(tree, Tree((leaf,), b"other"))[1]
     )

@@ -1,4 +1,4 @@
-"""What an upload costs does not grow with the number of writers that it promises."""
+"""The cost of an upload does not grow with the number of writers that it expects."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the store holds already is neither sent nor stored again, and stays safe."""
+"""Reuse: stored chunks are neither sent nor stored again, and stay safe."""
 
 import asyncio
 import itertools
@@ -143,7 +143,7 @@ def test_a_chunk_is_claimed_by_its_row_in_the_receipt(
     assert 1004 == client.run(name).checkpoint(2).own_bytes
 
 
-def test_what_was_sent_keeps_nobody_from_a_claim(
+def test_a_chunk_that_was_sent_does_not_prevent_a_claim(
     server_address: str, client: store.Client, name: str
 ) -> None:
     Writer(server_address, name, 1).save()
@@ -279,7 +279,9 @@ def test_what_rots_after_a_save_began_costs_it_its_claims(
         await process.bucket.write(rotten, b"rot")
 
         opened = await process._open(upload)
-        sources = await Reuse(process.bucket, process.store.uploads).sources(opened)
+        sources = await Reuse(
+            process.bucket, process.store.catalogue, process.store.uploads
+        ).sources(opened)
         assert 1 == len(sources)
         await process.send(upload, {0: 1, 1: 1, 2: 1})
         await process.finish(upload, (1, 1, 1))
@@ -307,7 +309,7 @@ def test_what_rots_after_a_save_began_costs_it_its_claims(
     ],
     ids=["noise", "noise under seal", "a chunk that the tree does not have"],
 )
-def test_a_damaged_table_of_what_is_stored_is_told_as_damage(
+def test_a_damaged_staging_table_is_reported_as_damage(
     table: bytes | pb.Receipt,
 ) -> None:
     async def main() -> None:
@@ -319,7 +321,7 @@ def test_a_damaged_table_of_what_is_stored_is_told_as_damage(
         await process.bucket.write(place, data)
         with pytest.raises(CorruptDataError, match="rot"):
             await process.finish(upload, (0, 0, 0))
-        # who takes the step over claims nothing of it
+        # an upload that takes the step over claims nothing of it
         await process.save(1, (1, 1, 1))
 
     asyncio.run(main())

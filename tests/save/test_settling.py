@@ -18,7 +18,7 @@ ID = str(uuid.uuid4())
 
 
 async def delete(process: Process) -> Any:
-    return await process.store.lives.delete(
+    return await process.store.lifecycle.delete(
         RUN, 1, purge_delay=timedelta(days=1), etag="", write_id=ID
     )
 

@@ -39,11 +39,11 @@ class Stalled:
         self._ended = threading.Event()
         self.acknowledged: list[int] = []
         self.error: grpc.RpcError | None = None
-        before = server.store.receiver.places.free
+        before = server.store.receiver.admission.free
         self._thread = threading.Thread(target=self._write, args=(sent,))
         self._thread.start()
         deadline = time.monotonic() + SECONDS
-        while server.store.receiver.places.free == before:  # until it has a place
+        while server.store.receiver.admission.free == before:  # until it has a place
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -61,11 +61,11 @@ class Stalled:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server has not ended it."""
+        """Returns whether the stream is still open."""
         return self._thread.is_alive()
 
     def end(self) -> None:
-        """Ends it, as the client."""
+        """Ends the stream, as the client."""
         self._ended.set()
         self._thread.join(SECONDS)
 
@@ -106,7 +106,7 @@ def test_streams_that_stop_within_a_chunk_keep_no_save_waiting_on_files(
         assert all(stream.is_open for stream in streams)
 
 
-def test_streams_that_stop_within_a_chunk_lose_their_places_to_a_save() -> None:
+def test_streams_that_stop_within_a_chunk_lose_their_permits_to_a_save() -> None:
     with (
         ThreadServer("memory://") as server,
         stalled_streams(server, MAX_BATCHES, within_a_chunk()) as streams,
@@ -137,7 +137,7 @@ def test_streams_that_stop_after_a_chunk_are_acknowledged_for_a_save(
 
 
 @pytest.mark.slow
-def test_a_slow_client_that_nobody_waits_for_keeps_its_place(
+def test_a_slow_client_keeps_its_permit_while_no_stream_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batch_admission, "FIRST_SECONDS", 0.1)
@@ -195,7 +195,7 @@ def test_a_save_that_finds_no_place_is_repeated_until_there_is_one(
         state = {"x": np.arange(1000)}
         with stalled_streams(server, MAX_BATCHES, within_a_chunk()):
             saving = client.run("good/run").save(1, state)
-            time.sleep(2)  # it is refused meanwhile, more than once
+            time.sleep(2)  # it is rejected in the meantime, more than once
             assert not saving.done()
 
         saving.result()

@@ -145,7 +145,7 @@ MISFITS = {
     "too long": (piece(0, 0, CHUNK + 5, stored(0) + b"x"), "bytes 0 to 1004"),
     "two open": (two_pieces(b"xy", 1, 1), "the rest of leaf 'x' chunk 0"),
     "ends within": (piece(0, 0, 9, b"x" * 9), "within a"),
-    "wrong sum": (piece(0, 0, CHUNK + 4, b"?" + stored(0)[1:]), "damaged on its way"),
+    "wrong sum": (piece(0, 0, CHUNK + 4, b"?" + stored(0)[1:]), "corrupted in transit"),
 }
 
 
@@ -466,9 +466,7 @@ class TestTheLifeOfAnUpload:
         assert api.Upload.STATE_LIVE == found.state
         assert found.create_time.ToDatetime() <= found.renew_time.ToDatetime()
 
-    def test_its_state_tells_what_became_of_it(
-        self, begin: Callable[..., Writer]
-    ) -> None:
+    def test_its_state_shows_its_outcome(self, begin: Callable[..., Writer]) -> None:
         superseded, aborted, committed = begin(1), begin(2), begin(3)
         begin(1)
         aborted.abort()

@@ -131,7 +131,7 @@ def runs(after: RunName | None) -> Task:
 
 
 def live_uploads(of: Sequence[RunName]) -> Task:
-    return lambda s: s.uploads.live(of, after=None, limit=PAGE)
+    return lambda s: s.upload_statuses.list_live(of, after=None, limit=PAGE)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def save(run: RunName, step: int) -> Task:
 
         async for _ in opened.receiver.write(upload, 0, frames()):
             pass
-        await opened.receiver.finish(upload, 0, sums(0, 1, 2))
+        await opened.receipts.finish(upload, 0, sums(0, 1, 2))
         await opened.commits.commit(name, record.epoch)
 
     return task

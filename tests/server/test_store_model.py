@@ -361,7 +361,7 @@ class StoreMachine(RuleBasedStateMachine):
             async def parts() -> Any:
                 yield mixed_sums(dict(enumerate(content)))
 
-            found = self._store.receiver.find(opened, 0, parts())
+            found = self._store.receipts.find(opened, 0, parts())
             return [int(o) async for ordinals in found for o in ordinals]
 
         answer = self._answer(call, Trouble(Fault.NONE, 0))
@@ -385,7 +385,7 @@ class StoreMachine(RuleBasedStateMachine):
         async def call() -> None:
             opened = await self._store.uploads.open(self._name(upload), upload.epoch)
             sums = mixed_sums(dict(sorted(receipt.items())))
-            await self._store.receiver.finish(opened, 0, sums)
+            await self._store.receipts.finish(opened, 0, sums)
 
         answer = self._answer(call, trouble)
         if self._ended(upload, answer):
@@ -492,7 +492,7 @@ class StoreMachine(RuleBasedStateMachine):
         write_id = str(uuid.uuid4())
         delay = timedelta(hours=hours)
         answer = self._answer(
-            lambda: self._store.lives.delete(
+            lambda: self._store.lifecycle.delete(
                 RUN, step, purge_delay=delay, etag="", write_id=write_id
             ),
             trouble,
@@ -512,7 +512,8 @@ class StoreMachine(RuleBasedStateMachine):
     def undelete(self, step: int, trouble: Trouble) -> None:
         write_id = str(uuid.uuid4())
         answer = self._answer(
-            lambda: self._store.lives.undelete(RUN, step, write_id=write_id), trouble
+            lambda: self._store.lifecycle.undelete(RUN, step, write_id=write_id),
+            trouble,
         )
         kept = self._model.checkpoints.get(step)
         if kept is None:
@@ -524,7 +525,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(step=STEPS, trouble=TROUBLES)
     def purge(self, step: int, trouble: Trouble) -> None:
         answer = self._answer(
-            lambda: self._store.lives.purge(RUN, step, etag=""), trouble
+            lambda: self._store.lifecycle.purge(RUN, step, etag=""), trouble
         )
         kept = self._model.checkpoints.get(step)
         if kept is None:

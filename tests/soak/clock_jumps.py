@@ -88,7 +88,7 @@ async def _save_beside(
             pass
         await _collect(collector)
         clocks[0].jump = ours
-        await saver.receiver.finish(opened, 0, sums(0, 1, 2))
+        await saver.receipts.finish(opened, 0, sums(0, 1, 2))
         await _collect(collector)
         await saver.commits.commit(name, record.epoch)
         await _collect(collector)

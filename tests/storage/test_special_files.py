@@ -176,7 +176,7 @@ def test_what_replaces_a_placed_file_is_not_acknowledged(
         pytest.raises(store.StoreError, match=r"missing|shorter") as no,
         translated("here"),
     ):
-        placer.tell(placer.table(0, 1))
+        placer.report(placer.table(0, 1))
     assert "INVALID_CHUNK" == no.value.reason
     assert [] == placer.writer.find(sums(0, 1, 2))
 

@@ -165,19 +165,19 @@ class CancellingServer(ThreadServer):
             for lock, value in locks.items()
             if lock._value != value
         ]
-        places, sender = store.receiver.places, store.sender
+        admission, sender = store.receiver.admission, store.sender
         files = store.bucket._files
         calls = [] if files is None else list(files._threads._queue)
         amounts = {
-            "places of batches in use": MAX_FILES - places.free,
-            "streams that wait for a place": places.waiting,
+            "batch permits in use": MAX_FILES - admission.free,
+            "streams that wait for a permit": admission.waiting,
             "writes that wait for a thread": sum(
                 not call.result.done() for call in calls
             ),
-            "bytes on the shelf": sender._shelf.size,
-            "readers of the shelf": len(sender._shelf._readers),
-            "reads for the shelf": len(sender._reads),
-            "streams that wait for the shelf": sender._hungry,
+            "bytes in the read buffer": sender._scheduler.size,
+            "readers of the read buffer": len(sender._scheduler._readers),
+            "reads in flight": len(sender._reads),
+            "streams that wait for room": sender._waiting_for_room,
             "watches": store.watcher._watches,
             "feeds of watches": len(store.watcher._feeds),
             "parsed manifests on their way": len(store.catalogue._manifests._loading),

@@ -94,7 +94,7 @@ class Process:
     async def finish(self, name: UploadName, content: Sequence[int]) -> None:
         opened = await self._open(name)
         sums = mixed_sums(dict(enumerate(content)))
-        await self.store.receiver.finish(opened, 0, sums)
+        await self.store.receipts.finish(opened, 0, sums)
 
     async def commit(self, name: UploadName, content: Sequence[int]) -> None:
         record = await self.store.uploads.record(name)
@@ -119,7 +119,7 @@ class Process:
         return name
 
     async def delete(self, step: int, *, purge_delay: timedelta = NOW) -> None:
-        await self.store.lives.delete(
+        await self.store.lifecycle.delete(
             RUN, step, purge_delay=purge_delay, etag="", write_id=str(uuid.uuid4())
         )
 

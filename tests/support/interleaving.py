@@ -26,9 +26,9 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal, unseal
-from storesvc.lifecycle.checkpoints import Lives
+from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.holds import Holds
-from storesvc.lifecycle.references import Uses
+from storesvc.lifecycle.references import References
 from storesvc.lifecycle.tags import Tags
 from storesvc.storage.bucket import (
     ALWAYS,
@@ -167,26 +167,28 @@ class Process:
         bucket = ShuffledBucket(world)
         self.catalogue = Catalogue(bucket)
         journal = Journal(bucket, clock=self.clock)
-        self.uses = Uses(bucket, self.catalogue, clock=self.clock)
-        self.lives = Lives(bucket, self.catalogue, journal, self.uses, clock=self.clock)
+        self.references = References(bucket, self.catalogue, clock=self.clock)
+        self.lifecycle = CheckpointLifecycle(
+            bucket, self.catalogue, journal, self.references, clock=self.clock
+        )
         self.tags = Tags(bucket, self.catalogue, journal, clock=self.clock)
         self.holds = Holds(bucket, self.catalogue, clock=self.clock)
 
     async def remove(self, step: int) -> None:
         """Deletes a checkpoint, and purges it."""
         with suppress(StoreError):
-            await self.lives.delete(
+            await self.lifecycle.delete(
                 RUN, step, purge_delay=timedelta(), etag="", write_id=new_id()
             )
         with suppress(StoreError):
-            await self.lives.purge(RUN, step, etag="")
+            await self.lifecycle.purge(RUN, step, etag="")
 
     async def collect(self) -> None:
         """Purges all that is due, as the collector does."""
         slots = await self.catalogue.checkpoints(
             RUN, before=None, limit=100, show_deleted=True
         )
-        await self.lives.purge_due(RUN, slots)
+        await self.lifecycle.purge_due(RUN, slots)
 
 
 def world_of(seed: int, *, steps: int) -> World:

@@ -107,7 +107,7 @@ async def record() -> Recorded:
     await keep()
     await process.delete(4, purge_delay=PURGE_DELAY)
     await keep()
-    await store.lives.undelete(RUN, 4, write_id=str(uuid.uuid4()))
+    await store.lifecycle.undelete(RUN, 4, write_id=str(uuid.uuid4()))
     await keep()
     for count in (1, 0):
         given = pb.RunRecord(purge_delay=duration(PURGE_DELAY))

@@ -19,7 +19,7 @@ from tests.support import stored_records
 CHUNKS = 5
 """Of the leaf "x"; all in one data file, in the order of their ordinals."""
 
-Told = list[tuple[str, tuple[int, ...], str]]
+Found = list[tuple[str, tuple[int, ...], str]]
 
 
 @dataclass
@@ -96,11 +96,11 @@ class Saved:
         asyncio.run(change())
 
 
-def told(found: store.Verification) -> Told:
+def found_in(found: store.Verification) -> Found:
     return [(damage.key, damage.index, damage.kind) for damage in found.damages]
 
 
-def of_chunks(kind: str, *chunks: int) -> Told:
+def of_chunks(kind: str, *chunks: int) -> Found:
     return [("x", (chunk,), kind) for chunk in chunks]
 
 

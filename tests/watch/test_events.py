@@ -27,9 +27,9 @@ from storesvc.watch.events import (
     Held,
     Outcome,
     Position,
-    after,
-    due,
+    advance,
     is_full,
+    numbers_to_resolve,
     pack_token,
     resolve,
     unpack_token,
@@ -82,7 +82,7 @@ REPLACED = {
     "TAG": NOTHING,
     "UNTAG": etag_of(HELD["a tag"]),
 }
-"""What the announced change of a kind was to replace."""
+"""The record that the announced change of each kind replaces."""
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ REPLACED = {
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_object_tells_what_came_of_announcements_4_5_and_6(
+def test_the_object_shows_the_outcome_of_announcements_4_5_and_6(
     kind: str, held: str, expected: tuple[Outcome, ...]
 ) -> None:
     announced = pb.Announcement(
@@ -253,16 +253,16 @@ class Underway:
 
 @dataclass(eq=False)
 class Watch:
-    """A watch, and what it has told."""
+    """A watch, and the changes that it has reported."""
 
     token: str
     position: Position
     to_look_at: list[int] = field(default_factory=list)
-    told: list[tuple[int, pb.Announcement]] = field(default_factory=list)
+    reported: list[tuple[int, pb.Announcement]] = field(default_factory=list)
 
 
 class WatchMachine(RuleBasedStateMachine):
-    """Steps and tags of one run, and those who change and watch them."""
+    """Steps and tags of one run, and the processes that change and watch them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class WatchMachine(RuleBasedStateMachine):
 
     @rule(step=steps)
     def touch(self, step: int) -> None:
-        """A change that nobody announces, such as one of labels, or an abort."""
+        """A change that is not announced, such as an update of labels, or an abort."""
         found = self._slot(step)
         if found.state in slots.CHECKPOINTS:
             self._write(step, found)
@@ -418,7 +418,9 @@ class WatchMachine(RuleBasedStateMachine):
         """A watch goes on by some numbers, with changes between any two of them."""
         watch = self.watches[which]
         if not watch.to_look_at:
-            watch.to_look_at = list(due(watch.position, len(self.journal)))
+            watch.to_look_at = list(
+                numbers_to_resolve(watch.position, len(self.journal))
+            )
         for _ in range(min(numbers, len(watch.to_look_at))):
             number = watch.to_look_at.pop(0)
             if number > watch.position.last and is_full(watch.position):
@@ -427,9 +429,9 @@ class WatchMachine(RuleBasedStateMachine):
             announced = self.journal[number - 1]
             held = self.objects.get(announced.tag or announced.step)
             outcome = resolve(number, announced, held, now=self.now)
-            watch.position = after(watch.position, number, outcome)
+            watch.position = advance(watch.position, number, outcome)
             if outcome is LANDED:
-                watch.told.append((number, announced))
+                watch.reported.append((number, announced))
                 self.get_token(which)
 
     @rule(which=st.integers(0, 1))
@@ -445,7 +447,7 @@ class WatchMachine(RuleBasedStateMachine):
         watch.to_look_at = []
 
     def teardown(self) -> None:
-        """All announcers crash, all is told, and nothing is missing."""
+        """All announcers crash, all changes are reported, and none is missing."""
         self.underway = []
         for step in (0, 1):
             if self._slot(step).state == slots.UPLOADING:
@@ -453,19 +455,21 @@ class WatchMachine(RuleBasedStateMachine):
         self.sleep()
         for which, watch in enumerate(self.watches):
             self.reconnect(which)
-            while watch.to_look_at or list(due(watch.position, len(self.journal))):
+            while watch.to_look_at or list(
+                numbers_to_resolve(watch.position, len(self.journal))
+            ):
                 self.look(which, 10**6)
             self._check(watch)
 
     def _check(self, watch: Watch) -> None:
         assert Position(len(self.journal)) == watch.position
-        numbers = [number for number, _ in watch.told]
+        numbers = [number for number, _ in watch.reported]
         assert len(set(numbers)) == len(numbers)
-        commits = [a.upload for _, a in watch.told if a.kind == COMMIT]
+        commits = [a.upload for _, a in watch.reported if a.kind == COMMIT]
         assert len(set(commits)) == len(commits)
         assert set(self.committed) - self.purged <= set(commits) <= set(self.committed)
         last: dict[str, pb.Announcement] = {}
-        for _, announced in watch.told:
+        for _, announced in watch.reported:
             last[announced.tag or announced.upload] = announced
         for upload in self.purged:
             assert DELETE == last[upload].kind

@@ -29,7 +29,9 @@ def steps(events: Iterator[store.Event], count: int) -> list[int]:
     return [event.step for event in islice(events, count)]
 
 
-def test_a_run_tells_what_happens_to_its_checkpoints(run: store.Run) -> None:
+def test_a_watch_reports_the_changes_of_a_run(
+    run: store.Run,
+) -> None:
     save(run, 1)
     events = run.watch()
 
@@ -43,8 +45,8 @@ def test_a_run_tells_what_happens_to_its_checkpoints(run: store.Run) -> None:
     run.untag("best")
     run.delete(1)
     run.undelete(1)
-    told = [(e.kind, e.step, e.tag) for e in islice(events, 5)]
-    assert told == [
+    seen = [(e.kind, e.step, e.tag) for e in islice(events, 5)]
+    assert seen == [
         ("tagged", 2, "best"),
         ("tagged", 1, "best"),
         ("untagged", 1, "best"),
@@ -77,7 +79,9 @@ def _after_saving(run: store.Run, step: int) -> list[int]:
     return found
 
 
-def test_a_namespace_tells_of_all_its_runs(client: store.Client) -> None:
+def test_a_watch_of_a_namespace_reports_all_its_runs(
+    client: store.Client,
+) -> None:
     one, other = client.run("watched/one"), client.run("watched/other")
     save(one, 1)
     latest = client.watch("watched", "latest")
@@ -115,7 +119,7 @@ def test_a_token_goes_on_with_another_client(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_was_purged_meanwhile_is_told_of_by_name(
+def test_a_checkpoint_that_was_purged_since_is_reported_by_name(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     server = start_server()
@@ -134,8 +138,8 @@ def test_a_checkpoint_that_was_purged_meanwhile_is_told_of_by_name(
         events = run.watch(token)
         assert 2 == next(events).step
         gone = next(events)
-        told = gone.kind, gone.step, gone.uid, gone.checkpoint
-        assert ("deleted", 1, uid, None) == told
+        seen = gone.kind, gone.step, gone.uid, gone.checkpoint
+        assert ("deleted", 1, uid, None) == seen
         events.close()
 
 
@@ -176,7 +180,7 @@ def test_no_event_is_lost_or_repeated_when_servers_are_killed(
 
 
 @pytest.mark.slow
-def test_a_commit_at_one_server_is_told_at_the_other(
+def test_a_commit_at_one_server_is_reported_by_the_other(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
     first = start_server(root=tmp_path / "store")

@@ -28,7 +28,7 @@ from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.storage.bucket import PreconditionError
 from storesvc.watch import change_cache, watcher
-from storesvc.watch.watcher import Told, Watcher
+from storesvc.watch.watcher import Watcher, WatchEvent
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.faulty_bucket import (
     Call,
@@ -39,7 +39,7 @@ from tests.support.faulty_bucket import (
 )
 
 RUN = RunName("n", "r")
-Watch: TypeAlias = AsyncGenerator[Told]
+Watch: TypeAlias = AsyncGenerator[WatchEvent]
 COMMIT = pb.Announcement.KIND_COMMIT
 
 
@@ -145,26 +145,26 @@ def within(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Test], N
 
 async def take(watch: Watch, count: int) -> list[int]:
     """The steps of the next events."""
-    return [step for step, _ in await take_told(watch, count)]
+    return [step for step, _ in await take_events(watch, count)]
 
 
-async def take_told(watch: Watch, count: int) -> list[tuple[int, Told]]:
-    found: list[tuple[int, Told]] = []
+async def take_events(watch: Watch, count: int) -> list[tuple[int, WatchEvent]]:
+    found: list[tuple[int, WatchEvent]] = []
     while len(found) < count:
-        told = await anext(watch)
-        if told.change is not None:
-            found.append((told.change.announcement.step, told))
+        event = await anext(watch)
+        if event.change is not None:
+            found.append((event.change.announcement.step, event))
     return found
 
 
 async def begun(watch: Watch) -> str:
     """The token that a watch begins with."""
-    told = await anext(watch)
-    assert told.change is None
-    return told.token
+    event = await anext(watch)
+    assert event.change is None
+    return event.token
 
 
-def test_a_watch_begins_with_a_token_and_tells_only_what_comes(
+def test_a_watch_begins_with_a_token_and_reports_only_later_changes(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:
@@ -180,7 +180,7 @@ def test_a_watch_begins_with_a_token_and_tells_only_what_comes(
     within(test)
 
 
-def test_a_change_of_this_process_is_told_without_waiting_for_a_poll(
+def test_a_change_of_this_process_is_reported_without_waiting_for_a_poll(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:
@@ -192,15 +192,15 @@ def test_a_change_of_this_process_is_told_without_waiting_for_a_poll(
                 assert [step] == await take(watch, 1)
                 changed = await process.announce(committed, pb.Announcement.KIND_DELETE)
                 await process.land(changed)
-                ((told_step, told),) = await take_told(watch, 1)
-                assert step == told_step
-                assert told.change is not None
-                assert told.change.checkpoint == changed
+                ((event_step, event),) = await take_events(watch, 1)
+                assert step == event_step
+                assert event.change is not None
+                assert event.change.checkpoint == changed
 
     within(test)
 
 
-def test_a_change_of_another_process_is_told_by_the_next_poll(
+def test_a_change_of_another_process_is_reported_by_the_next_poll(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:
@@ -215,7 +215,7 @@ def test_a_change_of_another_process_is_told_by_the_next_poll(
     within(test)
 
 
-def test_what_was_announced_before_a_watch_and_lands_later_is_told(
+def test_a_change_announced_before_a_watch_that_lands_later_is_reported(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:
@@ -238,7 +238,7 @@ def test_what_was_announced_before_a_watch_and_lands_later_is_told(
     within(test)
 
 
-def test_a_commit_is_told_however_far_behind_the_clock_is_that_announced_it(
+def test_a_commit_is_reported_even_if_the_clock_of_its_process_is_far_behind(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:
@@ -264,18 +264,18 @@ def test_a_token_that_waits_for_a_change_expires_with_its_announcement(
             await begun(watch)
             underway = await process.announce(await process.begin(1))
             await process.commit(2)
-            ((_, told),) = await take_told(watch, 1)
+            ((_, event),) = await take_events(watch, 1)
         await process.land(underway)
         await bucket.delete(layout.announcement("n", 1))
 
         with pytest.raises(ResumeTokenExpiredError, match="list the checkpoints"):
-            async with aclosing(Process(bucket).watch(token=told.token)) as watch:
+            async with aclosing(Process(bucket).watch(token=event.token)) as watch:
                 await take(watch, 1)
 
     within(test)
 
 
-def test_a_watch_begins_although_old_announcements_are_trimmed_meanwhile(
+def test_a_watch_begins_while_old_announcements_are_trimmed(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:
@@ -285,8 +285,8 @@ def test_a_watch_begins_although_old_announcements_are_trimmed_meanwhile(
         async with aclosing(process.watch()) as first:
             await begun(first)
             (feed,) = process.watcher._feeds.values()
-            feed._changes._looked.clear()
-            feed._changes._announced.clear()
+            feed._cache._resolved.clear()
+            feed._cache._announced.clear()
             await bucket.delete(layout.announcement("n", 1))
             async with aclosing(process.watch()) as watch:
                 await begun(watch)
@@ -328,7 +328,7 @@ def test_every_token_goes_on_where_it_was_got(within: Callable[[Test], None]) ->
             tokens = [await begun(watch)]
             for step in range(10):
                 await process.commit(step)
-            tokens += [told.token for _, told in await take_told(watch, 10)]
+            tokens += [event.token for _, event in await take_events(watch, 10)]
 
         for at, token in enumerate(tokens):
             async with aclosing(Process(bucket).watch(token=token)) as watch:
@@ -380,12 +380,12 @@ def test_a_poll_costs_the_same_for_one_watch_and_for_many() -> None:
         await asyncio.sleep(0)
         calls.clear()
         await asyncio.sleep(0.1)
-        assert [] == calls  # nobody watches
+        assert [] == calls  # there is no watch
 
     asyncio.run(test())
 
 
-def test_who_is_slow_neither_holds_others_nor_makes_the_server_keep_more(
+def test_a_slow_watch_neither_delays_others_nor_takes_more_memory(
     within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(change_cache, "KEPT", 20)
@@ -399,11 +399,11 @@ def test_who_is_slow_neither_holds_others_nor_makes_the_server_keep_more(
                 await process.commit(step)
                 assert [step] == await take(fast, 1)
             (feed,) = process.watcher._feeds.values()
-            assert 20 >= len(feed._changes._looked)
-            assert 20 >= len(feed._changes._announced)
+            assert 20 >= len(feed._cache._resolved)
+            assert 20 >= len(feed._cache._announced)
 
             assert list(range(100)) == await take(slow, 100)
-            assert 20 >= len(feed._changes._looked)
+            assert 20 >= len(feed._cache._resolved)
 
     within(test)
 
@@ -420,10 +420,10 @@ def test_a_token_comes_from_time_to_time(within: Callable[[Test], None]) -> None
             while token == first:
                 token = await begun(watch)
             await process.commit(2)
-            told = await take_told(watch, 1)
+            events = await take_events(watch, 1)
         async with aclosing(Process(bucket).watch(token=token)) as watch:
             await begun(watch)
-            assert told == await take_told(watch, 1)
+            assert events == await take_events(watch, 1)
 
     within(test)
 
@@ -503,7 +503,7 @@ def test_a_token_of_elsewhere_or_of_long_ago_is_refused(
             old = await begun(watch)
             for step in range(3):
                 await process.commit(step)
-            first, _, last = [told.token for _, told in await take_told(watch, 3)]
+            first, _, last = [event.token for _, event in await take_events(watch, 3)]
         for of, token in (("n", old), (RunName("n", "x"), old), (RUN, old[:-8])):
             with pytest.raises(InvalidResumeTokenError):
                 await anext(process.watch(of, token))
@@ -522,7 +522,7 @@ def test_a_token_of_elsewhere_or_of_long_ago_is_refused(
     within(test)
 
 
-def test_a_checkpoint_that_is_gone_is_told_of_as_deleted(
+def test_a_purged_checkpoint_is_reported_as_deleted(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:
@@ -534,12 +534,12 @@ def test_a_checkpoint_that_is_gone_is_told_of_as_deleted(
         await bucket.delete(RunPlaces(RUN).checkpoint(5))
 
         async with aclosing(process.watch(RUN, token)) as watch:
-            ((step, told),) = await take_told(watch, 1)
+            ((step, event),) = await take_events(watch, 1)
 
-        assert told.change is not None
-        assert (5, slot.upload) == (step, told.change.announcement.upload)
-        assert pb.Announcement.KIND_DELETE == told.change.announcement.kind
-        assert told.change.checkpoint is None
+        assert event.change is not None
+        assert (5, slot.upload) == (step, event.change.announcement.upload)
+        assert pb.Announcement.KIND_DELETE == event.change.announcement.kind
+        assert event.change.checkpoint is None
 
     within(test)
 
@@ -581,17 +581,17 @@ def test_after_damage_a_watch_goes_on_with_the_last_token(
         await bucket.write(layout.announcement("n", 3), b"noise")
         await process.commit(4, other)
 
-        told: list[int] = []
+        steps: list[int] = []
         for expected in ([], [2], [2, 4]):
             with suppress(CorruptDataError):
                 async with aclosing(Process(bucket).watch("n", token)) as watch:
                     async for message in watch:
                         token = message.token
                         if message.change is not None:
-                            told.append(message.change.announcement.step)
-                        if len(told) == 2:
+                            steps.append(message.change.announcement.step)
+                        if len(steps) == 2:
                             break
-            assert expected == told
+            assert expected == steps
         async with aclosing(Process(bucket).watch("n")) as watch:
             await begun(watch)
             await process.commit(5)
@@ -674,17 +674,17 @@ def test_no_commit_is_missed_or_repeated_whatever_calls_fail(seed: int) -> None:
             here.bucket.calls.follow(no_faults)
 
         committing = asyncio.create_task(commit_all())
-        told: list[int] = []
-        while len(told) < 30:
+        steps: list[int] = []
+        while len(steps) < 30:
             with suppress(StorageUnavailableError):
                 async with aclosing(here.watch(token=token)) as watch:
                     async for message in watch:
                         token = message.token
                         if message.change is not None:
-                            told.append(message.change.announcement.step)
-                        if len(told) == 30:
+                            steps.append(message.change.announcement.step)
+                        if len(steps) == 30:
                             break
         await committing
-        assert list(range(30)) == sorted(told)
+        assert list(range(30)) == sorted(steps)
 
     asyncio.run(asyncio.wait_for(test(), 60))

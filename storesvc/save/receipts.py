@@ -1,0 +1,200 @@
+"""Receipts: what a writer reports when it finishes, compared with what is stored.
+
+A receipt lists the chunks of one writer with their checksums and locations. It is
+written only if every chunk is stored, by the writer itself or by a source that the
+upload may claim from; the commit is decided from the receipts alone.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storesvc.catalog.records import read_record
+from storesvc.errors import (
+    ChunksIncompleteError,
+    CorruptDataError,
+    InvalidChunkError,
+    StorageUnavailableError,
+)
+from storesvc.failpoints import Failpoint, reach
+from storesvc.format.chunks import I64, Places, Sums, merge
+from storesvc.format.layout import RunPlaces
+from storesvc.format.names import UploadName
+from storesvc.format.seal import seal
+from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
+from storesvc.save.staging_tables import Table, pack_table, staged, unpack_table
+from storesvc.save.uploads import OpenUpload, Uploads
+from storesvc.storage.bounded_gather import each
+from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc_proto.v1 import bucket_pb2 as pb
+
+_SHOWN: Final = 5
+"""Missing chunks that an error names."""
+
+
+class Receipts:
+    """Checks, writes and reads the receipts of the writers of uploads."""
+
+    def __init__(self, bucket: KvBucket, uploads: Uploads, reuse: Reuse) -> None:
+        self._bucket = bucket
+        self._uploads = uploads
+        self._reuse = reuse
+
+    async def finish(self, upload: OpenUpload, writer: int, sums: Sums) -> Places:
+        """Writes the receipt of a writer, and returns the locations of its chunks.
+
+        Args:
+            upload: The upload.
+            writer: Index of the writer.
+            sums: Checksums of all chunks of the writer, ascending by ordinal.
+
+        Raises:
+            InvalidChunkError: The receipt names a chunk that is not in the leaf
+                table, has another checksum than the stored chunk, or omits a chunk.
+            ChunksIncompleteError: A chunk is not stored.
+            UploadNotFoundError: The upload ended in the meantime.
+            UploadSupersededError: The upload lost its step in the meantime.
+        """
+        try:
+            return await self._finish(upload, writer, sums)
+        except (CorruptDataError, StorageUnavailableError):
+            # An object may be missing because the upload has ended: report that then.
+            await self._uploads.open(upload.name, upload.record.epoch)
+            raise
+
+    async def _finish(self, upload: OpenUpload, writer: int, sums: Sums) -> Places:
+        # Threads: 100,000 chunks take longer than a health check may wait.
+        # 1. Claim what the writer stored itself, as its staging tables list it: they
+        #    name durable chunks only.
+        _check_ordinals(upload, sums)
+        count = upload.tree.chunk_count
+        own = await staged(self._bucket, upload.name, writer, chunk_count=count)
+        sources = await self._reuse.sources_of(upload, own)
+        claims = await asyncio.to_thread(find_claims, upload.tree, sums, sources)
+        stored = await asyncio.to_thread(_stored_by_writer, upload, writer, sums, own)
+        # 2. Claim the rest from the base and the predecessor, which are only read if
+        #    the writer did not store everything itself.
+        left = _unclaimed(sums, claims)
+        if len(left):
+            others = await self._reuse.sources(upload)
+            more = await asyncio.to_thread(
+                find_claims, upload.tree, sums.take(left), others
+            )
+            claims += [Claims(c.source, left[c.rows], c.found) for c in more]
+        # 3. Write the receipt only now: it states that all of its chunks are stored.
+        places = await asyncio.to_thread(_places_of, upload, sums, claims, stored)
+        receipt = await asyncio.to_thread(pack_table, sums, places)
+        await reach(Failpoint.FINISH_BEFORE_RECEIPT)
+        place = upload.places.receipt(upload.name.upload, writer)
+        await self._bucket.write(place, seal(receipt, place=place))
+        await self._uploads.renew(upload)
+        await reach(Failpoint.FINISH_BEFORE_REPLY)
+        return places
+
+    async def find(
+        self, upload: OpenUpload, writer: int, parts: AsyncIterator[Sums]
+    ) -> AsyncGenerator[I64]:
+        """Yields, for each part, the ordinals of the chunks that need not be sent."""
+        own = await self._reuse.sources_of_writer(upload, writer)
+        sources = [*own, *await self._reuse.sources(upload)]
+        async for sums in parts:
+            _check_ordinals(upload, sums)
+            claims = await asyncio.to_thread(find_claims, upload.tree, sums, sources)
+            rows = np.concatenate([np.empty(0, np.int64), *(c.rows for c in claims)])
+            yield sums.ordinal[np.sort(rows)]
+
+    async def finished_writers(self, name: UploadName) -> frozenset[int]:
+        """Returns the writers of an upload that have a receipt."""
+        places = RunPlaces(name.run)
+        receipts = await self._bucket.list(places.receipts(name.upload))
+        return frozenset(map(places.writer_of, receipts))
+
+    async def read(self, upload: OpenUpload) -> dict[int, Table]:
+        """Returns the receipts of an upload, by writer.
+
+        Raises:
+            CorruptDataError: A receipt is damaged.
+        """
+
+        async def receipt(writer: int) -> Table | None:
+            place = upload.places.receipt(upload.name.upload, writer)
+            found = await read_record(self._bucket, place, pb.Receipt)
+            if found is None:
+                return None
+            return unpack_table(place, found[0], upload.tree.chunk_count)
+
+        # One list first: an upload may expect many writers that have not finished.
+        finished = sorted(await self.finished_writers(upload.name))
+        read = zip(finished, await each(receipt, finished), strict=True)
+        return {writer: stored for writer, stored in read if stored is not None}
+
+
+def _check_ordinals(upload: OpenUpload, sums: Sums) -> None:
+    """Rejects checksums of chunks that are not in the leaf table.
+
+    Raises:
+        InvalidChunkError: The largest ordinal is out of range.
+    """
+    if len(sums) and sums.ordinal[-1] >= upload.tree.chunk_count:
+        raise InvalidChunkError(
+            f"{upload.name}: the tree has {upload.tree.chunk_count} chunks, got sums "
+            f"of chunk {sums.ordinal[-1]}"
+        )
+
+
+def _stored_by_writer(
+    upload: OpenUpload, writer: int, sums: Sums, own: Table
+) -> NDArray[np.bool_]:
+    """Returns for each ordinal whether the writer stored that chunk, in any version.
+
+    Raises:
+        InvalidChunkError: The receipt omits a chunk that the writer stored.
+    """
+    stored = np.zeros(upload.tree.chunk_count, np.bool_)
+    stored[own[0].ordinal] = True
+    if np.count_nonzero(stored) > np.count_nonzero(stored[sums.ordinal]):
+        raise InvalidChunkError(
+            f"{upload.name}: writer {writer} stored {np.count_nonzero(stored)} chunks, "
+            f"got a receipt for {len(sums)}; finish with all of them"
+        )
+    return stored
+
+
+def _unclaimed(sums: Sums, claims: Sequence[Claims]) -> I64:
+    """Returns the rows of a receipt that no source has."""
+    left = np.ones(len(sums), np.bool_)
+    for one in claims:
+        left[one.rows] = False
+    return np.flatnonzero(left)
+
+
+def _places_of(
+    upload: OpenUpload,
+    sums: Sums,
+    claims: Sequence[Claims],
+    stored: NDArray[np.bool_],
+) -> Places:
+    """Returns the locations of the chunks of a receipt.
+
+    Raises:
+        InvalidChunkError: The writer stored a chunk only with other bytes.
+        ChunksIncompleteError: A chunk is not stored.
+    """
+    left = sums.ordinal[_unclaimed(sums, claims)]
+    others, missing = left[stored[left]].tolist(), left.tolist()
+    if others:
+        raise InvalidChunkError(
+            f"{upload.tree.describe_chunk(others[0])}: expected the bytes that the "
+            "receipt describes, but others are stored; send it again, then finish"
+        )
+    if missing:
+        shown = ", ".join(map(upload.tree.describe_chunk, missing[:_SHOWN]))
+        raise ChunksIncompleteError(
+            f"{upload.name}: {len(missing)} chunks of the receipt are not stored "
+            f"({shown}); send them, then finish again",
+            missing=str(len(missing)),
+        )
+    return merge([(sums.take(c.rows), claimed_places(c)) for c in claims])[1]

@@ -645,7 +645,9 @@ def test_values_that_cannot_be_stored_are_refused_in_a_known_form_too() -> None:
     deleted.delete()
     with pytest.raises(store.UnsupportedLeafError, match="'n': expected an int of 64"):
         planner.plan({"n": 2**70, "x": jnp.ones(3)}, b"")
-    with pytest.raises(store.UnsupportedLeafError, match="'x': its array was deleted"):
+    with pytest.raises(
+        store.UnsupportedLeafError, match="'x': expected a live array, got a deleted"
+    ):
         planner.plan({"n": 1, "x": deleted}, b"")
 
 

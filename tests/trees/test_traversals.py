@@ -146,7 +146,7 @@ class TestRefineGraphs:
         assert nnx.State({"a": {"x": 1}}) == state
 
     def test_two_leaves_at_one_path_are_refused_naming_it(self) -> None:
-        with pytest.raises(ValueError, match=r"two leaves at \['a'\]\[0\]"):
+        with pytest.raises(ValueError, match=r"two leaves have the path \['a'\]\[0\]"):
             refine_graphs({"a": {0: 1}}, {("a", 0): 1})
 
     @pytest.mark.parametrize("above_first", [True, False])

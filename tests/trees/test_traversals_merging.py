@@ -160,7 +160,7 @@ class TestMergeByPath:
     def test_two_leaves_for_one_place_are_refused(self) -> None:
         graphdef, state = split()
 
-        with pytest.raises(ValueError, match="two leaves at"):
+        with pytest.raises(ValueError, match="two leaves have the path"):
             merge_by_path(graphdef, state, state)
 
     def test_running_the_module_changes_no_input(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a ``jax.distributed`` job."""
+"""Connects the processes of a ``jax.distributed`` job."""
 
 import socket
 import time
@@ -14,7 +14,7 @@ from storesvc_client._job.job import Job, introduce
 from storesvc_client.errors import UnavailableError
 
 TURN_SECONDS: Final = 1.0
-"""How long the board is waited for at a time: Ctrl-C is heeded in between."""
+"""Maximum seconds of one wait for the board; between waits, Ctrl-C is handled."""
 
 _POLL: Final = "NOT_FOUND"
 _TAKEN: Final = "ALREADY_EXISTS"
@@ -22,10 +22,10 @@ _LATE: Final = "DEADLINE_EXCEEDED"
 
 
 def job_of_process() -> Job | None:
-    """Returns the job that this process is of; None: it is alone."""
+    """Returns the job that this process belongs to, or None if it runs alone."""
     if not jax.distributed.is_initialized():
         return None
-    with _making:  # two threads must not count what they do apart
+    with _making:  # one job object, and so one count of rounds, for all threads
         return _job_of_process()
 
 
@@ -42,15 +42,15 @@ def _job_of_process() -> Job | None:
 
 
 def _board() -> Any:
-    # There is no public door to it; barriers and broadcasts, which there are, would
-    # have every process wait for all others.
+    # jax has no public access to the key-value store. Its public barriers and
+    # broadcasts would make every process wait for all others.
     from jax._src.distributed import global_state
 
     return global_state.client
 
 
 class _JaxJob:
-    """See ``Job``; its board is the coordination service of jax."""
+    """Implements ``Job`` on the coordination service of jax."""
 
     def __init__(self, board: Any) -> None:
         self.index = jax.process_index()
@@ -103,8 +103,8 @@ class _JaxJob:
 
 
 def _unreachable(e: JaxRuntimeError) -> UnavailableError:
-    told = str(e).partition("\n")[0]
+    cause = str(e).partition("\n")[0]
     return UnavailableError(
-        f"the coordination service of this jax.distributed job failed: {told}; start "
+        f"the coordination service of this jax.distributed job failed: {cause}; start "
         "the job again"
     )

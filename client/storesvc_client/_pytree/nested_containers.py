@@ -1,4 +1,4 @@
-"""Nested containers from paths: what a restore without a target returns.
+"""Builds nested containers from leaf paths, for a restore without ``like=``.
 
 >>> nest([((), "", 1)])
 1
@@ -14,11 +14,12 @@ from storesvc_client._values.values import PathPart
 from storesvc_client.errors import MismatchError, StructureError
 
 INTEGER_LISTS: Final = "if"
-"""Kinds of the parts of paths whose nodes become lists."""
+"""Path kinds whose parent nodes become lists."""
 
 MAX_LENGTH: Final = 1_000_000
-"""Items that are absent from lists, all together and the last one of each included: an
-index is a number in a key, and a few bytes must not become gigabytes."""
+"""Maximum absent items in all lists together, counting the last item of each list. An
+index is only a number in a key; without a limit, a few bytes could allocate
+gigabytes."""
 
 
 def nest(
@@ -27,17 +28,17 @@ def nest(
 ) -> Any:
     """Returns the tree of ``(path, path_kinds, value)`` leaves.
 
-    Mappings and attributes become dicts, sequences lists, or tuples where
-    ``containers`` has them. An item of a sequence that held no leaf is None.
+    Mappings and attributes become dicts. Sequences become lists, or tuples where
+    ``containers`` lists them. An item of a sequence that held no leaf becomes None.
 
     Args:
         leaves: The leaves.
-        containers: What the leaves do not show: None, what is empty, and tuples.
-            Containers that held no leaf and are not among them are absent.
+        containers: The None values, empty containers and tuples that the leaves do not
+            show. Containers without leaves that are not listed are omitted.
 
     Raises:
         MismatchError: A list is too long.
-        StructureError: The containers contradict the leaves, or each other.
+        StructureError: The containers contradict the leaves or each other.
     """
     root: dict[PathPart, Any] = {}
     kinds: dict[int, str] = {}
@@ -60,7 +61,7 @@ def nest(
 
 
 def _put(root: dict[PathPart, Any], kinds: dict[int, str], each: Container) -> None:
-    """Puts None, or what is empty, in its place."""
+    """Inserts None or an empty container at its path."""
     node: Any = root
     for part, kind in zip(each.path, each.path_kinds, strict=True):
         is_list = kind in INTEGER_LISTS
@@ -75,7 +76,7 @@ def _put(root: dict[PathPart, Any], kinds: dict[int, str], each: Container) -> N
 
 
 def _node(root: dict[PathPart, Any], each: Container) -> Any:
-    """The node of a tuple; None: nothing of it is restored."""
+    """Returns the node of a tuple, or None if no leaf of it is restored."""
     node: Any = root
     for part in each.path:
         node = node.get(part) if type(node) is dict else None
@@ -84,22 +85,22 @@ def _node(root: dict[PathPart, Any], each: Container) -> Any:
 
 def _contradiction(each: Container) -> StructureError:
     return StructureError(
-        f"the document of its containers has one at {each.key!r}, where something else "
-        "is; restore with like="
+        "the checkpoint's document of containers contradicts its leaves: expected a "
+        f"container at {each.key!r}, got another node; restore with like="
     )
 
 
 class _Nesting:
-    """Makes containers of nodes."""
+    """Converts nodes to containers."""
 
     def __init__(self, kinds: dict[int, str], tuples: set[int]) -> None:
         self._kinds = kinds
         self._tuples = tuples
         self._absent = 0
-        """Items that lists lack so far."""
+        """Items absent from lists so far."""
 
     def of(self, node: Any) -> Any:
-        """Returns what a node becomes."""
+        """Returns the container of a node."""
         if id(node) not in self._kinds:
             return {} if isinstance(node, dict) and not node else node
         items = {part: self.of(child) for part, child in node.items()}
@@ -109,7 +110,8 @@ class _Nesting:
         self._absent += length - len(items)
         if self._absent >= MAX_LENGTH:
             raise MismatchError(
-                f"an index of {max(items)} is too large for a list; restore with like="
+                f"expected lists with fewer than {MAX_LENGTH} absent items, got an "
+                f"index of {max(items)}; restore with like="
             )
         found = [items.get(i) for i in range(length)]
         return tuple(found) if id(node) in self._tuples else found

@@ -1,10 +1,10 @@
-"""Containers that leaves do not show: None, what is empty, and tuples.
+"""Describes the containers that leaf paths do not show: None, empty ones, and tuples.
 
 A checkpoint holds leaves, and their paths show the dicts and lists above them. A
-document beside them says where None, empty containers and tuples were, so that a
-restore without ``like=`` returns them. It is kept as ``LeafTable.structure`` where the
-tree has no other document: for each of them what it is and its path, as leaves have
-them. Other nodes, such as named tuples, are not described.
+separate document records the positions of None, empty containers and tuples, so that a
+restore without ``like=`` returns them. It is stored as ``LeafTable.structure`` if the
+tree has no other document, and lists type, key and path kinds of each container. Other
+nodes, such as named tuples, are not described.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from storesvc_client._values.values import PathPart
 from storesvc_client.errors import StructureError, UnsupportedLeafError
 
 TUPLE: Final = "tuple"
-"""A tuple that is not empty: its items are described by themselves."""
+"""A tuple that is not empty; its items have entries of their own."""
 
 _EMPTY: Final[dict[type, str]] = {
     type(None): "none",
@@ -32,7 +32,7 @@ _EMPTY: Final[dict[type, str]] = {
     tuple: "()",
 }
 _LEAVES: Final = (int, float, complex, np.ndarray, np.generic, jax.Array)
-"""Kinds of most leaves, which need not be asked what is in them."""
+"""Types of most leaves; skipped without asking jax for children."""
 
 _MADE: Final = {name: kind for kind, name in _EMPTY.items() if kind is not type(None)}
 
@@ -47,7 +47,7 @@ class Container:
 
     @property
     def path(self) -> tuple[PathPart, ...]:
-        """Its path, as that of a leaf."""
+        """Path of the container, in the form of a leaf's path."""
         parts = zip(split_key(self.key), self.path_kinds, strict=True)
         return tuple(
             int(text) if kind in INTEGER_KINDS else text for text, kind in parts
@@ -55,17 +55,17 @@ class Container:
 
     @property
     def value(self) -> Any:
-        """A new one, where it is None or empty."""
+        """A new empty container, or None."""
         return _MADE[self.what]() if self.what in _MADE else None
 
 
 def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
-    """Returns the document of a pytree, and the containers that it does not describe.
+    """Returns the document of a pytree, and the containers that it cannot describe.
 
     Returns:
-        The document; b"" where the leaves show all, or where it would be larger than a
-        document may be. And ``key: class`` of each outermost container that comes back
-        as a dict or list unless a restore has ``like=``.
+        The document, b"" if the leaves show everything or if it would be larger than
+        ``MAX_STRUCTURE_BYTES``; and ``key: class`` for each outermost container that a
+        restore without ``like=`` returns as a dict or list.
     """
     foreign: list[str] = []
     found = _containers(tree, foreign)
@@ -79,10 +79,10 @@ def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
 
 
 def unpack_containers(document: bytes) -> list[Container]:
-    """Returns what a document describes; nothing where it is another one.
+    """Returns the containers of a document, or none if it is of another type.
 
     Raises:
-        StructureError: It is malformed.
+        StructureError: The document is malformed.
     """
     if not document.startswith(CONTAINERS):
         return []
@@ -92,7 +92,7 @@ def unpack_containers(document: bytes) -> list[Container]:
         found = [Container(what, key, kinds) for what, key, kinds in rows]
         for each in found:
             if each.what not in (TUPLE, *_EMPTY.values()):
-                raise ValueError(f"{each.what!r} is no container")
+                raise ValueError(f"{each.what!r} is not a container")
             if not fits_key(each.path_kinds, each.key):
                 raise ValueError(f"{each.path_kinds!r} does not fit {each.key!r}")
     except (ValueError, TypeError, AttributeError, KeyError) as e:
@@ -103,7 +103,8 @@ def unpack_containers(document: bytes) -> list[Container]:
 
 
 def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
-    """Yields what a document describes; what it does not, it adds to ``foreign``."""
+    """Yields the containers to describe; adds those it cannot describe to
+    ``foreign``."""
     names = Names()
     left: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     while left:
@@ -113,7 +114,7 @@ def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
             try:
                 yield Container(what, *names.of(path))
             except UnsupportedLeafError:
-                continue  # no leaf is below such a key, and it cannot be written
+                continue  # such a key cannot be written, and no leaf is below it
         children = list(_children(node))
         if children and not _is_plain(node):
             foreign.append(f"{_key(names, path)}: {type(node).__name__}")
@@ -125,14 +126,15 @@ def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether a node comes back as it was: a dict does with texts and integers."""
+    """Returns whether a node is restored unchanged; a dict is if its keys are str or
+    int."""
     if type(node) is dict:
         return all(type(key) in (str, int) for key in node)
     return type(node) in _EMPTY
 
 
 def _key(names: Names, path: tuple[Any, ...]) -> str:
-    """The key of a container, for a message."""
+    """Returns the key of a container, for a message."""
     try:
         return names.of(path)[0] or "the tree itself"
     except UnsupportedLeafError:
@@ -140,7 +142,7 @@ def _key(names: Names, path: tuple[Any, ...]) -> str:
 
 
 def _what(node: Any) -> str:
-    """What a node is, where leaves do not show it; "" where they do."""
+    """Returns the name of a container that leaf paths do not show, else ""."""
     kind = type(node)
     if kind in _EMPTY and not node:
         return _EMPTY[kind]
@@ -148,8 +150,11 @@ def _what(node: Any) -> str:
 
 
 def _children(node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
-    """What is in a node, with the paths to it; of nodes of other kinds, what is plain
-    again, or a leaf. A leaf has nothing in it."""
+    """Returns the children of a node with their relative paths.
+
+    For other node types these are the nearest plain containers or leaves. A leaf has no
+    children.
+    """
     kind = type(node)
     if kind is dict:
         return (((DictKey(key),), child) for key, child in node.items())

@@ -142,7 +142,7 @@ class Chain(nnx.Module):
 
 
 def test_modules_nested_too_deeply_to_be_read_are_not_written() -> None:
-    with pytest.raises(UnsupportedLeafError, match="at most 40 modules"):
+    with pytest.raises(UnsupportedLeafError, match="at most 40 nested modules"):
         encode_graphdef(nnx.graphdef(Chain(60)))
 
 
@@ -200,8 +200,8 @@ def test_a_template_of_another_structure_says_where() -> None:
         decode_graphdef(stored(saved), template=template)
 
     assert (
-        "the template has another structure: "
-        "epsilon: expected 1e-06 as saved, got 0.001"
+        "template: expected the saved structure, got differences: "
+        "epsilon: expected 1e-06 as saved, got 0.001; give a model like the saved one"
     ) == str(e.value)
 
 

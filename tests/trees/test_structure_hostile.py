@@ -178,7 +178,7 @@ def claiming(name: str) -> Any:
 @pytest.mark.parametrize(
     ("allow", "words"),
     [
-        ([local("a"), local("b")], "expected one object of the name"),
+        ([local("a"), local("b")], "expected one object named"),
         ([claiming("jax.nn:relu")], "another object of that name"),
         (None, "a list of classes and functions, got a NoneType"),
         (Layer, "a list of classes and functions, got Layer"),

@@ -1,18 +1,19 @@
-"""The structure of an NNX module as data: JSON documents instead of pickled GraphDefs.
+"""Stores the structure of an NNX module as JSON instead of as a pickled GraphDef.
 
-Four things it keeps true:
+Four guarantees:
 
-* **A document is data.** No name in it is imported or walked: it is looked up in a
-  table made of this library's own imports and of what the caller allows.
-* **A document is portable.** It describes modules, not how a flax release lists them.
-* **What cannot be written down is a hole**: a description, filled only by a template
-  of the same structure.
-* **A hostile document is refused**, with one class of error and within bounds.
+* **A document is data.** No name in it is imported or resolved by attribute access;
+  names are looked up in a table of this library's own imports and of what the caller
+  allows.
+* **A document is portable.** It describes modules, not one flax release's node lists.
+* **A value that cannot be written is a hole**: a description, which only a template of
+  the same structure can fill.
+* **A hostile document is rejected** with ``StructureError``, within bounded memory.
 
 >>> document = encode_graphdef(nnx.graphdef(model))
 >>> nnx.merge(decode_graphdef(document, allow=[MyModel]), state)
 
-It imports flax, and of the client `_pytree` and what lies below it. Begin with
+Imports flax, and from the client `_pytree` and the layers below it. Start with
 `encoding.py` and `decoding.py`.
 """
 

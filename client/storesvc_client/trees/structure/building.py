@@ -1,9 +1,9 @@
-"""From a document to a hollow module.
+"""Builds a hollow module from a document.
 
-It is built as flax itself builds one: an object of the class without its constructor,
-then its attributes. No attribute is set that Python, flax or the class would act on:
-names of the form ``__class__``, what flax keeps for itself, methods, and what the class
-computes. Nor is a hook of a Variable, which flax would call.
+A module is built as flax builds it: an object of the class without its constructor,
+then its attributes. An attribute is rejected if Python, flax or the class would act on
+it: names such as ``__class__``, names reserved by flax, methods and properties. Hooks
+of Variables are rejected, too, because flax would call them.
 """
 
 import inspect
@@ -37,7 +37,7 @@ _KEYS: Final[dict[str, set[str]]] = {
     "static": {"static"},
     "variable": {"variable", "metadata", "index"},
 }
-"""The keys of each child, by what it is."""
+"""Allowed keys of each child, by its tag."""
 
 _FLAX_FLAGS: Final = frozenset({NODES, STATE})
 
@@ -47,7 +47,7 @@ class Builder:
 
     def __init__(self, table: Table) -> None:
         self.paths: list[tuple[Any, ...]] = []
-        """Where a leaf was put, in the order of the document."""
+        """Paths of the leaves, in document order."""
         self._table = table
         self._values = ValueDecoder(table)
         self._here: Place = self
@@ -67,7 +67,7 @@ class Builder:
         """Returns the module, Variable, container or value of a document.
 
         Raises:
-            StructureError: It is malformed, or names what is not allowed.
+            StructureError: It is malformed, or names something not allowed.
         """
         tag = tag_of(value, _KEYS) if isinstance(value, dict) else None
         if tag is None or value.keys() - _KEYS[tag]:
@@ -75,7 +75,7 @@ class Builder:
         return self._builders[tag](value)
 
     def __str__(self) -> str:
-        """Returns the place that is being built: only a refusal needs its text."""
+        """Returns the place being built; computed only for messages."""
         parts = "/".join(
             ascii(p)[1:-1] if isinstance(p, str) else str(p) for p in self._path
         )
@@ -91,7 +91,7 @@ class Builder:
         names: set[str] = set()
         for key, child in self._children(value.get("attributes")):
             self._check_attribute(cls, key)
-            if str(key) in names:  # 0 and "0" are one, in some releases of flax
+            if str(key) in names:  # 0 and "0" are one key in some flax releases
                 raise refusal(self._here, "different keys", f"{shown(key)} twice")
             names.add(str(key))
             self._path.append(key)
@@ -102,7 +102,7 @@ class Builder:
         return node
 
     def _check_data(self, node: Any, key: int | str, child: JSON) -> None:
-        """Refuses what would stay in the GraphDef, placeholders and all."""
+        """Rejects static children that would put placeholders into the GraphDef."""
         cls = type(node)
         if "static" in child or not cls._pytree__is_pytree:
             return
@@ -114,7 +114,7 @@ class Builder:
 
     def _check_attribute(self, cls: type[Any], key: int | str) -> None:
         if isinstance(key, int) or (cls, key) in self._attributes:
-            return  # layers of one kind have the same ones
+            return  # layers of one class have the same attributes
         if key.startswith(("__", RESERVED)):
             raise refusal(self._here, "names of attributes", shown(key))
         if _is_taken(cls, key):
@@ -240,19 +240,19 @@ class Builder:
 
 
 def _is_taken(cls: type[Any], key: str) -> bool:
-    """Whether a class has a method of that name, or computes it."""
+    """Returns whether a class has a method or property of that name."""
     found = inspect.getattr_static(cls, key, None)
     if not callable(found) and not hasattr(type(found), "__get__"):
         return False
     home = next(base for base in cls.__mro__ if key in vars(base))
     declared = callable(found) and key in inspect.get_annotations(home)
-    return not declared  # as a field is, whose default may be an activation
+    return not declared  # a dataclass field may have an activation as its default
 
 
 def _is_inhabited(child: JSON) -> bool:
-    """Whether a child is more than static values in containers; it is well-formed."""
+    """Returns whether a well-formed child is more than static values in containers."""
     children = [child]
-    for inner in children:  # which grows meanwhile
+    for inner in children:  # the list grows during the iteration
         if "container" in inner:
             children.extend(item for _, item in inner["items"])
         elif "static" not in inner:

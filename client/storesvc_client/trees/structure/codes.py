@@ -1,8 +1,8 @@
-"""What the code of a function says, for comparing functions that no name tells apart.
+"""Facts about a function's code, to compare functions that have the same name.
 
-All lambdas of a function have one name. Their code tells them apart: the names that it
-uses, its constants and its operators, in their order. Bytes of code would be those of
-one release of Python.
+All lambdas in one function have the same name. Their code distinguishes them: its
+names, constants and operators, in order. Bytecode would depend on the release of
+Python.
 """
 
 import dis
@@ -12,22 +12,23 @@ from types import CodeType, FunctionType
 from typing import Any, Final
 
 _LIBRARIES: Final = frozenset({"flax", "jax", "numpy", "optax"})
-"""Their releases change the code of a function, and keep what it does."""
+"""Libraries whose releases change the code of a function but not its behaviour."""
 
 _HAS_DOCSTRING: Final = 0x4000000
-"""The flag of code since Python 3.13; before, a docstring is the first constant."""
+"""Flag of code objects since Python 3.13; earlier, the first constant is the
+docstring."""
 
 _OPERATIONS: Final = frozenset({"BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "IS_OP"})
 
 
 def code_name(function: FunctionType) -> str:
-    """Returns where a function was written, whatever its wrapper calls it."""
+    """Returns the module and name of the definition, ignoring wrappers."""
     module = function.__globals__.get("__name__") or "?"
     return f"{module}:{function.__code__.co_qualname}"
 
 
 def facts_of(function: FunctionType) -> list[list[Any]] | None:
-    """Returns names, constants and operators; None for functions of libraries."""
+    """Returns names, constants and operators, or None for functions of libraries."""
     if code_name(function).partition(":")[0].split(".")[0] in _LIBRARIES:
         return None
     names: dict[str, None] = {}
@@ -58,7 +59,7 @@ def _constants(code: CodeType) -> list[Any]:
 def _has_docstring(code: CodeType) -> bool:
     if sys.version_info >= (3, 13):
         return bool(code.co_flags & _HAS_DOCSTRING)
-    return not code.co_name.startswith("<")  # such as <lambda>
+    return not code.co_name.startswith("<")  # for example, <lambda>
 
 
 def _operators(code: CodeType) -> list[str]:

@@ -1,8 +1,8 @@
-"""Configurations as JSON and back, for plain data only.
+"""Encodes configurations as JSON and decodes them, for plain data only.
 
-An enumeration becomes its value, and never a member again. What is not plain becomes
-``{"opaque": description}``, which decodes to an ``Opaque``: a caller that rebuilds a
-configuration leaves it out, and one that compares two finds what it was.
+An enumeration member becomes its value and is not restored as a member. A value that is
+not plain becomes ``{"opaque": description}``, which decodes to an ``Opaque``: code that
+rebuilds a configuration skips it, code that compares two uses the description.
 
 >>> encode_data({"axes": (1, 2)})
 {'dict': [['axes', {'tuple': [1, 2]}]]}
@@ -29,18 +29,18 @@ _PLACE: Final = "data"
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Stands for a value that a document describes, and cannot hold."""
+    """A value of which a document holds only a description."""
 
     description: JSON
 
 
 def encode_data(value: Any) -> JSON:
-    """Returns plain data as JSON; what is not plain is described."""
+    """Returns plain data as JSON, and descriptions of other values."""
     return _DataEncoder().encode(value)
 
 
 def decode_data(document: JSON) -> Any:
-    """Returns the data of a document; an ``Opaque`` for what it only describes.
+    """Returns the data of a document, with an ``Opaque`` for each description.
 
     Raises:
         StructureError: The document is malformed.
@@ -59,10 +59,10 @@ def _decode(value: JSON, place: Place) -> Any:
 
 
 class _DataEncoder(ValueEncoder):
-    """Encodes plain data only: names of classes and functions are descriptions."""
+    """Encodes plain data only; names of classes and functions are descriptions."""
 
     def encode_object(self, value: Any) -> JSON | None:
-        """Returns the value of an enumeration's member; None for all else."""
+        """Returns the value of an enumeration member, or None for other objects."""
         if isinstance(value, enum.Enum):
             return encode_plain(value.value, self.encode)
         return super().encode_object(value) if self.describing else None

@@ -1,8 +1,8 @@
-"""From a document to a GraphDef.
+"""Decodes a document to a GraphDef.
 
-Without a template, everything comes from the document and from the table of names.
-With one, the document is only compared with it: what is restored is the template's own
-structure, so functions and meshes are the caller's, and nothing of the document's.
+Without a template, all values come from the document and the table of names. With a
+template, the document is only compared with it, and the result is the template's own
+structure: functions and meshes are the caller's.
 """
 
 from typing import Any, Final
@@ -28,20 +28,20 @@ _PLACE: Final = "the structure"
 def decode_graphdef(
     document: JSON, *, allow: Allowed = (), template: Any = None
 ) -> "nnx.GraphDef[Any]":
-    """Returns the structure of a document, as this release of flax lists it.
+    """Returns the structure of a document in the form of the installed flax release.
 
     Args:
-        document: What ``encode_graphdef`` returned.
-        allow: Your classes and functions that it names; or a mapping, where the names
-            have changed since.
-        template: A module of the same structure, abstract or not, or its GraphDef.
-            Its values are used, as those that a document cannot hold come from there.
+        document: A document that ``encode_graphdef`` returned.
+        allow: Your classes and functions that the document names; a mapping if their
+            names changed since the save.
+        template: A module of the same structure, abstract or not, or its GraphDef. Its
+            values are used, including those that a document cannot hold.
 
     Raises:
-        StructureError: The document is malformed, names what is not allowed, or only
-            describes what a template must have.
-        MismatchError: The template has another structure; says where.
-        InvalidRequestError: ``allow`` or ``template`` holds something else.
+        StructureError: The document is malformed, names something not allowed, or only
+            describes a value, for which a template is needed.
+        MismatchError: The template has another structure; the message lists where.
+        InvalidRequestError: ``allow`` or ``template`` has an unsupported type.
     """
     check_json(document, _PLACE)
     root = root_of(document)
@@ -67,7 +67,7 @@ def root_of(document: JSON) -> JSON:
     """Returns the root of a document.
 
     Raises:
-        StructureError: It is a document of something else.
+        StructureError: It is another kind of document.
     """
     if not isinstance(document, dict) or "root" not in document:
         raise refusal(_PLACE, "a document", shown(document))
@@ -81,7 +81,8 @@ def root_of(document: JSON) -> JSON:
 
 
 def _paths(state: Any) -> list[tuple[Any, ...]]:
-    """Where flax found leaves, in order; a root may be a leaf itself."""
+    """Returns the paths at which flax found leaves, in order; a root may itself be a
+    leaf."""
     return (
         list(mapping_leaves(state.raw_mapping))
         if isinstance(state, nnx.State)
@@ -100,6 +101,7 @@ def _of_template(document: JSON, template: Any) -> "nnx.GraphDef[Any]":
         graphdef = nnx.split(template)[0]
     if found := differences(document, encode_graphdef(graphdef)):
         raise MismatchError(
-            f"the template has another structure: {list_problems([*map(str, found)])}"
+            f"template: expected the saved structure, got differences: "
+            f"{list_problems([*map(str, found)])}; give a model like the saved one"
         )
     return nnx.split(filled(hollow(graphdef)[0]))[0]

@@ -1,9 +1,10 @@
-"""Descriptions of what a document cannot hold: closures, instances, meshes.
+"""Describes values that a document cannot hold: closures, instances, meshes.
 
-A description is for comparing and for messages, and is never turned back. It says what
-two builds of one model have in common, in another process, on another mesh, with
-another seed or with no arrays at all: names of classes and functions, what a function
-closes over, the fields of an object. It holds no address, and nothing of the mesh.
+Descriptions are for comparisons and messages, and are never decoded. A description is
+equal for two builds of one model in another process, on another mesh, with another seed
+or without arrays: it has names of classes and functions, the variables that a function
+closes over, and the fields of an object. It has no addresses and nothing about the
+mesh.
 """
 
 import functools
@@ -27,7 +28,7 @@ TOPOLOGY: Final = frozenset(
         *("sharding_axis_dims", "sharding_axis_names", "sharding_dcn_axis_dims"),
     }
 )
-"""Attributes and settings that say where a model runs, not what it is."""
+"""Attributes and settings that select where a model runs."""
 
 VOLATILE: Final = frozenset(
     {
@@ -35,7 +36,7 @@ VOLATILE: Final = frozenset(
         *("name_or_path", "_commit_hash", "_esurge_cache_scope_key"),
     }
 )
-"""Settings that say who wrote them."""
+"""Settings that record the software and path that wrote them."""
 
 IGNORED: Final = TOPOLOGY | VOLATILE
 
@@ -60,17 +61,17 @@ EXECUTION: Final = frozenset(
         *("_gradient_checkpointing_feature", "module_moe_method"),
     }
 )
-"""Settings that say how a model is computed, by which kernel and in which order, and
-not what is computed."""
+"""Settings that select how a model is computed (kernels, order), not what is
+computed."""
 
 MAX_DESCRIBED: Final = 6
-"""Descriptions within each other."""
+"""Maximum nesting of descriptions."""
 
 MAX_PARTS: Final = 10_000
-"""Values of one description: what it closes over may be anything."""
+"""Maximum values of one description; a closure may contain anything."""
 
 Describe: TypeAlias = Callable[[Any], JSON]
-"""Of a value within the one that is described."""
+"""Describes a value inside a described value."""
 
 _PLACES: Final = (
     jax.sharding.Mesh,
@@ -81,14 +82,14 @@ _PLACES: Final = (
 
 
 def soft_name(value: Any) -> str:
-    """Returns what a class or function calls itself; nothing need be there."""
+    """Returns the name that a class or function reports; it need not exist."""
     module = getattr(value, "__module__", None) or "?"
     qualname = getattr(value, "__qualname__", None) or type(value).__qualname__
     return f"{module}:{qualname}"
 
 
 def describe(value: Any, inner: Describe) -> dict[str, JSON]:
-    """Returns a description; its parts are described by ``inner``."""
+    """Returns a description, its parts by ``inner``."""
     if isinstance(value, types.FunctionType):
         return _function(value, inner)
     if isinstance(value, types.MethodType):
@@ -106,8 +107,8 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
     if isinstance(value, (nnx.Variable, *_PLACES)):
         return {"class": name}
     if isinstance(value, nnx.Pytree):
-        # such as the module that a closure of its own closes over: it is described
-        # where it stands, and what is below it here is not the same in every build
+        # For example, a module that its own closure refers to. It is described where it
+        # is placed in the tree, and its content here may differ between builds.
         return {"class": name, "reference": True}
     if is_array(value):
         return _array(value, inner)
@@ -120,7 +121,7 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
 
 
 def cut_short(value: Any) -> dict[str, JSON]:
-    """Returns the description of what lies too deep, or is one part too many."""
+    """Returns the description of a value beyond the depth or size limit."""
     cut = {"class": soft_name(type(value)), "cut": True}
     digest = digest_of(value)
     return cut if digest is None else {**cut, "digest": digest}
@@ -133,7 +134,7 @@ def is_array(value: Any) -> bool:
 
 def _array(value: Any, inner: Describe) -> dict[str, JSON]:
     described = {"array": str(value.dtype), "shape": list(map(str, value.shape))}
-    if not isinstance(value, (np.ndarray, np.generic)):  # drawn by a seed, or abstract
+    if not isinstance(value, (np.ndarray, np.generic)):  # seeded or abstract
         return described
     if value.dtype.hasobject:
         return {**described, "fields": [["items", inner(value.tolist())]]}
@@ -147,14 +148,14 @@ def _function(value: types.FunctionType, inner: Describe) -> dict[str, JSON]:
         for name, cell in zip(
             value.__code__.co_freevars, value.__closure__ or (), strict=True
         )
-        if cell != types.CellType()  # of a variable that was never set
+        if cell != types.CellType()  # an unset variable
     }
     fields = {**cells, **(value.__kwdefaults__ or {})}
     if value.__defaults__:
         fields["defaults"] = value.__defaults__
     facts = facts_of(value)
     if facts is not None:
-        fields["(code)"] = facts  # a key that no variable has
+        fields["(code)"] = facts  # no variable has this key
     return {"function": code_name(value), "fields": _pairs(fields, inner)}
 
 

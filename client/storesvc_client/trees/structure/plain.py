@@ -1,13 +1,13 @@
-"""Plain data as JSON: what configurations and static attributes are made of.
+"""Encodes plain data as JSON, the content of configurations and static attributes.
 
-None, booleans, finite numbers and strings stand for themselves. All else is an object
-of which one key says what it is::
+None, booleans, finite numbers and strings encode as themselves. Any other value is an
+object, and one of its keys is the tag that names its type::
 
     {"tuple": [1, 2]}   {"dict": [["eps", 1e-06]]}   {"float": "nan"}
     {"dtype": "bfloat16", "as": "jax"}   {"spec": ["fsdp", None]}
 
-What builds on it encodes the parts of a container itself, so that anything may lie
-within anything.
+Encoders built on this module encode the parts of a container themselves, so that values
+of any type may be nested.
 """
 
 import json
@@ -31,10 +31,10 @@ from storesvc_client.trees.structure.refusals import Place, Within, refusal, sho
 
 Encode: TypeAlias = Callable[[Any], JSON]
 Decode: TypeAlias = Callable[[JSON, Place], Any]
-"""Of a value, and of the place where it stands."""
+"""Decodes a value; takes the JSON and its place in the document."""
 
 NOT_PLAIN: Final = object()
-"""What ``encode_plain`` returns for anything else."""
+"""Result of ``encode_plain`` for values that are not plain data."""
 
 SCALARS: Final = frozenset({type(None), bool, int, str})
 _JAX_DTYPE: Final = type(jnp.float32)
@@ -49,7 +49,7 @@ _FLOATS: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode_plain(value: Any, encode: Encode) -> JSON:
-    """Returns a value as JSON, its parts by ``encode``; else ``NOT_PLAIN``."""
+    """Returns a value as JSON, its parts by ``encode``, or ``NOT_PLAIN``."""
     kind = type(value)
     if kind in SCALARS:
         too_long = kind is int and value.bit_length() > MAX_BITS
@@ -99,10 +99,10 @@ _SCALAR_DTYPES: Final = frozenset(DTYPES) - {"complex64", "complex128"}
 
 
 def decode_plain(value: JSON, place: Place, decode: Decode) -> Any:
-    """Returns the value of a document, its parts by ``decode``; else ``NOT_PLAIN``.
+    """Returns the value of a document, its parts by ``decode``, or ``NOT_PLAIN``.
 
     Raises:
-        StructureError: It is plain, and malformed.
+        StructureError: It is plain data, but malformed.
     """
     if not isinstance(value, dict):
         if isinstance(value, list):
@@ -121,9 +121,9 @@ _MORE_KEYS: Final[dict[str, set[str]]] = {"dtype": {"as"}, "scalar": {"data"}}
 
 
 def tag_of(value: dict[str, Any], tags: Container[str]) -> str | None:
-    """Returns what an object of a document is, of the tags; None if none of them.
+    """Returns the first key of an object that is in ``tags``, or None.
 
-    The order of its keys means nothing: who stores a document may sort them.
+    The order of keys has no meaning; storage may sort them.
     """
     return next((key for key in value if key in tags), None)
 
@@ -132,7 +132,7 @@ def items_of(value: JSON, place: Place) -> list[Any]:
     """Returns a list of a document.
 
     Raises:
-        StructureError: It is something else.
+        StructureError: It is not a list.
     """
     if not isinstance(value, list):
         raise refusal(place, "a list", shown(value))
@@ -140,7 +140,7 @@ def items_of(value: JSON, place: Place) -> list[Any]:
 
 
 def pairs_of(value: JSON, place: Place) -> list[tuple[Any, Any]]:
-    """Returns the pairs of a document; raises as ``items_of``."""
+    """Returns the pairs of a document; raises like ``items_of``."""
     pairs = []
     for item in items_of(value, place):
         if not isinstance(item, list) or len(item) != 2:
@@ -150,10 +150,10 @@ def pairs_of(value: JSON, place: Place) -> list[tuple[Any, Any]]:
 
 
 def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
-    """Returns the dict of pairs, which have different hashable keys.
+    """Returns a dict of pairs whose keys must be distinct and hashable.
 
     Raises:
-        StructureError: They have not.
+        StructureError: They are not.
     """
     found: dict[Any, Any] = {}
     pairs = pairs_of(value, place)
@@ -171,7 +171,8 @@ def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
 
 
 def _check_keys(keys: Iterable[JSON], place: Place) -> None:
-    """Refuses keys that take long to tell apart, as one hash may be chosen for all."""
+    """Rejects keys that could be chosen to have equal hashes, which makes a dict
+    slow."""
     if not _are_keys(keys):
         raise refusal(
             place,
@@ -187,10 +188,10 @@ def _are_keys(keys: Iterable[JSON]) -> bool:
 
 def _is_small(key: JSON) -> bool:
     parts = [key]
-    for part in parts:  # which grows meanwhile
+    for part in parts:  # the list grows during the iteration
         if isinstance(part, (dict, list)):
             parts.extend(part.values() if isinstance(part, dict) else part)
-        if len(parts) > 3 * MAX_KEY_PARTS:  # a tuple of one takes three
+        if len(parts) > 3 * MAX_KEY_PARTS:  # a tuple of one item takes three
             return False
     return sum(not isinstance(part, (dict, list)) for part in parts) <= MAX_KEY_PARTS
 
@@ -307,4 +308,4 @@ _DECODERS: Final[dict[str, Callable[[JSON, Place, Decode], Any]]] = {
 }
 
 PLAIN_TAGS: Final = frozenset(_DECODERS)
-"""The tags of JSON objects that hold plain data."""
+"""Tags of JSON objects that hold plain data."""

@@ -1,18 +1,19 @@
-"""Configurations as JSON and back, exactly: objects and enumerations included.
+"""Encodes configurations as JSON and rebuilds them exactly, objects and enums included.
 
-Beside what ``values`` has::
+In addition to the objects of ``values``::
 
     {"object": "my.models:Config", "fields": [["eps", 1e-06], ...]}
     {"object": "my.models:Sizes", "base": {"dict": [...]}, "fields": []}
     {"ndarray": "float32", "shape": [2], "data": "0000803f00000040"}
 
-An object is its class and its attributes as they are, not what its ``to_dict`` makes of
-them: many such methods lose enumerations, tuples and dtypes. It is rebuilt from them
-without a call of its constructor, so that nothing is computed anew. Its class is looked
-up among those that the caller's code names (``setting_classes``); nothing is imported.
+An object is stored as its class and its attributes, not as the result of its
+``to_dict``: many such methods lose enumerations, tuples and dtypes. It is rebuilt from
+the attributes without running its constructor, so nothing is recomputed. Its class is
+looked up among the classes that the caller's code names (``setting_classes``); nothing
+is imported.
 
-Attributes that no document can hold, such as a mesh, are described, and are absent from
-what is rebuilt.
+Attributes that no document can hold, such as a mesh, are described, and are missing
+from the rebuilt object.
 """
 
 import enum
@@ -59,13 +60,13 @@ _PLACES: Final = (
     jax.sharding.Sharding,
     jax.Device,
 )
-"""Where a model runs. A restore has a place of its own."""
+"""Types that select where a model runs; a restore has its own."""
 
 _BASES: Final = (dict, list, tuple, set, frozenset, str, int, float)
 """Plain classes that a class of settings may derive from."""
 
 _MAX_ARRAY_BYTES: Final = 1 << 16
-"""Of an array in a config; a larger one is described."""
+"""Maximum bytes of an array in a config; a larger one is described."""
 
 _UNKNOWN_CLASS: Final = (
     "import the module that has it, or give a factory, model=lambda: ..."
@@ -73,23 +74,23 @@ _UNKNOWN_CLASS: Final = (
 
 
 def encode_settings(value: Any) -> JSON:
-    """Returns a config as JSON; parts that no document can hold are described."""
+    """Returns a config as JSON, with descriptions of parts that no document can
+    hold."""
     return _SettingsEncoder().encode(value)
 
 
 def class_name(document: JSON) -> str | None:
-    """Returns the name of the class whose object a document holds; None where it holds
-    something else."""
+    """Returns the class name of the object in a document, or None for other values."""
     name = document.get("object") if isinstance(document, dict) else None
     return name if isinstance(name, str) else None
 
 
 def rebuild_settings(document: JSON, classes: Mapping[str, type[Any]]) -> Any:
-    """Returns the config that a document holds.
+    """Returns the config of a document.
 
     Args:
-        document: What ``encode_settings`` returned.
-        classes: The classes that it may have objects and members of, by name.
+        document: A document that ``encode_settings`` returned.
+        classes: Allowed classes of objects and enumeration members, by name.
 
     Raises:
         StructureError: It is malformed, or has an object of another class.
@@ -99,10 +100,10 @@ def rebuild_settings(document: JSON, classes: Mapping[str, type[Any]]) -> Any:
 
 
 def plain_settings(document: JSON) -> JSON:
-    """Returns a document of settings as one of plain data, for comparing.
+    """Returns a document of settings as a document of plain data, for comparisons.
 
-    An object becomes a dict of its attributes, and a member of an enumeration its value
-    or its name; what has no plain form is described.
+    An object becomes a dict of its attributes, an enumeration member its value or its
+    name. A value without a plain form is described.
 
     Raises:
         StructureError: It is malformed.
@@ -141,14 +142,14 @@ class _SettingsEncoder(ValueEncoder):
     """Encodes objects by their attributes."""
 
     def encode_object(self, value: Any) -> JSON | None:
-        """Returns what is not plain as JSON; None where only a description can."""
+        """Returns an object as JSON, or None if only a description can represent it."""
         if isinstance(value, (np.ndarray, jax.Array)):
             return _array(value)
         if not _is_settings(value):
             return super().encode_object(value)
         base = next((base for base in _BASES if isinstance(value, base)), None)
         known = super().encode_object(value) if base is not None else None
-        if known is not None:  # such as an OrderedDict or a NamedTuple
+        if known is not None:  # for example, an OrderedDict or a NamedTuple
             return known
         document = {"object": name_of_class(type(value))}
         if base is not None:
@@ -160,8 +161,10 @@ class _SettingsEncoder(ValueEncoder):
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object, in the order in which they were set, but for
-    where it runs and for what it computes when first asked."""
+    """Returns the attributes of an object in the order in which they were set.
+
+    Excludes where it runs (meshes, devices) and cached properties.
+    """
     cls = type(value)
     found: dict[Any, Any] = {
         name: getattr(value, name) for name in slots_of(cls, value)
@@ -177,7 +180,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _is_settings(value: Any) -> bool:
-    """Whether a value is an object whose attributes say all of it."""
+    """Returns whether a value is an object that its attributes describe completely."""
     cls = type(value)
     if cls.__module__ == "builtins" or isinstance(value, (*_PLACES, *_NO_SETTINGS)):
         return False
@@ -192,7 +195,7 @@ _NO_SETTINGS: Final = (enum.Enum, type, types.ModuleType, nnx.Pytree, nnx.Variab
 
 
 def _array(value: Any) -> JSON | None:
-    """A small array with its values; None of what is abstract, large or of keys."""
+    """Returns a small array as JSON; None if it is abstract, large or of PRNG keys."""
     try:
         found = np.asarray(value)
     except Exception:  # noqa: BLE001 - jax raises many kinds for what has no value
@@ -204,7 +207,7 @@ def _array(value: Any) -> JSON | None:
 
 
 class _SettingsDecoder(ValueDecoder):
-    """Rebuilds objects, of the classes that it was given."""
+    """Rebuilds objects of the given classes."""
 
     def __init__(self, classes: Mapping[str, type[Any]]) -> None:
         super().__init__(Table(dict(classes)))
@@ -248,7 +251,7 @@ class _SettingsDecoder(ValueDecoder):
         return made
 
     def _empty(self, cls: type[Any], value: dict[str, JSON], place: Place) -> Any:
-        """A new object without attributes. No constructor of its class runs."""
+        """Returns a new object without attributes; no constructor of its class runs."""
         base = next((base for base in _BASES if issubclass(cls, base)), None)
         if issubclass(cls, enum.Enum) or (base is None) != ("base" not in value):
             raise refusal(place, "an object of settings", shown(value["object"]))
@@ -285,7 +288,7 @@ _MUTABLE: Final[dict[type[Any], Callable[[Any, Any], None]]] = {
 
 
 def _is_described(document: JSON) -> bool:
-    """Whether a part of a value is only described."""
+    """Returns whether a part of a value is only described."""
     left = [document]
     while left:
         value = left.pop()

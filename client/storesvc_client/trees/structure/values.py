@@ -1,6 +1,6 @@
-"""Static attributes of modules as JSON: plain data, names, calls and descriptions.
+"""Encodes static attributes of modules as JSON: plain data, names, calls, descriptions.
 
-Beside what ``plain`` has::
+In addition to the objects of ``plain``::
 
     {"function": "jax.nn:gelu"}   {"class": "flax.nnx:Param"}
     {"partial": {"function": "jax.nn:gelu"}, "args": [], "keywords": [["a", true]]}
@@ -9,7 +9,7 @@ Beside what ``plain`` has::
     {"linen": "my.models:Block", "fields": [["features", 8]]}
     {"opaque": {"class": "my.models:Config", "fields": [["eps", 1e-06]]}}
 
-The last is a hole: a description of what only a template has.
+The last is a hole: the description of a value that only a template can supply.
 """
 
 import dataclasses
@@ -60,13 +60,13 @@ MAPPINGS: Final[dict[str, Callable[[dict[Any, Any]], Any]]] = {
     "state": nnx.State,
     "state_axes": nnx.StateAxes,
 }
-"""Mappings other than dict, by their tag."""
+"""Mapping types other than dict, by tag."""
 
 FAILURES: Final = (
     *(TypeError, ValueError, AttributeError, LookupError),
     *(RuntimeError, AssertionError, OverflowError, FlaxError),
 )
-"""What flax raises where it is given what it did not expect."""
+"""Exceptions that flax raises for unexpected input."""
 
 _MAPPING_TAGS: Final[dict[Any, str]] = {
     FrozenDict: "frozen_dict",
@@ -88,7 +88,7 @@ class ValueEncoder:
 
     @property
     def describing(self) -> bool:
-        """Whether what is encoded is a part of a description."""
+        """True while parts of a description are encoded."""
         return self._described > 0
 
     def encode(self, value: Any) -> JSON:
@@ -97,8 +97,8 @@ class ValueEncoder:
             return value
         if self._described:
             return self._encode_part(value)
-        # thousands of layers share their settings; the value is kept, and with it
-        # its id
+        # Thousands of layers share their settings. The cache keeps the value alive, so
+        # its id stays unique.
         known = self._known.get(id(value))
         if known is None:
             known = self._known[id(value)] = (value, self._guarded(value))
@@ -111,7 +111,8 @@ class ValueEncoder:
         return self._guarded(value)
 
     def _guarded(self, value: Any) -> JSON:
-        """What contains itself is described once."""
+        """Encodes a value once; a value that contains itself is described by its
+        class."""
         if id(value) in self._busy:
             return {"opaque": {"class": soft_name(type(value))}}
         if len(self._busy) >= MAX_NESTED:
@@ -130,7 +131,7 @@ class ValueEncoder:
         return self._opaque(value) if missing else encoded
 
     def encode_object(self, value: Any) -> JSON | None:
-        """Returns what is not plain as JSON; None where only a description can."""
+        """Returns an object as JSON, or None if only a description can represent it."""
         if isinstance(value, enum.Enum):
             return self._enum(value)
         tag = _MAPPING_TAGS.get(type(value))
@@ -155,7 +156,7 @@ class ValueEncoder:
 
     def _enum(self, value: enum.Enum) -> JSON:
         encoded = {"enum": name_of(type(value)), "member": value.name}
-        # a configuration that went through JSON has only the string
+        # A configuration that went through JSON has only the string.
         return {**encoded, "value": value.value} if isinstance(value, str) else encoded
 
     def _linen(self, value: nn.Module) -> JSON:
@@ -194,7 +195,7 @@ def _is_long(value: int) -> bool:
 
 
 class ValueDecoder:
-    """Decodes static values, with the names of a table."""
+    """Decodes static values; resolves names in a table."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -213,7 +214,7 @@ class ValueDecoder:
         """Returns the value of a document.
 
         Raises:
-            StructureError: It is malformed, names what is not allowed, or is a hole.
+            StructureError: It is malformed, names something not allowed, or is a hole.
         """
         decoded = decode_plain(value, place, self.decode)
         if decoded is not NOT_PLAIN:
@@ -244,7 +245,7 @@ class ValueDecoder:
         items = items_of(value.get("items"), place)
         if len(items) != len(cls._fields):
             raise refusal(place, f"{len(cls._fields)} items", f"{len(items)}")
-        # not cls(*items): a subclass may do anything in its constructor
+        # Not cls(*items): the constructor of a subclass may run any code.
         return tuple.__new__(
             cls, [self.decode(item, Within(place, i)) for i, item in enumerate(items)]
         )
@@ -315,4 +316,4 @@ _KEYS: Final[dict[str, set[str]]] = {
     "partial": {"partial", "args", "keywords"},
     **{tag: {tag} for tag in MAPPINGS},
 }
-"""The keys of each object of a document, by its tag."""
+"""Allowed keys of each object of a document, by its tag."""

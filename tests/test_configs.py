@@ -209,8 +209,9 @@ def test_a_config_that_the_model_does_not_name_is_refused_with_the_call(
     with pytest.raises(store.MismatchError) as e:
         restore_model(run, model=Other)
 
-    assert "that is of tests.test_configs:Foreign, got one of tests.test_configs:" in (
-        str(e.value)
+    assert (
+        "of class tests.test_configs:Foreign, got one of class tests.test_configs:"
+        in (str(e.value))
     )
     assert "model=lambda: Other(config=config, rngs=nnx.Rngs(0))" in str(e.value)
 
@@ -266,7 +267,7 @@ def test_differences_of_configs_repeat_for_no_layer_and_execution_is_not_refused
 
     with caplog.at_level(logging.INFO):
         restore_model(run, model=model("flash", 1e-6))
-    assert "computed otherwise than where it was saved: " in caplog.text
+    assert "computed in another way than when it was saved: " in caplog.text
     assert "attn_mechanism: expected 'vanilla' as saved, got 'flash'" in caplog.text
     with pytest.raises(store.MismatchError) as e:
         restore_model(run, model=model("flash", 1e-3))
@@ -359,8 +360,8 @@ def test_a_class_that_refuses_its_config_is_an_error_with_the_factory(
         restore_model(run, model=Broken)
 
     assert (
-        "model=Broken: expected a class that takes the config and dtypes that were "
-        "saved, got ValueError: expected at most 5; give a factory, model=lambda: "
+        "model=Broken: expected a class that accepts the saved config and dtypes, got "
+        "ValueError: expected at most 5; give a factory, model=lambda: "
         "Broken(config=config, rngs=nnx.Rngs(0))"
     ) == str(e.value)
 
@@ -377,9 +378,11 @@ def test_a_factory_that_needs_values_or_changes_others_is_refused(
     def changes() -> Any:
         return Model(Config(), rngs=rngs)
 
-    with pytest.raises(store.InvalidRequestError, match="code that needs values"):
+    with pytest.raises(
+        store.InvalidRequestError, match="code that needs concrete values"
+    ):
         restore_model(run, model=needs)
-    with pytest.raises(store.InvalidRequestError, match="made outside of it"):
+    with pytest.raises(store.InvalidRequestError, match="created outside of it"):
         restore_model(run, model=changes)
 
 

@@ -379,9 +379,9 @@ META: Any = bridge.NNXMeta(nnx.BatchStat, ONE, {})
         ([ONE], TypeError, "Linen variables: expected a mapping, got list"),
         ({"params": {"x": nnx.Param(ONE)}}, TypeError, "params/x: expected an array"),
         ({"params": {"x": META}}, ValueError, "NNXMeta of Param, by its collection, g"),
-        ({"params": {"x": Hidden(ONE)}}, TypeError, "got Hidden, which would not come"),
-        ({"cache": {"x": Flagged(ONE)}}, TypeError, "got Flagged, which would not co"),
-        ({"RngKey": {"x": ONE}}, TypeError, "got those of an RNG stream"),
+        ({"params": {"x": Hidden(ONE)}}, TypeError, "got Hidden, which a round trip w"),
+        ({"cache": {"x": Flagged(ONE)}}, TypeError, "got Flagged, which a round trip"),
+        ({"RngKey": {"x": ONE}}, TypeError, "got an RNG stream's"),
         ({"a\0b": {"x": ONE}}, ValueError, "collection 'a\\x00b' cannot name a type"),
     ],
 )

@@ -328,7 +328,7 @@ def test_a_state_splits_into_its_own_parts() -> None:
     ("thing", "got"),
     [
         ({"params": 1}, "got dict"),
-        (ToyModel, "got the class ToyModel; make a module first"),
+        (ToyModel, "got the class ToyModel; create a module first"),
         (nnx.Linear, "got the class Linear"),
         (None, "got NoneType"),
     ],

@@ -170,7 +170,7 @@ def test_a_class_that_needs_values_is_warned_of(client: store.Client) -> None:
     found = rehearsed(save_model(run, 1, Concrete(rngs=nnx.Rngs(0))))
 
     assert not found.ok
-    assert "got code that needs values" in found.message
+    assert "got code that needs concrete values" in found.message
     made = Concrete(rngs=nnx.Rngs(1))
     assert (2, 3) == restore_model(run, model=made).linear.kernel.shape
 

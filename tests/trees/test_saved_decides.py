@@ -77,7 +77,7 @@ def test_an_optimizer_that_moved_to_another_dtype_comes_back_in_it(
 
     assert same(state.opt_state, back.opt_state)
     assert same(state.graphstate, back.graphstate)
-    assert "comes back with the dtypes that were saved" in caplog.text
+    assert "leaves are restored with their saved dtypes" in caplog.text
     assert (
         "layers/{0..2}/kernel/value: expected float32 as saved, got bf" in caplog.text
     )
@@ -94,7 +94,7 @@ def test_where_nothing_moved_nothing_is_logged(
     with caplog.at_level(logging.INFO):
         restore_state(run, model=Model, tx=optax.adamw(1e-3))
 
-    assert "dtypes that were saved" not in caplog.text
+    assert "their saved dtypes" not in caplog.text
 
 
 def test_a_cast_decides_where_it_is_asked_for(run: store.Run) -> None:

@@ -124,7 +124,7 @@ class TestRedefineState:
             redefine_state({}, {("a",): kind(jnp.ones(1))})
 
     def test_a_parameter_with_a_value_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="cannot be made up"):
+        with pytest.raises(ValueError, match="cannot be recreated"):
             redefine_state({}, {"a": nnx.Param(jnp.ones(1))})
 
     def test_hooks_make_no_value_of_none(self) -> None:

@@ -1,7 +1,7 @@
-"""How two configs differ, field by field.
+"""Compares two configs field by field.
 
-What only says where a model runs (its mesh) or which release wrote it is no
-difference; nor is a list for a tuple, which is what JSON made of it.
+Fields that select where a model runs (its mesh) or record which release wrote it are
+ignored. A list equals a tuple, because JSON turns tuples into lists.
 
 >>> saved = {"eps": 1e-06, "sizes": (1, 2)}
 >>> [str(each) for each in config_differences(saved, {"eps": 0.001, "sizes": [1, 2]})]
@@ -23,12 +23,12 @@ __all__ = ["config_differences"]
 def config_differences(
     saved: Any, target: Any, *, common: bool = False
 ) -> list[Difference]:
-    """Returns in what the fields of the target are not the saved ones.
+    """Returns the fields of the target that differ from the saved ones.
 
     Args:
         saved: Plain data: dicts, lists, tuples, numbers, texts, dtypes.
-        target: Likewise.
-        common: Whether to compare only fields that both have.
+        target: Plain data of the same kinds.
+        common: Compare only fields that both have.
     """
     before, after = dict(_rows(saved, "")), dict(_rows(target, ""))
     keys = [key for key in before if key in after or not common]
@@ -53,8 +53,8 @@ def _rows(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """An attribute that was never set is one that is None."""
-    if _is_dtype(value):  # a config that went through JSON has only its name
+    """Returns the text of a value; an attribute that is None counts as absent."""
+    if _is_dtype(value):  # a config that went through JSON has only the name
         return repr(np.dtype(value).name)
     return ABSENT if value is None else repr(value)
 

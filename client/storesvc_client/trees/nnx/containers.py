@@ -1,8 +1,8 @@
-"""The containers of a pytree: what leaves and their names do not tell.
+"""Lists the containers of a pytree, which leaf names do not show.
 
-Two optimizers may have leaves of the same names and mean different things by them;
-the NamedTuples that hold them differ. A container that has no leaf at all, such as
-``optax.EmptyState`` or ``None``, shows only here.
+Two optimizers may have leaves with the same names and different meanings; their
+NamedTuples differ. A container without leaves, such as ``optax.EmptyState`` or
+``None``, appears only here.
 
 >>> containers({"a": (1.0, None)}, "opt_state")
 {'opt_state': 'dict', 'opt_state/a': 'tuple', 'opt_state/a/1': 'None'}
@@ -22,11 +22,11 @@ __all__ = ["containers"]
 def containers(tree: Any, name: str) -> dict[str, str]:
     """Returns the type names of a tree's containers by key, in the tree's order.
 
-    NNX states are named and not entered: their leaves have names of their own.
+    NNX states are listed but not entered: their leaves have names of their own.
 
     Args:
         tree: Any pytree.
-        name: The key of its root.
+        name: Key of the root.
     """
     return dict(_walk(tree, name))
 
@@ -41,7 +41,7 @@ def _walk(node: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The parts of a container by name; None of a leaf."""
+    """Returns the parts of a container by name, or None for a leaf."""
     if node is None or isinstance(node, (nnx.State, nnx.Variable)):
         return ()
     if isinstance(node, Mapping):

@@ -1,14 +1,14 @@
-"""Rebuilding a state or a module from a checkpoint, in five steps.
+"""Rebuilds a state or a module from a checkpoint in five steps.
 
-1. *Draw* the blueprint: the caller's model, abstract; no array exists.
-2. *Compare* it with the recipe of the checkpoint: Variables, structure, optimizer.
-3. *Find* for each Variable the leaves that it comes from (``variable_sources``). RNG
-   counts and keys that the checkpoint lacks are made anew; a count or key that was
-   saved never is: a run that goes on must draw the numbers it would have drawn. What
-   else is lacking is initialised only where that was asked for.
-4. *Restore* the leaves onto their devices. This refuses, listing all of them,
-   leaves that are missing, left over or of another shape or dtype.
-5. *Merge* the pieces by path, and make the state of them.
+1. *Draw* the blueprint, the caller's model without arrays.
+2. *Compare* it with the checkpoint's recipe: Variables, structure, optimizer.
+3. *Find* the source of each Variable (``variable_sources``). RNG counts and keys that
+   the checkpoint lacks are recreated. A saved count or key never is, because a resumed
+   run must draw the same random numbers. Other missing Variables are initialised only
+   if requested.
+4. *Restore* the leaves onto their devices. This rejects, in one error, leaves that are
+   missing, unexpected, or of another shape or dtype.
+5. *Merge* the parts by path, and create the state.
 """
 
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ from storesvc_client.trees.nnx.compatibility import (
     Stored,
     compare,
     recipe_of,
-    refuse,
+    reject_differences,
     report_as_saved,
 )
 from storesvc_client.trees.nnx.containers import containers
@@ -71,7 +71,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to restore; see ``storesvc_client.easydel.restore_state``."""
+    """Options of a restore; see ``storesvc_client.easydel.restore_state``."""
 
     mesh: Mesh | None = None
     rules: "Rules | Literal['recorded'] | None" = None
@@ -83,7 +83,7 @@ class Options:
 
     @property
     def initialises(self) -> bool:
-        """Whether what the checkpoint lacks is made anew."""
+        """True if Variables that the checkpoint lacks are initialised."""
         return self.missing == "init"
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ _ALLOWED: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The arguments of a restore: the model, the optimizer and the options."""
+    """Arguments of a restore: the model, the optimizer and the options."""
 
     model: ModelLike
     tx: optax.GradientTransformation | None = None
@@ -114,23 +114,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a checkpoint becomes a state or a module. Made without reading a leaf."""
+    """Plan of a restore of a state or a module, made without reading a leaf."""
 
     request: Request
     blueprint: Blueprint
     sources: Sources
     options: Options
-    """With the mesh and the rules that the model knows itself."""
+    """The options, with the mesh and the rules that the model provides."""
     like: Any
     """The leaves to restore, abstract."""
     select: list[str]
-    """Their keys, and those that nothing asks for: a restore refuses them."""
+    """Keys of ``like``, and unexpected keys, which the restore rejects."""
     begins: bool = False
-    """Whether the optimizer state is initialised instead of restored."""
+    """True if the optimizer state is initialised instead of restored."""
 
     @property
     def target(self) -> TargetOptions:
-        """The arguments of the restore that it takes."""
+        """Arguments of ``OpenCheckpoint.restore`` for this plan."""
         return {
             "like": self.like,
             "mesh": self.options.mesh,
@@ -175,10 +175,10 @@ def restore_module(opened: OpenCheckpoint, request: Request) -> Any:
 
 
 def plan_state(stored: Stored, request: Request) -> Plan:
-    """Returns the plan of a restore of a state; no array is made.
+    """Returns the plan of a restore of a state, without creating an array.
 
     Raises:
-        StoreError: As ``restore_state``, but for what leaves have to fit.
+        StoreError: See ``restore_state``; leaves are not matched yet.
     """
     if request.tx is not None:
         check_tx(request.tx)
@@ -221,7 +221,7 @@ def plan_module(stored: Stored, request: Request) -> Plan:
     options = request.options
     recipe = recipe_of(stored, options.structure)
     if request.model is None:
-        # its mesh and its rules are not asked for: what is stored calls nothing
+        # No mesh or rules are read from a stored model: no code is called for it.
         blueprint = _as_stored(stored, recipe, request.allow, options)
     else:
         blueprint = _drawn(request.model, recipe, options)
@@ -243,13 +243,13 @@ def plan_module(stored: Stored, request: Request) -> Plan:
 
 
 def _containers(opened: OpenCheckpoint, request: Request) -> Any:
-    """The state as dicts and lists, for a caller without its code."""
+    """Returns the state as dicts and lists, for a caller without its code."""
     options = request.options
     if request.tx is not None or options.initialises:
         given = "tx=" if request.tx is not None else "missing='init'"
         raise InvalidRequestError(
-            f"restore of {opened.name}: expected model= with {given}, got None; "
-            "without a model, a state comes back as dicts and lists"
+            f"restore of {opened.name}: expected model= with {given}, got None; give "
+            "model=, because without it a state is restored as dicts and lists"
         )
     select = _selected(opened, {"step": None}, options)
     return opened.restore(
@@ -265,8 +265,8 @@ def restore_opt_state(opened: OpenCheckpoint, state: "EasyDeLState") -> Any:
     """Returns the optimizer state of a checkpoint for the parameters of a state.
 
     Raises:
-        MismatchError: The checkpoint's is of another optimizer or other parameters,
-            or there is none.
+        MismatchError: The checkpoint has the state of another optimizer, of other
+            parameters, or none.
     """
     options = Options(mesh=state.mesh, rules=partition_rules_of(state.model))
     like = plan_opt_state(opened, state.tx, state.graphstate)
@@ -285,23 +285,22 @@ def restore_opt_state(opened: OpenCheckpoint, state: "EasyDeLState") -> Any:
 def plan_opt_state(
     stored: Stored, tx: optax.GradientTransformation, graphstate: GraphState
 ) -> dict[str, Any]:
-    """Returns the optimizer state that ``tx`` has for parameters, abstract, below
-    "opt_state".
+    """Returns the abstract optimizer state of ``tx``, as ``{"opt_state": ...}``.
 
     Raises:
-        MismatchError: The checkpoint holds none, or one of other containers.
+        MismatchError: The checkpoint has none, or one with other containers.
     """
     recipe = recipe_of(stored, "check")
     if not _holds_optimizer(stored, recipe):
         raise MismatchError(
             f"{stored.name}: expected the state of an optimizer, got a checkpoint "
-            "without one; begin one with init_tx"
+            "without one; initialise one with init_tx"
         )
     abstract = _abstract_opt_state(stored, tx, graphstate)
     if recipe is not None:
         found = recipe.optimizer_differences(containers(abstract, "opt_state"))
         advice = "give the state the optimizer that was saved"
-        refuse(stored, [*map(str, found)], advice=advice)
+        reject_differences(stored, [*map(str, found)], advice=advice)
     return {"opt_state": abstract}
 
 
@@ -311,8 +310,8 @@ def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Bluepri
 
 
 def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
-    """The options with the mesh and the rules that the model knows itself, where
-    the caller named none."""
+    """Returns the options, completed with the mesh and rules that the model
+    provides."""
     if options.mesh is not None and options.rules is not None:
         return options
     own_mesh, own_rules = blueprint.own_placement()
@@ -329,10 +328,10 @@ def _begins_optimizer(
     tx: optax.GradientTransformation | None,
     options: Options,
 ) -> bool:
-    """Whether the optimizer begins anew, as the checkpoint holds none.
+    """Returns whether the optimizer is initialised because the checkpoint has no state.
 
     Raises:
-        InvalidRequestError: There is an optimizer in one of the two only.
+        InvalidRequestError: Only one of the checkpoint and the call has an optimizer.
     """
     if options.opt_state == "skip":
         return False
@@ -347,7 +346,7 @@ def _begins_optimizer(
     if recipe is not None and not options.initialises:
         raise InvalidRequestError(
             f"{stored.name} holds no state of an optimizer: expected no tx=, got one; "
-            "leave it out, or give missing='init' to begin it anew"
+            "leave it out, or give missing='init' to initialise its state"
         )
     return options.initialises
 
@@ -355,8 +354,10 @@ def _begins_optimizer(
 def _abstract_opt_state(
     stored: Stored, tx: optax.GradientTransformation, graphstate: GraphState
 ) -> optax.OptState:
-    """The state that an optimizer begins with; or, where only that has the leaves of
-    the checkpoint, the one that it has after an update."""
+    """Returns the initial state of an optimizer, or its state after an update.
+
+    The latter only if it, and not the initial state, has the checkpoint's leaves.
+    """
     begun = abstract_opt_state(tx, graphstate)
     saved = set(_opt_state_keys(stored))
     if _keys_of(begun) == saved:
@@ -370,7 +371,7 @@ def _keys_of(opt_state: optax.OptState) -> set[str]:
 
 
 def _holds_optimizer(stored: Stored, recipe: Recipe | None) -> bool:
-    """Whether an optimizer was saved, be it one without a leaf."""
+    """Returns whether an optimizer was saved, possibly one without leaves."""
     saved = recipe is not None and recipe.opt_state is not None
     return saved or bool(_opt_state_keys(stored))
 
@@ -378,10 +379,11 @@ def _holds_optimizer(stored: Stored, recipe: Recipe | None) -> bool:
 def _as_stored(
     stored: Stored, recipe: Recipe | None, allow: Any, options: Options
 ) -> Blueprint:
-    """The blueprint of the structure in the checkpoint."""
+    """Returns the blueprint of the structure in the checkpoint."""
     if recipe is None or recipe.graphdef is None:
         raise InvalidRequestError(
-            f"{stored.name} holds no structure of a module: expected model=, got None"
+            f"{stored.name} holds no structure of a module: expected model=, got None; "
+            "give model="
         )
     graphdef = decode_graphdef(recipe.graphdef, allow=allow)
     blueprint = stored_blueprint(graphdef, stored.leaves)
@@ -391,7 +393,7 @@ def _as_stored(
 def _beside_parameters(
     like: dict[str, Any], graphstate: GraphState, known: Any
 ) -> dict[str, Any]:
-    """The step and the optimizer's state, abstract, where their parameters lie."""
+    """Returns the abstract step and optimizer state with the parameters' placement."""
     placed = {
         **like,
         "opt_state": beside_parameters(like["opt_state"], graphstate, known),
@@ -410,8 +412,7 @@ def _compare(
 
 
 def _as_saved(stored: Stored, like: Any, options: Options) -> Any:
-    """The leaves to restore, as they were saved; in what that is not what the code
-    makes is logged."""
+    """Returns the leaves to restore in their saved form; logs dtype differences."""
     casting = options.dtype is not None
     found, changed = as_saved(like, stored.leaves, casting=casting)
     report_as_saved(stored, changed)
@@ -422,7 +423,7 @@ def _selected(stored: Stored, like: Any, options: Options) -> list[str]:
     skipped: set[str] = set()
     if options.opt_state == "skip":
         skipped.update(_opt_state_keys(stored))
-    if "step" not in like:  # of a state, a module takes the Variables
+    if "step" not in like:  # a module takes only the Variables of a state
         skipped.add("step")
     if set(like) == {"opt_state"}:
         skipped.update(stored.leaves.keys() - set(_opt_state_keys(stored)))

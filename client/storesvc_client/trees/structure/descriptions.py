@@ -5,19 +5,25 @@ equal for two builds of one model in another process, on another mesh, with anot
 or without arrays: it has names of classes and functions, the variables that a function
 closes over, and the fields of an object. It has no addresses and nothing about the
 mesh.
+
+All lambdas in one function have the same name. Their code distinguishes them: its
+names, constants and operators, in order. Bytecode would depend on the release of
+Python.
 """
 
+import dis
 import functools
 import hashlib
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
 
-from storesvc_client.trees.structure.codes import code_name, facts_of
 from storesvc_client.trees.structure.contents import digest_of, fields_of
 from storesvc_client.trees.structure.limits import JSON
 
@@ -72,6 +78,15 @@ MAX_PARTS: Final = 10_000
 
 Describe: TypeAlias = Callable[[Any], JSON]
 """Describes a value inside a described value."""
+
+_LIBRARIES: Final = frozenset({"flax", "jax", "numpy", "optax"})
+"""Libraries whose releases change the code of a function but not its behaviour."""
+
+_HAS_DOCSTRING: Final = 0x4000000
+"""Flag of code objects since Python 3.13; earlier, the first constant is the
+docstring."""
+
+_OPERATIONS: Final = frozenset({"BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "IS_OP"})
 
 _PLACES: Final = (
     jax.sharding.Mesh,
@@ -153,12 +168,61 @@ def _function(value: types.FunctionType, inner: Describe) -> dict[str, JSON]:
     fields = {**cells, **(value.__kwdefaults__ or {})}
     if value.__defaults__:
         fields["defaults"] = value.__defaults__
-    facts = facts_of(value)
+    facts = _code_facts(value)
     if facts is not None:
         fields["(code)"] = facts  # no variable has this key
-    return {"function": code_name(value), "fields": _pairs(fields, inner)}
+    return {"function": _code_name(value), "fields": _pairs(fields, inner)}
 
 
 def _pairs(fields: Mapping[str, Any], inner: Describe) -> list[JSON]:
     named = {str(key): value for key, value in fields.items()}
     return [[key, inner(named[key])] for key in sorted(named) if key not in IGNORED]
+
+
+def _code_name(function: FunctionType) -> str:
+    """Returns the module and name of the definition, ignoring wrappers."""
+    module = function.__globals__.get("__name__") or "?"
+    return f"{module}:{function.__code__.co_qualname}"
+
+
+def _code_facts(function: FunctionType) -> list[list[Any]] | None:
+    """Returns names, constants and operators, or None for functions of libraries."""
+    if _code_name(function).partition(":")[0].split(".")[0] in _LIBRARIES:
+        return None
+    names: dict[str, None] = {}
+    constants: dict[tuple[str, str], Any] = {}
+    operators: list[str] = []
+    for code in _codes(function.__code__):
+        names.update(dict.fromkeys(code.co_names))
+        for constant in _constants(code):
+            constants[type(constant).__name__, repr(constant)] = constant
+        operators += _operators(code)
+    return [list(names), list(constants.values()), operators]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _constants(code: CodeType) -> list[Any]:
+    constants = code.co_consts
+    if constants and isinstance(constants[0], str) and _has_docstring(code):
+        constants = constants[1:]
+    return [c for c in constants if c is not None and not isinstance(c, CodeType)]
+
+
+def _has_docstring(code: CodeType) -> bool:
+    if sys.version_info >= (3, 13):
+        return bool(code.co_flags & _HAS_DOCSTRING)
+    return not code.co_name.startswith("<")  # for example, <lambda>
+
+
+def _operators(code: CodeType) -> list[str]:
+    return [
+        step.argrepr or step.opname
+        for step in dis.get_instructions(code)
+        if step.opname in _OPERATIONS or step.opname.startswith("UNARY_")
+    ]

@@ -24,7 +24,6 @@ from storesvc_client.trees.structure.comparing import (
     fingerprint,
     rows,
 )
-from storesvc_client.trees.structure.data import Opaque, decode_data, encode_data
 from storesvc_client.trees.structure.decoding import decode_graphdef
 from storesvc_client.trees.structure.difference_texts import (
     ABSENT,
@@ -35,6 +34,9 @@ from storesvc_client.trees.structure.difference_texts import (
 )
 from storesvc_client.trees.structure.encoding import encode_graphdef
 from storesvc_client.trees.structure.settings import (
+    Opaque,
+    decode_data,
+    encode_data,
     encode_settings,
     plain_settings,
 )

@@ -1,4 +1,6 @@
-"""Encodes configurations as JSON and rebuilds them exactly, objects and enums included.
+"""Encodes configurations as JSON: exactly, or as plain data.
+
+``encode_settings`` keeps objects and enumerations, ``rebuild_settings`` restores them.
 
 In addition to the objects of ``values``::
 
@@ -14,11 +16,22 @@ is imported.
 
 Attributes that no document can hold, such as a mesh, are described, and are missing
 from the rebuilt object.
+
+``encode_data`` keeps plain data only, for comparisons. An enumeration member becomes
+its value. A value that is not plain becomes ``{"opaque": description}``, which decodes
+to an ``Opaque``: code that rebuilds a configuration skips it, code that compares two
+uses the description.
+
+>>> encode_data({"axes": (1, 2)})
+{'dict': [['axes', {'tuple': [1, 2]}]]}
+>>> decode_data(encode_data({"axes": (1, 2)}))
+{'axes': (1, 2)}
 """
 
 import enum
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -33,9 +46,11 @@ from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.plain import (
     NOT_PLAIN,
     PLAIN_TAGS,
+    decode_plain,
     encode_plain,
     items_of,
     pairs_of,
+    tag_of,
 )
 from storesvc_client.trees.structure.refusals import (
     Place,
@@ -50,9 +65,18 @@ from storesvc_client.trees.structure.values import (
     ValueEncoder,
 )
 
-__all__ = ["class_name", "encode_settings", "plain_settings", "rebuild_settings"]
+__all__ = [
+    "Opaque",
+    "class_name",
+    "decode_data",
+    "encode_data",
+    "encode_settings",
+    "plain_settings",
+    "rebuild_settings",
+]
 
 _PLACE: Final = "the config"
+_DATA_PLACE: Final = "data"
 
 _PLACES: Final = (
     jax.sharding.Mesh,
@@ -299,3 +323,44 @@ def _is_described(document: JSON) -> bool:
         elif isinstance(value, list):
             left += value
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A value of which a document holds only a description."""
+
+    description: JSON
+
+
+def encode_data(value: Any) -> JSON:
+    """Returns plain data as JSON, and descriptions of other values."""
+    return _DataEncoder().encode(value)
+
+
+def decode_data(document: JSON) -> Any:
+    """Returns the data of a document, with an ``Opaque`` for each description.
+
+    Raises:
+        StructureError: The document is malformed.
+    """
+    check_json(document, _DATA_PLACE)
+    return _decode_plain_data(document, _DATA_PLACE)
+
+
+def _decode_plain_data(value: JSON, place: Place) -> Any:
+    decoded = decode_plain(value, place, _decode_plain_data)
+    if decoded is not NOT_PLAIN:
+        return decoded
+    if tag_of(value, {"opaque"}) and isinstance(value["opaque"], dict):
+        return Opaque(value["opaque"])
+    raise refusal(place, "plain data", shown(value))
+
+
+class _DataEncoder(ValueEncoder):
+    """Encodes plain data only; names of classes and functions are descriptions."""
+
+    def encode_object(self, value: Any) -> JSON | None:
+        """Returns the value of an enumeration member, or None for other objects."""
+        if isinstance(value, enum.Enum):
+            return encode_plain(value.value, self.encode)
+        return super().encode_object(value) if self.describing else None

@@ -14,17 +14,17 @@ Four guarantees:
 >>> nnx.merge(decode_graphdef(document, allow=[MyModel]), state)
 
 Imports flax, and from the client `_pytree` and the layers below it. Start with
-`encoding.py` and `decoding.py`.
+`encoder.py` and `decoder.py`.
 """
 
 from storesvc_client.errors import StructureError
-from storesvc_client.trees.structure.comparing import (
+from storesvc_client.trees.structure.comparison import (
     common_differences,
     differences,
     fingerprint,
     rows,
 )
-from storesvc_client.trees.structure.decoding import decode_graphdef
+from storesvc_client.trees.structure.decoder import decode_graphdef
 from storesvc_client.trees.structure.difference_texts import (
     ABSENT,
     Difference,
@@ -32,7 +32,7 @@ from storesvc_client.trees.structure.difference_texts import (
     merge_configs,
     merge_layers,
 )
-from storesvc_client.trees.structure.encoding import encode_graphdef
+from storesvc_client.trees.structure.encoder import encode_graphdef
 from storesvc_client.trees.structure.settings import (
     Opaque,
     decode_data,

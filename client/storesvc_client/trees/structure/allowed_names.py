@@ -25,7 +25,12 @@ from flax import nnx
 from flax.nnx import bridge
 
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.structure.refusals import CODE, Place, refusal, shown
+from storesvc_client.trees.structure.structure_errors import (
+    GIVE_CODE,
+    Place,
+    shown,
+    structure_error,
+)
 
 Allowed: TypeAlias = Iterable[Any] | Mapping[str, Any]
 """Classes and functions of the caller, or a mapping from document names to them."""
@@ -183,7 +188,7 @@ class Table:
         """Returns a NamedTuple class; raises like ``node_class``."""
         found = self._class(name, place, tuple, "a NamedTuple class")
         if not isinstance(getattr(found, "_fields", None), tuple):
-            raise refusal(place, "a NamedTuple class", shown(name))
+            raise structure_error(place, "a NamedTuple class", shown(name))
         return found
 
     def any_class(self, name: Any, place: Place) -> type[Any]:
@@ -194,21 +199,21 @@ class Table:
         """Returns a function; raises like ``node_class``."""
         found = self._object(name, place, "a function")
         if isinstance(found, type) or not callable(found):
-            raise refusal(place, "a function", f"{shown(name)}, which is none")
+            raise structure_error(place, "a function", f"{shown(name)}, which is none")
         return found  # type: ignore[no-any-return]  # callable() narrows Any to Any
 
     def _class(self, name: Any, place: Place, base: type, what: str) -> type[Any]:
         found = self._object(name, place, what)
         if not isinstance(found, type) or not issubclass(found, base):
-            raise refusal(place, what, f"{shown(name)}, which is none")
+            raise structure_error(place, what, f"{shown(name)}, which is none")
         return found
 
     def _object(self, name: Any, place: Place, what: str) -> Any:
         if type(name) is not str:
-            raise refusal(place, f"the name of {what}", shown(name))
+            raise structure_error(place, f"the name of {what}", shown(name))
         if name not in self._objects:
-            advice = f"if it is yours, pass it in allow=; or {CODE}"
-            raise refusal(place, f"{what} that is allowed", shown(name), advice)
+            advice = f"if it is yours, pass it in allow=; or {GIVE_CODE}"
+            raise structure_error(place, f"{what} that is allowed", shown(name), advice)
         return self._objects[name]
 
 

@@ -7,7 +7,11 @@ may therefore recurse, and its cost is a bounded multiple of the bytes read.
 
 from typing import Any, Final, TypeAlias
 
-from storesvc_client.trees.structure.refusals import Place, refusal, shown
+from storesvc_client.trees.structure.structure_errors import (
+    Place,
+    shown,
+    structure_error,
+)
 
 JSON: TypeAlias = Any
 """None, bool, int, float, str, or a list or str-keyed dict of these."""
@@ -52,7 +56,7 @@ def check_json(document: JSON, place: Place) -> None:
         deeper: list[Any] = []
         count += len(level)
         if count > MAX_VALUES:
-            raise refusal(place, f"at most {MAX_VALUES} values", "more")
+            raise structure_error(place, f"at most {MAX_VALUES} values", "more")
         for value in level:
             if type(value) is list:
                 deeper.extend(value)
@@ -62,24 +66,30 @@ def check_json(document: JSON, place: Place) -> None:
             else:
                 _check_scalar(value, place)
             if len(deeper) > MAX_VALUES:
-                raise refusal(place, f"at most {MAX_VALUES} values", "more")
+                raise structure_error(place, f"at most {MAX_VALUES} values", "more")
         if not deeper:
             return
         level = deeper
-    raise refusal(place, f"at most {MAX_DEPTH} levels of nesting", "more")
+    raise structure_error(place, f"at most {MAX_DEPTH} levels of nesting", "more")
 
 
 def _check_keys(value: dict[Any, Any], place: Place) -> None:
     for key in value:
         if type(key) is not str:
-            raise refusal(place, "keys of JSON objects to be strings", shown(key))
+            raise structure_error(
+                place, "keys of JSON objects to be strings", shown(key)
+            )
         if len(key) > MAX_NAME:
-            raise refusal(place, f"keys of at most {MAX_NAME} characters", shown(key))
+            raise structure_error(
+                place, f"keys of at most {MAX_NAME} characters", shown(key)
+            )
 
 
 def _check_scalar(value: Any, place: Place) -> None:
     if type(value) is int:
         if value.bit_length() > MAX_BITS:
-            raise refusal(place, f"numbers of at most {MAX_BITS} bits", shown(value))
+            raise structure_error(
+                place, f"numbers of at most {MAX_BITS} bits", shown(value)
+            )
     elif value is not None and type(value) not in (str, float, bool):
-        raise refusal(place, "JSON", shown(value))
+        raise structure_error(place, "JSON", shown(value))

@@ -27,7 +27,12 @@ from storesvc_client.trees.structure.limits import (
     MAX_COMPOUND_KEYS,
     MAX_KEY_PARTS,
 )
-from storesvc_client.trees.structure.refusals import Place, Within, refusal, shown
+from storesvc_client.trees.structure.structure_errors import (
+    Place,
+    Within,
+    shown,
+    structure_error,
+)
 
 Encode: TypeAlias = Callable[[Any], JSON]
 Decode: TypeAlias = Callable[[JSON, Place], Any]
@@ -106,14 +111,14 @@ def decode_plain(value: JSON, place: Place, decode: Decode) -> Any:
     """
     if not isinstance(value, dict):
         if isinstance(value, list):
-            raise refusal(place, "a value", shown(value))
+            raise structure_error(place, "a value", shown(value))
         return value
     tag = tag_of(value, _DECODERS)
     if tag is None:
         return NOT_PLAIN
     decoder = _DECODERS[tag]
     if value.keys() - {tag} - _MORE_KEYS.get(tag, set()):
-        raise refusal(place, f"one {tag}", shown(value))
+        raise structure_error(place, f"one {tag}", shown(value))
     return decoder(value, place, decode)
 
 
@@ -135,7 +140,7 @@ def items_of(value: JSON, place: Place) -> list[Any]:
         StructureError: It is not a list.
     """
     if not isinstance(value, list):
-        raise refusal(place, "a list", shown(value))
+        raise structure_error(place, "a list", shown(value))
     return value
 
 
@@ -144,7 +149,7 @@ def pairs_of(value: JSON, place: Place) -> list[tuple[Any, Any]]:
     pairs = []
     for item in items_of(value, place):
         if not isinstance(item, list) or len(item) != 2:
-            raise refusal(place, "pairs of a key and a value", shown(item))
+            raise structure_error(place, "pairs of a key and a value", shown(item))
         pairs.append((item[0], item[1]))
     return pairs
 
@@ -166,7 +171,7 @@ def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
         except (TypeError, ValueError) as e:
             raise _unhashable(decoded, place) from e
         if len(found) == before:
-            raise refusal(place, "different keys", f"{shown(key)} twice")
+            raise structure_error(place, "different keys", f"{shown(key)} twice")
     return found
 
 
@@ -174,7 +179,7 @@ def _check_keys(keys: Iterable[JSON], place: Place) -> None:
     """Rejects keys that could be chosen to have equal hashes, which makes a dict
     slow."""
     if not _are_keys(keys):
-        raise refusal(
+        raise structure_error(
             place,
             f"at most {MAX_COMPOUND_KEYS} keys of {MAX_KEY_PARTS} parts each",
             "more",
@@ -197,7 +202,7 @@ def _is_small(key: JSON) -> bool:
 
 
 def _unhashable(value: Any, place: Place) -> StructureError:
-    return refusal(place, "hashable values", f"a {type(value).__name__}")
+    return structure_error(place, "hashable values", f"a {type(value).__name__}")
 
 
 def _decode_items(value: JSON, place: Place, decode: Decode) -> list[Any]:
@@ -241,13 +246,13 @@ def _decode_spec(value: JSON, place: Place, decode: Decode) -> Any:
     for axis in axes:
         names = axis if isinstance(axis, tuple) else (axis,)
         if not all(name is None or isinstance(name, str) for name in names):
-            raise refusal(place, "names of mesh axes", shown(value["spec"]))
+            raise structure_error(place, "names of mesh axes", shown(value["spec"]))
     return PartitionSpec(*axes)
 
 
 def _decode_float(value: JSON, place: Place, _: Decode) -> Any:
     if value["float"] not in tuple(_FLOATS):
-        raise refusal(place, "nan, inf or -inf", shown(value["float"]))
+        raise structure_error(place, "nan, inf or -inf", shown(value["float"]))
     return _FLOATS[value["float"]]
 
 
@@ -255,18 +260,18 @@ def _decode_bytes(value: JSON, place: Place, _: Decode) -> Any:
     try:
         return bytes.fromhex(value["bytes"])
     except (TypeError, ValueError) as e:
-        raise refusal(place, "hexadecimal digits", shown(value["bytes"])) from e
+        raise structure_error(place, "hexadecimal digits", shown(value["bytes"])) from e
 
 
 def _decode_ellipsis(value: JSON, place: Place, _: Decode) -> Any:
     if value["ellipsis"] is not True:
-        raise refusal(place, "an ellipsis", shown(value))
+        raise structure_error(place, "an ellipsis", shown(value))
     return Ellipsis
 
 
 def _dtype(name: JSON, place: Place) -> "np.dtype[Any]":
     if not isinstance(name, str) or name not in DTYPES:
-        raise refusal(place, "the name of a dtype", shown(name))
+        raise structure_error(place, "the name of a dtype", shown(name))
     dtype: np.dtype[Any] = DTYPES[name]
     return dtype
 
@@ -280,16 +285,16 @@ def _decode_dtype(value: JSON, place: Place, _: Decode) -> Any:
             return dtype.type
         case "jax" if value["dtype"] in _JAX_DTYPES:
             return _JAX_DTYPES[value["dtype"]]
-    raise refusal(place, "a form of dtype", shown(value.get("as")))
+    raise structure_error(place, "a form of dtype", shown(value.get("as")))
 
 
 def _decode_scalar(value: JSON, place: Place, _: Decode) -> Any:
     if value["scalar"] not in list(_SCALAR_DTYPES):
-        raise refusal(place, "the name of a dtype", shown(value["scalar"]))
+        raise structure_error(place, "the name of a dtype", shown(value["scalar"]))
     dtype = DTYPES[value["scalar"]]
     content = _decode_bytes({"bytes": value.get("data")}, place, _)
     if len(content) != dtype.itemsize:
-        raise refusal(place, f"{dtype.itemsize} bytes", f"{len(content)}")
+        raise structure_error(place, f"{dtype.itemsize} bytes", f"{len(content)}")
     return np.frombuffer(content, dtype)[0]
 
 

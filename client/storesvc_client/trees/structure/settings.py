@@ -52,13 +52,13 @@ from storesvc_client.trees.structure.plain import (
     pairs_of,
     tag_of,
 )
-from storesvc_client.trees.structure.refusals import (
+from storesvc_client.trees.structure.setting_classes import name_of_class
+from storesvc_client.trees.structure.structure_errors import (
     Place,
     Within,
-    refusal,
     shown,
+    structure_error,
 )
-from storesvc_client.trees.structure.setting_classes import name_of_class
 from storesvc_client.trees.structure.values import (
     MAPPINGS,
     ValueDecoder,
@@ -248,10 +248,10 @@ class _SettingsDecoder(ValueDecoder):
     def _object(self, value: dict[str, JSON], place: Place) -> Any:
         name = value["object"]
         if value.keys() - {"object", "base", "fields"}:
-            raise refusal(place, "one object", shown(value))
+            raise structure_error(place, "one object", shown(value))
         cls = self._classes.get(name) if isinstance(name, str) else None
         if cls is None:
-            raise refusal(
+            raise structure_error(
                 place,
                 "a class that the model's config names",
                 shown(name),
@@ -262,7 +262,7 @@ class _SettingsDecoder(ValueDecoder):
         slots = slots_of(cls)
         for key, item in pairs_of(value.get("fields", []), place):
             if not isinstance(key, str) or not key.isidentifier():
-                raise refusal(place, "names of attributes", shown(key))
+                raise structure_error(place, "names of attributes", shown(key))
             if _is_described(item):
                 continue
             decoded = self.decode(item, Within(place, key))
@@ -271,19 +271,23 @@ class _SettingsDecoder(ValueDecoder):
             elif attributes is not None:
                 attributes[key] = decoded
             else:
-                raise refusal(place, f"attributes of {shown(name)}", shown(key))
+                raise structure_error(place, f"attributes of {shown(name)}", shown(key))
         return made
 
     def _empty(self, cls: type[Any], value: dict[str, JSON], place: Place) -> Any:
         """Returns a new object without attributes; no constructor of its class runs."""
         base = next((base for base in _BASES if issubclass(cls, base)), None)
         if issubclass(cls, enum.Enum) or (base is None) != ("base" not in value):
-            raise refusal(place, "an object of settings", shown(value["object"]))
+            raise structure_error(
+                place, "an object of settings", shown(value["object"])
+            )
         if base is None:
             return self._call(lambda: object.__new__(cls), place)
         content = self.decode(value["base"], Within(place, "base"))
         if type(content) is not base:
-            raise refusal(place, f"a {base.__name__}", f"a {type(content).__name__}")
+            raise structure_error(
+                place, f"a {base.__name__}", f"a {type(content).__name__}"
+            )
         new: Callable[..., Any] = base.__new__
         if base in _MUTABLE:
             made = self._call(partial(new, cls), place)
@@ -294,14 +298,14 @@ class _SettingsDecoder(ValueDecoder):
     def _ndarray(self, value: dict[str, JSON], place: Place) -> Any:
         name, shape = value["ndarray"], items_of(value.get("shape"), place)
         if not isinstance(name, str) or name not in DTYPES:
-            raise refusal(place, "the name of a dtype", shown(name))
+            raise structure_error(place, "the name of a dtype", shown(name))
         if not all(type(n) is int and n >= 0 for n in shape):
-            raise refusal(place, "a shape", shown(shape))
+            raise structure_error(place, "a shape", shown(shape))
         try:
             content = bytes.fromhex(value["data"])
             return np.frombuffer(content, DTYPES[name]).reshape(shape).copy()
         except (TypeError, ValueError, LookupError) as e:
-            raise refusal(place, "the bytes of an array", shown(value)) from e
+            raise structure_error(place, "the bytes of an array", shown(value)) from e
 
 
 _MUTABLE: Final[dict[type[Any], Callable[[Any, Any], None]]] = {
@@ -353,7 +357,7 @@ def _decode_plain_data(value: JSON, place: Place) -> Any:
         return decoded
     if tag_of(value, {"opaque"}) and isinstance(value["opaque"], dict):
         return Opaque(value["opaque"])
-    raise refusal(place, "plain data", shown(value))
+    raise structure_error(place, "plain data", shown(value))
 
 
 class _DataEncoder(ValueEncoder):

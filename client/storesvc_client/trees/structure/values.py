@@ -45,12 +45,12 @@ from storesvc_client.trees.structure.plain import (
     items_of,
     tag_of,
 )
-from storesvc_client.trees.structure.refusals import (
-    CODE,
+from storesvc_client.trees.structure.structure_errors import (
+    GIVE_CODE,
     Place,
     Within,
-    refusal,
     shown,
+    structure_error,
 )
 
 MAPPINGS: Final[dict[str, Callable[[dict[Any, Any]], Any]]] = {
@@ -221,7 +221,7 @@ class ValueDecoder:
             return decoded
         tag = tag_of(value, _KEYS)
         if tag is None or value.keys() - _KEYS[tag]:
-            raise refusal(place, "a value", shown(value))
+            raise structure_error(place, "a value", shown(value))
         if tag in MAPPINGS:
             pairs = decode_pairs(value[tag], place, self.decode)
             return self._call(functools.partial(MAPPINGS[tag], pairs), place)
@@ -237,14 +237,14 @@ class ValueDecoder:
         cls = self._table.enum_class(value["enum"], place)
         member = value.get("member")
         if not isinstance(member, str) or member not in cls.__members__:
-            raise refusal(place, f"a member of {value['enum']}", shown(member))
+            raise structure_error(place, f"a member of {value['enum']}", shown(member))
         return cls.__members__[member]
 
     def _named_tuple(self, value: JSON, place: Place) -> Any:
         cls = self._table.named_tuple(value["named_tuple"], place)
         items = items_of(value.get("items"), place)
         if len(items) != len(cls._fields):
-            raise refusal(place, f"{len(cls._fields)} items", f"{len(items)}")
+            raise structure_error(place, f"{len(cls._fields)} items", f"{len(items)}")
         # Not cls(*items): the constructor of a subclass may run any code.
         return tuple.__new__(
             cls, [self.decode(item, Within(place, i)) for i, item in enumerate(items)]
@@ -255,13 +255,15 @@ class ValueDecoder:
         fields = self._keywords(value.get("fields"), place)
         known = {f.name for f in dataclasses.fields(cls) if f.init} - {"parent"}
         if unknown := fields.keys() - known:
-            raise refusal(place, f"fields of {value['linen']}", shown(min(unknown)))
+            raise structure_error(
+                place, f"fields of {value['linen']}", shown(min(unknown))
+            )
         return self._call(functools.partial(cls, **fields), place)
 
     def _partial(self, value: JSON, place: Place) -> Any:
         function = self.decode(value["partial"], place)
         if not callable(function) or isinstance(function, type):
-            raise refusal(place, "a function", f"a {type(function).__name__}")
+            raise structure_error(place, "a function", f"a {type(function).__name__}")
         args = items_of(value.get("args"), place)
         decoded = [self.decode(item, Within(place, i)) for i, item in enumerate(args)]
         keywords = self._keywords(value.get("keywords"), place)
@@ -272,35 +274,39 @@ class ValueDecoder:
         if name != initializers.WITH_METADATA and (
             not isinstance(name, str) or name not in initializers.FACTORIES
         ):
-            raise refusal(place, "a factory of jax.nn.initializers", shown(name))
+            raise structure_error(
+                place, "a factory of jax.nn.initializers", shown(name)
+            )
         arguments = self._keywords(value.get("arguments"), place)
         return self._call(functools.partial(initializers.call, name, arguments), place)
 
     def _opaque(self, value: JSON, place: Place) -> Any:
         described = value["opaque"]
         if not isinstance(described, dict):
-            raise refusal(place, "a description", shown(described))
+            raise structure_error(place, "a description", shown(described))
         named = (described.get(key) for key in ("function", "class", "array"))
         name = next((shown(name) for name in named if name is not None), "an object")
-        raise refusal(
+        raise structure_error(
             place,
             "a value that a document can hold",
             f"only the description of {name}",
-            CODE,
+            GIVE_CODE,
         )
 
     def _keywords(self, value: JSON, place: Place) -> dict[str, Any]:
         keywords = decode_pairs(value, place, self.decode)
         for key in keywords:
             if not isinstance(key, str):
-                raise refusal(place, "names of arguments", f"a {type(key).__name__}")
+                raise structure_error(
+                    place, "names of arguments", f"a {type(key).__name__}"
+                )
         return keywords
 
     def _call(self, function: Callable[[], Any], place: Place) -> Any:
         try:
             return function()
         except FAILURES as e:
-            raise refusal(
+            raise structure_error(
                 place, "arguments that fit", f"{type(e).__name__}: {e}"
             ) from e
 

@@ -1,7 +1,7 @@
-"""Hollow modules: modules of a GraphDef's structure with placeholders for leaves.
+"""Skeleton modules: modules of a GraphDef's structure with placeholders for leaves.
 
 The node list of a GraphDef changes between flax releases, but the module that it
-describes does not. Therefore a structure is read from a hollow module, and decoded by
+describes does not. Therefore a structure is read from a skeleton module, and decoded by
 building one and letting flax split it.
 """
 
@@ -29,13 +29,13 @@ def placeholder() -> Leaf:
     return np.zeros((), np.float32)
 
 
-def hollow(graphdef: "nnx.GraphDef[Any]") -> tuple[Any, list[Leaf]]:
+def skeleton_of(graphdef: "nnx.GraphDef[Any]") -> tuple[Any, list[Leaf]]:
     """Returns a module of a structure, and the placeholders in it."""
     leaves = [placeholder() for _ in range(graphdef.num_leaves)]
     return nnx.merge(graphdef, nnx.State(dict(enumerate(leaves)))), leaves
 
 
-def filled(root: Any) -> Any:
+def with_placeholders(root: Any) -> Any:
     """Returns a module with placeholders for arrays that flax 0.12.3 treats as static.
 
     These are attributes of abstract modules that are not in a Variable.

@@ -4,7 +4,7 @@ from typing import Any, Final, TypeAlias
 
 from storesvc_client.errors import StructureError
 
-OTHER: Final = (
+CORRUPT: Final = (
     "the document is corrupt or was not written by this library; use another checkpoint"
 )
 """Advice for a document that no encoder of this library writes."""
@@ -12,7 +12,7 @@ OTHER: Final = (
 Place: TypeAlias = object
 """Place in a document; its ``str`` is computed only for a message."""
 
-CODE: Final = "give the model's code in model=: its class, or a factory"
+GIVE_CODE: Final = "give the model's code in model=: its class, or a factory"
 """Advice for a value that no document can hold."""
 
 MAX_WORDS: Final = 200
@@ -41,8 +41,8 @@ class Within:
         return "/".join([str(place), *reversed(parts)])
 
 
-def refusal(
-    place: Place, expected: str, got: str, advice: str = OTHER
+def structure_error(
+    place: Place, expected: str, got: str, advice: str = CORRUPT
 ) -> StructureError:
     """Returns the error for a place of a document."""
     where, what, found = map(printable, (str(place), expected, got))

@@ -21,8 +21,14 @@ from storesvc_client.trees.structure.descriptions import IGNORED
 from storesvc_client.trees.structure.difference_texts import ABSENT, Difference
 from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.plain import pairs_of, tag_of
-from storesvc_client.trees.structure.refusals import refusal, shown
-from storesvc_client.trees.structure.texts import ARRAY, DIGEST, Texts, parts_of, short
+from storesvc_client.trees.structure.structure_errors import shown, structure_error
+from storesvc_client.trees.structure.value_texts import (
+    ARRAY,
+    DIGEST,
+    Texts,
+    parts_of,
+    short,
+)
 
 _PLACE: Final = "the structure"
 ROOT: Final = "the module itself"
@@ -141,7 +147,7 @@ def _rows(document: JSON, ignored: frozenset[str]) -> dict[str, str]:
 def _read(document: JSON, ignored: frozenset[str]) -> "_Rows":
     check_json(document, _PLACE)
     if not isinstance(document, dict):
-        raise refusal(_PLACE, "a document", shown(document))
+        raise structure_error(_PLACE, "a document", shown(document))
     found = _Rows(ignored)
     found.add_child("", document.get("root"))
     return found
@@ -189,7 +195,9 @@ class _Rows:
         """Adds the rows of a module, a container or their contents."""
         tag = tag_of(child, _CHILDREN) if isinstance(child, dict) else None
         if tag is None:
-            raise refusal(path or _PLACE, "a module or what it holds", shown(child))
+            raise structure_error(
+                path or _PLACE, "a module or what it holds", shown(child)
+            )
         if tag == "static":
             self._add_value(path, child["static"])
         elif tag == "ref":
@@ -234,7 +242,7 @@ class _Rows:
         self.texts[own] = text
         self._size += len(own) + len(text)
         if self._size > _MAX_ROWS:
-            raise refusal(_PLACE, f"settings of {_MAX_ROWS} characters", "more")
+            raise structure_error(_PLACE, f"settings of {_MAX_ROWS} characters", "more")
 
     def _value_key(self, key: JSON, path: str) -> str:
         text = key if isinstance(key, str) else self._texts.text_of(key, path)
@@ -247,12 +255,14 @@ class _Rows:
         index = child.get("index")
         if index is not None:
             if type(index) is not int:
-                raise refusal(path or _PLACE, "an index", shown(index))
+                raise structure_error(path or _PLACE, "an index", shown(index))
             self._paths[index] = path
 
     def _first(self, path: str, index: JSON) -> str:
         if type(index) is not int or index not in self._paths:
-            raise refusal(path or _PLACE, "an index that came before", shown(index))
+            raise structure_error(
+                path or _PLACE, "an index that came before", shown(index)
+            )
         return self._paths[index] or ROOT
 
 
@@ -275,7 +285,7 @@ def _title(path: str, tag: str, child: dict[str, JSON]) -> str:
         name = name.get("named_tuple") or next(iter(name.values()), None)
         name = name.get("class") if isinstance(name, dict) else name
     if not isinstance(name, str):
-        raise refusal(path or _PLACE, "a name", shown(name))
+        raise structure_error(path or _PLACE, "a name", shown(name))
     if tag == "container" and name in {"list", "tuple"}:
         # A list that went through JSON may have been a tuple.
         return f"list of {len(pairs_of(child.get('items', []), path))}"

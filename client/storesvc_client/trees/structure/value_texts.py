@@ -11,7 +11,12 @@ from typing import Any, Final
 
 from storesvc_client.trees.structure.limits import JSON
 from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
-from storesvc_client.trees.structure.refusals import Place, escaped, refusal, shown
+from storesvc_client.trees.structure.structure_errors import (
+    Place,
+    escaped,
+    shown,
+    structure_error,
+)
 from storesvc_client.trees.structure.values import MAPPINGS
 
 MAX_TEXT: Final = 200
@@ -50,7 +55,7 @@ class Texts:
         """
         if not isinstance(value, dict):
             if isinstance(value, list):
-                raise refusal(place, "a value", shown(value))
+                raise structure_error(place, "a value", shown(value))
             return short(ascii(value))
         if id(value) not in self._known:
             self._known[id(value)] = self._text(value, place)
@@ -61,7 +66,7 @@ class Texts:
         if tag is not None:
             return _TEXTS[tag](value, place)
         if tag_of(value, PARTS) is None:
-            raise refusal(place, "a value", shown(value))
+            raise structure_error(place, "a value", shown(value))
         return self._line(value, place)
 
     def _line(self, value: dict[str, JSON], place: Place) -> str | None:
@@ -101,7 +106,7 @@ def short(text: str) -> str:
 
 def _name(value: JSON, place: Place) -> str:
     if not isinstance(value, str):
-        raise refusal(place, "a name", shown(value))
+        raise structure_error(place, "a name", shown(value))
     return value.replace(":", ".")
 
 
@@ -179,7 +184,7 @@ def _partial(value: JSON, place: Place) -> Parts:
 def _opaque(value: JSON, place: Place) -> Parts:
     described = value["opaque"]
     if not isinstance(described, dict):
-        raise refusal(place, "a description", shown(described))
+        raise structure_error(place, "a description", shown(described))
     end = " (cut short)" if described.get("cut") else ""
     if "digest" in described:
         end += f"{DIGEST}{_name(described['digest'], place)[:16]}"

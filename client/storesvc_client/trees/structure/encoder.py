@@ -28,16 +28,16 @@ from storesvc_client.errors import UnsupportedLeafError
 from storesvc_client.trees.structure.allowed_names import name_of
 from storesvc_client.trees.structure.contents import is_cached
 from storesvc_client.trees.structure.descriptions import soft_name
-from storesvc_client.trees.structure.hollow import (
+from storesvc_client.trees.structure.limits import JSON, MAX_LEVELS
+from storesvc_client.trees.structure.metadata import portable
+from storesvc_client.trees.structure.skeleton import (
     NODES,
     RESERVED,
     STATE,
-    hollow,
     portable_key,
     setup_flags,
+    skeleton_of,
 )
-from storesvc_client.trees.structure.limits import JSON, MAX_LEVELS
-from storesvc_client.trees.structure.metadata import portable
 from storesvc_client.trees.structure.values import ValueEncoder
 
 FORMAT: Final = "storesvc.structure/1"
@@ -65,7 +65,7 @@ def encode_graphdef(graphdef: "nnx.GraphDef[Any]") -> dict[str, JSON]:
     Raises:
         UnsupportedLeafError: It has hijax Variables, or is nested too deeply.
     """
-    root, leaves = hollow(graphdef)
+    root, leaves = skeleton_of(graphdef)
     encoder = _Encoder({id(leaf) for leaf in leaves})
     document = encoder.child(root)
     if encoder.found != len(leaves):
@@ -82,7 +82,7 @@ def key_order(key: int | str) -> tuple[bool, int | str]:
 
 
 class _Encoder:
-    """Encodes a hollow module by walking it."""
+    """Encodes a skeleton module by walking it."""
 
     def __init__(self, leaves: set[int]) -> None:
         self.found = 0

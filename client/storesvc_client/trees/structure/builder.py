@@ -1,4 +1,4 @@
-"""Builds a hollow module from a document.
+"""Builds a skeleton module from a document.
 
 A module is built as flax builds it: an object of the class without its constructor,
 then its attributes. An attribute is rejected if Python, flax or the class would act on
@@ -15,8 +15,10 @@ from flax.typing import HashableMapping
 
 from storesvc_client.trees.structure import metadata
 from storesvc_client.trees.structure.allowed_names import Table
-from storesvc_client.trees.structure.encoding import CONTAINERS, key_order
-from storesvc_client.trees.structure.hollow import (
+from storesvc_client.trees.structure.encoder import CONTAINERS, key_order
+from storesvc_client.trees.structure.limits import JSON, MAX_NAME
+from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
+from storesvc_client.trees.structure.skeleton import (
     NODES,
     RESERVED,
     STATE,
@@ -24,9 +26,12 @@ from storesvc_client.trees.structure.hollow import (
     setup_state,
     stored_key,
 )
-from storesvc_client.trees.structure.limits import JSON, MAX_NAME
-from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
-from storesvc_client.trees.structure.refusals import CODE, Place, refusal, shown
+from storesvc_client.trees.structure.structure_errors import (
+    GIVE_CODE,
+    Place,
+    shown,
+    structure_error,
+)
 from storesvc_client.trees.structure.values import ValueDecoder
 
 _KEYS: Final[dict[str, set[str]]] = {
@@ -71,7 +76,7 @@ class Builder:
         """
         tag = tag_of(value, _KEYS) if isinstance(value, dict) else None
         if tag is None or value.keys() - _KEYS[tag]:
-            raise refusal(self._here, "a module or what it holds", shown(value))
+            raise structure_error(self._here, "a module or what it holds", shown(value))
         return self._builders[tag](value)
 
     def __str__(self) -> str:
@@ -92,7 +97,9 @@ class Builder:
         for key, child in self._children(value.get("attributes")):
             self._check_attribute(cls, key)
             if str(key) in names:  # 0 and "0" are one key in some flax releases
-                raise refusal(self._here, "different keys", f"{shown(key)} twice")
+                raise structure_error(
+                    self._here, "different keys", f"{shown(key)} twice"
+                )
             names.add(str(key))
             self._path.append(key)
             held = self.child(child)
@@ -108,28 +115,28 @@ class Builder:
             return
         is_data = vars(node)[NODES].get(stored_key(cls, key), False)
         if not is_data and _is_inhabited(child):
-            raise refusal(
-                self._here, "modules and arrays to be data", "a static one", CODE
+            raise structure_error(
+                self._here, "modules and arrays to be data", "a static one", GIVE_CODE
             )
 
     def _check_attribute(self, cls: type[Any], key: int | str) -> None:
         if isinstance(key, int) or (cls, key) in self._attributes:
             return  # layers of one class have the same attributes
         if key.startswith(("__", RESERVED)):
-            raise refusal(self._here, "names of attributes", shown(key))
+            raise structure_error(self._here, "names of attributes", shown(key))
         if _is_taken(cls, key):
-            raise refusal(
+            raise structure_error(
                 self._here,
                 "names of attributes",
                 f"{shown(key)}, a method or property of it",
-                CODE,
+                GIVE_CODE,
             )
         self._attributes.add((cls, key))
 
     def _flags(self, value: JSON) -> list[bool]:
         flags = items_of(value, self._here)
         if len(flags) != 2 or not all(isinstance(flag, bool) for flag in flags):
-            raise refusal(self._here, "two flags", shown(value))
+            raise structure_error(self._here, "two flags", shown(value))
         return flags
 
     def _data(self, cls: type[Any], value: JSON) -> Any:
@@ -139,7 +146,7 @@ class Builder:
             if not isinstance(is_data, bool) or (
                 str(key).startswith(RESERVED) and key not in _FLAX_FLAGS
             ):
-                raise refusal(self._here, "what is data", shown(is_data))
+                raise structure_error(self._here, "what is data", shown(is_data))
             flags[stored_key(cls, key)] = is_data
         return HashableMapping(flags)
 
@@ -149,17 +156,21 @@ class Builder:
         stored = {}
         for key, item in pairs_of(value.get("metadata"), place):
             if not isinstance(key, str) or key.startswith("__"):
-                raise refusal(place, "names of metadata", shown(key))
+                raise structure_error(place, "names of metadata", shown(key))
             if key.startswith("on_"):
                 got = f"{shown(key)}, a hook that flax calls"
-                raise refusal(place, "plain metadata", got, CODE)
+                raise structure_error(place, "plain metadata", got, GIVE_CODE)
             stored[key] = self._values.decode(item, f"{place}@{shown(key)}")
         if any(type(stored.get(key, False)) is not bool for key in metadata.USUAL):
-            raise refusal(place, "flags of Variables", shown(value["metadata"]))
+            raise structure_error(place, "flags of Variables", shown(value["metadata"]))
         if stored.get("hijax"):
-            raise refusal(place, "a Variable", "one of hijax, which none writes")
+            raise structure_error(
+                place, "a Variable", "one of hijax, which none writes"
+            )
         if stored.get("ref"):
-            raise refusal(place, "a Variable of arrays", "one of references", CODE)
+            raise structure_error(
+                place, "a Variable of arrays", "one of references", GIVE_CODE
+            )
         self.paths.append(tuple(self._path))
         variable = cls.from_metadata(placeholder(), metadata.native(stored))
         self._keep(value, variable)
@@ -167,7 +178,7 @@ class Builder:
 
     def _leaf(self, value: JSON) -> Any:
         if value["leaf"] is not True:
-            raise refusal(self._here, "a leaf", shown(value))
+            raise structure_error(self._here, "a leaf", shown(value))
         self.paths.append(tuple(self._path))
         return placeholder()
 
@@ -179,7 +190,7 @@ class Builder:
     def _ref(self, value: JSON) -> Any:
         index = value["ref"]
         if type(index) is not int or index not in self._built:
-            raise refusal(self._here, "an index that came before", shown(index))
+            raise structure_error(self._here, "an index that came before", shown(index))
         return self._built[index]
 
     def _keep(self, value: JSON, built: Any) -> None:
@@ -187,7 +198,7 @@ class Builder:
         if index is None:
             return
         if type(index) is not int or index in self._built:
-            raise refusal(self._here, "an index of its own", shown(index))
+            raise structure_error(self._here, "an index of its own", shown(index))
         self._built[index] = built
 
     def _container(self, value: JSON) -> Any:
@@ -200,13 +211,15 @@ class Builder:
         if isinstance(kind, dict):
             return self._named_tuple(kind, children)
         if not isinstance(kind, str) or kind not in CONTAINERS:
-            raise refusal(self._here, "a container", shown(kind))
+            raise structure_error(self._here, "a container", shown(kind))
         if kind not in {"list", "tuple"}:
             if len({type(key) for key in children}) > 1:
-                raise refusal(self._here, "keys of one type", "numbers and names")
+                raise structure_error(
+                    self._here, "keys of one type", "numbers and names"
+                )
             return CONTAINERS[kind](children)
         if list(children) != list(range(len(children))):
-            raise refusal(self._here, "items 0, 1, 2, ...", "others")
+            raise structure_error(self._here, "items 0, 1, 2, ...", "others")
         return CONTAINERS[kind](children.values())
 
     def _named_tuple(self, kind: dict[str, JSON], children: dict[Any, Any]) -> Any:
@@ -215,7 +228,7 @@ class Builder:
         cls = self._table.named_tuple(kind.get("named_tuple"), self._here)
         fields = cls._fields
         if set(fields) != set(children):
-            raise refusal(self._here, f"fields {', '.join(fields)}", "others")
+            raise structure_error(self._here, f"fields {', '.join(fields)}", "others")
         return tuple.__new__(cls, [children[field] for field in fields])
 
     def _children(self, value: JSON) -> list[tuple[Any, Any]]:
@@ -225,16 +238,16 @@ class Builder:
         orders = [key_order(key) for key, _ in children]
         for before, after in itertools.pairwise(orders):
             if not before < after:
-                raise refusal(
+                raise structure_error(
                     self._here, "sorted keys, each once", f"{shown(after[1])} late"
                 )
         return children
 
     def _check_key(self, key: Any) -> None:
         if type(key) not in (int, str):
-            raise refusal(self._here, "keys to be names or numbers", shown(key))
+            raise structure_error(self._here, "keys to be names or numbers", shown(key))
         if type(key) is str and len(key) > MAX_NAME:
-            raise refusal(
+            raise structure_error(
                 self._here, f"keys of at most {MAX_NAME} characters", shown(key)
             )
 

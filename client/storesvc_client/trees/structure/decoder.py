@@ -13,13 +13,13 @@ from storesvc_client._pytree.leaves import list_problems
 from storesvc_client._pytree.paths import mapping_leaves
 from storesvc_client.errors import InvalidRequestError, MismatchError, StructureError
 from storesvc_client.trees.structure.allowed_names import Allowed, Table
-from storesvc_client.trees.structure.building import Builder
-from storesvc_client.trees.structure.comparing import differences
-from storesvc_client.trees.structure.encoding import FORMAT, encode_graphdef
-from storesvc_client.trees.structure.hollow import filled, hollow
+from storesvc_client.trees.structure.builder import Builder
+from storesvc_client.trees.structure.comparison import differences
+from storesvc_client.trees.structure.encoder import FORMAT, encode_graphdef
 from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.plain import tag_of
-from storesvc_client.trees.structure.refusals import refusal, shown
+from storesvc_client.trees.structure.skeleton import skeleton_of, with_placeholders
+from storesvc_client.trees.structure.structure_errors import shown, structure_error
 from storesvc_client.trees.structure.values import FAILURES
 
 _PLACE: Final = "the structure"
@@ -55,9 +55,9 @@ def decode_graphdef(
         raise
     except FAILURES as e:
         what = f"{type(e).__name__}: {e}"
-        raise refusal(_PLACE, "a module that flax can split", what) from e
+        raise structure_error(_PLACE, "a module that flax can split", what) from e
     if held != builder.paths:
-        raise refusal(
+        raise structure_error(
             _PLACE, f"{len(builder.paths)} leaves", f"{len(held)}, or others, of flax"
         )
     return graphdef
@@ -70,13 +70,13 @@ def root_of(document: JSON) -> JSON:
         StructureError: It is another kind of document.
     """
     if not isinstance(document, dict) or "root" not in document:
-        raise refusal(_PLACE, "a document", shown(document))
+        raise structure_error(_PLACE, "a document", shown(document))
     if document.get("format") != FORMAT:
         advice = "a newer release of this library may read it"
-        raise refusal(_PLACE, FORMAT, shown(document.get("format")), advice)
+        raise structure_error(_PLACE, FORMAT, shown(document.get("format")), advice)
     root = document["root"]
     if not isinstance(root, dict) or tag_of(root, ("node", "container")) is None:
-        raise refusal(_PLACE, "a module or container at its root", shown(root))
+        raise structure_error(_PLACE, "a module or container at its root", shown(root))
     return root
 
 
@@ -104,4 +104,4 @@ def _of_template(document: JSON, template: Any) -> "nnx.GraphDef[Any]":
             f"template: expected the saved structure, got differences: "
             f"{list_problems([*map(str, found)])}; give a model like the saved one"
         )
-    return nnx.split(filled(hollow(graphdef)[0]))[0]
+    return nnx.split(with_placeholders(skeleton_of(graphdef)[0]))[0]

@@ -23,22 +23,21 @@ and gives no code is the structure decoded, with an exact allow-list.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from storesvc.format.keys import join_key
+from storesvc.format.keys import escape_part, join_key
 from storesvc_client._values.documents import pack_document, unpack_document
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import StoreError, StructureError
-from storesvc_client.trees.nnx.config_differences import config_differences
-from storesvc_client.trees.nnx.containers import containers
 from storesvc_client.trees.nnx.graphs import (
     GraphState,
     Identity,
@@ -59,9 +58,10 @@ from storesvc_client.trees.structure import (
     encode_settings,
     plain_settings,
 )
+from storesvc_client.trees.structure.descriptions import IGNORED
 from storesvc_client.trees.structure.settings import class_name
 
-__all__ = ["Recipe"]
+__all__ = ["Recipe", "container_types"]
 
 FORMAT: Final = "storesvc.recipe/2"
 _READ: Final = (FORMAT, "storesvc.recipe/1")
@@ -102,7 +102,7 @@ class Recipe:
     variables: Mapping[str, str]
     """Type name of each Variable, by key."""
     opt_state: Mapping[str, str] | None
-    """See ``containers``; None if there was no optimizer."""
+    """See ``container_types``; None if there was no optimizer."""
 
     @classmethod
     @collector_paused()
@@ -130,7 +130,7 @@ class Recipe:
                 for path, leaf in graph_leaves(state).items()
             },
             opt_state=(
-                None if opt_state is None else containers(opt_state, "opt_state")
+                None if opt_state is None else container_types(opt_state, "opt_state")
             ),
         )
 
@@ -153,25 +153,25 @@ class Recipe:
         Raises:
             StructureError: It is not a recipe.
         """
-        fields = unpack_document(document)
-        if fields.pop("format", None) not in _READ or set(fields) != set(cls.__slots__):
+        found = unpack_document(document)
+        if found.pop("format", None) not in _READ or set(found) != set(cls.__slots__):
             raise StructureError(
                 f"structure of the checkpoint: expected a {FORMAT}, got other fields; "
                 "use a newer release of this library, or restore with "
                 "run.restore(like=)"
             )
         for name, optional in _TEXTS.items():
-            if not _is_texts(fields[name]) and not (optional and fields[name] is None):
+            if not _is_texts(found[name]) and not (optional and found[name] is None):
                 raise StructureError(
                     f"structure of the checkpoint: expected texts in {name}, got other "
                     "values; restore with run.restore(like=)"
                 )
-        if not isinstance(fields["arguments"], dict):
+        if not isinstance(found["arguments"], dict):
             raise StructureError(
                 "structure of the checkpoint: expected arguments by name, got other "
                 "values; restore with run.restore(like=)"
             )
-        return cls(**{**fields, "model": str(fields["model"])})
+        return cls(**{**found, "model": str(found["model"])})
 
     def decoded_config(self) -> Any:
         """Returns the config as plain data, or None if there is none.
@@ -205,7 +205,7 @@ class Recipe:
             StructureError: The config is not plain data.
         """
         is_either_plain = None in (class_name(self.config), class_name(target.config))
-        found = config_differences(
+        found = _field_differences(
             self.decoded_config(),
             target.decoded_config(),
             # The result of a to_dict() may lack settings and have additional entries.
@@ -215,7 +215,7 @@ class Recipe:
         for name in _CAST if casting else ():
             own.pop(name, None)
             other.pop(name, None)
-        return found + config_differences(own, other)
+        return found + _field_differences(own, other)
 
     def optimizer_differences(
         self, other: Mapping[str, str] | None
@@ -358,3 +358,96 @@ def _type_name(leaf: Any) -> str:
 
 def _is_texts(value: Json) -> bool:
     return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+
+
+def container_types(tree: Any, name: str) -> dict[str, str]:
+    """Returns the type names of a tree's containers by key, in the tree's order.
+
+    Two optimizers may have leaves with the same names and different meanings; their
+    NamedTuples differ. A container without leaves, such as ``optax.EmptyState`` or
+    ``None``, appears only here. NNX states are listed but not entered: their leaves
+    have names of their own.
+
+    >>> container_types({"a": (1.0, None)}, "opt_state")
+    {'opt_state': 'dict', 'opt_state/a': 'tuple', 'opt_state/a/1': 'None'}
+
+    Args:
+        tree: Any pytree.
+        name: Key of the root.
+    """
+    return dict(_walk_containers(tree, name))
+
+
+def _walk_containers(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    children = _container_parts(node)
+    if children is None:
+        return
+    yield key, "None" if node is None else type(node).__name__
+    for part, child in children:
+        yield from _walk_containers(child, f"{key}/{escape_part(str(part))}")
+
+
+def _container_parts(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Returns the parts of a container by name, or None for a leaf."""
+    if node is None or isinstance(node, (nnx.State, nnx.Variable)):
+        return ()
+    if isinstance(node, Mapping):
+        return sorted(node.items(), key=lambda item: str(item[0]))
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return zip(node._fields, node, strict=True)
+    if isinstance(node, (list, tuple)):
+        return enumerate(node)
+    if is_dataclass(node) and not hasattr(node, "shape"):
+        return ((field.name, getattr(node, field.name)) for field in fields(node))
+    return None
+
+
+def _field_differences(
+    saved: Any, target: Any, *, common: bool = False
+) -> list[Difference]:
+    """Returns the fields of the target that differ from the saved ones.
+
+    Fields that select where a model runs (its mesh) or record which release wrote it
+    are ignored. A list equals a tuple, because JSON turns tuples into lists.
+
+    >>> saved, target = {"eps": 1e-06, "sizes": (1, 2)}, {"eps": 0.001, "sizes": [1, 2]}
+    >>> [str(each) for each in _field_differences(saved, target)]
+    ['eps: expected 1e-06 as saved, got 0.001']
+
+    Args:
+        saved: Plain data: dicts, lists, tuples, numbers, texts, dtypes.
+        target: Plain data of the same kinds.
+        common: Compare only fields that both have.
+    """
+    before, after = dict(_field_texts(saved, "")), dict(_field_texts(target, ""))
+    keys = [key for key in before if key in after or not common]
+    keys += [key for key in after if key not in before and not common]
+    return [
+        Difference(key or "config", before.get(key, ABSENT), after.get(key, ABSENT))
+        for key in keys
+        if before.get(key, ABSENT) != after.get(key, ABSENT)
+    ]
+
+
+def _field_texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if name not in IGNORED:
+                yield from _field_texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)) and value:
+        for index, item in enumerate(value):
+            yield from _field_texts(item, f"{key}[{index}]")
+    else:
+        yield key, "[]" if isinstance(value, (list, tuple)) else _field_text(value)
+
+
+def _field_text(value: Any) -> str:
+    """Returns the text of a value; an attribute that is None counts as absent."""
+    if _is_dtype(value):  # a config that went through JSON has only the name
+        return repr(np.dtype(value).name)
+    return ABSENT if value is None else repr(value)
+
+
+def _is_dtype(value: Any) -> bool:
+    is_class = isinstance(value, type) and issubclass(value, np.generic)
+    return is_class or isinstance(value, (np.dtype, type(jnp.float32)))

@@ -38,7 +38,6 @@ from storesvc_client.trees.nnx.compatibility import (
     reject_differences,
     report_as_saved,
 )
-from storesvc_client.trees.nnx.containers import containers
 from storesvc_client.trees.nnx.graphs import GraphState, merge_by_path
 from storesvc_client.trees.nnx.model_parts import partition_rules_of
 from storesvc_client.trees.nnx.optimizers import (
@@ -49,7 +48,7 @@ from storesvc_client.trees.nnx.optimizers import (
     replicated_beside,
     updated_opt_state,
 )
-from storesvc_client.trees.nnx.recipes import Recipe
+from storesvc_client.trees.nnx.recipes import Recipe, container_types
 from storesvc_client.trees.nnx.variable_sources import Sources, as_saved
 from storesvc_client.trees.structure import decode_graphdef
 
@@ -298,7 +297,7 @@ def plan_opt_state(
         )
     abstract = _abstract_opt_state(stored, tx, graphstate)
     if recipe is not None:
-        found = recipe.optimizer_differences(containers(abstract, "opt_state"))
+        found = recipe.optimizer_differences(container_types(abstract, "opt_state"))
         advice = "give the state the optimizer that was saved"
         reject_differences(stored, [*map(str, found)], advice=advice)
     return {"opt_state": abstract}

@@ -62,9 +62,9 @@ __all__ = [
     "plan_module",
     "plan_opt_state",
     "plan_state",
-    "restore_module",
+    "rebuild_module",
+    "rebuild_state",
     "restore_opt_state",
-    "restore_state",
 ]
 
 
@@ -143,7 +143,7 @@ class Plan:
         return opened.restore(**self.target, select=self.select, **self.options.reading)
 
 
-def restore_state(opened: OpenCheckpoint, request: Request, state_class: Any) -> Any:
+def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
     if request.model is None:
         return _containers(opened, request)
@@ -165,7 +165,7 @@ def restore_state(opened: OpenCheckpoint, request: Request, state_class: Any) ->
     )
 
 
-def restore_module(opened: OpenCheckpoint, request: Request) -> Any:
+def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
     plan = plan_module(opened, request)
     restored = plan.restored(opened)
@@ -177,7 +177,7 @@ def plan_state(stored: Stored, request: Request) -> Plan:
     """Returns the plan of a restore of a state, without creating an array.
 
     Raises:
-        StoreError: See ``restore_state``; leaves are not matched yet.
+        StoreError: See ``rebuild_state``; leaves are not matched yet.
     """
     if request.tx is not None:
         check_tx(request.tx)

@@ -32,10 +32,15 @@ from storesvc_client._values.options import (
     SaveOptions,
 )
 from storesvc_client.errors import InvalidRequestError, NotFoundError
-from storesvc_client.trees.nnx import restore_model as rebuild
 from storesvc_client.trees.nnx.model_parts import split_module
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.rehearsal import Rehearser
+from storesvc_client.trees.nnx.restore_model import (
+    Options,
+    Request,
+    rebuild_module,
+    rebuild_state,
+)
 
 if TYPE_CHECKING:
     import optax
@@ -214,7 +219,7 @@ def restore_state(
             f"{state_class!r}"
         )
     processes, reading = _reading(options)
-    wanted = rebuild.Options(
+    wanted = Options(
         mesh=mesh,
         rules=rules,
         dtype=dtype,
@@ -223,9 +228,9 @@ def restore_state(
         opt_state=opt_state,
         reading=reading,
     )
-    return rebuild.restore_state(
+    return rebuild_state(
         _opened(run, which, processes, reading),
-        rebuild.Request(model=model, tx=tx, options=wanted),
+        Request(model=model, tx=tx, options=wanted),
         state_class,
     )
 
@@ -274,7 +279,7 @@ def restore_model(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
     processes, reading = _reading(options)
-    wanted = rebuild.Options(
+    wanted = Options(
         mesh=mesh,
         rules=rules,
         dtype=dtype,
@@ -283,9 +288,9 @@ def restore_model(
         opt_state="skip",
         reading=reading,
     )
-    return rebuild.restore_module(
+    return rebuild_module(
         _opened(run, which, processes, reading),
-        rebuild.Request(model=model, allow=allow, options=wanted),
+        Request(model=model, allow=allow, options=wanted),
     )
 
 

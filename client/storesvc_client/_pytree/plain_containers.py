@@ -1,13 +1,18 @@
-"""Describes the containers that leaf paths do not show: None, empty ones, and tuples.
+"""Builds nested containers from leaf paths, with a document for what they do not show.
 
 A checkpoint holds leaves, and their paths show the dicts and lists above them. A
 separate document records the positions of None, empty containers and tuples, so that a
 restore without ``like=`` returns them. It is stored as ``LeafTable.structure`` if the
 tree has no other document, and lists type, key and path kinds of each container. Other
 nodes, such as named tuples, are not described.
+
+>>> nest([((), "", 1)])
+1
+>>> nest([(("a", 0), "ki", 1), (("a", 2), "ki", 3), (("b",), "k", 4)])
+{'a': [1, None, 3], 'b': 4}
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +25,11 @@ from storesvc.format.trees import MAX_STRUCTURE_BYTES
 from storesvc_client._pytree.leaves import Names
 from storesvc_client._values.documents import CONTAINERS, pack_document, unpack_document
 from storesvc_client._values.values import PathPart
-from storesvc_client.errors import StructureError, UnsupportedLeafError
+from storesvc_client.errors import (
+    MismatchError,
+    StructureError,
+    UnsupportedLeafError,
+)
 
 TUPLE: Final = "tuple"
 """A tuple that is not empty; its items have entries of their own."""
@@ -35,6 +44,14 @@ _LEAVES: Final = (int, float, complex, np.ndarray, np.generic, jax.Array)
 """Types of most leaves; skipped without asking jax for children."""
 
 _MADE: Final = {name: kind for kind, name in _EMPTY.items() if kind is not type(None)}
+
+INTEGER_LISTS: Final = "if"
+"""Path kinds whose parent nodes become lists."""
+
+MAX_LENGTH: Final = 1_000_000
+"""Maximum absent items in all lists together, counting the last item of each list. An
+index is only a number in a key; without a limit, a few bytes could allocate
+gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +179,98 @@ def _children(node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
         return (((SequenceKey(i),), child) for i, child in enumerate(node))
     found = tree_flatten_with_path(node, is_leaf=lambda x: type(x) in _EMPTY)[0]
     return ((below, child) for below, child in found if below)
+
+
+def nest(
+    leaves: Iterable[tuple[tuple[PathPart, ...], str, Any]],
+    containers: Sequence[Container] = (),
+) -> Any:
+    """Returns the tree of ``(path, path_kinds, value)`` leaves.
+
+    Mappings and attributes become dicts. Sequences become lists, or tuples where
+    ``containers`` lists them. An item of a sequence that held no leaf becomes None.
+
+    Args:
+        leaves: The leaves.
+        containers: The None values, empty containers and tuples that the leaves do not
+            show. Containers without leaves that are not listed are omitted.
+
+    Raises:
+        MismatchError: A list is too long.
+        StructureError: The containers contradict the leaves or each other.
+    """
+    root: dict[PathPart, Any] = {}
+    kinds: dict[int, str] = {}
+    for path, path_kinds, value in leaves:
+        if not path:
+            return value
+        node = root
+        for part, kind in zip(path[:-1], path_kinds[:-1], strict=True):
+            kinds[id(node)] = kind
+            node = node.setdefault(part, {})
+        kinds[id(node)] = path_kinds[-1]
+        node[path[-1]] = value
+    for each in containers:
+        if each.what != TUPLE:
+            if not each.path:
+                return each.value
+            _put(root, kinds, each)
+    tuples = {id(_node(root, each)) for each in containers if each.what == TUPLE}
+    return _Nesting(kinds, tuples).of(root)
+
+
+def _put(root: dict[PathPart, Any], kinds: dict[int, str], each: Container) -> None:
+    """Inserts None or an empty container at its path."""
+    node: Any = root
+    for part, kind in zip(each.path, each.path_kinds, strict=True):
+        is_list = kind in INTEGER_LISTS
+        if type(node) is not dict or (
+            (kinds.setdefault(id(node), kind) in INTEGER_LISTS) != is_list
+        ):
+            raise _contradiction(each)
+        above, node = node, node.setdefault(part, {})
+    if type(node) is not dict or node:
+        raise _contradiction(each)
+    above[part] = each.value
+
+
+def _node(root: dict[PathPart, Any], each: Container) -> Any:
+    """Returns the node of a tuple, or None if no leaf of it is restored."""
+    node: Any = root
+    for part in each.path:
+        node = node.get(part) if type(node) is dict else None
+    return node
+
+
+def _contradiction(each: Container) -> StructureError:
+    return StructureError(
+        "the checkpoint's document of containers contradicts its leaves: expected a "
+        f"container at {each.key!r}, got another node; restore with like="
+    )
+
+
+class _Nesting:
+    """Converts nodes to containers."""
+
+    def __init__(self, kinds: dict[int, str], tuples: set[int]) -> None:
+        self._kinds = kinds
+        self._tuples = tuples
+        self._absent = 0
+        """Items absent from lists so far."""
+
+    def of(self, node: Any) -> Any:
+        """Returns the container of a node."""
+        if id(node) not in self._kinds:
+            return {} if isinstance(node, dict) and not node else node
+        items = {part: self.of(child) for part, child in node.items()}
+        if self._kinds[id(node)] not in INTEGER_LISTS:
+            return items
+        length = max(items) + 1
+        self._absent += length - len(items)
+        if self._absent >= MAX_LENGTH:
+            raise MismatchError(
+                f"expected lists with fewer than {MAX_LENGTH} absent items, got an "
+                f"index of {max(items)}; restore with like="
+            )
+        found = [items.get(i) for i in range(length)]
+        return tuple(found) if id(node) in self._tuples else found

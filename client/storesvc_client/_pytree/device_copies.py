@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, assert_never
 import jax
 import numpy as np
 
-SPARE: Final = 0.1
+SPARE_FRACTION: Final = 0.1
 """Fraction of a device's memory that mode "auto" leaves free."""
 
 
@@ -71,4 +71,4 @@ def _free(device: jax.Device) -> float:
     not."""
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit", 0)
-    return float((1 - SPARE) * limit - stats.get("bytes_in_use", limit))
+    return float((1 - SPARE_FRACTION) * limit - stats.get("bytes_in_use", limit))

@@ -16,20 +16,20 @@ from storesvc_client.errors import UnavailableError
 TURN_SECONDS: Final = 1.0
 """Maximum seconds of one wait for the board; between waits, Ctrl-C is handled."""
 
-_POLL: Final = "NOT_FOUND"
-_TAKEN: Final = "ALREADY_EXISTS"
-_LATE: Final = "DEADLINE_EXCEEDED"
+_NOT_FOUND: Final = "NOT_FOUND"
+_ALREADY_EXISTS: Final = "ALREADY_EXISTS"
+_DEADLINE_EXCEEDED: Final = "DEADLINE_EXCEEDED"
 
 
 def job_of_process() -> Job | None:
     """Returns the job that this process belongs to, or None if it runs alone."""
     if not jax.distributed.is_initialized():
         return None
-    with _making:  # one job object, and so one count of rounds, for all threads
+    with _job_lock:  # one job object, and so one count of rounds, for all threads
         return _job_of_process()
 
 
-_making = Lock()
+_job_lock = Lock()
 
 
 @cache
@@ -77,7 +77,7 @@ class _JaxJob:
         try:
             self._board.key_value_set(key, text)
         except JaxRuntimeError as e:
-            if _TAKEN not in str(e):
+            if _ALREADY_EXISTS not in str(e):
                 raise _unreachable(e) from e
 
     def told(self, key: str, *, seconds: float = 0.0) -> str | None:
@@ -96,7 +96,7 @@ class _JaxJob:
             else:
                 text = self._board.blocking_key_value_get(key, milliseconds)
         except JaxRuntimeError as e:
-            if _POLL in str(e) or _LATE in str(e):
+            if _NOT_FOUND in str(e) or _DEADLINE_EXCEEDED in str(e):
                 return None
             raise _unreachable(e) from e
         return text

@@ -37,7 +37,7 @@ from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_proto.v1 import tree_pb2 as pb
 
-SHOWN: Final = 20
+MAX_LISTED: Final = 20
 """Maximum leaves that one message lists."""
 
 _PYTHON_DTYPES: Final = {
@@ -98,8 +98,8 @@ def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
         raise UnsupportedLeafError(
             f"the tree cannot be flattened by jax: {e}; give each dict keys of one type"
         ) from e
-    names = Names()
-    leaves = [NamedLeaf(*names.of(path), path, value) for path, value in flat]
+    keys = KeyCache()
+    leaves = [NamedLeaf(*keys.find(path), path, value) for path, value in flat]
     _check_unique(leaves)
     return leaves, treedef
 
@@ -185,11 +185,11 @@ def _span_problem(value: Any, *, is_alone: bool) -> str | None:
             "expected an array of this process alone, got one that spans other "
             "processes; let all processes of the job save it, with processes='all'"
         )
-    return _elsewhere_problem(value.sharding)
+    return _single_process_problem(value.sharding)
 
 
 @lru_cache(maxsize=256)
-def _elsewhere_problem(sharding: jax.sharding.Sharding) -> str | None:
+def _single_process_problem(sharding: jax.sharding.Sharding) -> str | None:
     """Returns why a job cannot save a leaf that one other process holds.
 
     A leaf that only process 0 holds is written by process 0. Every other process
@@ -235,25 +235,25 @@ def _recorded(sharding: NamedSharding) -> SavedSharding | None:
 
 
 def list_problems(problems: Sequence[str]) -> str:
-    """Returns the problems as one text, at most ``SHOWN`` of them."""
-    more = len(problems) - SHOWN
-    lines = [*problems[:SHOWN], *([f"and {more} more"] if more > 0 else ())]
+    """Returns the problems as one text, at most ``MAX_LISTED`` of them."""
+    more = len(problems) - MAX_LISTED
+    lines = [*problems[:MAX_LISTED], *([f"and {more} more"] if more > 0 else ())]
     return "; ".join(lines)
 
 
-class Names:
+class KeyCache:
     """Cache of the keys and kinds of paths; shared prefixes are computed once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[str, str]] = {(): ("", "")}
 
-    def of(self, path: tuple[Any, ...]) -> tuple[str, str]:
+    def find(self, path: tuple[Any, ...]) -> tuple[str, str]:
         """Returns the key and the kinds of a path."""
         # Within one container, equal parts are one part: a dict has 1 or True, not
         # both.
         found = self._known.get(path)
         if found is None:
-            above, kinds = self.of(path[:-1])
+            above, kinds = self.find(path[:-1])
             part = escape_part(*tree_path_to_string(path[-1:]))
             key = f"{above}/{part}" if kinds else part
             try:

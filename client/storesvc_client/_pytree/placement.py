@@ -58,7 +58,7 @@ class Placer:
                 )
             self._partitioner = Partitioner(mesh, ordered)
 
-    def place(self, leaf: Leaf, wanted: Wanted) -> Placement:
+    def placement(self, leaf: Leaf, wanted: Wanted) -> Placement:
         """Returns the placement of a leaf.
 
         Raises:
@@ -87,7 +87,7 @@ class Placer:
             )
         return placement
 
-    def keep(self, leaf: Leaf, wanted: Wanted) -> Any:
+    def kept_value(self, leaf: Leaf, wanted: Wanted) -> Any:
         """Returns the value that ``like`` has for a leaf, moved to its placement.
 
         Raises:
@@ -95,7 +95,7 @@ class Placer:
         """
         if self._partitioner is None:
             return wanted.value
-        placement = self.place(leaf, wanted)
+        placement = self.placement(leaf, wanted)
         if placement is None:
             return wanted.value
         return _put(wanted.value, placement)

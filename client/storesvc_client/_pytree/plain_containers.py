@@ -22,7 +22,7 @@ from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
 from storesvc.format.keys import INTEGER_KINDS, fits_key, split_key
 from storesvc.format.trees import MAX_STRUCTURE_BYTES
-from storesvc_client._pytree.leaves import Names
+from storesvc_client._pytree.leaves import KeyCache
 from storesvc_client._values.documents import CONTAINERS, pack_document, unpack_document
 from storesvc_client._values.values import PathPart
 from storesvc_client.errors import (
@@ -122,19 +122,19 @@ def unpack_containers(document: bytes) -> list[Container]:
 def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
     """Yields the containers to describe; adds those it cannot describe to
     ``foreign``."""
-    names = Names()
+    keys = KeyCache()
     left: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     while left:
         path, node = left.pop()
         what = _what(node)
         if what:
             try:
-                yield Container(what, *names.of(path))
+                yield Container(what, *keys.find(path))
             except UnsupportedLeafError:
                 continue  # such a key cannot be written, and no leaf is below it
         children = list(_children(node))
         if children and not _is_plain(node):
-            foreign.append(f"{_key(names, path)}: {type(node).__name__}")
+            foreign.append(f"{_key(keys, path)}: {type(node).__name__}")
         left += [
             ((*path, *below), child)
             for below, child in children
@@ -150,10 +150,10 @@ def _is_plain(node: Any) -> bool:
     return type(node) in _EMPTY
 
 
-def _key(names: Names, path: tuple[Any, ...]) -> str:
+def _key(keys: KeyCache, path: tuple[Any, ...]) -> str:
     """Returns the key of a container, for a message."""
     try:
-        return names.of(path)[0] or "the tree itself"
+        return keys.find(path)[0] or "the tree itself"
     except UnsupportedLeafError:
         return "a container"
 

@@ -45,7 +45,7 @@ _log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Spread:
+class _LocalRegions:
     """Devices and regions of a placement; shared by leaves of one shape and
     placement."""
 
@@ -78,13 +78,13 @@ class _Spread:
 
 
 @dataclass(slots=True, eq=False)
-class _Arriving:
+class _PendingLeaf:
     """A requested leaf, and the parts of it that have arrived."""
 
     wanted: Wanted
     leaf: Leaf
     placement: Placement
-    spread: _Spread | None = None
+    local: _LocalRegions | None = None
     """None: the leaf stays on the host."""
     arrays: dict[jax.Device, jax.Array] = field(default_factory=dict)
     """Arrived parts by device, if the leaf arrives in parts."""
@@ -96,9 +96,9 @@ class Target:
     """The leaves that a restore returns, and the parts that have arrived."""
 
     def __init__(
-        self, arriving: Sequence[_Arriving], build: Build, kept: Mapping[int, Any]
+        self, pending: Sequence[_PendingLeaf], build: Build, kept: Mapping[int, Any]
     ) -> None:
-        self._arriving = {item.wanted.row: item for item in arriving}
+        self._pending = {item.wanted.row: item for item in pending}
         self._build = build
         self._kept = kept
         self._lock = Lock()
@@ -147,16 +147,18 @@ class Target:
             keeping = missing == "init"
             match = match_like(tree, like, rows, cast=dtype, keeping=keeping)
         problems = list(match.problems)
-        arriving, kept = [], {}
+        pending, kept = [], {}
         for wanted in () if problems else match.wanted:
             leaf = tree.leaves[wanted.row]
             try:
-                arriving.append(_Arriving(wanted, leaf, placer.place(leaf, wanted)))
+                pending.append(
+                    _PendingLeaf(wanted, leaf, placer.placement(leaf, wanted))
+                )
             except ValueError as e:
                 problems.append(f"leaf {leaf.key!r}: {e}")
         for leaf, wanted in () if problems else match.kept:
             try:
-                kept[wanted.row] = placer.keep(leaf, wanted)
+                kept[wanted.row] = placer.kept_value(leaf, wanted)
             except ValueError as e:
                 problems.append(f"leaf {leaf.key!r}: {e}")
         if problems:
@@ -166,24 +168,24 @@ class Target:
             )
         placer.report()
         _report(name, match.kept)
-        return cls(arriving, match.build, kept)
+        return cls(pending, match.build, kept)
 
     def regions(self) -> Iterator[tuple[int, Sequence[Region]]]:
         """Yields each row to read with the distinct regions of its local shards.
 
         Also prepares the leaves to receive them.
         """
-        spreads: dict[tuple[Sharding, tuple[int, ...]], _Spread] = {}
-        for row, item in self._arriving.items():
+        known: dict[tuple[Sharding, tuple[int, ...]], _LocalRegions] = {}
+        for row, item in self._pending.items():
             shape = item.leaf.shape
             if item.placement is None:
                 yield row, (whole(shape),)
                 continue
             key = (item.placement, shape)
-            if key not in spreads:
-                spreads[key] = _Spread.of(item.placement, shape)
-            item.spread = spreads[key]
-            yield row, item.spread.regions
+            if key not in known:
+                known[key] = _LocalRegions.of(item.placement, shape)
+            item.local = known[key]
+            yield row, item.local.regions
 
     def needed(self, count: int) -> Iterator[tuple[int, Mapping[Region, Holders]]]:
         """Yields each row that the processes of a job need, with regions and their
@@ -197,7 +199,7 @@ class Target:
         """
         everyone = frozenset(range(count))
         known: dict[tuple[Sharding, tuple[int, ...]], Mapping[Region, Holders]] = {}
-        for row, item in self._arriving.items():
+        for row, item in self._pending.items():
             shape = item.leaf.shape
             if item.placement is None:
                 yield row, {whole(shape): everyone}
@@ -212,30 +214,30 @@ class Target:
 
         The caller may then reuse the buffer's memory.
         """
-        item = self._arriving[buffer.row]
+        item = self._pending[buffer.row]
         arrays = buffer.arrays
         if item.wanted.dtype != item.leaf.dtype:
             arrays = [_cast(array, item.wanted.dtype) for array in arrays]
-        if item.spread is None or item.placement is None:
+        if item.local is None or item.placement is None:
             (item.value,) = arrays
             return
         # jax settings are per thread. Without the caller's setting, 64-bit types would
         # become 32-bit.
         with jax.enable_x64(self._wide):
-            if len(arrays) == len(item.spread.regions):
+            if len(arrays) == len(item.local.regions):
                 placed: Any = _placed_whole(item, item.placement, buffer, arrays)
                 item.value = placed
             else:
-                placed = _placed_parts(item, item.spread, buffer, arrays)
+                placed = _placed_parts(item, item.local, buffer, arrays)
                 with self._lock:
                     item.arrays.update(placed)
-        if item.spread.on_accelerator:
+        if item.local.on_accelerator:
             jax.block_until_ready(placed)
 
     @collector_paused()
     def result(self) -> Any:
         """Returns the tree; every requested leaf must have arrived."""
-        arrived = {row: _value(x) for row, x in self._arriving.items()}
+        arrived = {row: _value(x) for row, x in self._pending.items()}
         return self._build({**arrived, **self._kept})
 
 
@@ -290,14 +292,14 @@ def _is_accelerator(device: Any) -> bool:
 
 
 def _placed_whole(
-    item: _Arriving,
+    item: _PendingLeaf,
     placement: Sharding,
     buffer: Buffer,
     arrays: Sequence[NDArray[Any]],
 ) -> jax.Array:
     """Builds a leaf whose parts all arrived, with one call for all devices."""
-    assert item.spread is not None
-    by_start = item.spread.by_start
+    assert item.local is not None
+    by_start = item.local.by_start
     by_region = dict(zip(buffer.regions, arrays, strict=True))
     placed = jax.make_array_from_callback(
         item.leaf.shape,
@@ -309,8 +311,8 @@ def _placed_whole(
 
 
 def _placed_parts(
-    item: _Arriving,
-    spread: _Spread,
+    item: _PendingLeaf,
+    local: _LocalRegions,
     buffer: Buffer,
     arrays: Sequence[NDArray[Any]],
 ) -> dict[jax.Device, jax.Array]:
@@ -320,13 +322,13 @@ def _placed_parts(
     placed = {
         device: jax.device_put(array, SingleDeviceSharding(device, memory_kind=memory))
         for region, array in zip(buffer.regions, arrays, strict=True)
-        for device in spread.devices[region]
+        for device in local.devices[region]
     }
     assert all(put.dtype == arrays[0].dtype for put in placed.values())
     return placed
 
 
-def _value(item: _Arriving) -> Any:
+def _value(item: _PendingLeaf) -> Any:
     if item.placement is None:
         return _host_value(item, item.value)
     array = item.value
@@ -344,7 +346,7 @@ def _value(item: _Arriving) -> Any:
     return array
 
 
-def _host_value(item: _Arriving, array: Any) -> Any:
+def _host_value(item: _PendingLeaf, array: Any) -> Any:
     match item.wanted.kind:
         case pb.LEAF_KIND_PYTHON_SCALAR:
             return array.item()

@@ -28,9 +28,9 @@ class TreeSource:
     def __init__(self, plan: Plan, values: Sequence[Any]) -> None:
         self._plan = plan
         self._values = values
-        self._kept = threading.local()
+        self._cache = threading.local()
         self._lock = threading.Lock()
-        self._coming: dict[int, list[Any]] = {}
+        self._in_flight: dict[int, list[Any]] = {}
         """Transfers in flight or complete, by row."""
         self._own: frozenset[int] = frozenset(
             self.tree.locate_all(plan.own)[0].tolist() if plan.is_remote else ()
@@ -70,7 +70,7 @@ class TreeSource:
         if self._plan.is_remote:
             return None
         found = self._in_order(ordinal)
-        return found if found is not None and self._kept.is_own else None
+        return found if found is not None and self._cache.is_own else None
 
     def digest(self, ordinal: int) -> bytes | None:
         """Returns the digest of a chunk if its pieces are contiguous runs in order."""
@@ -91,7 +91,7 @@ class TreeSource:
         if not rows:
             return b""
         # Start all transfers before waiting for the first.
-        wholes = _on_host([self._whole(row) for row in rows])
+        wholes = _to_host([self._whole(row) for row in rows])
         digests = bytearray(len(self.tree.leaves) * DIGEST_BYTES)
         for row, whole in zip(rows, wholes, strict=True):
             array = np.asarray(whole, self._plan.leaves[row].dtype, order="C")
@@ -123,39 +123,43 @@ class TreeSource:
     def _blocks(self, row: int) -> Sequence[NDArray[Any]]:
         """Returns the blocks of a leaf on the host; each thread caches its last
         leaf."""
-        if getattr(self._kept, "row", None) != row:
+        if getattr(self._cache, "row", None) != row:
             with self._lock:
-                shards = self._brought(row) if self._plan.is_remote else self._held(row)
-            self._kept.row = row
-            self._kept.blocks = [
+                shards = (
+                    self._transferred(row)
+                    if self._plan.is_remote
+                    else self._shards(row)
+                )
+            self._cache.row = row
+            self._cache.blocks = [
                 np.asarray(shard, self._plan.leaves[row].dtype, order="C")
                 for shard in shards
             ]
-            self._kept.is_own = all(
+            self._cache.is_own = all(
                 isinstance(shard, jax.Array) or np.may_share_memory(shard, block)
-                for shard, block in zip(shards, self._kept.blocks, strict=True)
+                for shard, block in zip(shards, self._cache.blocks, strict=True)
             )
-        blocks: Sequence[NDArray[Any]] = self._kept.blocks
+        blocks: Sequence[NDArray[Any]] = self._cache.blocks
         return blocks
 
-    def _brought(self, row: int) -> list[Any]:
+    def _transferred(self, row: int) -> list[Any]:
         """Returns the blocks of a leaf on the host, and starts transfers of the next
         leaves."""
         ahead = 0
         for later in range(row, len(self._values)):
             if later not in self._own:
                 continue
-            if later not in self._coming:
-                self._coming[later] = _on_host(self._held(later))
+            if later not in self._in_flight:
+                self._in_flight[later] = _to_host(self._shards(later))
             ahead += self.tree.grids[later].leaf_bytes
             if ahead > AHEAD_BYTES:
                 break
         # Another thread may still read the row before this one.
-        for past in [known for known in self._coming if known < row - 1]:
-            del self._coming[past]
-        return self._coming[row]
+        for past in [known for known in self._in_flight if known < row - 1]:
+            del self._in_flight[past]
+        return self._in_flight[row]
 
-    def _held(self, row: int) -> list[Any]:
+    def _shards(self, row: int) -> list[Any]:
         """Returns the blocks of a leaf where they are, on the host or on devices.
 
         Called by one thread at a time: when several threads list the shards of an array
@@ -181,7 +185,7 @@ class TreeSource:
             ) from e
 
 
-def _on_host(shards: Sequence[Any]) -> list[Any]:
+def _to_host(shards: Sequence[Any]) -> list[Any]:
     """Returns the shards on a CPU device, with the transfers in flight.
 
     NumPy would also transfer them, but would cache the copy with the device array.

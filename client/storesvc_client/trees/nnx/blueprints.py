@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 
 from storesvc.format.dtypes import DTYPES
 from storesvc_client._pytree.matching import cast_name
-from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._pytree.partition_rules import Rules
+from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._values.values import LeafInfo, PathPart
 from storesvc_client.errors import (
     InvalidRequestError,

@@ -187,11 +187,9 @@ def specs_to_name_sharding(tree: Any, mesh: Mesh | None = None) -> Any:
         except ValueError as e:
             raise ValueError(f"leaf {place}: {e}") from e
 
-    return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=_is_spec)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
+    return jax.tree_util.tree_map_with_path(
+        sharding, tree, is_leaf=lambda node: isinstance(node, PartitionSpec)
+    )
 
 
 def _context_mesh() -> Mesh:

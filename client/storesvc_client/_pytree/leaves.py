@@ -106,7 +106,8 @@ def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
 
 def signature(value: Any) -> Signature | None:
     """Returns the signature of a leaf, or None if a checkpoint cannot hold it."""
-    if _is_prng_key(value):
+    own_dtype = getattr(value, "dtype", None)
+    if own_dtype is not None and _is_prng_dtype(own_dtype):
         spec = jax.eval_shape(jax.random.key_data, value)
         impl = _impls().get(value.dtype)
         if impl is None:
@@ -308,11 +309,6 @@ def _check_unique(leaves: Sequence[NamedLeaf]) -> None:
         check_keys(sorted(paths))
     except InvalidKeyError as e:
         raise UnsupportedLeafError(f"{e}; rename one") from e
-
-
-def _is_prng_key(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and _is_prng_dtype(dtype)
 
 
 @lru_cache(maxsize=256)

@@ -26,6 +26,7 @@ from storesvc_client._pytree.leaves import (
     signature,
     tracer_text,
 )
+from storesvc_client._pytree.paths import path_text
 from storesvc_client._pytree.plain_containers import Container, nest
 from storesvc_client._values.values import path_of
 from storesvc_client.errors import InvalidRequestError
@@ -145,8 +146,8 @@ def match_like(
             )
         elif not _same_path(saved, leaf):
             problems.append(
-                f"leaf {key!r}: expected the path {leaf.path}, got {_path_text(saved)}"
-                "; a number and its text are different keys"
+                f"leaf {key!r}: expected the path {leaf.path}, got "
+                f"{path_text(path_of(saved))}; a number and its text are different keys"
             )
         else:
             wanted.append(
@@ -267,10 +268,6 @@ def _same_path(saved: Leaf, leaf: NamedLeaf) -> bool:
 
 def _is_floating(dtype: str) -> bool:
     return bool(jnp.issubdtype(DTYPES[dtype], jnp.floating))
-
-
-def _path_text(saved: Leaf) -> str:
-    return "".join(f"[{part!r}]" for part in path_of(saved))
 
 
 def _saved(saved: Leaf) -> Signature:

@@ -106,7 +106,8 @@ def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> dict[Any, A
         raise TypeError(f"expected a dict or another mapping, got {type(xs).__name__}")
     leaves: dict[GraphPath, Any] = {}
     for key, value in xs.items():
-        leaf = {} if _is_empty_node(value) else value
+        # Compared by type: a tree map creates another instance.
+        leaf = {} if isinstance(value, type(empty_node)) else value
         add_leaves(leaves, [(_path_of(key, sep), leaf)])
     return nest_leaves(leaves)
 
@@ -173,11 +174,6 @@ def _with_keys(
         nested = isinstance(value, Mapping)
         result[new] = _with_keys(value, convert, (*above, key)) if nested else value
     return result
-
-
-def _is_empty_node(value: Any) -> bool:
-    # Compared by type: a tree map creates another instance.
-    return isinstance(value, type(empty_node))
 
 
 def mapping_leaves(

@@ -73,7 +73,7 @@ class _LocalRegions:
             devices=devices,
             regions=tuple(devices),
             by_start=by_start,
-            on_accelerator=any(map(_is_accelerator, indices)),
+            on_accelerator=any(device.platform != "cpu" for device in indices),
         )
 
 
@@ -285,10 +285,6 @@ def _cast(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     cast: NDArray[Any] = memory.view(DTYPES[dtype]).reshape(array.shape)
     np.copyto(cast, array, casting="unsafe")
     return cast
-
-
-def _is_accelerator(device: Any) -> bool:
-    return bool(device.platform != "cpu")
 
 
 def _placed_whole(

@@ -6,7 +6,7 @@ repeatedly is planned once. When the processes of a job save one tree, their pla
 differ only in the chunks that each writes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -112,16 +112,9 @@ class Planner:
             UnsupportedLeafError: A checkpoint cannot hold some leaves; the message
                 lists them.
         """
-        last = self._plan
-        if last is not None and last.structure == structure:
-            values, treedef = jax.tree.flatten(tree)
-            is_same = treedef == last.treedef and _forms(values) == last.forms
-            if is_same and (
-                not last.key_types or last.key_types == _key_types(_paths(tree))
-            ):
-                ordered = [values[number] for number in last.order]
-                check_values(last.keys, ordered)
-                return last, ordered
+        reused = self._reused(tree, structure)
+        if reused is not None:
+            return reused
         named, treedef = named_leaves(tree)
         numbers = {id(leaf): number for number, leaf in enumerate(named)}
         found = list(storable(named, is_alone=self._job is None))
@@ -158,6 +151,23 @@ class Planner:
         self._plan = plan
         return plan, [leaf.value for leaf, _ in found]
 
+    def _reused(self, tree: Any, structure: bytes) -> tuple[Plan, list[Any]] | None:
+        """Returns the last plan with a tree's leaves, or None if it does not fit."""
+        last = self._plan
+        if last is None or last.structure != structure:
+            return None
+        values, treedef = jax.tree.flatten(tree)
+        if treedef != last.treedef or _forms(values) != last.forms:
+            return None
+        # Equal treedefs may have keys 1 and True, which are stored differently.
+        if last.key_types:
+            paths = (path for path, _ in tree_flatten_with_path(tree)[0])
+            if last.key_types != _key_types(paths):
+                return None
+        ordered = [values[number] for number in last.order]
+        check_values(last.keys, ordered)
+        return last, ordered
+
 
 def _forms(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
     """Returns type, shape, dtype and sharding of each value."""
@@ -170,10 +180,6 @@ def _forms(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
         )
         for value in values
     )
-
-
-def _paths(tree: Any) -> Iterator[tuple[Any, ...]]:
-    return (path for path, _ in tree_flatten_with_path(tree)[0])
 
 
 def _key_types(paths: Iterable[tuple[Any, ...]]) -> tuple[type, ...]:

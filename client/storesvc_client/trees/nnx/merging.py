@@ -223,14 +223,13 @@ def _is_same(one: Any, other: Any) -> bool:
     """
     if one is other:
         return True
-    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False)
-    return _kind(one) == _kind(other) and all(
-        a is b or (not _is_traced(a, b) and _bytes(a) == _bytes(b)) for a, b in leaves
-    )
-
-
-def _is_traced(*values: Any) -> bool:
-    return any(isinstance(value, jax.core.Tracer) for value in values)
+    if _kind(one) != _kind(other):
+        return False
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False):
+        is_traced = isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer)
+        if a is not b and (is_traced or _bytes(a) != _bytes(b)):
+            return False
+    return True
 
 
 def _bytes(value: Any) -> bytes | None:

@@ -112,7 +112,10 @@ class _Saved:
 
         Its leaves have no shardings, because a restoring process has other devices.
         """
-        leaves = [_abstract(*form) for form in plan.forms]
+        leaves = [
+            kind() if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
+            for kind, shape, dtype, _ in plan.forms
+        ]
         tree = jax.tree.unflatten(plan.treedef, leaves)
         found = tree.get if isinstance(tree, dict) else partial(getattr, tree)
         return SimpleNamespace(
@@ -326,12 +329,6 @@ def _digest(plan: Plan) -> bytes:
     for leaf in plan.tree.leaves:
         digest.update(f"{leaf.key}\0{leaf.dtype}{leaf.shape}".encode())
     return digest.digest()
-
-
-def _abstract(kind: type[Any], shape: Any, dtype: Any, sharding: Any) -> Any:
-    """Returns a stand-in for a leaf of a plan."""
-    del sharding
-    return kind() if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
 
 
 _threads: dict[threading.Thread, "Future[Rehearsal]"] = {}

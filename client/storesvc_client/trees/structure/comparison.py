@@ -47,7 +47,7 @@ def rows(document: JSON) -> dict[str, str]:
     Raises:
         StructureError: The document is malformed.
     """
-    return _rows(document, IGNORED)
+    return _read(document, IGNORED).texts
 
 
 def differences(
@@ -138,10 +138,6 @@ def _is_below(path: str, references: set[str]) -> bool:
             return True
         end = path.find("/", end + 1)
     return False
-
-
-def _rows(document: JSON, ignored: frozenset[str]) -> dict[str, str]:
-    return _read(document, ignored).texts
 
 
 def _read(document: JSON, ignored: frozenset[str]) -> "_Rows":

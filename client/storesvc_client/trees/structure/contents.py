@@ -154,11 +154,7 @@ def _words(value: Any) -> dict[str, Any]:
         text = repr(value)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
         return {}
-    return {} if _has_address(text) else {_VALUE: bounded(text)}
-
-
-def _has_address(text: str) -> bool:
-    return "0x" in text
+    return {} if "0x" in text else {_VALUE: bounded(text)}
 
 
 def _settings(value: Any) -> Mapping[str, Any] | None:

@@ -213,7 +213,9 @@ class _Encoder:
         return any(
             isinstance(item, (nnx.Variable, nnx.Pytree, jax.ShapeDtypeStruct))
             or id(item) in self._leaves
-            for item in jax.tree.leaves(value, is_leaf=_is_graph_node)
+            for item in jax.tree.leaves(
+                value, is_leaf=lambda node: isinstance(node, (nnx.Variable, nnx.Pytree))
+            )
         )
 
     def _place(self) -> str:
@@ -238,10 +240,6 @@ def _kind_of(value: Any) -> _Kind:
     if isinstance(value, jax.ShapeDtypeStruct):
         return _Kind.ABSTRACT
     return _Kind.CONTAINER if _is_container(value) else _Kind.VALUE
-
-
-def _is_graph_node(value: Any) -> bool:
-    return isinstance(value, (nnx.Variable, nnx.Pytree))
 
 
 def _is_container(value: Any) -> bool:

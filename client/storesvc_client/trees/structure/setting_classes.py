@@ -154,7 +154,8 @@ def _named_by(cls: type[Any]) -> Iterator[type[Any]]:
         if isinstance(init, types.FunctionType):
             for annotation in init.__annotations__.values():
                 yield from named_classes(annotation, init.__globals__)
-            for default in [*(init.__defaults__ or ()), *_kwdefaults(init)]:
+            keyword_defaults = (init.__kwdefaults__ or {}).values()
+            for default in [*(init.__defaults__ or ()), *keyword_defaults]:
                 yield type(default)
         for value in base.__dict__.values():
             yield from _classes_of(value)
@@ -171,10 +172,6 @@ def _classes_of(value: Any) -> Iterator[type[Any]]:
         yield value
     else:
         yield type(value)
-
-
-def _kwdefaults(init: types.FunctionType) -> list[Any]:
-    return list((init.__kwdefaults__ or {}).values())
 
 
 def _may_hold_settings(cls: type[Any]) -> bool:

@@ -93,7 +93,8 @@ class ValueEncoder:
 
     def encode(self, value: Any) -> JSON:
         """Returns a value as JSON."""
-        if type(value) in SCALARS and not (type(value) is int and _is_long(value)):
+        kind = type(value)
+        if kind in SCALARS and not (kind is int and value.bit_length() > MAX_BITS):
             return value
         if self._described:
             return self._encode_part(value)
@@ -188,10 +189,6 @@ class ValueEncoder:
             return {"opaque": describe(value, self.encode)}
         finally:
             self._described -= 1
-
-
-def _is_long(value: int) -> bool:
-    return value.bit_length() > MAX_BITS
 
 
 class ValueDecoder:

@@ -121,7 +121,7 @@ class TestMergeByPath:
     def test_both_ways_to_the_paths_agree(self, model: Any) -> None:
         graphdef, _ = split(model)
 
-        told = graphs._told_paths(graphdef)
+        told = graphs._listed_paths(graphdef)
 
         assert told == graphs._found_paths(graphdef)
         assert graphdef.num_leaves == len(told)
@@ -135,7 +135,7 @@ class TestMergeByPath:
             num_leaves=graphdef.num_leaves,
         )
 
-        assert [] == graphs._told_paths(unknown)
+        assert [] == graphs._listed_paths(unknown)
 
     def test_layers_under_text_are_refused(self) -> None:
         graphdef, state = split()

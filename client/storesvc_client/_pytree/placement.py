@@ -112,7 +112,7 @@ class Placer:
             return self._partitioner.sharding(leaf.key, shape)
         if wanted.value is not None:
             return getattr(wanted.value, "sharding", None) or default_device()
-        return _as_saved(leaf, wanted.dtype)
+        return _saved_placement(leaf, wanted.dtype)
 
 
 def _put(value: jax.Array, placement: Sharding) -> jax.Array:
@@ -153,7 +153,7 @@ def default_device() -> Sharding:
     return SingleDeviceSharding(device)
 
 
-def _as_saved(leaf: Leaf, dtype: str) -> Placement:
+def _saved_placement(leaf: Leaf, dtype: str) -> Placement:
     """Returns the saved sharding on this process's devices, or None if it does not
     fit."""
     if would_narrow(dtype):

@@ -62,7 +62,7 @@ class _LocalRegions:
         """Returns the devices and regions of a placement, for a leaf of a shape."""
         devices: dict[Region, list[jax.Device]] = {}
         by_start: dict[tuple[int | None, ...], Region] = {}
-        indices = placement.addressable_devices_indices_map(shape)
+        indices: dict[Any, Any] = {**placement.addressable_devices_indices_map(shape)}
         for device, index in indices.items():
             region = region_of(index or (), shape)
             devices.setdefault(region, []).append(device)

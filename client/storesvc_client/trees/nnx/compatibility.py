@@ -23,9 +23,9 @@ __all__ = [
     "Stored",
     "Structure",
     "compare",
+    "log_saved_dtypes",
     "recipe_of",
     "reject_differences",
-    "report_as_saved",
 ]
 
 Structure: TypeAlias = Literal["check", "report"]
@@ -129,7 +129,7 @@ def compare(
         )
 
 
-def report_as_saved(stored: Stored, changed: Sequence[Difference]) -> None:
+def log_saved_dtypes(stored: Stored, changed: Sequence[Difference]) -> None:
     """Logs the leaves restored in their saved dtype although the code creates
     another."""
     if changed:

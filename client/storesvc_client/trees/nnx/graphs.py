@@ -44,7 +44,7 @@ GraphState: TypeAlias = nnx.State[Any, Any]
 
 M = TypeVar("M", bound=nnx.Module)
 
-SHOWN: Final = 20
+MAX_LISTED: Final = 20
 """Maximum paths that one message lists."""
 
 
@@ -170,7 +170,7 @@ def with_values(graph: Mapping[Any, Any], values: Mapping[Any, Any]) -> GraphSta
             problems.append(f"leaf {path_text(path)}: expected {expected}, got {got}")
         alike[path] = variable.replace(bare)
     if problems:
-        raise ValueError("; ".join(problems[:SHOWN]))
+        raise ValueError("; ".join(problems[:MAX_LISTED]))
     return refine_graphs(alike)
 
 
@@ -272,5 +272,5 @@ def _other_paths(expected: frozenset[GraphPath], got: Iterable[GraphPath]) -> st
 
 def _listed(paths: frozenset[GraphPath]) -> str:
     texts = sorted(map(path_text, paths))
-    more = [f"and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
-    return ", ".join(texts[:SHOWN] + more) or "none"
+    more = [f"and {len(texts) - MAX_LISTED} more"] if len(texts) > MAX_LISTED else []
+    return ", ".join(texts[:MAX_LISTED] + more) or "none"

@@ -21,7 +21,7 @@ __all__ = [
     "HasGraph",
     "has_setting",
     "is_module",
-    "may_place_itself",
+    "may_have_placement",
     "mesh_of",
     "partition_rules_of",
     "setting_of",
@@ -174,7 +174,7 @@ def mesh_of(model: Any) -> Mesh | None:
     return None
 
 
-def may_place_itself(graphdef: "nnx.GraphDef[Any]") -> bool:
+def may_have_placement(graphdef: "nnx.GraphDef[Any]") -> bool:
     """Returns whether ``mesh_of`` or ``partition_rules_of`` may return something.
 
     Inspects the structure only; the module is not built.

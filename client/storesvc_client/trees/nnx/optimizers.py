@@ -23,10 +23,10 @@ from storesvc_client.trees.nnx.resharding import (
 
 __all__ = [
     "abstract_opt_state",
-    "beside_parameters",
     "check_tx",
     "init_opt_state",
-    "replicated_beside",
+    "placed_like_parameters",
+    "replicated_sharding",
     "updated_opt_state",
 ]
 
@@ -101,7 +101,7 @@ def init_opt_state(
     return jax.tree.unflatten(jax.tree.structure(abstract), init(graphstate))
 
 
-def beside_parameters(
+def placed_like_parameters(
     opt_state: optax.OptState, graphstate: GraphState, known: Any = None
 ) -> optax.OptState:
     """Returns an abstract optimizer state with shardings for its leaves.
@@ -120,7 +120,7 @@ def beside_parameters(
     return reshard(tree, shardings)["opt_state"] if shardings else opt_state
 
 
-def replicated_beside(graphstate: GraphState) -> Sharding | None:
+def replicated_sharding(graphstate: GraphState) -> Sharding | None:
     """Returns the sharding of a replicated scalar on the parameters' mesh, or None."""
     mesh = mesh_of_leaves(graphstate)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())

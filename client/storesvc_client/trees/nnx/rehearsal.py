@@ -39,7 +39,7 @@ from storesvc_client.trees.nnx.config_classes import (
     takes_config,
 )
 from storesvc_client.trees.nnx.graphs import class_of
-from storesvc_client.trees.nnx.model_parts import HasGraph, may_place_itself
+from storesvc_client.trees.nnx.model_parts import HasGraph, may_have_placement
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.restore_model import (
     Options,
@@ -48,7 +48,7 @@ from storesvc_client.trees.nnx.restore_model import (
     plan_opt_state,
     plan_state,
 )
-from storesvc_client.trees.nnx.variable_sources import as_saved
+from storesvc_client.trees.nnx.variable_sources import with_saved_dtypes
 
 __all__ = ["Rehearsal", "Rehearser"]
 
@@ -144,7 +144,7 @@ class Rehearser:
             rehearse: "strict" rejects the save before it begins.
             is_state: True for a state, False for the parts of a module.
         """
-        self._known = _Known.of(run._connection)  # noqa: SLF001 - of this library
+        self._cache = _RehearsalCache.of(run._connection)  # noqa: SLF001 - of this library
         self._run = run.name
         self._saved = _Saved.of(saved, is_state=is_state)
         self._is_strict = rehearse == "strict"
@@ -159,10 +159,10 @@ class Rehearser:
         self._plan = plan
         if not self._is_strict:
             return
-        found = self._known.result(self._run, plan)
+        found = self._cache.result(self._run, plan)
         if found is None:
             found = self._rehearsed(plan)
-            self._known.add(self._run, plan, found)
+            self._cache.add(self._run, plan, found)
         if not found.ok:
             raise MismatchError(f"save to {self._run}: {found.message}")
 
@@ -175,7 +175,7 @@ class Rehearser:
         plan = self._plan
         if plan is None or jax.process_index() != 0:
             return None
-        future, is_new = self._known.begin(self._run, plan)
+        future, is_new = self._cache.begin(self._run, plan)
         if is_new:
 
             def rehearse() -> None:
@@ -232,13 +232,13 @@ def _failure_of_saved(stored: _Planned, saved: _Saved, plan: Plan) -> Exception 
     whose ``init`` gives another state than the saved one, and a model with its own
     placement.
     """
-    if may_place_itself(saved.graphdef):
+    if may_have_placement(saved.graphdef):
         return _failure(stored, saved, saved.model(plan))
     if saved.tx is None or not saved.has_opt_state:
         return None
     try:
         like = plan_opt_state(stored, saved.tx, saved.model(plan).graphstate)
-        like, _ = as_saved(like, stored.leaves, casting=False)
+        like, _ = with_saved_dtypes(like, stored.leaves, casting=False)
         _choose(
             stored,
             [key for key in stored.leaves if key.startswith("opt_state")],
@@ -277,7 +277,7 @@ def _choose(
     Target.choose(stored.tree, stored.name, rows=rows, **target)
 
 
-class _Known:
+class _RehearsalCache:
     """Cache of the rehearsals of one store, by structure."""
 
     def __init__(self) -> None:
@@ -286,9 +286,9 @@ class _Known:
         self._found: dict[tuple[str, bytes], Future[Rehearsal]] = {}
 
     @classmethod
-    def of(cls, connection: Connection) -> "_Known":
+    def of(cls, connection: Connection) -> "_RehearsalCache":
         """Returns the cache of a connection."""
-        return _of_connections.setdefault(connection, cls())
+        return _caches.setdefault(connection, cls())
 
     def begin(self, run: str, plan: Plan) -> "tuple[Future[Rehearsal], bool]":
         """Returns the rehearsal of a plan, and whether the caller must run it."""
@@ -320,7 +320,7 @@ class _Known:
             self._last[run] = plan, known
 
 
-_of_connections: "WeakKeyDictionary[Connection, _Known]" = WeakKeyDictionary()
+_caches: "WeakKeyDictionary[Connection, _RehearsalCache]" = WeakKeyDictionary()
 
 
 def _digest(plan: Plan) -> bytes:

@@ -34,22 +34,22 @@ from storesvc_client.trees.nnx.blueprints import (
 from storesvc_client.trees.nnx.compatibility import (
     Stored,
     compare,
+    log_saved_dtypes,
     recipe_of,
     reject_differences,
-    report_as_saved,
 )
 from storesvc_client.trees.nnx.graphs import GraphState, merge_by_path
 from storesvc_client.trees.nnx.model_parts import partition_rules_of
 from storesvc_client.trees.nnx.optimizers import (
     abstract_opt_state,
-    beside_parameters,
     check_tx,
     init_opt_state,
-    replicated_beside,
+    placed_like_parameters,
+    replicated_sharding,
     updated_opt_state,
 )
 from storesvc_client.trees.nnx.recipes import Recipe, container_types
-from storesvc_client.trees.nnx.variable_sources import Sources, as_saved
+from storesvc_client.trees.nnx.variable_sources import Sources, with_saved_dtypes
 from storesvc_client.trees.structure import decode_graphdef
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Plan:
     """The leaves to restore, abstract."""
     select: list[str]
     """Keys of ``like``, and unexpected keys, which the restore rejects."""
-    begins: bool = False
+    initialises_optimizer: bool = False
     """True if the optimizer state is initialised instead of restored."""
 
     @property
@@ -152,7 +152,7 @@ def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) ->
     options, tx = plan.options, request.tx
     graphstate, graphother = plan.sources.merge(restored, options.mesh, options.rules)
     opt_state = restored["opt_state"]
-    if plan.begins and tx is not None:
+    if plan.initialises_optimizer and tx is not None:
         rules = options.rules if not isinstance(options.rules, str) else None
         opt_state = init_opt_state(tx, graphstate, mesh=options.mesh, rules=rules)
     return state_class.create(
@@ -192,9 +192,9 @@ def _planned_state(
 ) -> Plan:
     options, tx = request.options, request.tx
     options = _with_own_placement(blueprint, options)
-    begins = _begins_optimizer(stored, recipe, tx, options)
+    initialises_optimizer = _initialises_optimizer(stored, recipe, tx, options)
     like: dict[str, Any] = {"opt_state": None}
-    if tx is not None and options.opt_state == "restore" and not begins:
+    if tx is not None and options.opt_state == "restore" and not initialises_optimizer:
         like["opt_state"] = _abstract_opt_state(stored, tx, blueprint.graphstate)
     _compare(stored, recipe, blueprint.recipe(like["opt_state"]), options)
     sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
@@ -202,16 +202,16 @@ def _planned_state(
         like["step"] = jax.ShapeDtypeStruct((), jnp.int32)
     if options.mesh is None:
         known = getattr(request.model, "opt_state", None)
-        like = _beside_parameters(like, blueprint.graphstate, known)
+        like = _placed_like_parameters(like, blueprint.graphstate, known)
     like = {**sources.like(), **like}
     return Plan(
         request=request,
         blueprint=blueprint,
         sources=sources,
         options=options,
-        like=_as_saved(stored, like, options),
+        like=_with_saved_dtypes(stored, like, options),
         select=_selected(stored, like, options),
-        begins=begins,
+        initialises_optimizer=initialises_optimizer,
     )
 
 
@@ -236,7 +236,7 @@ def plan_module(stored: Stored, request: Request) -> Plan:
             blueprint=blueprint,
             sources=sources,
             options=options,
-            like=_as_saved(stored, like, options),
+            like=_with_saved_dtypes(stored, like, options),
             select=_selected(stored, like, options),
         )
 
@@ -271,9 +271,9 @@ def restore_opt_state(opened: OpenCheckpoint, state: "EasyDeLState") -> Any:
     like = plan_opt_state(opened, state.tx, state.graphstate)
     if options.mesh is None or options.rules is None:
         options = replace(options, mesh=None, rules=None)
-        like = _beside_parameters(like, state.graphstate, state.opt_state)
+        like = _placed_like_parameters(like, state.graphstate, state.opt_state)
     return opened.restore(
-        like=_as_saved(opened, like, options),
+        like=_with_saved_dtypes(opened, like, options),
         mesh=options.mesh,
         rules=options.rules,
         select=_selected(opened, like, options),
@@ -321,7 +321,7 @@ def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
     )
 
 
-def _begins_optimizer(
+def _initialises_optimizer(
     stored: Stored,
     recipe: Recipe | None,
     tx: optax.GradientTransformation | None,
@@ -357,12 +357,12 @@ def _abstract_opt_state(
 
     The latter only if it, and not the initial state, has the checkpoint's leaves.
     """
-    begun = abstract_opt_state(tx, graphstate)
+    initial = abstract_opt_state(tx, graphstate)
     saved = set(_opt_state_keys(stored))
-    if _keys_of(begun) == saved:
-        return begun
-    updated = updated_opt_state(tx, begun, graphstate)
-    return updated if updated is not None and _keys_of(updated) == saved else begun
+    if _keys_of(initial) == saved:
+        return initial
+    updated = updated_opt_state(tx, initial, graphstate)
+    return updated if updated is not None and _keys_of(updated) == saved else initial
 
 
 def _keys_of(opt_state: optax.OptState) -> set[str]:
@@ -389,15 +389,15 @@ def _as_stored(
     return blueprint if options.dtype is None else blueprint.cast(options.dtype)
 
 
-def _beside_parameters(
+def _placed_like_parameters(
     like: dict[str, Any], graphstate: GraphState, known: Any
 ) -> dict[str, Any]:
     """Returns the abstract step and optimizer state with the parameters' placement."""
     placed = {
         **like,
-        "opt_state": beside_parameters(like["opt_state"], graphstate, known),
+        "opt_state": placed_like_parameters(like["opt_state"], graphstate, known),
     }
-    sharding = replicated_beside(graphstate)
+    sharding = replicated_sharding(graphstate)
     if "step" in like and sharding is not None:
         placed["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     return placed
@@ -410,11 +410,11 @@ def _compare(
     compare(stored, recipe, target, structure=options.structure, casting=casting)
 
 
-def _as_saved(stored: Stored, like: Any, options: Options) -> Any:
+def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:
     """Returns the leaves to restore in their saved form; logs dtype differences."""
     casting = options.dtype is not None
-    found, changed = as_saved(like, stored.leaves, casting=casting)
-    report_as_saved(stored, changed)
+    found, changed = with_saved_dtypes(like, stored.leaves, casting=casting)
+    log_saved_dtypes(stored, changed)
     return found
 
 

@@ -35,7 +35,7 @@ from storesvc_client.trees.nnx.model_parts import split_module
 from storesvc_client.trees.nnx.rng_values import recreate_meta_values
 from storesvc_client.trees.structure import Difference
 
-__all__ = ["Sources", "as_saved"]
+__all__ = ["Sources", "with_saved_dtypes"]
 
 Place: TypeAlias = tuple[str, GraphPath]
 """Part of the state that holds a Variable, and its path in that part."""
@@ -155,7 +155,7 @@ class Sources:
         return dict(zip(places, made, strict=True))
 
 
-def as_saved(
+def with_saved_dtypes(
     like: Any, leaves: Mapping[str, LeafInfo], *, casting: bool
 ) -> tuple[Any, list[Difference]]:
     """Returns the tree with stand-ins of the saved leaves, and the dtype differences.
@@ -178,7 +178,7 @@ def as_saved(
         value, saved = leaf.value, leaves.get(leaf.key)
         given = _abstract(value)
         if given is not None and saved is not None:
-            kept = _as_saved(given, saved, casting=casting)
+            kept = _saved_form(given, saved, casting=casting)
             if isinstance(kept, jax.ShapeDtypeStruct) and kept.dtype != given.dtype:
                 change = Difference(leaf.key, str(kept.dtype), str(given.dtype))
                 changed.append(change)
@@ -196,9 +196,9 @@ def _abstract(value: Any) -> jax.ShapeDtypeStruct | None:
     return value if isinstance(value, jax.ShapeDtypeStruct) else None
 
 
-def _as_saved(like: jax.ShapeDtypeStruct, leaf: LeafInfo, *, casting: bool) -> Any:
+def _saved_form(like: jax.ShapeDtypeStruct, leaf: LeafInfo, *, casting: bool) -> Any:
     if _is_key(like) != (leaf.prng_impl is not None):
-        return _key_as_saved(like, leaf)
+        return _saved_key_form(like, leaf)
     dtype = DTYPES[leaf.dtype]
     families = (jnp.integer, jnp.floating, jnp.complexfloating, jnp.bool_)
     same = any(
@@ -234,7 +234,7 @@ def _is_key(like: jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
 
 
-def _key_as_saved(like: jax.ShapeDtypeStruct, leaf: LeafInfo) -> Any:
+def _saved_key_form(like: jax.ShapeDtypeStruct, leaf: LeafInfo) -> Any:
     """Returns raw key data for a typed key that was saved raw, or the reverse.
 
     Returns ``like`` if the saved leaf is not a key.

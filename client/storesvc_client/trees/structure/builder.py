@@ -161,7 +161,7 @@ class Builder:
                 got = f"{shown(key)}, a hook that flax calls"
                 raise structure_error(place, "plain metadata", got, GIVE_CODE)
             stored[key] = self._values.decode(item, f"{place}@{shown(key)}")
-        if any(type(stored.get(key, False)) is not bool for key in metadata.USUAL):
+        if any(type(stored.get(key, False)) is not bool for key in metadata.DEFAULTS):
             raise structure_error(place, "flags of Variables", shown(value["metadata"]))
         if stored.get("hijax"):
             raise structure_error(

@@ -69,11 +69,11 @@ def differences(
     ours, theirs = _row_pair(saved, target, ignored)
     found = [
         Difference(path or ROOT, text, theirs.get(path, ABSENT))
-        for path, text in _tops(ours, theirs)
+        for path, text in _outermost(ours, theirs)
     ]
     found += [
         Difference(path or ROOT, ABSENT, text)
-        for path, text in _tops(theirs, ours)
+        for path, text in _outermost(theirs, ours)
         if path not in ours
     ]
     return found
@@ -99,7 +99,7 @@ def common_differences(
     common = {path: text for path, text in ours.items() if path in theirs}
     return [
         Difference(path or ROOT, text, theirs[path])
-        for path, text in _tops(common, theirs)
+        for path, text in _outermost(common, theirs)
     ]
 
 
@@ -149,7 +149,9 @@ def _read(document: JSON, ignored: frozenset[str]) -> "_Rows":
     return found
 
 
-def _tops(these: dict[str, str], those: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _outermost(
+    these: dict[str, str], those: dict[str, str]
+) -> Iterator[tuple[str, str]]:
     """Yields the rows that the others lack, without the rows below them."""
     above: str | None = None
     for path, text in these.items():

@@ -96,7 +96,7 @@ _PLACES: Final = (
 )
 
 
-def soft_name(value: Any) -> str:
+def reported_name(value: Any) -> str:
     """Returns the name that a class or function reports; it need not exist."""
     module = getattr(value, "__module__", None) or "?"
     qualname = getattr(value, "__qualname__", None) or type(value).__qualname__
@@ -109,7 +109,7 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
         return _function(value, inner)
     if isinstance(value, types.MethodType):
         of = inner(value.__self__)
-        return {"function": soft_name(value.__func__), "fields": [["self", of]]}
+        return {"function": reported_name(value.__func__), "fields": [["self", of]]}
     if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
         of = inner(value.__self__)
         return {"function": f"builtins:{value.__qualname__}", "fields": [["self", of]]}
@@ -117,8 +117,8 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
         fields = {"function": value.func, "args": value.args, **value.keywords}
         return {"function": "functools:partial", "fields": _pairs(fields, inner)}
     if isinstance(value, type):
-        return {"class": soft_name(value)}
-    name = soft_name(type(value))
+        return {"class": reported_name(value)}
+    name = reported_name(type(value))
     if isinstance(value, (nnx.Variable, *_PLACES)):
         return {"class": name}
     if isinstance(value, nnx.Pytree):
@@ -129,15 +129,15 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
         return _array(value, inner)
     if callable(value) and hasattr(value, "__wrapped__"):  # of jit, custom_jvp, ...
         return {
-            "function": soft_name(value),
+            "function": reported_name(value),
             "fields": [["of", inner(value.__wrapped__)]],
         }
     return {"class": name, "fields": _pairs(fields_of(value), inner)}
 
 
-def cut_short(value: Any) -> dict[str, JSON]:
+def truncated_description(value: Any) -> dict[str, JSON]:
     """Returns the description of a value beyond the depth or size limit."""
-    cut = {"class": soft_name(type(value)), "cut": True}
+    cut = {"class": reported_name(type(value)), "cut": True}
     digest = digest_of(value)
     return cut if digest is None else {**cut, "digest": digest}
 

@@ -27,7 +27,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_client.trees.structure.allowed_names import name_of
 from storesvc_client.trees.structure.contents import is_cached
-from storesvc_client.trees.structure.descriptions import soft_name
+from storesvc_client.trees.structure.descriptions import reported_name
 from storesvc_client.trees.structure.limits import JSON, MAX_LEVELS
 from storesvc_client.trees.structure.metadata import portable
 from storesvc_client.trees.structure.skeleton import (
@@ -186,7 +186,7 @@ class _Encoder:
         elif isinstance(value, tuple) and hasattr(value, "_fields"):
             kind = {"named_tuple": name_of(type(value))}
         else:
-            kind = {"opaque": {"class": soft_name(type(value))}}
+            kind = {"opaque": {"class": reported_name(type(value))}}
         return {"container": kind, "items": self._children(_items(value))}
 
     def _children(self, attributes: dict[Any, Any]) -> list[JSON]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from flax import nnx
 
-USUAL: Final[Mapping[str, Any]] = {
+DEFAULTS: Final[Mapping[str, Any]] = {
     "eager_sharding": True,
     "hijax": False,
     "mutable": True,
@@ -18,12 +18,12 @@ USUAL: Final[Mapping[str, Any]] = {
 }
 """Default metadata of a Variable."""
 
-_OWN: Final = frozenset(nnx.Variable(np.zeros(())).get_metadata())
+_REQUIRED: Final = frozenset(nnx.Variable(np.zeros(())).get_metadata())
 """Metadata that the installed flax release requires of each Variable."""
 
 _OLD_SHARDING: Final = "sharding_names"
 _SHARDING: Final = "out_sharding"
-_OWN_SHARDING: Final = (
+_NATIVE_SHARDING: Final = (
     _SHARDING if hasattr(nnx.Variable, _OLD_SHARDING) else _OLD_SHARDING
 )
 """Name in the installed flax release; newer ones keep the old name as a property."""
@@ -34,19 +34,19 @@ def portable(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {
         portable_name(key): value
         for key, value in metadata.items()
-        if not (key in USUAL and value is USUAL[key])
+        if not (key in DEFAULTS and value is DEFAULTS[key])
     }
 
 
 def native(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns metadata for ``Variable.from_metadata`` of the installed flax release."""
-    usual = {key: value for key, value in USUAL.items() if key in _OWN}
+    defaults = {key: value for key, value in DEFAULTS.items() if key in _REQUIRED}
     known = {
         native_name(key): value
         for key, value in metadata.items()
-        if key in _OWN or key not in USUAL
+        if key in _REQUIRED or key not in DEFAULTS
     }
-    return {**usual, **known}
+    return {**defaults, **known}
 
 
 def portable_name(key: str) -> str:
@@ -56,4 +56,4 @@ def portable_name(key: str) -> str:
 
 def native_name(key: str) -> str:
     """Returns the name of a metadata entry in the installed flax release."""
-    return _OWN_SHARDING if key == _SHARDING else key
+    return _NATIVE_SHARDING if key == _SHARDING else key

@@ -30,9 +30,9 @@ from storesvc_client.trees.structure.allowed_names import Table, name_of
 from storesvc_client.trees.structure.descriptions import (
     MAX_DESCRIBED,
     MAX_PARTS,
-    cut_short,
     describe,
-    soft_name,
+    reported_name,
+    truncated_description,
 )
 from storesvc_client.trees.structure.limits import JSON, MAX_BITS, MAX_NESTED
 from storesvc_client.trees.structure.plain import (
@@ -108,16 +108,16 @@ class ValueEncoder:
     def _encode_part(self, value: Any) -> JSON:
         self._parts += 1
         if self._parts > MAX_PARTS:
-            return {"opaque": cut_short(value)}
+            return {"opaque": truncated_description(value)}
         return self._guarded(value)
 
     def _guarded(self, value: Any) -> JSON:
         """Encodes a value once; a value that contains itself is described by its
         class."""
         if id(value) in self._busy:
-            return {"opaque": {"class": soft_name(type(value))}}
+            return {"opaque": {"class": reported_name(type(value))}}
         if len(self._busy) >= MAX_NESTED:
-            return {"opaque": cut_short(value)}
+            return {"opaque": truncated_description(value)}
         self._busy.add(id(value))
         try:
             return self._encode(value)
@@ -181,7 +181,7 @@ class ValueEncoder:
 
     def _opaque(self, value: Any) -> JSON:
         if self._described >= MAX_DESCRIBED:
-            return {"opaque": cut_short(value)}
+            return {"opaque": truncated_description(value)}
         if not self._described:
             self._parts = 0
         self._described += 1

@@ -197,36 +197,37 @@ def _abstract(value: Any) -> jax.ShapeDtypeStruct | None:
 
 
 def _saved_form(like: jax.ShapeDtypeStruct, leaf: LeafInfo, *, casting: bool) -> Any:
+    """Returns the stand-in that restores a leaf in its saved form, or ``like``."""
+    # 1. A raw PRNG key for a typed one, or the reverse.
     if _is_key(like) != (leaf.prng_impl is not None):
         return _saved_key_form(like, leaf)
     dtype = DTYPES[leaf.dtype]
-    families = (jnp.integer, jnp.floating, jnp.complexfloating, jnp.bool_)
-    same = any(
-        jnp.issubdtype(like.dtype, family) and jnp.issubdtype(dtype, family)
-        for family in families
-    )
-    is_moment = leaf.key.startswith("opt_state/") and leaf.kind == "array"
-    if (
-        like.shape == leaf.shape
-        and is_moment
-        and not (casting or would_narrow(leaf.dtype))
-    ):
+    in_optimizer = leaf.key.startswith("opt_state/")
+    same_shape = like.shape == leaf.shape
+    # 2. The optimizer's arrays keep the dtype that training gave them.
+    is_moment = in_optimizer and leaf.kind == "array" and same_shape
+    if is_moment and not (casting or would_narrow(leaf.dtype)):
         return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
-    if not same or like.shape != leaf.shape or like.dtype == dtype:
-        return stand_in(leaf) if leaf.kind == "python_scalar" and same else like
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    if leaf.kind == "array" and not (casting and floating):
-        # For example, a step that was counted in 64 bits.
-        return (
-            np.zeros((), dtype)
-            if like.shape == () and would_narrow(leaf.dtype)
-            else like
-        )
-    if casting and floating:
-        scalar = leaf.key.startswith("opt_state/") and like.shape == ()
-        return (
-            jax.ShapeDtypeStruct((), dtype, sharding=like.sharding) if scalar else like
-        )
+    same_family = any(
+        jnp.issubdtype(like.dtype, family) and jnp.issubdtype(dtype, family)
+        for family in (jnp.integer, jnp.floating, jnp.complexfloating, jnp.bool_)
+    )
+    # 3. Equal dtypes need no change, and matching reports other differences. A Python
+    #    number, which a trace turned into an array, is restored as a Python number.
+    if not same_family or not same_shape or like.dtype == dtype:
+        return stand_in(leaf) if leaf.kind == "python_scalar" and same_family else like
+    is_cast = casting and jnp.issubdtype(dtype, jnp.floating)
+    # 4. A cast applies to parameters, but not to the optimizer's scalars.
+    if is_cast:
+        if in_optimizer and like.shape == ():
+            return jax.ShapeDtypeStruct((), dtype, sharding=like.sharding)
+        return like
+    # 5. Device arrays keep the code's dtype, except a scalar that jax would narrow, for
+    #    example a step that was counted in 64 bits.
+    if leaf.kind == "array":
+        narrows = like.shape == () and would_narrow(leaf.dtype)
+        return np.zeros((), dtype) if narrows else like
+    # 6. Host values are restored as saved.
     return stand_in(leaf)
 
 

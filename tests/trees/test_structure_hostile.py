@@ -143,7 +143,7 @@ def test_no_static_attribute_holds(what: str, data: Any) -> None:
     attributes = [["aa", VARIABLE], ["zz", HIDDEN[what]]]
     flags = [["aa", True], *data]
 
-    with pytest.raises(StructureError, match="modules and arrays to be data"):
+    with pytest.raises(StructureError, match="modules and arrays that are data"):
         decode_graphdef(
             {**LINEAR, "root": {**node(attributes, index=0)["root"], "data": flags}}
         )

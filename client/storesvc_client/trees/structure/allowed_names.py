@@ -199,13 +199,15 @@ class Table:
         """Returns a function; raises like ``node_class``."""
         found = self._object(name, place, "a function")
         if isinstance(found, type) or not callable(found):
-            raise structure_error(place, "a function", f"{shown(name)}, which is none")
+            raise structure_error(
+                place, "a function", f"{shown(name)}, which is not one"
+            )
         return found  # type: ignore[no-any-return]  # callable() narrows Any to Any
 
     def _class(self, name: Any, place: Place, base: type, what: str) -> type[Any]:
         found = self._object(name, place, what)
         if not isinstance(found, type) or not issubclass(found, base):
-            raise structure_error(place, what, f"{shown(name)}, which is none")
+            raise structure_error(place, what, f"{shown(name)}, which is not one")
         return found
 
     def _object(self, name: Any, place: Place, what: str) -> Any:

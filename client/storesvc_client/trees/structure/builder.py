@@ -76,7 +76,7 @@ class Builder:
         """
         tag = tag_of(value, _KEYS) if isinstance(value, dict) else None
         if tag is None or value.keys() - _KEYS[tag]:
-            raise structure_error(self._here, "a module or what it holds", shown(value))
+            raise structure_error(self._here, "a module or a part of one", shown(value))
         return self._builders[tag](value)
 
     def __str__(self) -> str:
@@ -97,9 +97,7 @@ class Builder:
         for key, child in self._children(value.get("attributes")):
             self._check_attribute(cls, key)
             if str(key) in names:  # 0 and "0" are one key in some flax releases
-                raise structure_error(
-                    self._here, "different keys", f"{shown(key)} twice"
-                )
+                raise structure_error(self._here, "unique keys", f"{shown(key)} twice")
             names.add(str(key))
             self._path.append(key)
             held = self.child(child)
@@ -116,7 +114,7 @@ class Builder:
         is_data = vars(node)[NODES].get(stored_key(cls, key), False)
         if not is_data and _is_inhabited(child):
             raise structure_error(
-                self._here, "modules and arrays to be data", "a static one", GIVE_CODE
+                self._here, "modules and arrays that are data", "static ones", GIVE_CODE
             )
 
     def _check_attribute(self, cls: type[Any], key: int | str) -> None:
@@ -146,7 +144,7 @@ class Builder:
             if not isinstance(is_data, bool) or (
                 str(key).startswith(RESERVED) and key not in _FLAX_FLAGS
             ):
-                raise structure_error(self._here, "what is data", shown(is_data))
+                raise structure_error(self._here, "a data flag", shown(is_data))
             flags[stored_key(cls, key)] = is_data
         return HashableMapping(flags)
 
@@ -165,11 +163,11 @@ class Builder:
             raise structure_error(place, "flags of Variables", shown(value["metadata"]))
         if stored.get("hijax"):
             raise structure_error(
-                place, "a Variable", "one of hijax, which none writes"
+                place, "a Variable", "a hijax Variable, which no encoder writes"
             )
         if stored.get("ref"):
             raise structure_error(
-                place, "a Variable of arrays", "one of references", GIVE_CODE
+                place, "a Variable of arrays", "a Variable of references", GIVE_CODE
             )
         self.paths.append(tuple(self._path))
         variable = cls.from_metadata(placeholder(), metadata.native(stored))
@@ -190,7 +188,7 @@ class Builder:
     def _ref(self, value: JSON) -> Any:
         index = value["ref"]
         if type(index) is not int or index not in self._built:
-            raise structure_error(self._here, "an index that came before", shown(index))
+            raise structure_error(self._here, "an earlier index", shown(index))
         return self._built[index]
 
     def _keep(self, value: JSON, built: Any) -> None:
@@ -198,7 +196,7 @@ class Builder:
         if index is None:
             return
         if type(index) is not int or index in self._built:
-            raise structure_error(self._here, "an index of its own", shown(index))
+            raise structure_error(self._here, "a unique index", shown(index))
         self._built[index] = built
 
     def _container(self, value: JSON) -> Any:
@@ -219,7 +217,7 @@ class Builder:
                 )
             return CONTAINERS[kind](children)
         if list(children) != list(range(len(children))):
-            raise structure_error(self._here, "items 0, 1, 2, ...", "others")
+            raise structure_error(self._here, "items 0, 1, 2, ...", "other keys")
         return CONTAINERS[kind](children.values())
 
     def _named_tuple(self, kind: dict[str, JSON], children: dict[Any, Any]) -> Any:
@@ -228,7 +226,9 @@ class Builder:
         cls = self._table.named_tuple(kind.get("named_tuple"), self._here)
         fields = cls._fields
         if set(fields) != set(children):
-            raise structure_error(self._here, f"fields {', '.join(fields)}", "others")
+            raise structure_error(
+                self._here, f"fields {', '.join(fields)}", "other fields"
+            )
         return tuple.__new__(cls, [children[field] for field in fields])
 
     def _children(self, value: JSON) -> list[tuple[Any, Any]]:
@@ -239,13 +239,13 @@ class Builder:
         for before, after in itertools.pairwise(orders):
             if not before < after:
                 raise structure_error(
-                    self._here, "sorted keys, each once", f"{shown(after[1])} late"
+                    self._here, "sorted unique keys", f"{shown(after[1])} out of order"
                 )
         return children
 
     def _check_key(self, key: Any) -> None:
         if type(key) not in (int, str):
-            raise structure_error(self._here, "keys to be names or numbers", shown(key))
+            raise structure_error(self._here, "names or numbers as keys", shown(key))
         if type(key) is str and len(key) > MAX_NAME:
             raise structure_error(
                 self._here, f"keys of at most {MAX_NAME} characters", shown(key)

@@ -194,7 +194,7 @@ class _Rows:
         tag = tag_of(child, _CHILDREN) if isinstance(child, dict) else None
         if tag is None:
             raise structure_error(
-                path or _PLACE, "a module or what it holds", shown(child)
+                path or _PLACE, "a module or a part of one", shown(child)
             )
         if tag == "static":
             self._add_value(path, child["static"])
@@ -258,9 +258,7 @@ class _Rows:
 
     def _first(self, path: str, index: JSON) -> str:
         if type(index) is not int or index not in self._paths:
-            raise structure_error(
-                path or _PLACE, "an index that came before", shown(index)
-            )
+            raise structure_error(path or _PLACE, "an earlier index", shown(index))
         return self._paths[index] or ROOT
 
 

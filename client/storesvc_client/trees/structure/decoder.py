@@ -58,7 +58,9 @@ def decode_graphdef(
         raise structure_error(_PLACE, "a module that flax can split", what) from e
     if held != builder.paths:
         raise structure_error(
-            _PLACE, f"{len(builder.paths)} leaves", f"{len(held)}, or others, of flax"
+            _PLACE,
+            f"{len(builder.paths)} leaves",
+            f"{len(held)} leaves, or different ones, from flax",
         )
     return graphdef
 

@@ -76,9 +76,7 @@ def check_json(document: JSON, place: Place) -> None:
 def _check_keys(value: dict[Any, Any], place: Place) -> None:
     for key in value:
         if type(key) is not str:
-            raise structure_error(
-                place, "keys of JSON objects to be strings", shown(key)
-            )
+            raise structure_error(place, "strings as keys of JSON objects", shown(key))
         if len(key) > MAX_NAME:
             raise structure_error(
                 place, f"keys of at most {MAX_NAME} characters", shown(key)

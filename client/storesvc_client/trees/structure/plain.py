@@ -171,7 +171,7 @@ def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
         except (TypeError, ValueError) as e:
             raise _unhashable(decoded, place) from e
         if len(found) == before:
-            raise structure_error(place, "different keys", f"{shown(key)} twice")
+            raise structure_error(place, "unique keys", f"{shown(key)} twice")
     return found
 
 

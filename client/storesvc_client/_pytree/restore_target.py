@@ -139,8 +139,11 @@ class Target:
             MismatchError: The checkpoint does not match; the message lists all
                 differences.
         """
+        # 1. Check the arguments.
         _check_missing(missing, like)
         placer, dtype = Placer(mesh, rules), cast_name(cast)
+        # 2. Match the leaves by key; without problems, decide their placements. All
+        #    problems of one kind go into one error.
         if like is None:
             match = match_all(tree, rows, cast=dtype, containers=containers)
         else:
@@ -166,6 +169,7 @@ class Target:
             raise MismatchError(
                 f"{name} does not fit the target: {list_problems(problems)}{hints}"
             )
+        # 3. Log the differences that are not errors.
         placer.report()
         _report(name, match.kept)
         return cls(pending, match.build, kept)

@@ -112,18 +112,23 @@ class Planner:
             UnsupportedLeafError: A checkpoint cannot hold some leaves; the message
                 lists them.
         """
+        # 1. A training loop saves trees of one form; their plan is computed once.
         reused = self._reused(tree, structure)
         if reused is not None:
             return reused
+        # 2. Reject everything that cannot be stored before anything is sent.
         named, treedef = named_leaves(tree)
         numbers = {id(leaf): number for number, leaf in enumerate(named)}
         found = list(storable(named, is_alone=self._job is None))
+        # 3. Cut the leaves into chunks. Every process of a job must compute the same
+        #    rows, so these depend only on global shapes and shardings.
         held = [_held(leaf.value, what, self._job) for leaf, what in found]
         rows = tuple(
             _row(leaf, what, of) for (leaf, what), of in zip(found, held, strict=True)
         )
         document, foreign = (structure, ()) if structure else pack_containers(tree)
         planned = Tree(rows, document)
+        # 4. Select the chunks that this process writes.
         own = _own_chunks(planned, held, self._job)
         plan = Plan(
             tree=planned,

@@ -148,7 +148,9 @@ def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) ->
     if request.model is None:
         return _containers(opened, request)
     plan = plan_state(opened, request)
+    # 4. Restore the leaves.
     restored = plan.restored(opened)
+    # 5. Merge the parts, and create the state.
     options, tx = plan.options, request.tx
     graphstate, graphother = plan.sources.merge(restored, options.mesh, options.rules)
     opt_state = restored["opt_state"]
@@ -181,6 +183,7 @@ def plan_state(stored: Stored, request: Request) -> Plan:
     """
     if request.tx is not None:
         check_tx(request.tx)
+    # 1. Draw the blueprint; the caller's code runs with the garbage collector on.
     recipe = recipe_of(stored, request.options.structure)
     blueprint = _drawn(request.model, recipe, request.options)
     with collector_paused():
@@ -196,7 +199,9 @@ def _planned_state(
     like: dict[str, Any] = {"opt_state": None}
     if tx is not None and options.opt_state == "restore" and not initialises_optimizer:
         like["opt_state"] = _abstract_opt_state(stored, tx, blueprint.graphstate)
+    # 2. Compare the blueprint with the recipe.
     _compare(stored, recipe, blueprint.recipe(like["opt_state"]), options)
+    # 3. Find the sources of the Variables.
     sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
     if "step" in stored.leaves or not options.initialises:
         like["step"] = jax.ShapeDtypeStruct((), jnp.int32)

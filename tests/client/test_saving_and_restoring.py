@@ -544,7 +544,9 @@ def test_a_save_inside_jit_is_refused_by_leaf_and_with_what_to_do(
 def test_a_restore_like_tracers_is_refused_with_what_to_do(run: store.Run) -> None:
     run.save(0, {"x": jnp.zeros(3)}).result()
 
-    with pytest.raises(store.MismatchError, match=r"'x': got a tracer .* outside"):
+    with pytest.raises(
+        store.MismatchError, match=r"'x': expected an array, got a tracer .* outside"
+    ):
         jax.jit(lambda x: run.restore(0, like={"x": x}))(jnp.zeros(3))
 
 
@@ -554,7 +556,10 @@ def test_a_restore_like_tracers_is_refused_with_what_to_do(run: store.Run) -> No
         ({"a": np.zeros(3)}, "select= excludes leaves that like= does not have"),
         (
             {"a": np.zeros(3), "b": np.ones(2, np.int32), "c": np.zeros(1)},
-            "missing='init' keeps the values of like= for leaves that the checkpoint",
+            (
+                "missing='init' keeps the values of like= for leaves that the "
+                "checkpoint lacks"
+            ),
         ),
         (
             {"a": np.zeros(3, np.float32), "b": np.ones(2, np.int32)},

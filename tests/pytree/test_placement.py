@@ -126,7 +126,7 @@ def test_rules_make_the_shardings_of_a_tree(mesh: Mesh) -> None:
     ("rules", "match"),
     [
         ({"kernel": P()}, r"rules: expected a list of \(regex, Part.*, got dict"),
-        ("recorded", "rules: expected a list .*, got 'recorded'; only a restore"),
+        ("recorded", "rules: expected a list .*, got 'recorded'; 'recorded' is"),
         ("kernel", r"rules: expected a list .*, got 'kernel'$"),
         (None, "rules: expected a list .*, got None"),
         (["kernel", P()], r"rule 0: expected \(regex, PartitionSpec\), got 'kernel'"),

@@ -613,7 +613,7 @@ def test_an_array_of_which_jax_lists_not_all_shards_is_refused() -> None:
 
     with pytest.raises(
         store.UnavailableError,
-        match=r"leaf 'x': expected shards on 8 devices, jax lists 3: .*save a copy of",
+        match=r"leaf 'x': expected shards on 8 devices, got 3 .*save a copy of",
     ):
         TreeSource(plan, values).copy(0, np.zeros(64 * 4, np.uint8))
 

@@ -48,7 +48,7 @@ _MADE: Final = {name: kind for kind, name in _EMPTY.items() if kind is not type(
 INTEGER_LISTS: Final = "if"
 """Path kinds whose parent nodes become lists."""
 
-MAX_LENGTH: Final = 1_000_000
+MAX_ABSENT_ITEMS: Final = 1_000_000
 """Maximum absent items in all lists together, counting the last item of each list. An
 index is only a number in a key; without a limit, a few bytes could allocate
 gigabytes."""
@@ -267,10 +267,10 @@ class _Nesting:
             return items
         length = max(items) + 1
         self._absent += length - len(items)
-        if self._absent >= MAX_LENGTH:
+        if self._absent >= MAX_ABSENT_ITEMS:
             raise MismatchError(
-                f"expected lists with fewer than {MAX_LENGTH} absent items, got an "
-                f"index of {max(items)}; restore with like="
+                f"expected lists with fewer than {MAX_ABSENT_ITEMS} absent items, got "
+                f"an index of {max(items)}; restore with like="
             )
         found = [items.get(i) for i in range(length)]
         return tuple(found) if id(node) in self._tuples else found

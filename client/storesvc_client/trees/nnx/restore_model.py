@@ -146,7 +146,7 @@ class Plan:
 def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
     if request.model is None:
-        return _containers(opened, request)
+        return _restored_containers(opened, request)
     plan = plan_state(opened, request)
     # 4. Restore the leaves.
     restored = plan.restored(opened)
@@ -246,7 +246,7 @@ def plan_module(stored: Stored, request: Request) -> Plan:
         )
 
 
-def _containers(opened: OpenCheckpoint, request: Request) -> Any:
+def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the state as dicts and lists, for a caller without its code."""
     options = request.options
     if request.tx is not None or options.initialises:

@@ -1,8 +1,8 @@
-"""A catalogue of NNX modules: every layer and idiom that a checkpoint should survive.
+"""Catalogue of NNX modules: every layer and idiom that a checkpoint should preserve.
 
-``CASES`` names factories of modules, and how to call what they make; ``modules`` is a
-strategy of random small ones. They do the same on every release of flax that the
-client supports.
+``CASES`` has factories of modules and functions that call the modules; ``modules`` is a
+Hypothesis strategy for random small ones. The modules compute the same on every flax
+release that the client supports.
 """
 
 from collections.abc import Callable
@@ -20,29 +20,29 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 Module: TypeAlias = Any
-"""An nnx.Module, or a list or dict of some."""
+"""An nnx.Module, or a list or dict of modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A module of the catalogue."""
+    """One module of the catalogue."""
 
     make: Callable[[], Module]
     call: Callable[[Module], Any]
-    """Returns arrays that its parameters and settings decide."""
+    """Returns arrays that depend on the module's parameters and settings."""
     allow: tuple[Any, ...] = field(default=())
-    """The classes and functions of this file that its structure names."""
+    """Classes and functions of this file that the module's structure names."""
     needs_template: bool = False
-    """Whether it holds what no document can."""
+    """True if the module has values that no document can hold."""
 
 
 def rngs(seed: int = 0) -> nnx.Rngs:
-    """Streams of random numbers."""
+    """Creates streams of random numbers."""
     return nnx.Rngs(seed)
 
 
 def inputs(*shape: int) -> jax.Array:
-    """An input, no two numbers of which are equal."""
+    """Returns an input without equal numbers."""
     size = 1
     for length in shape:
         size *= length
@@ -50,11 +50,11 @@ def inputs(*shape: int) -> jax.Array:
 
 
 class MovingAverage(nnx.Variable[Any]):
-    """A Variable of a type of our own."""
+    """A custom Variable type."""
 
 
 class Residual(nnx.Module):
-    """Adds to its input what a layer makes of it, and counts."""
+    """Adds the output of a layer to its input, and counts calls."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(4, 4, rngs=rngs)
@@ -92,7 +92,7 @@ class Tied(nnx.Module):
 
 
 class Child(nnx.Module):
-    """Knows its parent."""
+    """A module with a reference to its parent."""
 
     def __init__(self, parent: "Parent", *, rngs: nnx.Rngs) -> None:
         self.parent = parent
@@ -103,7 +103,7 @@ class Child(nnx.Module):
 
 
 class Parent(nnx.Module):
-    """A cycle: its child knows it."""
+    """A cycle: the child refers to this module."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.scale = nnx.Param(jnp.full((4,), 2.0))
@@ -145,7 +145,7 @@ class Settings(nnx.Module):
 
 
 class Nested(nnx.Module):
-    """Lists of more than ten, dicts, and a Variable that holds a tree."""
+    """Lists of more than ten items, dicts, and a Variable that holds a tree."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(12)])
@@ -174,7 +174,7 @@ class Closure(nnx.Module):
 
 
 class Partitioned(nnx.Module):
-    """A kernel that says over which axes of a mesh it lies."""
+    """A module whose kernel names mesh axes."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.lecun_normal()
@@ -187,7 +187,7 @@ class Partitioned(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A layer of a transformer."""
+    """One layer of a transformer."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.LayerNorm(width, rngs=rngs)
@@ -204,7 +204,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Twelve layers, so that layer 10 would come before layer 2 by name."""
+    """Twelve layers, so that layer 10 sorts before layer 2 by name."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(16, 4, rngs=rngs)
@@ -235,7 +235,7 @@ class Convolutional(nnx.Module):
 
 
 class LinenNet(nn.Module):
-    """A linen module, for the bridge."""
+    """A Linen module, for the bridge."""
 
     features: int
 
@@ -265,7 +265,7 @@ def _optimizer() -> Module:
 
 
 def _trained(pair: Module) -> Any:
-    """One step of the optimizer, then the output."""
+    """Runs one step of the optimizer, then returns the output."""
     model, optimizer = pair
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     optimizer.update(model, grads)
@@ -378,7 +378,7 @@ CASES: dict[str, Case] = {
 
 
 class Holder(nnx.Module):
-    """What ``modules`` draws: children and settings by name."""
+    """Random modules of ``modules``: children and settings by name."""
 
     def __init__(self, parts: dict[str, Any]) -> None:
         for name, part in parts.items():
@@ -386,7 +386,7 @@ class Holder(nnx.Module):
 
 
 ALLOW = (Holder, MovingAverage)
-"""What the structures of ``modules`` name."""
+"""Names that the structures of ``modules`` contain."""
 
 _leaves = st.one_of(
     st.builds(
@@ -429,5 +429,6 @@ _parts: st.SearchStrategy[Any] = st.deferred(
 
 
 def modules() -> st.SearchStrategy[Module]:
-    """Random modules of layers, custom Variables, lists, dicts, ties and settings."""
+    """Draws random modules of layers, custom Variables, lists, dicts, ties and
+    settings."""
     return _holders(_parts)

@@ -1,4 +1,4 @@
-"""Configs of models: kept exactly, rebuilt by the class that the model names."""
+"""Configs of models: stored exactly, and rebuilt by the class that the model names."""
 
 import enum
 import json
@@ -47,11 +47,11 @@ class Quantization:
 
 
 class Sizes(dict[str, int]):
-    """A dict of a class of its own."""
+    """A subclass of dict."""
 
 
 class Vision:
-    """Loses its level in ``to_dict``, as many configs do."""
+    """A config whose ``to_dict`` loses its level, as many do."""
 
     def __init__(self, depth: int = 2, level: Level = Level.LOW) -> None:
         self.depth, self.level = depth, level
@@ -89,7 +89,7 @@ class Config:
 
 
 class Derived(Config):
-    """A config of a base that a model names."""
+    """A subclass of the config that a model names."""
 
 
 class Model(nnx.Module):
@@ -104,7 +104,7 @@ C = TypeVar("C", bound=Config)
 
 
 class Annotated(nnx.Module, Generic[C]):
-    """Names its config in the annotation alone."""
+    """A model that names its config in the annotation only."""
 
     def __init__(self, config: "C", *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -153,7 +153,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_a_config_comes_back_as_it_was_and_no_constructor_runs(run: store.Run) -> None:
+def test_a_config_is_restored_exactly_and_no_constructor_runs(run: store.Run) -> None:
     config = full()
     save_model(run, 1, Model(config, rngs=nnx.Rngs(0))).result()
     made = Config.made
@@ -180,7 +180,7 @@ def test_a_config_may_be_of_a_class_that_derives_from_the_named_one(
     assert Derived is type(restore_model(run, model=model).config)
 
 
-def test_arrays_of_jax_in_a_config_come_back_as_values(run: store.Run) -> None:
+def test_arrays_of_jax_in_a_config_are_restored_as_values(run: store.Run) -> None:
     config = Config(scales=[jnp.float32(0.25), jnp.arange(3)])
     save_model(run, 1, Model(config, rngs=nnx.Rngs(0))).result()
 
@@ -197,7 +197,7 @@ def test_a_mesh_in_a_config_is_not_kept(run: store.Run) -> None:
     assert not hasattr(restore_model(run, model=Model).config, "_held_mesh")
 
 
-def test_a_config_that_the_model_does_not_name_is_refused_with_the_call(
+def test_a_config_that_the_model_does_not_name_is_rejected_with_the_call(
     run: store.Run,
 ) -> None:
     class Other(nnx.Module):
@@ -209,8 +209,9 @@ def test_a_config_that_the_model_does_not_name_is_refused_with_the_call(
     with pytest.raises(store.MismatchError) as e:
         restore_model(run, model=Other)
 
-    assert "that is of tests.test_configs:Foreign, got one of tests.test_configs:" in (
-        str(e.value)
+    assert (
+        "of class tests.test_configs:Foreign, got one of class tests.test_configs:"
+        in (str(e.value))
     )
     assert "model=lambda: Other(config=config, rngs=nnx.Rngs(0))" in str(e.value)
 
@@ -218,7 +219,7 @@ def test_a_config_that_the_model_does_not_name_is_refused_with_the_call(
 @pytest.mark.parametrize(
     "name", ["os:system", "subprocess:Popen", "builtins:dict", "tests.test_configs:C"]
 )
-def test_no_name_of_a_document_leads_to_what_the_config_does_not_name(
+def test_a_document_cannot_name_other_classes_than_the_config_does(
     name: str,
 ) -> None:
     with pytest.raises(StructureError, match="expected a class that the model's"):
@@ -244,12 +245,12 @@ def test_no_name_of_a_document_leads_to_what_the_config_does_not_name(
         {"enum": "tests.test_configs:Kind", "member": "__class__"},
     ],
 )
-def test_a_malformed_config_is_refused(document: Any) -> None:
+def test_a_malformed_config_is_rejected(document: Any) -> None:
     with pytest.raises(StructureError):
         rebuild_settings(document, setting_classes(Config))
 
 
-def test_differences_of_configs_repeat_for_no_layer_and_execution_is_not_refused(
+def test_config_differences_are_merged_and_execution_is_not_rejected(
     run: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     def model(kind: str, eps: float) -> Any:
@@ -266,7 +267,7 @@ def test_differences_of_configs_repeat_for_no_layer_and_execution_is_not_refused
 
     with caplog.at_level(logging.INFO):
         restore_model(run, model=model("flash", 1e-6))
-    assert "computed otherwise than where it was saved: " in caplog.text
+    assert "computed in another way than when it was saved: " in caplog.text
     assert "attn_mechanism: expected 'vanilla' as saved, got 'flash'" in caplog.text
     with pytest.raises(store.MismatchError) as e:
         restore_model(run, model=model("flash", 1e-3))
@@ -298,7 +299,7 @@ def test_plain_settings_are_comparable_data() -> None:
         {"tuple": [{"object": "x", "fields": {"a": 1}}]},
     ],
 )
-def test_a_malformed_config_is_refused_where_it_is_compared(
+def test_a_malformed_config_is_rejected_where_it_is_compared(
     run: store.Run, config: Any
 ) -> None:
     model = Model(Config(), rngs=nnx.Rngs(0))
@@ -312,7 +313,7 @@ def test_a_malformed_config_is_refused_where_it_is_compared(
 
 
 class Optional(nnx.Module):
-    """Needs no config, and has saved none."""
+    """A model that does not need its config and does not store it."""
 
     def __init__(self, config: Config | None = None, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(2, 4 if config is None else config.width, rngs=rngs)
@@ -337,7 +338,7 @@ def test_the_call_of_a_factory_names_what_the_class_needs() -> None:
 
 
 class Broken(nnx.Module):
-    """Takes fewer configs than it has saved."""
+    """A model that accepts fewer configs than it saved."""
 
     config_class = Config
     limit: ClassVar[int] = 9
@@ -349,7 +350,7 @@ class Broken(nnx.Module):
         self.linear = nnx.Linear(2, config.width, rngs=rngs)
 
 
-def test_a_class_that_refuses_its_config_is_an_error_with_the_factory(
+def test_a_class_that_rejects_its_config_is_an_error_with_the_factory(
     run: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(run, 1, Broken(Config(8), rngs=nnx.Rngs(0))).result()
@@ -359,13 +360,13 @@ def test_a_class_that_refuses_its_config_is_an_error_with_the_factory(
         restore_model(run, model=Broken)
 
     assert (
-        "model=Broken: expected a class that takes the config and dtypes that were "
-        "saved, got ValueError: expected at most 5; give a factory, model=lambda: "
+        "model=Broken: expected a class that accepts the saved config and dtypes, got "
+        "ValueError: expected at most 5; give a factory, model=lambda: "
         "Broken(config=config, rngs=nnx.Rngs(0))"
     ) == str(e.value)
 
 
-def test_a_factory_that_needs_values_or_changes_others_is_refused(
+def test_a_factory_that_needs_values_or_changes_others_is_rejected(
     run: store.Run,
 ) -> None:
     save_model(run, 1, Model(Config(), rngs=nnx.Rngs(0))).result()
@@ -377,13 +378,15 @@ def test_a_factory_that_needs_values_or_changes_others_is_refused(
     def changes() -> Any:
         return Model(Config(), rngs=rngs)
 
-    with pytest.raises(store.InvalidRequestError, match="code that needs values"):
+    with pytest.raises(
+        store.InvalidRequestError, match="code that needs concrete values"
+    ):
         restore_model(run, model=needs)
-    with pytest.raises(store.InvalidRequestError, match="made outside of it"):
+    with pytest.raises(store.InvalidRequestError, match="created outside of it"):
         restore_model(run, model=changes)
 
 
-def test_a_state_without_a_model_comes_back_as_dicts_and_lists(run: store.Run) -> None:
+def test_a_state_without_a_model_is_restored_as_dicts_and_lists(run: store.Run) -> None:
     save_model(run, 1, Model(Config(), rngs=nnx.Rngs(0))).result()
 
     back = restore_state(run)

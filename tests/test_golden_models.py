@@ -1,9 +1,8 @@
-"""Models that other releases of flax saved come back, and only as what they were.
+"""Models saved by other flax releases are restored, and only as the same model.
 
-Each store of ``tests/golden/models`` was written once, by the release of flax that
-it is named after: ``python -m tests.test_golden_models`` writes that of the running
-one where there is none. Their values are of the same formula, so that one digest is
-true of all of them.
+Each store in ``tests/golden/models`` was written once, by the flax release in its name;
+``python -m tests.test_golden_models`` writes the store of the installed release if
+there is none. All values come from one formula, so all stores have one digest.
 """
 
 import hashlib
@@ -39,11 +38,11 @@ DIGESTS = {
     "state": "2b73c27565eba138a12c927315bdcd22670a68e9e704f5d85e93f6a3d9406230",
     "model": "202dd5b6643a613b0058bdbb3c3a8cb5dd59f90c0dd714477263b7bb807f2929",
 }
-"""Of all leaves of the checkpoint of a state, and of that of its module."""
+"""Digest of all leaves of the checkpoint of a state and of its module."""
 
 
 class Block(nnx.Module):
-    """A layer that is there twice, the second time by another name."""
+    """A layer that is in the module twice, under two names."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.inner = nnx.Linear(2, 2, rngs=rngs)
@@ -55,7 +54,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Twelve layers, statistics, dropout, and what is shared."""
+    """Twelve layers, statistics, dropout, and shared modules."""
 
     def __init__(
         self, epsilon: float, activation: Callable[..., Any], *, rngs: nnx.Rngs
@@ -77,7 +76,7 @@ class Model(nnx.Module):
 def make_model(
     epsilon: float = 1e-5, activation: Callable[..., Any] = nnx.relu
 ) -> Model:
-    """The model that was saved, or one with another setting."""
+    """Returns the model that was saved, or one with another setting."""
     return Model(epsilon, activation, rngs=nnx.Rngs(params=0, dropout=1))
 
 
@@ -85,7 +84,8 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
 def made_state() -> EasyDeLState:
-    """The state that was saved; no number of it is of an initialiser or an update."""
+    """Returns the state that was saved; no value depends on an initialiser or
+    update."""
     state = EasyDeLState.create(
         step=jnp.int32(STEP), model=make_model(), tx=TX, init_opt_state=True
     )
@@ -96,7 +96,7 @@ def made_state() -> EasyDeLState:
 
 
 def numbered(index: int, leaf: Any) -> Any:
-    """Another value for a leaf, in which no other leaf is alike."""
+    """Returns a value for a leaf that is unique to that leaf."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key(index)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -106,7 +106,7 @@ def numbered(index: int, leaf: Any) -> Any:
 
 
 def digest(tree: Any) -> str:
-    """A digest of all leaves, their names and types among it."""
+    """Returns a digest of all leaves with their names and types."""
     found = hashlib.sha256()
     for leaf in sorted(named_leaves(tree)[0], key=lambda leaf: leaf.key):
         value = leaf.value
@@ -118,13 +118,13 @@ def digest(tree: Any) -> str:
 
 
 def parts(model: Any) -> dict[str, Any]:
-    """The parts of a module, by the names that they have in a checkpoint."""
+    """Returns the parts of a module by their names in a checkpoint."""
     _, *states = nnx.split(model, nnx.Param, ...)
     return dict(zip(("graphstate", "graphother"), states, strict=True))
 
 
 def advance(state: EasyDeLState) -> EasyDeLState:
-    """The state after one update."""
+    """Returns the state after one update."""
 
     def loss(graphstate: Any) -> tuple[jax.Array, Any]:
         model = state.merge(graphstate)
@@ -138,7 +138,7 @@ def advance(state: EasyDeLState) -> EasyDeLState:
 
 @pytest.fixture(params=RELEASES)
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A client of a copy of each store."""
+    """A client for a copy of each store."""
     root = tmp_path / "store"
     shutil.copytree(HERE / f"flax-{request.param}", root)
     with store.connect(root.as_uri()) as connected:
@@ -194,8 +194,8 @@ def test_a_model_of_each_release_is_restored_by_its_structure(
     assert made_state().model(x).tolist() == back(x).tolist()
 
 
-# Releases of flax describe one module in different words, so that what they say is
-# compared setting by setting: of these, all say the same.
+# Releases of flax describe a module differently, so descriptions are compared setting
+# by setting: settings that all releases have are equal.
 @pytest.mark.parametrize(
     ("other", "match"),
     [
@@ -207,7 +207,7 @@ def test_a_model_of_each_release_is_restored_by_its_structure(
     ],
     ids=["epsilon", "activation"],
 )
-def test_another_setting_is_refused_across_releases(
+def test_another_setting_is_rejected_across_releases(
     client: store.Client, other: dict[str, Any], match: str
 ) -> None:
     def make_other() -> Model:
@@ -219,7 +219,7 @@ def test_another_setting_is_refused_across_releases(
         restore_model(client.run("golden/model"), model=make_other)
 
 
-def test_another_optimizer_is_refused_across_releases(client: store.Client) -> None:
+def test_another_optimizer_is_rejected_across_releases(client: store.Client) -> None:
     with pytest.raises(store.MismatchError, match="got ScaleByLionState"):
         restore_state(
             client.run("golden/state"),
@@ -229,7 +229,7 @@ def test_another_optimizer_is_refused_across_releases(client: store.Client) -> N
 
 
 def write(root: Path) -> None:
-    """Writes the store of the running release."""
+    """Writes the store of the installed release."""
     state = made_state()
     with store.connect(root.as_uri()) as writing:
         save_state(writing.run("golden/state"), state).result()
@@ -239,5 +239,5 @@ def write(root: Path) -> None:
 if __name__ == "__main__":
     target = HERE / f"flax-{flax.__version__}"
     assert not target.exists(), "a golden store is written once"
-    # By its own name, as the structure of a model names the module of its class.
+    # Imported by name, because the stored structure names the module of its class.
     import_module("tests.test_golden_models").write(target)

@@ -370,7 +370,9 @@ def test_a_donated_leaf_is_named(run: store.Run) -> None:
     array = jnp.ones(3)
     array.delete()
 
-    with pytest.raises(store.UnsupportedLeafError, match="'x': its array was deleted"):
+    with pytest.raises(
+        store.UnsupportedLeafError, match="'x': expected a live array, got a deleted"
+    ):
         run.save(0, {"x": array})
 
 
@@ -546,21 +548,26 @@ def test_a_save_inside_jit_is_refused_by_leaf_and_with_what_to_do(
 def test_a_restore_like_tracers_is_refused_with_what_to_do(run: store.Run) -> None:
     run.save(0, {"x": jnp.zeros(3)}).result()
 
-    with pytest.raises(store.MismatchError, match=r"'x': got a tracer .* outside"):
+    with pytest.raises(
+        store.MismatchError, match=r"'x': expected an array, got a tracer .* outside"
+    ):
         jax.jit(lambda x: run.restore(0, like={"x": x}))(jnp.zeros(3))
 
 
 @pytest.mark.parametrize(
     ("like", "hint"),
     [
-        ({"a": np.zeros(3)}, "select= leaves out leaves that like= has not"),
+        ({"a": np.zeros(3)}, "select= excludes leaves that like= does not have"),
         (
             {"a": np.zeros(3), "b": np.ones(2, np.int32), "c": np.zeros(1)},
-            "missing='init' keeps what like= has of leaves that are not there",
+            (
+                "missing='init' keeps the values of like= for leaves that the "
+                "checkpoint lacks"
+            ),
         ),
         (
             {"a": np.zeros(3, np.float32), "b": np.ones(2, np.int32)},
-            "cast='float32' casts leaves to what like= has",
+            "cast='float32' casts leaves to the dtype of like=",
         ),
         ({"a": np.zeros(4), "b": np.ones(2, np.int32)}, ""),
         ({"a": np.zeros(3), "b": np.ones(2, np.float32)}, ""),

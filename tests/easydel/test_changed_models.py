@@ -199,7 +199,9 @@ def test_how_a_model_is_computed_is_logged_and_what_is_computed_refused(
         with caplog.at_level("INFO", "storesvc_client"):
             restore_model(run, model=partial(with_setting, name, value))
         text = "\n".join(r.getMessage() for r in caplog.records if name in r.message)
-        assert f"computed otherwise than where it was saved: {name}: expected" in text
+        assert (
+            f"computed in another way than when it was saved: {name}: expected" in text
+        )
     for name, value in NUMBERS.items():
         with pytest.raises(store.MismatchError, match=name):
             restore_model(run, model=partial(with_setting, name, value))

@@ -1,4 +1,4 @@
-"""Where restored leaves lie: rules on a mesh, and what a mesh cannot do."""
+"""Placement of restored leaves: rules on a mesh, and what a mesh cannot do."""
 
 import logging
 import time
@@ -62,7 +62,7 @@ def test_axes_that_do_not_divide_a_leaf_are_dropped_and_reported(
     assert "does not fit (7, 4)" in message
 
 
-def test_leaves_lie_as_recorded_on_a_mesh_of_another_shape(
+def test_recorded_shardings_apply_on_a_mesh_of_another_shape(
     run: store.Run, mesh: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("b", "a")))
@@ -93,7 +93,7 @@ def test_a_leaf_that_no_rule_matches_is_named(run: store.Run, mesh: Mesh) -> Non
     ],
     ids=str,
 )
-def test_rules_that_are_none_are_refused(
+def test_invalid_rules_are_rejected(
     run: store.Run, mesh: Mesh, rules: list[tuple[str, P]], match: str
 ) -> None:
     run.save(0, {"x": jnp.ones(3)}).result()
@@ -102,7 +102,7 @@ def test_rules_that_are_none_are_refused(
         run.restore(0, mesh=mesh, rules=rules)
 
 
-def test_a_mesh_without_rules_is_refused(run: store.Run, mesh: Mesh) -> None:
+def test_a_mesh_without_rules_is_rejected(run: store.Run, mesh: Mesh) -> None:
     run.save(0, {"x": jnp.ones(3)}).result()
 
     with pytest.raises(store.InvalidRequestError, match="both mesh= and rules="):
@@ -126,7 +126,7 @@ def test_rules_make_the_shardings_of_a_tree(mesh: Mesh) -> None:
     ("rules", "match"),
     [
         ({"kernel": P()}, r"rules: expected a list of \(regex, Part.*, got dict"),
-        ("recorded", "rules: expected a list .*, got 'recorded'; only a restore"),
+        ("recorded", "rules: expected a list .*, got 'recorded'; 'recorded' is"),
         ("kernel", r"rules: expected a list .*, got 'kernel'$"),
         (None, "rules: expected a list .*, got None"),
         (["kernel", P()], r"rule 0: expected \(regex, PartitionSpec\), got 'kernel'"),
@@ -139,7 +139,9 @@ def test_rules_make_the_shardings_of_a_tree(mesh: Mesh) -> None:
     ],
     ids=str,
 )
-def test_what_are_no_rules_is_refused(mesh: Mesh, rules: Any, match: str) -> None:
+def test_values_that_are_not_rules_are_rejected(
+    mesh: Mesh, rules: Any, match: str
+) -> None:
     with pytest.raises(store.InvalidRequestError, match=match):
         shardings_by_rules({"kernel": jnp.ones((8, 4))}, mesh, rules)
 
@@ -155,7 +157,9 @@ def test_what_are_no_rules_is_refused(mesh: Mesh, rules: Any, match: str) -> Non
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_mesh_is_refused(run: store.Run, other: Any, match: str) -> None:
+def test_values_that_are_not_a_mesh_are_rejected(
+    run: store.Run, other: Any, match: str
+) -> None:
     run.save(0, {"x": jnp.ones(3)}).result()
 
     with pytest.raises(store.InvalidRequestError, match=match):
@@ -191,7 +195,7 @@ def test_a_leaf_that_no_rule_matches_is_named_once(mesh: Mesh) -> None:
     ],
     ids=str,
 )
-def test_a_tree_that_holds_no_sharding_is_refused(tree: Any, match: str) -> None:
+def test_a_tree_that_holds_no_sharding_is_rejected(tree: Any, match: str) -> None:
     with pytest.raises(store.InvalidRequestError, match=match):
         required_shardings(tree)
 
@@ -207,7 +211,7 @@ def test_the_shardings_of_a_tree_are_those_of_its_leaves(mesh: Mesh) -> None:
 
 
 class Model(nnx.Module):
-    """Layers whose moments are to lie as they do."""
+    """Layers whose moments should have the same sharding."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.fc1 = nnx.Linear(4, 8, rngs=rngs)
@@ -226,7 +230,7 @@ RULES = [("layers.*kernel", P("a", "b")), ("kernel|mu", P("b")), ("", P())]
 
 
 def placed_state(mesh: Mesh) -> Any:
-    """A state on a mesh whose optimizer state lies as its parameters."""
+    """A state on a mesh whose optimizer state is placed like its parameters."""
     state: Any = EasyDeLState.create(model=Model(rngs=nnx.Rngs(0)))
     state = state.shard_state(RULES, mesh)
     abstract = jax.eval_shape(TX.init, state.graphstate)
@@ -294,7 +298,7 @@ def test_only_leaves_of_the_shape_follow_a_parameter(mesh: Mesh) -> None:
     } == found
 
 
-def test_without_a_mesh_only_what_follows_is_placed(mesh: Mesh) -> None:
+def test_without_a_mesh_only_moments_are_placed(mesh: Mesh) -> None:
     single = SingleDeviceSharding(jax.devices()[1])
     made = {"kernel": jax.device_put(jnp.ones(4), single), "host": np.ones(2)}
     moments = {"mu": made, "count": jnp.zeros(())}

@@ -1,4 +1,5 @@
-"""What is saved comes back, bit by bit: every dtype, shape, kind and sharding."""
+"""A restore returns what was saved, bit by bit: every dtype, shape, kind and
+sharding."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from tests.support.examples import examples
 
 SHAPES = [(), (0,), (3, 0, 2), (1,) * 8, (7, 11, 13), (10_007,)]
 
-# jax has no arrays of the others
+# jax has no arrays of the other dtypes.
 JAX_DTYPES = {
     name: dtype
     for name, dtype in DTYPES.items()
@@ -53,7 +54,7 @@ def mesh(*sizes: int) -> Mesh:
 
 
 def some_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Any bit pattern that the dtype admits, NaN payloads and -0.0 among them."""
+    """Draws any bit pattern of the dtype, including NaN payloads and -0.0."""
     rng = np.random.default_rng(7)
     size = math.prod(shape)
     if dtype.name == "bool":
@@ -75,7 +76,7 @@ def raw(value: Any) -> bytes:
 
 
 def assert_same(expected: Any, actual: Any) -> None:
-    """Same structure, types, dtypes, shapes and bytes."""
+    """Asserts equal structure, types, dtypes, shapes and bytes."""
     assert str(jax.tree.structure(expected)) == str(jax.tree.structure(actual))
     for one, other in zip(
         jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True
@@ -92,7 +93,7 @@ def there_and_back(run: store.Run, tree: Any, **target: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-def test_every_dtype_and_shape_comes_back_on_the_host(
+def test_every_dtype_and_shape_is_restored_on_the_host(
     run: store.Run, dtype: np.dtype[Any]
 ) -> None:
     tree = {str(shape): some_bytes(shape, dtype) for shape in SHAPES}
@@ -101,7 +102,7 @@ def test_every_dtype_and_shape_comes_back_on_the_host(
 
 
 @pytest.mark.parametrize("dtype", JAX_DTYPES.values(), ids=list(JAX_DTYPES))
-def test_every_dtype_of_jax_comes_back_on_devices(
+def test_every_dtype_of_jax_is_restored_on_devices(
     run: store.Run, dtype: np.dtype[Any]
 ) -> None:
     tree = {str(shape): jax.device_put(some_bytes(shape, dtype)) for shape in SHAPES}
@@ -110,7 +111,7 @@ def test_every_dtype_of_jax_comes_back_on_devices(
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_typed_prng_keys_come_back_typed(run: store.Run, impl: str) -> None:
+def test_typed_prng_keys_are_restored_typed(run: store.Run, impl: str) -> None:
     key = jax.random.key(5, impl=impl)
     tree = {"one": key, "many": jax.random.split(key, (4, 2))}
 
@@ -122,7 +123,7 @@ def test_typed_prng_keys_come_back_typed(run: store.Run, impl: str) -> None:
     assert raw(jax.random.split(key)) == raw(jax.random.split(back["one"]))
 
 
-def test_python_and_numpy_scalars_come_back_as_what_they_were(run: store.Run) -> None:
+def test_python_and_numpy_scalars_keep_their_types(run: store.Run) -> None:
     tree = {
         "bool": True,
         "int": -(2**63),
@@ -154,7 +155,9 @@ class Record:
     bias: Any
 
 
-def test_containers_of_every_kind_come_back_through_a_template(run: store.Run) -> None:
+def test_containers_of_every_kind_are_restored_through_a_template(
+    run: store.Run,
+) -> None:
     model = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     tree = {
         "list": [np.ones(2), (np.zeros(1), None)],
@@ -180,7 +183,7 @@ def test_without_a_template_named_tuples_are_dicts(run: store.Run) -> None:
 
 
 @pytest.mark.parametrize("tree", [5, np.arange(3), {}, [], {"a": {}}])
-def test_degenerate_trees_come_back(run: store.Run, tree: Any) -> None:
+def test_degenerate_trees_are_restored(run: store.Run, tree: Any) -> None:
     back = there_and_back(run, tree, like=tree)
 
     assert_same(tree, back)
@@ -219,7 +222,7 @@ def test_the_saved_sharding_is_the_default_where_it_fits(run: store.Run) -> None
     assert isinstance(run.restore(1)["x"], np.ndarray)
 
 
-def test_a_leaf_of_many_chunks_comes_back_on_other_shards(run: store.Run) -> None:
+def test_a_leaf_of_many_chunks_is_restored_on_other_shards(run: store.Run) -> None:
     values = np.random.default_rng(0).integers(0, 2**31, (4_099, 4_096), np.int32)
     run.save(0, {"x": values}).result()
     assert run.leaves(0)["x"].chunk_count > 3
@@ -231,7 +234,7 @@ def test_a_leaf_of_many_chunks_comes_back_on_other_shards(run: store.Run) -> Non
 
 
 @pytest.mark.slow
-def test_one_leaf_of_256_mib_comes_back(run: store.Run) -> None:
+def test_one_leaf_of_256_mib_is_restored(run: store.Run) -> None:
     values = np.arange(2**26, dtype=np.float32).reshape(2**13, 2**13)
     sharded = jax.device_put(values, NamedSharding(mesh(4, 2), P("a", "b")))
     run.save(0, {"x": sharded}).result()
@@ -243,7 +246,7 @@ def test_one_leaf_of_256_mib_comes_back(run: store.Run) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_small_leaves_come_back(run: store.Run) -> None:
+def test_ten_thousand_small_leaves_are_restored(run: store.Run) -> None:
     tree = {f"leaf-{i}": np.full(i % 5, i, np.float32) for i in range(10_000)}
 
     assert_same(tree, there_and_back(run, tree))
@@ -267,7 +270,7 @@ def test_a_save_survives_the_donation_of_its_arrays(
 def test_the_replicas_of_a_restored_array_may_be_donated_and_change_apart(
     run: store.Run,
 ) -> None:
-    # on CPU they share the buffer that the restore filled
+    # On CPU they share the buffer that the restore filled.
     run.save(0, {"x": np.ones((1024, 1024), np.float32)}).result()
     devices = mesh(8)
     like = jax.ShapeDtypeStruct(
@@ -330,14 +333,14 @@ _numbers: Callable[[], int] = iter(range(10**9)).__next__
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(tree=TREES)
-def test_any_tree_comes_back(client: store.Client, tree: Any) -> None:
+def test_any_tree_is_restored(client: store.Client, tree: Any) -> None:
     run = client.run(f"tests/tree-{_numbers()}")
 
     assert_same(tree, there_and_back(run, tree, like=tree))
 
 
 def shape(tree: Any) -> Any:
-    """A tree with what its leaves are; None is a leaf, which nothing else is."""
+    """Describes a tree by its leaves; None counts as a leaf."""
     return jax.tree.map(
         lambda leaf: "None" if leaf is None else type(leaf).__name__,
         tree,
@@ -351,7 +354,7 @@ def shape(tree: Any) -> Any:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(tree=PLAIN)
-def test_any_tree_of_plain_containers_comes_back_without_a_target(
+def test_any_tree_of_plain_containers_is_restored_without_a_target(
     client: store.Client, tree: Any
 ) -> None:
     run = client.run(f"tests/tree-{_numbers()}")
@@ -367,7 +370,7 @@ class Point(NamedTuple):
     y: Any
 
 
-def test_what_is_empty_comes_back_where_it_is_selected(run: store.Run) -> None:
+def test_empty_containers_are_restored_if_selected(run: store.Run) -> None:
     tree = {
         "params": {"w": np.ones(2), "bias": None, "none": {}},
         "opt": ((), [None, np.zeros(1)]),
@@ -393,14 +396,14 @@ def test_what_is_empty_comes_back_where_it_is_selected(run: store.Run) -> None:
     assert run.open(0).structure == b""
 
 
-def test_a_document_of_the_caller_is_kept_as_it_is(run: store.Run) -> None:
+def test_a_document_of_the_caller_is_stored_unchanged(run: store.Run) -> None:
     run.save(0, {"a": (1, None)}, structure=b"mine").result()
 
     assert b"mine" == run.open(0).structure
     assert {"a": [1]} == run.restore(0)
 
 
-def test_a_malformed_document_of_containers_is_refused(run: store.Run) -> None:
+def test_a_malformed_document_of_containers_is_rejected(run: store.Run) -> None:
     for rows in (
         [["{}", "a", "k"]],
         [["{}", "a/b", "kk"]],
@@ -441,7 +444,7 @@ def test_a_save_reports_which_containers_need_like(
 ) -> None:
     run = client.run(f"tests/needs-like-{len(expected)}-{len(str(tree))}")
 
-    for step in (1, 2):  # the plan of the second save is that of the first
+    for step in (1, 2):  # the second save reuses the plan of the first
         report = run.save(step, tree).report()
         assert sorted(expected) == sorted(report.needs_like)
 

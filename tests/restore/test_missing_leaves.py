@@ -63,7 +63,7 @@ def test_all_that_has_no_value_is_refused_beside_all_that_does_not_fit(
 
     message = str(caught.value)
     for part in (
-        "leaf 'abstract': expected (2,) float32, got none; like= has no value",
+        "leaf 'abstract': expected (2,) float32, got none; like= has only a ShapeDtype",
         "leaf 'deleted': expected (2,) float32, got none; its array in like=",
         "leaf 'text': expected str, got none",
         "leaf 'params/kernel': expected (4, 8) float32, got (8, 4) float32",
@@ -143,7 +143,7 @@ def test_what_came_from_like_is_told_in_one_line(
 
 
 def test_what_is_not_selected_is_not_missing(trained: store.Run) -> None:
-    with pytest.raises(store.MismatchError, match="; it is not selected"):
+    with pytest.raises(store.MismatchError, match="; select= leaves it out"):
         trained.restore(0, like=like(new=1), select="params/**", missing="init")
 
     target = {"params": like()["params"], "new": 1}

@@ -157,7 +157,7 @@ def test_a_number_and_its_text_are_two_keys(run: store.Run) -> None:
 
     assert (
         "leaf 'layers/10': expected the path ['layers']['10'], got ['layers'][10]; "
-        "a number and its text are two keys"
+        "a number and its text are different keys"
     ) in str(caught.value)
 
 

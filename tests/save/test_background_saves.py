@@ -619,7 +619,7 @@ def test_an_array_of_which_jax_lists_not_all_shards_is_refused() -> None:
 
     with pytest.raises(
         store.UnavailableError,
-        match=r"leaf 'x': expected shards on 8 devices, jax lists 3: .*save a copy of",
+        match=r"leaf 'x': expected shards on 8 devices, got 3 .*save a copy of",
     ):
         TreeSource(plan, values).copy(0, np.zeros(64 * 4, np.uint8))
 
@@ -651,7 +651,9 @@ def test_values_that_cannot_be_stored_are_refused_in_a_known_form_too() -> None:
     deleted.delete()
     with pytest.raises(store.UnsupportedLeafError, match="'n': expected an int of 64"):
         planner.plan({"n": 2**70, "x": jnp.ones(3)}, b"")
-    with pytest.raises(store.UnsupportedLeafError, match="'x': its array was deleted"):
+    with pytest.raises(
+        store.UnsupportedLeafError, match="'x': expected a live array, got a deleted"
+    ):
         planner.plan({"n": 1, "x": deleted}, b"")
 
 

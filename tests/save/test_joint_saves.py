@@ -184,7 +184,7 @@ def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
         )
         assert re.search(never, other_steps[index]), other_steps
     assert all("exists already" in each for each in exists), exists
-    assert all("its array spans other processes" in each for each in alone), alone
+    assert all("got one that spans other processes" in each for each in alone), alone
     assert all("process 1" in each for each in (elsewhere[0], elsewhere[2]))
     assert all("memory://; connect all processes" in each for each in elsewhere)
     assert ("", "", "") == well

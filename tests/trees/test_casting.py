@@ -1,4 +1,4 @@
-"""Trees in another floating-point dtype, and what is none."""
+"""Casting trees to another floating-point dtype."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ from tests.support.stable_ids import stable_id
     ],
     ids=stable_id,
 )
-def test_what_is_no_floating_point_dtype_is_refused(dtype: Any) -> None:
+def test_other_than_floating_point_dtypes_are_rejected(dtype: Any) -> None:
     with pytest.raises(InvalidRequestError, match="expected a floating-point dtype"):
         cast_floating({"a": jnp.ones(2)}, dtype)
     with pytest.raises(InvalidRequestError, match="expected a floating-point dtype"):
@@ -45,7 +45,7 @@ def test_what_is_no_floating_point_dtype_is_refused(dtype: Any) -> None:
     ["bfloat16", jnp.bfloat16, np.dtype(ml_dtypes.bfloat16), jnp.ones(1, "bfloat16")],
     ids=["name", "type", "dtype", "array"],
 )
-def test_floating_point_arrays_are_cast_and_stay_what_they_are(dtype: Any) -> None:
+def test_floating_point_arrays_are_cast_and_keep_their_types(dtype: Any) -> None:
     dtype = getattr(dtype, "dtype", dtype) if isinstance(dtype, jax.Array) else dtype
     where = SingleDeviceSharding(jax.devices()[1])
     tree = {
@@ -82,7 +82,7 @@ def test_all_else_stays() -> None:
     assert all(tree[name] is cast[name] for name in tree)
 
 
-def test_a_dtype_that_jax_would_narrow_is_refused_on_devices_only() -> None:
+def test_a_dtype_that_jax_would_narrow_is_rejected_on_devices_only() -> None:
     assert np.float64 == cast_floating(np.ones(2, np.float32), np.float64).dtype
     with pytest.raises(InvalidRequestError, match="jax would narrow float64"):
         cast_floating({"a": jnp.ones(2)}, np.float64)

@@ -91,7 +91,7 @@ def test_the_optimizer_alone_is_loaded(tmp_path: Path) -> None:
         np.testing.assert_array_equal(kernel(other), kernel(got))
 
 
-def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_of_another_kind_is_rejected(tmp_path: Path) -> None:
     state().save_state(tmp_path)
 
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""An EasyDeLState through a store: saved on one mesh, rebuilt on another."""
+"""An EasyDeLState in a store: saved on one mesh, rebuilt on another."""
 
 import zlib
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ RULES = [("(fc1|mu|nu).*kernel", P("a", "b")), ("", P())]
 
 
 class Model(nnx.Module):
-    """Layers, dropout with a stream of its own, and statistics."""
+    """Layers, dropout with its own stream, and statistics."""
 
     def __init__(
         self, width: int, depth: int, epsilon: float, dtype: Any, *, rngs: nnx.Rngs
@@ -70,7 +70,7 @@ def advance(state: EasyDeLState) -> EasyDeLState:
 
 @pytest.fixture(scope="module")
 def state() -> EasyDeLState:
-    """A state that was trained for two steps."""
+    """Returns a state that was trained for two steps."""
     made = EasyDeLState.create(
         step=jnp.zeros((), jnp.int32), model=make_model(), tx=TX, init_opt_state=True
     )
@@ -83,7 +83,7 @@ def mesh() -> Mesh:
 
 
 def leaves(state: Any) -> dict[str, tuple[Any, bytes]]:
-    """The dtype and the bytes of each leaf, by key."""
+    """Returns dtype and bytes of each leaf, by key."""
 
     def raw(value: Any) -> bytes:
         if jnp.issubdtype(dtype_of(value), jax.dtypes.prng_key):
@@ -145,7 +145,7 @@ def test_a_state_is_rebuilt_on_a_mesh(
     assert P("a", "b") == moment.sharding.spec
 
 
-def test_rng_that_a_checkpoint_lacks_is_made_anew_and_nothing_else(
+def test_only_rng_values_that_a_checkpoint_lacks_are_recreated(
     run: store.Run, state: EasyDeLState
 ) -> None:
     without, _ = nnx.split_state(state.graphother, nnx.Not(nnx.RngState), ...)
@@ -164,7 +164,7 @@ def test_rng_that_a_checkpoint_lacks_is_made_anew_and_nothing_else(
     advance(back)
 
 
-def test_a_step_that_was_a_python_number_comes_back_as_one(run: store.Run) -> None:
+def test_a_step_that_was_a_python_number_is_restored_as_one(run: store.Run) -> None:
     made = EasyDeLState.create(step=7, model=make_model(), tx=TX, init_opt_state=True)
     save_state(run, made).result()
 
@@ -173,7 +173,7 @@ def test_a_step_that_was_a_python_number_comes_back_as_one(run: store.Run) -> No
     assert 7 == back.step
 
 
-def test_another_model_is_refused_by_what_differs(
+def test_another_model_is_rejected_by_what_differs(
     run: store.Run, state: EasyDeLState
 ) -> None:
     save_state(run, state).result()
@@ -206,7 +206,7 @@ def test_another_model_is_refused_by_what_differs(
     ],
     ids=["lion", "order"],
 )
-def test_another_optimizer_is_refused_by_its_containers(
+def test_another_optimizer_is_rejected_by_its_containers(
     run: store.Run, state: EasyDeLState, tx: Any, match: str
 ) -> None:
     save_state(run, state).result()
@@ -222,7 +222,7 @@ def test_a_missing_optimizer_is_asked_for(run: store.Run, state: EasyDeLState) -
         restore_state(run, model=make_model)
 
 
-def test_a_stateless_optimizer_comes_back(run: store.Run) -> None:
+def test_a_stateless_optimizer_is_restored(run: store.Run) -> None:
     made = EasyDeLState.create(
         model=make_model(), tx=optax.sgd(0.1), init_opt_state=True
     )
@@ -237,7 +237,7 @@ def test_a_stateless_optimizer_comes_back(run: store.Run) -> None:
         restore_state(run, model=make_model, tx=optax.sgd(0.1, momentum=0.9))
 
 
-def test_parameters_come_back_without_the_optimizer(
+def test_parameters_are_restored_without_the_optimizer(
     run: store.Run, state: EasyDeLState
 ) -> None:
     save_state(run, state).result()
@@ -248,7 +248,7 @@ def test_parameters_come_back_without_the_optimizer(
     assert leaves(state.replace(opt_state=None)) == leaves(back)
 
 
-def test_parameters_come_back_in_another_dtype(
+def test_parameters_are_restored_in_another_dtype(
     run: store.Run, state: EasyDeLState
 ) -> None:
     save_state(run, state).result()
@@ -265,7 +265,7 @@ def test_parameters_come_back_in_another_dtype(
     assert np.asarray(kept).tobytes() == np.asarray(kernel).tobytes()
 
 
-def test_another_dtype_that_nobody_asked_for_is_refused(
+def test_another_dtype_without_a_cast_is_rejected(
     run: store.Run, state: EasyDeLState
 ) -> None:
     save_state(run, state).result()
@@ -369,7 +369,7 @@ def test_a_class_is_built_of_the_config_and_dtypes_that_were_saved(
 
 
 class Adapted(nnx.Module):
-    """The layers of ``Model``, each with an adapter beside its parameters."""
+    """The layers of ``Model``, each with an adapter next to its parameters."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.LoRALinear(2, 3, lora_rank=2, rngs=rngs)
@@ -416,7 +416,7 @@ def test_adapters_that_were_added_are_initialised_when_asked(run: store.Run) -> 
 
 
 class Owner:
-    """Another library's state class: anything with its own ``create``."""
+    """Another library's state class: any class with a ``create``."""
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
@@ -438,14 +438,14 @@ def test_another_class_is_built_by_its_create(
 
 
 @pytest.mark.parametrize("option", ["missing", "structure", "opt_state"])
-def test_options_that_are_none_are_refused(run: store.Run, option: str) -> None:
+def test_invalid_options_are_rejected(run: store.Run, option: str) -> None:
     save_model(run, 0, Plain(rngs=nnx.Rngs(0))).result()
 
     with pytest.raises(store.InvalidRequestError, match=f"expected {option}= "):
         restore_state(run, model=Plain, **{option: "yes"})  # type: ignore[arg-type]
 
 
-def test_fresh_rng_lies_replicated_on_the_mesh(
+def test_recreated_rng_values_are_replicated_on_the_mesh(
     run: store.Run, state: EasyDeLState, mesh: Mesh
 ) -> None:
     without, _ = nnx.split_state(state.graphother, nnx.Not(nnx.RngState), ...)
@@ -479,7 +479,7 @@ def test_a_state_without_a_recipe_is_restored_by_its_leaves(
     ],
     ids=["plain", "cut", "deep", "empty", "newer", "number", "torn"],
 )
-def test_a_document_that_is_no_recipe_is_refused(
+def test_a_document_that_is_not_a_recipe_is_rejected(
     run: store.Run, state: EasyDeLState, document: bytes
 ) -> None:
     run.save(2, state, structure=document).result()
@@ -495,7 +495,7 @@ def test_an_unknown_step_is_not_found(run: store.Run, state: EasyDeLState) -> No
         restore_state(run, 5, model=make_model, tx=TX)
 
 
-def test_a_state_lies_and_goes_on_where_a_given_one_does(
+def test_a_state_is_placed_and_trained_like_a_given_one(
     run: store.Run, state: EasyDeLState, mesh: Mesh
 ) -> None:
     spread = state.shard_state([("fc1.*kernel", P("a", "b")), ("", P())], mesh)
@@ -510,7 +510,7 @@ def test_a_state_lies_and_goes_on_where_a_given_one_does(
 
 
 class Odd(nnx.Module):
-    """Variables that are no device arrays, and a bare array."""
+    """A module with host values in Variables, and a bare array."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(2, 3, rngs=rngs)
@@ -521,7 +521,7 @@ class Odd(nnx.Module):
         self.nothing: Any = nnx.Variable(None)
 
 
-def test_what_is_no_device_array_comes_back_as_it_was(run: store.Run) -> None:
+def test_host_values_are_restored_unchanged(run: store.Run) -> None:
     made = EasyDeLState.create(model=Odd(rngs=nnx.Rngs(3)), step=2)
     save_state(run, made).result()
 
@@ -537,7 +537,7 @@ def test_what_is_no_device_array_comes_back_as_it_was(run: store.Run) -> None:
 
 
 @pytest.mark.parametrize("step", [np.int64(5), np.asarray(5), 5, jnp.asarray(5)])
-def test_a_step_of_any_integer_kind_comes_back(run: store.Run, step: Any) -> None:
+def test_a_step_of_any_integer_kind_is_restored(run: store.Run, step: Any) -> None:
     made = EasyDeLState.create(model=Plain(rngs=nnx.Rngs(0)), step=step)
     save_state(run, made).result()
 
@@ -548,7 +548,7 @@ def test_a_step_of_any_integer_kind_comes_back(run: store.Run, step: Any) -> Non
 
 
 @pytest.mark.parametrize("step", [2.7, True, None, np.zeros(2), jnp.asarray(2.7)])
-def test_a_step_that_is_no_integer_is_refused(run: store.Run, step: Any) -> None:
+def test_a_step_that_is_not_an_integer_is_rejected(run: store.Run, step: Any) -> None:
     made = EasyDeLState.create(model=Plain(rngs=nnx.Rngs(0))).replace(step=step)
 
     with pytest.raises(store.InvalidRequestError, match="expected an integer in the"):
@@ -583,7 +583,7 @@ def test_scalars_of_an_optimizer_keep_their_dtype_in_a_cast(run: store.Run) -> N
     assert jnp.bfloat16 == moment.dtype
 
 
-def test_an_optimizer_begins_anew_where_none_was_saved(run: store.Run) -> None:
+def test_an_optimizer_is_initialised_if_none_was_saved(run: store.Run) -> None:
     made = EasyDeLState.create(step=1, model=make_model())
     save_state(run, made).result()
 
@@ -598,7 +598,7 @@ def test_an_optimizer_begins_anew_where_none_was_saved(run: store.Run) -> None:
     assert skipped.opt_state is None
 
 
-def test_a_broken_document_stops_nobody_who_has_the_code(
+def test_a_corrupt_document_does_not_block_a_restore_with_code(
     run: store.Run, state: EasyDeLState, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.save(2, state, structure=b"garbage").result()
@@ -606,11 +606,11 @@ def test_a_broken_document_stops_nobody_who_has_the_code(
     back = restore_state(run, model=make_model, tx=TX, structure="report")
 
     assert leaves(state) == leaves(back)
-    assert "nothing is compared with its model" in caplog.text
+    assert "its model is not compared" in caplog.text
 
 
 class Boastful(nnx.Module):
-    """Its config cannot be told."""
+    """A module whose config cannot be read."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(2, 3, rngs=rngs)
@@ -620,13 +620,13 @@ class Boastful(nnx.Module):
         raise RuntimeError("not now")
 
 
-def test_a_config_that_cannot_be_told_stops_no_save(
+def test_a_config_that_cannot_be_read_does_not_block_a_save(
     run: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_model(run, 0, Boastful(rngs=nnx.Rngs(0))).result()
 
     restore_state(run, 0, model=Boastful, missing="init")
-    assert "a setting of the model is not kept with it" in caplog.text
+    assert "a setting of the model is not saved with the checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -653,7 +653,7 @@ def test_a_config_that_cannot_be_told_stops_no_save(
     ],
     ids=["tx", "run", "dict", "module", "class", "allow"],
 )
-def test_a_wrong_argument_is_told_by_its_name(
+def test_an_error_names_the_wrong_argument(
     run: store.Run, call: Any, match: str
 ) -> None:
     save_state(run, EasyDeLState.create(model=Plain(rngs=nnx.Rngs(0)))).result()

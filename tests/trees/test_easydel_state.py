@@ -1,4 +1,4 @@
-"""``EasyDeLState``: a value made of model, optimizer and step."""
+"""``EasyDeLState``: a value that consists of model, optimizer and step."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def model() -> Model:
 
 
 def parts() -> Any:
-    """The graphdef, the parameters and the rest of a model."""
+    """Returns the graphdef, the parameters and the other Variables of a model."""
     return nnx.split(model(), nnx.Param, ...)
 
 
@@ -90,7 +90,7 @@ class TestCreate:
     @pytest.mark.parametrize(
         "given", [{}, {"graphstate": nnx.State({})}, {"graphother": nnx.State({})}]
     )
-    def test_some_parts_without_the_others_are_refused(
+    def test_some_parts_without_the_others_are_rejected(
         self, given: dict[str, Any]
     ) -> None:
         with pytest.raises(ValueError, match="expected model or all of"):
@@ -104,7 +104,7 @@ class TestCreate:
         with pytest.raises(ValueError, match="init_opt_state expected tx, got None"):
             EasyDeLState.create(model=model(), init_opt_state=True)
 
-    def test_parts_of_another_module_are_refused_naming_the_leaves(self) -> None:
+    def test_parts_of_another_module_are_rejected_naming_the_leaves(self) -> None:
         graphdef, params, others = parts()
         lacking = {path: v for path, v in graph_leaves(params).items() if 3 not in path}
 
@@ -113,7 +113,7 @@ class TestCreate:
                 graphdef=graphdef, graphstate=refine_graphs(lacking), graphother=others
             )
 
-    def test_layers_keyed_by_text_are_refused_before_nnx_permutes_them(self) -> None:
+    def test_layers_keyed_by_text_are_rejected_before_nnx_permutes_them(self) -> None:
         graphdef, params, others = parts()
         layers = {str(n): layer for n, layer in params["layers"].items()}
 
@@ -171,14 +171,14 @@ class TestValue:
         assert_equal_leaves(doubled, made.merge_to_state(doubled).graphstate)
 
     @pytest.mark.parametrize("merge", ["merge", "merge_to_state"])
-    def test_merging_a_tree_with_other_paths_is_refused(self, merge: str) -> None:
+    def test_merging_a_tree_with_other_paths_is_rejected(self, merge: str) -> None:
         made = state()
         renamed = nnx.State({"levels": made.graphstate["layers"]})
 
         with pytest.raises(ValueError, match=r"missing .*layers.* unexpected .*levels"):
             getattr(made, merge)(renamed)
 
-    def test_bare_values_take_the_place_of_those_of_variables(self) -> None:
+    def test_bare_values_replace_the_values_of_variables(self) -> None:
         made = state()
         bare = nnx.to_pure_dict(jax.tree.map(lambda x: 2 * x, made.graphstate))
 
@@ -191,7 +191,7 @@ class TestValue:
             graph_leaves(merged.graphstate).keys()
         )
 
-    def test_values_of_another_shape_or_type_are_refused(self) -> None:
+    def test_values_of_another_shape_or_type_are_rejected(self) -> None:
         made = state()
         small = jax.tree.map(lambda x: x[:1], made.graphstate)
         counted = {
@@ -260,7 +260,7 @@ RULES = [("layers/.*kernel", P("x", "y")), ("", P())]
 
 @pytest.fixture
 def mesh() -> Mesh:
-    # four devices each way: kernels are (2, 2), and every axis divides 2
+    # Four devices per axis: kernels are (2, 2), and every axis divides 2.
     return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
 
 
@@ -305,19 +305,17 @@ class TestSharding:
 
         assert_equal_leaves(made.opt_state, taken.opt_state)
 
-    def test_without_an_optimizer_state_there_is_none_to_spread(
-        self, mesh: Mesh
-    ) -> None:
+    def test_sharding_needs_an_optimizer_state(self, mesh: Mesh) -> None:
         with pytest.raises(ValueError, match="expected an opt_state to shard"):
             state().replace(opt_state=None).shard_optimizer_state(None, RULES)
 
-    def test_rules_and_mesh_that_nobody_knows_are_asked_for(self, mesh: Mesh) -> None:
+    def test_missing_rules_and_meshes_are_reported(self, mesh: Mesh) -> None:
         with pytest.raises(InvalidRequestError, match="expected partition_rules="):
             state().shard_state(mesh=mesh)
         with pytest.raises(InvalidRequestError, match="expected mesh="):
             state().shard_state(RULES)
 
-    def test_leaves_go_where_those_of_another_state_lie(self, mesh: Mesh) -> None:
+    def test_leaves_are_placed_like_those_of_another_state(self, mesh: Mesh) -> None:
         made, other = state(), state().shard_state(RULES, mesh)
 
         back = made.shard_with_shape(other.shardings)
@@ -338,7 +336,7 @@ class TestSharding:
 
         assert shardings(other) == shardings(advance(other))
 
-    def test_a_sharding_for_no_leaf_is_refused(self, mesh: Mesh) -> None:
+    def test_a_sharding_for_no_leaf_is_rejected(self, mesh: Mesh) -> None:
         with pytest.raises(MismatchError, match=r"leaf 'opt_state/0/count': expected"):
             state().replace(opt_state=None).shard_with_shape(state().shardings)
 
@@ -356,7 +354,7 @@ class TestSharding:
         assert spread.opt_state is spread.gather_model().opt_state
         assert spread.graphstate is spread.gather_optimizer_state().graphstate
 
-    def test_gathering_no_optimizer_state_is_refused(self) -> None:
+    def test_gathering_no_optimizer_state_is_rejected(self) -> None:
         with pytest.raises(AssertionError, match="expected an opt_state to gather"):
             state().replace(opt_state=None).gather_optimizer_state()
 

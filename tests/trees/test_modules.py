@@ -1,4 +1,4 @@
-"""NNX modules through a store: what comes back computes what was saved."""
+"""NNX modules in a store: a restored module computes what the saved one did."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.support.examples import examples, sampled
 
 
 def leaves(module: Any) -> dict[str, tuple[str, bytes]]:
-    """The type, dtype and bytes of each leaf, by path."""
+    """Returns type, dtype and bytes of each leaf, by path."""
     _, *states = split_module(module)
 
     def raw(value: Any) -> bytes:
@@ -43,11 +43,11 @@ def assert_equal_outputs(expected: Any, actual: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_module_comes_back_by_its_code(run: store.Run, case: Case) -> None:
+def test_a_module_is_restored_by_its_code(run: store.Run, case: Case) -> None:
     module = case.make()
     save_model(run, 0, module).result()
 
-    # `jax.set_mesh`, which this one calls, does not work in an abstract call
+    # `jax.set_mesh`, which this module calls, does not work in an abstract call.
     model = case.make() if case is CASES["partitioned"] else case.make
     back = restore_model(run, model=model)
 
@@ -60,7 +60,7 @@ def test_a_module_comes_back_by_its_code(run: store.Run, case: Case) -> None:
     sampled((case for case in CASES.values() if not case.needs_template), every=3),
     ids=[name for name, case in CASES.items() if not case.needs_template],
 )
-def test_a_module_comes_back_by_its_stored_structure(
+def test_a_module_is_restored_by_its_stored_structure(
     run: store.Run, case: Case
 ) -> None:
     module = case.make()
@@ -73,7 +73,7 @@ def test_a_module_comes_back_by_its_stored_structure(
     assert_equal_outputs(case.call(module), case.call(back))
 
 
-def test_what_no_document_holds_comes_back_by_code_only(run: store.Run) -> None:
+def test_values_that_no_document_holds_need_code(run: store.Run) -> None:
     case = CASES["closure"]
     save_model(run, 0, case.make()).result()
 
@@ -89,7 +89,7 @@ def test_a_class_that_is_not_allowed_is_named(run: store.Run) -> None:
         restore_model(run)
 
 
-def test_a_module_comes_back_on_a_mesh_in_another_dtype(run: store.Run) -> None:
+def test_a_module_is_restored_on_a_mesh_in_another_dtype(run: store.Run) -> None:
     case = CASES["perceptron"]
     module = case.make()
     save_model(run, 0, module).result()
@@ -109,7 +109,7 @@ def test_a_module_comes_back_on_a_mesh_in_another_dtype(run: store.Run) -> None:
 
 
 class Named(nnx.Module):
-    """Its kernel names the axes of a mesh."""
+    """A module whose kernel names mesh axes."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         init = nnx.with_partitioning(nnx.initializers.ones, ("a", "b"))
@@ -143,17 +143,17 @@ def test_a_module_and_a_state_stand_for_each_other(run: store.Run) -> None:
 
 def test_a_module_is_saved_and_restored_as_any_other_tree_is(run: store.Run) -> None:
     module = CASES["perceptron"].make()
-    told: list[store.Progress] = []
-    saved = save_model(run, 0, module, snapshot="none", progress=told.append)
+    events: list[store.Progress] = []
+    saved = save_model(run, 0, module, snapshot="none", progress=events.append)
     assert saved.done()
 
-    back = restore_model(run, model=CASES["perceptron"].make, progress=told.append)
+    back = restore_model(run, model=CASES["perceptron"].make, progress=events.append)
 
     assert leaves(module) == leaves(back)
-    assert ["save", "restore"] == [p.what for p in told if p.is_done]
+    assert ["save", "restore"] == [p.what for p in events if p.is_done]
 
 
-def test_what_is_no_module_is_refused(run: store.Run) -> None:
+def test_objects_that_are_not_modules_are_rejected(run: store.Run) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected an nnx"):
         save_model(run, 0, "no module")
     run.save(0, {"x": jnp.ones(3)}).result()
@@ -170,7 +170,7 @@ _steps = iter(range(10**6))
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_any_module_comes_back(run: store.Run, module: Any) -> None:
+def test_any_module_is_restored(run: store.Run, module: Any) -> None:
     step = next(_steps)
     save_model(run, step, module).result()
 

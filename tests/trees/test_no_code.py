@@ -1,4 +1,4 @@
-"""What comes from a store is data: nothing can turn it into code."""
+"""Content of a store is data: it is never executed."""
 
 import ast
 import inspect
@@ -12,7 +12,7 @@ import storesvc_client
 
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "import_module"}
-# they import modules of their own by names that stand in their source
+# They import modules of their own by names in their source.
 ALLOWED = {
     ("storesvc_client", "import_module"),
     ("storesvc_client.cli.group", "import_module"),

@@ -1,4 +1,4 @@
-"""Every optimizer of optax: its state comes back, and goes on as it would have."""
+"""Every optimizer of optax: its state is restored, and training continues unchanged."""
 
 import os
 import re
@@ -29,12 +29,12 @@ _PAIRS: Final = [
     *(("bfloat16", "float32"), ("float32", "bfloat16")),
     *(("float32", "float32"), ("bfloat16", "bfloat16")),
 ]
-"""Dtypes of parameters and gradients. ``STORESVC_OPTIMIZERS=all`` takes all of them."""
+"""Dtypes of parameters and gradients; ``STORESVC_OPTIMIZERS=all`` runs all of them."""
 
 PAIRS: Final = _PAIRS if os.environ.get("STORESVC_OPTIMIZERS") == "all" else _PAIRS[:1]
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # optax warns of names that will go
+    pytest.mark.filterwarnings("ignore"),  # optax warns of deprecated names
     pytest.mark.filterwarnings("error:::storesvc_client"),
 ]
 
@@ -51,7 +51,7 @@ def client() -> Iterator[store.Client]:
 
 
 def stepped(state: Any, grad_dtype: str) -> Any:
-    """The state after an update, as a training loop compiles it."""
+    """Returns the state after an update, compiled as in a training loop."""
     params = state.graphstate
     grads = jax.tree.map(lambda x: (x * 0.5 + 0.25).astype(grad_dtype), params)
     extra = extra_arguments(state.tx, grads, state.opt_state, params)
@@ -82,7 +82,7 @@ def bits_of(tree: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     sampled(product(OPTIMIZERS, PAIRS), every=4),
     ids=lambda x: "-".join(x) if isinstance(x, tuple) else x,
 )
-def test_every_optimizer_of_optax_comes_back(
+def test_every_optimizer_of_optax_is_restored(
     client: store.Client, name: str, dtypes: tuple[str, str]
 ) -> None:
     make, (param_dtype, grad_dtype) = OPTIMIZERS[name], dtypes

@@ -1,4 +1,4 @@
-"""A module of one's own can do for a store all that a model of EasyDeL can."""
+"""A custom module can do for a store everything that an EasyDeL model can."""
 
 import os
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class ToyConfig:
 def checkpoint_of(
     name: str | os.PathLike[str], client: store.Client | None
 ) -> Iterator[tuple[store.Run, str]]:
-    """A run and the text of a step, as ``Pretrained`` says that names are."""
+    """Returns a run and the text of a step for a name in the form of ``Pretrained``."""
     if client is not None:
         run, _, step = str(name).partition("@")
         yield client.run(run), step
@@ -67,7 +67,7 @@ def checkpoint_of(
 
 
 class ToyModel(nnx.Module):
-    """The state part of the protocol, by what the library offers."""
+    """The state part of the protocol, implemented with this library."""
 
     def __init__(self, config: ToyConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -193,7 +193,7 @@ def raws(tree: Any) -> list[bytes]:
 
 
 def test_a_model_of_ones_own_is_a_base_module() -> None:
-    model: BaseModuleProtocol = toy()  # mypy holds the signatures
+    model: BaseModuleProtocol = toy()  # mypy checks the signatures
 
     assert isinstance(model, BaseModuleProtocol)
     assert not isinstance(model, HasLora)
@@ -203,7 +203,7 @@ PARTS = [HasGraph, SplitsParams, Shards, Casts, ToState, InitsLazily, Pretrained
 
 
 @pytest.mark.parametrize("part", [*PARTS, BaseModuleProtocol], ids=lambda p: p.__name__)
-def test_a_plain_module_is_none_of_the_protocols(part: type) -> None:
+def test_a_plain_module_implements_none_of_the_protocols(part: type) -> None:
     assert not isinstance(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), part)
     assert isinstance(toy(), part)
 
@@ -299,14 +299,15 @@ def test_a_module_shares_the_variables_of_its_parts() -> None:
 
 
 class AdapterModel(ToyModel):
-    """As EasyDeL with adapters: the parameters are a part of the Params only."""
+    """A model with adapters as in EasyDeL: the parameters are only some of the
+    Params."""
 
     @property
     def graphstate(self) -> GraphState:
         return nnx.state(self, nnx.PathContains("bias"))
 
 
-def test_a_model_splits_as_it_says_itself() -> None:
+def test_a_model_is_split_by_its_own_parts() -> None:
     model = AdapterModel(ToyConfig(), rngs=nnx.Rngs(0))
 
     _, graphstate, _ = split_module(model)
@@ -328,27 +329,27 @@ def test_a_state_splits_into_its_own_parts() -> None:
     ("thing", "got"),
     [
         ({"params": 1}, "got dict"),
-        (ToyModel, "got the class ToyModel; make a module first"),
+        (ToyModel, "got the class ToyModel; create a module first"),
         (nnx.Linear, "got the class Linear"),
         (None, "got NoneType"),
     ],
 )
-def test_what_is_no_module_is_not_split(thing: Any, got: str) -> None:
-    with pytest.raises(TypeError, match=r"expected an nnx\.Module, or") as refused:
+def test_objects_that_are_not_modules_are_not_split(thing: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=r"expected an nnx\.Module, or") as caught:
         split_module(thing)
 
-    assert got in str(refused.value)
+    assert got in str(caught.value)
 
 
 class Bare:
-    """A model that tells of itself what a test gives it."""
+    """A model with the mesh and rules that a test gives it."""
 
     def __init__(self, **said: Any) -> None:
         vars(self).update(said)
 
 
 class Ruled(Bare):
-    """Answers as models of EasyDeL do."""
+    """A model with the methods of EasyDeL models."""
 
     rules: Any
 
@@ -356,13 +357,13 @@ class Ruled(Bare):
         return self.rules if rules is None else rules
 
 
-def test_what_an_object_holds_is_not_called_for_its_rules() -> None:
+def test_attributes_of_an_object_are_not_called_for_rules() -> None:
     held = Bare(_get_partition_rules=lambda _: [("", P())])
 
     assert partition_rules_of(held) is None
 
 
-def test_a_model_brings_rules_and_a_mesh_or_none() -> None:
+def test_a_model_provides_rules_and_a_mesh_or_none() -> None:
     devices = mesh(8, 1)
     like_easydel = Ruled(rules=[("asked", P("a"))], config=ToyConfig(devices))
 
@@ -378,7 +379,7 @@ def test_a_model_brings_rules_and_a_mesh_or_none() -> None:
 
 
 @pytest.mark.parametrize("rule", [("kernel", ("a", "b")), "kernel", (None, P())])
-def test_rules_of_another_kind_are_refused(rule: Any) -> None:
+def test_rules_of_another_kind_are_rejected(rule: Any) -> None:
     model = Ruled(rules=[rule])
 
     with pytest.raises(TypeError, match="rules of Ruled: expected pairs of a regular"):
@@ -386,7 +387,7 @@ def test_rules_of_another_kind_are_refused(rule: Any) -> None:
 
 
 class Tree(nnx.Module):
-    """Modules in lists and dicts, one at two places, and one within itself."""
+    """Modules in lists and dicts, one in two places, and one inside itself."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(10, 4, rngs=rngs)
@@ -447,5 +448,5 @@ def test_many_layers_are_written_in_their_order() -> None:
     assert [f"{i / 100})" for i in range(12)] == rates
 
 
-def test_a_module_that_nothing_tells_from_others_is_its_type() -> None:
+def test_a_module_without_dimensions_is_shown_by_its_type() -> None:
     assert "ToyModel" == get_module_repr(toy())

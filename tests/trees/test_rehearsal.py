@@ -1,4 +1,4 @@
-"""Rehearsals of restores: what could not be restored is said at the first save."""
+"""Rehearsals of restores: an impossible restore is reported at the first save."""
 
 import gc
 import logging
@@ -29,14 +29,14 @@ def client() -> Iterator[store.Client]:
 
 
 class Plain(nnx.Module):
-    """Is built by its class, with nothing."""
+    """A model that its class builds without arguments."""
 
     def __init__(self, width: int = 3, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(2, width, rngs=rngs)
 
 
 class Sized(nnx.Module):
-    """Needs an argument that no checkpoint has."""
+    """A model with an argument that no checkpoint has."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(2, width, rngs=rngs)
@@ -54,7 +54,7 @@ class Configured(nnx.Module):
 
 
 class Moody(nnx.Module):
-    """Is another one each time that it is built."""
+    """A model that differs each time it is built."""
 
     built = 0
 
@@ -86,7 +86,7 @@ def rehearsed(save: store.Save) -> Any:
     ],
     ids=["class", "factory", "config", "flax's own", "list"],
 )
-def test_what_can_be_restored_is_saved_without_a_word(
+def test_a_restorable_state_is_saved_without_a_warning(
     client: store.Client, caplog: pytest.LogCaptureFixture, make: Any
 ) -> None:
     run = client.run("tests/rehearsal")
@@ -114,7 +114,7 @@ def test_another_size_than_the_class_has_is_warned_of_with_the_call_that_works(
     )
     assert "restore_state(run, model=lambda: Plain(rngs=nnx.Rngs(0)))" in found.message
     assert [f"{run.name}: {found.message}"] == [r.getMessage() for r in caplog.records]
-    with pytest.raises(store.MismatchError):  # and so it is
+    with pytest.raises(store.MismatchError):  # the reported error is the actual one
         restore_state(run, model=Plain, tx=optax.adam(1e-3))
     back = restore_state(
         run, model=lambda: Plain(7, rngs=nnx.Rngs(0)), tx=optax.adam(1e-3)
@@ -122,14 +122,14 @@ def test_another_size_than_the_class_has_is_warned_of_with_the_call_that_works(
     assert (2, 7) == back.model.linear.kernel.shape
 
 
-def test_a_strict_rehearsal_refuses_the_save_and_leaves_the_store_as_it_was(
+def test_a_strict_rehearsal_rejects_the_save_and_changes_nothing(
     client: store.Client,
 ) -> None:
     run = client.run("tests/rehearsal")
     save_state(run, state_of(Plain(rngs=nnx.Rngs(0))), rehearse="strict").result()
     other = state_of(Plain(7, rngs=nnx.Rngs(0)), 2)
 
-    for _ in range(2):  # once more: it was rehearsed already
+    for _ in range(2):  # the second save is not rehearsed again
         with pytest.raises(store.MismatchError, match="cannot be restored by its"):
             save_state(run, other, rehearse="strict")
 
@@ -139,7 +139,7 @@ def test_a_strict_rehearsal_refuses_the_save_and_leaves_the_store_as_it_was(
     assert [2, 1] == [checkpoint.step for checkpoint in run.checkpoints()]
 
 
-def test_what_no_model_fits_is_said_with_what_still_works(
+def test_a_warning_names_the_call_that_still_works(
     client: store.Client,
 ) -> None:
     run = client.run("tests/rehearsal")
@@ -158,7 +158,7 @@ def test_what_no_model_fits_is_said_with_what_still_works(
 
 
 class Concrete(nnx.Module):
-    """Needs values while it is built, so that it is never built abstractly."""
+    """A model that needs concrete values, so it cannot be built abstractly."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(2, int(jnp.ones(()) * 3), rngs=rngs)
@@ -170,13 +170,13 @@ def test_a_class_that_needs_values_is_warned_of(client: store.Client) -> None:
     found = rehearsed(save_model(run, 1, Concrete(rngs=nnx.Rngs(0))))
 
     assert not found.ok
-    assert "got code that needs values" in found.message
+    assert "got code that needs concrete values" in found.message
     made = Concrete(rngs=nnx.Rngs(1))
     assert (2, 3) == restore_model(run, model=made).linear.kernel.shape
 
 
 class Keeping(nnx.Module):
-    """Needs a config, and keeps none."""
+    """A model that needs a config but does not store it."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(2, config.width, rngs=rngs)
@@ -237,7 +237,7 @@ def test_a_state_may_be_donated_before_it_is_rehearsed(client: store.Client) -> 
     assert rehearsed(save).ok
 
 
-def test_an_unusable_argument_is_refused(client: store.Client) -> None:
+def test_an_invalid_argument_is_rejected(client: store.Client) -> None:
     with pytest.raises(store.InvalidRequestError, match="rehearse="):
         save_state(
             client.run("tests/rehearsal"),

@@ -1,4 +1,4 @@
-"""What was saved decides: dtypes of an optimizer's state, and kinds of PRNG keys."""
+"""The checkpoint decides dtypes of an optimizer's state, and kinds of PRNG keys."""
 
 import logging
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def trained(dtype: Any) -> EasyDeLState:
-    """A state of bfloat16 parameters after a step with gradients of a dtype."""
+    """Returns a state of bfloat16 parameters after a step with gradients of a dtype."""
     state = EasyDeLState.create(model=make(), tx=optax.adamw(1e-3), init_opt_state=True)
     grads = jax.tree.map(lambda x: x.astype(dtype) * 0.5 + 1, state.graphstate)
     return state.apply_gradients(grads=grads)
@@ -62,7 +62,7 @@ def dtypes_of(tree: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("model", ["class", "factory", "state"])
-def test_an_optimizer_that_moved_to_another_dtype_comes_back_in_it(
+def test_an_optimizer_that_moved_to_another_dtype_is_restored_in_it(
     run: store.Run, caplog: pytest.LogCaptureFixture, model: str
 ) -> None:
     state = trained(jnp.float32)
@@ -77,7 +77,7 @@ def test_an_optimizer_that_moved_to_another_dtype_comes_back_in_it(
 
     assert same(state.opt_state, back.opt_state)
     assert same(state.graphstate, back.graphstate)
-    assert "comes back with the dtypes that were saved" in caplog.text
+    assert "leaves are restored with their saved dtypes" in caplog.text
     assert (
         "layers/{0..2}/kernel/value: expected float32 as saved, got bf" in caplog.text
     )
@@ -94,7 +94,7 @@ def test_where_nothing_moved_nothing_is_logged(
     with caplog.at_level(logging.INFO):
         restore_state(run, model=Model, tx=optax.adamw(1e-3))
 
-    assert "dtypes that were saved" not in caplog.text
+    assert "their saved dtypes" not in caplog.text
 
 
 def test_a_cast_decides_where_it_is_asked_for(run: store.Run) -> None:
@@ -107,7 +107,7 @@ def test_a_cast_decides_where_it_is_asked_for(run: store.Run) -> None:
     assert {"int32", "float16"} == dtypes_of(back.opt_state)
 
 
-def test_parameters_of_another_dtype_are_refused(run: store.Run) -> None:
+def test_parameters_of_another_dtype_are_rejected(run: store.Run) -> None:
     state = trained(jnp.float32)
     other = jax.tree.map(lambda x: x.astype(jnp.float32), state.graphstate)
     save_state(run, state.replace(graphstate=other)).result()
@@ -122,7 +122,7 @@ def _raw(leaf: Any) -> Any:
 
 
 @pytest.mark.parametrize("mesh", [None, (2, 4)])
-def test_raw_keys_come_back_raw_and_typed_ones_typed(
+def test_raw_keys_are_restored_raw_and_typed_ones_typed(
     run: store.Run, mesh: tuple[int, ...] | None
 ) -> None:
     typed = trained(jnp.bfloat16)
@@ -143,7 +143,7 @@ def test_raw_keys_come_back_raw_and_typed_ones_typed(
             assert same(state.graphother, back.graphother)
 
 
-def test_keys_of_another_shape_are_refused(run: store.Run) -> None:
+def test_keys_of_another_shape_are_rejected(run: store.Run) -> None:
     state = trained(jnp.bfloat16)
     wrong = jax.tree.map(
         lambda x: jnp.zeros(3, jnp.uint32) if _raw(x) is not x else x, state.graphother

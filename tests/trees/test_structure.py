@@ -1,4 +1,4 @@
-"""The structure of NNX modules goes into a document, and comes back from it."""
+"""The structure of NNX modules is encoded as a document, and decoded from it."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ WHOLE = [name for name, case in CASES.items() if not case.needs_template]
 
 @cache
 def document(name: str) -> Any:
-    """The document of a module of the catalogue, having been JSON."""
+    """Returns the document of a catalogue module after a round trip through JSON."""
     return json.loads(json.dumps(encode_graphdef(made(name)[0])))
 
 
@@ -49,7 +49,7 @@ def test_only_closures_and_instances_are_holes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n].needs_template])
-def test_a_hole_without_a_template_is_refused(name: str) -> None:
+def test_a_hole_without_a_template_is_rejected(name: str) -> None:
     with pytest.raises(StructureError, match="its class, or a factory"):
         decode_graphdef(document(name), allow=CASES[name].allow)
 
@@ -115,7 +115,7 @@ def test_static_fields_keep_their_types() -> None:
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-def test_any_module_comes_back(module: Any) -> None:
+def test_any_module_is_restored(module: Any) -> None:
     graphdef, state = nnx.split(module)
 
     decoded = decode_graphdef(stored(module), allow=ALLOW)
@@ -136,18 +136,18 @@ def test_a_name_that_is_a_number_stays_a_name() -> None:
 
 
 class Chain(nnx.Module):
-    """A list as it should not be made."""
+    """A linked list of modules, nested as deeply as it is long."""
 
     def __init__(self, length: int) -> None:
         self.rest = Chain(length - 1) if length else nnx.Param(1)
 
 
 def test_modules_nested_too_deeply_to_be_read_are_not_written() -> None:
-    with pytest.raises(UnsupportedLeafError, match="at most 40 modules"):
+    with pytest.raises(UnsupportedLeafError, match="at most 40 nested modules"):
         encode_graphdef(nnx.graphdef(Chain(60)))
 
 
-def test_what_may_be_written_can_be_read() -> None:
+def test_every_written_document_can_be_read() -> None:
     chain = Chain(39)
 
     decoded = decode_graphdef(stored(chain), allow=[Chain])
@@ -193,7 +193,7 @@ def test_a_class_that_was_not_allowed_is_named_with_its_place() -> None:
     ) == str(e.value)
 
 
-def test_a_template_of_another_structure_says_where() -> None:
+def test_a_template_of_another_structure_is_rejected_with_the_path() -> None:
     saved = nnx.LayerNorm(4, epsilon=1e-6, rngs=rngs())
     template = nnx.LayerNorm(4, epsilon=1e-3, rngs=rngs())
 
@@ -201,8 +201,8 @@ def test_a_template_of_another_structure_says_where() -> None:
         decode_graphdef(stored(saved), template=template)
 
     assert (
-        "the template has another structure: "
-        "epsilon: expected 1e-06 as saved, got 0.001"
+        "template: expected the saved structure, got differences: "
+        "epsilon: expected 1e-06 as saved, got 0.001; give a model like the saved one"
     ) == str(e.value)
 
 

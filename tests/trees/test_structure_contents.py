@@ -1,4 +1,4 @@
-"""What a document only describes is told apart by what it holds and does."""
+"""Values that a document only describes are distinguished by content and code."""
 
 import enum
 import functools
@@ -34,56 +34,56 @@ from tests.trees.test_structure_golden import stored
 
 
 class Slots:
-    """An object without a dict."""
+    """An object without a ``__dict__``."""
 
     __slots__ = ("unset", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def told(self) -> Any:
+    def method(self) -> Any:
         """A method."""
         return self.value
 
 
 class Table(dict[str, Any]):
-    """A dict of a class of our own."""
+    """A subclass of dict."""
 
 
 class Text(str):
-    """A string of a class of our own."""
+    """A subclass of str."""
 
     __slots__ = ()
 
 
 class Number(float):
-    """A number of a class of our own."""
+    """A subclass of int."""
 
 
 class Pair(tuple[Any, ...]):
-    """A tuple of a class of our own."""
+    """A subclass of tuple."""
 
     __slots__ = ()
 
 
 class Items(list[Any]):
-    """A list of a class of our own."""
+    """A subclass of list."""
 
 
 class Mode(enum.Flag):
-    """Settings that add up."""
+    """Settings that can be combined."""
 
     A = 1
     B = 2
 
 
 def closure(value: Any) -> Callable[[Any], Any]:
-    """A function that nothing but what it closes over tells from others."""
+    """Returns a function that differs from others only in the variables it captures."""
     return lambda x: x * value
 
 
 def scale(x: Any) -> Any:
-    """What a wrapper bears the name of."""
+    """A function whose name a wrapper copies."""
     return 2 * x
 
 
@@ -94,14 +94,14 @@ def scale_more(x: Any) -> Any:
 
 
 def deep(value: Any, depth: int) -> Any:
-    """Plain data nested deeper than documents go."""
+    """Returns plain data nested deeper than documents allow."""
     for _ in range(depth):
         value = {"k": value}
     return value
 
 
 def of_setting(value: Any) -> Any:
-    """The document of a module with one static attribute."""
+    """Returns the document of a module with one static attribute."""
     return stored(Holder({"setting": nnx.static(value)}))
 
 
@@ -149,7 +149,7 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "getters of attributes": (operator.attrgetter("a"), operator.attrgetter("b")),
     "callers": (operator.methodcaller("a"), operator.methodcaller("b")),
     "methods of strings": ("a".startswith, "b".startswith),
-    "methods of objects": (Slots(1).told, Slots(2).told),
+    "methods of objects": (Slots(1).method, Slots(2).method),
     "modules": (jnp, jax.nn),
     "flags": (Mode.A, Mode.A | Mode.B),
     "arrays of objects": (
@@ -196,10 +196,10 @@ def test_nothing_differs_from_itself(what: str) -> None:
 
 
 def built(power: int = 3) -> Any:
-    """A module of functions and objects that only a description tells."""
+    """Defines functions and objects that only a description distinguishes."""
 
     def act(x: Any) -> Any:
-        """The docstring says nothing, and a set has an order of its own."""
+        """The docstring is ignored, and a set has an order of its own."""
         return x**power if x.ndim in {1, 2, 3} else nnx.relu(x)
 
     return Holder(
@@ -214,7 +214,7 @@ def built(power: int = 3) -> Any:
     )
 
 
-def test_what_was_built_twice_or_not_at_all_is_no_difference() -> None:
+def test_cached_values_are_no_difference() -> None:
     document = stored(built())
 
     assert [] == differences(document, stored(built()))
@@ -241,7 +241,7 @@ def test_another_process_describes_the_same() -> None:
     assert fingerprint(stored(built())) == done.stdout.strip()
 
 
-def test_what_is_cut_short_says_so() -> None:
+def test_truncated_descriptions_are_marked() -> None:
     value: Any = 1
     for _ in range(9):
         value = SimpleNamespace(k=value)
@@ -252,7 +252,7 @@ def test_what_is_cut_short_says_so() -> None:
 
 
 def layered(act: Any, name: str = "mesh") -> Any:
-    """A module that keeps its layers under a name of what is ignored elsewhere."""
+    """A module that keeps its layers under a name that is ignored for settings."""
     layers = nnx.List([Holder({"act": act})])
     return stored(Holder({name: layers, "zz": nnx.data([layers[0]])}))
 
@@ -267,18 +267,18 @@ def test_a_module_is_compared_whatever_it_is_called(name: str) -> None:
 
 
 class Caching(nnx.Module):
-    """Computes a table when it is first asked for it."""
+    """A class with a cached table."""
 
     def __init__(self) -> None:
         self.linear = nnx.Linear(2, 2, rngs=rngs())
 
     @cached_property
     def table(self) -> tuple[int, ...]:
-        """The table."""
+        """The cached table."""
         return (1, 2, 3)
 
 
-def test_what_a_module_worked_out_is_not_stored() -> None:
+def test_cached_properties_are_not_stored() -> None:
     used, unused = Caching(), Caching()
     assert (1, 2, 3) == used.table
 
@@ -287,12 +287,12 @@ def test_what_a_module_worked_out_is_not_stored() -> None:
 
 
 def of_release(**settings: Any) -> Any:
-    """A document of a release of flax that has some attributes."""
+    """Returns the document of a flax release that has some attributes."""
     module = {"act": nnx.relu, "norm": nnx.LayerNorm(2, rngs=rngs()), **settings}
     return stored(Holder(module))
 
 
-def test_what_only_one_release_has_is_no_common_difference() -> None:
+def test_settings_of_one_release_only_are_no_common_difference() -> None:
     older, newer = of_release(old_name=1), of_release(new_name=1, more={"a": 1})
 
     assert [] != differences(older, newer)
@@ -314,14 +314,14 @@ def test_what_only_one_release_has_is_no_common_difference() -> None:
         ({"rate": 0.5}, "rate: expected 0.1 as saved, got 0.5"),
     ],
 )
-def test_what_both_releases_have_is_compared(settings: Any, words: str) -> None:
+def test_settings_of_both_releases_are_compared(settings: Any, words: str) -> None:
     saved = of_release(rate=0.1, old_name=1)
     target = of_release(**{"rate": 0.1, "new_name": 2, **settings})
 
     assert [words] == [*map(str, common_differences(saved, target))]
 
 
-def test_what_both_releases_have_may_be_ignored() -> None:
+def test_settings_of_both_releases_may_be_ignored() -> None:
     found = common_differences(
         of_release(rate=0.1), of_release(rate=0.5), ignore=["rate"]
     )

@@ -1,4 +1,4 @@
-"""Configurations go into a checkpoint as plain data, and come back as they were."""
+"""Configurations are stored as plain data and restored unchanged."""
 
 import enum
 import json
@@ -31,14 +31,14 @@ class Mode(enum.StrEnum):
 
 @dataclass
 class Rope:
-    """A part of a configuration that is no plain data."""
+    """A part of a configuration that is not plain data."""
 
     theta: float
     mesh: Any = None
 
 
 def back(value: Any) -> Any:
-    """A value that was encoded, JSON, and decoded."""
+    """Returns a value after encoding, a round trip through JSON, and decoding."""
     return decode_data(json.loads(json.dumps(encode_data(value), sort_keys=True)))
 
 
@@ -64,7 +64,7 @@ _values = st.recursive(
 
 
 def typed(value: Any) -> Any:
-    """A value with the types of its parts, as 1 == True == 1.0."""
+    """Returns a value with the types of its parts, because 1 == True == 1.0."""
     if isinstance(value, dict):
         return dict, [(typed(k), typed(v)) for k, v in value.items()]
     if isinstance(value, (set, frozenset)):
@@ -76,7 +76,7 @@ def typed(value: Any) -> Any:
 
 @given(_values)
 @settings(deadline=None)
-def test_plain_data_comes_back_with_its_types(value: Any) -> None:
+def test_plain_data_is_restored_with_its_types(value: Any) -> None:
     assert typed(value) == typed(back(value))
 
 
@@ -90,21 +90,21 @@ def test_plain_data_comes_back_with_its_types(value: Any) -> None:
     ],
     ids=repr,
 )
-def test_a_setting_comes_back(value: Any) -> None:
+def test_a_setting_is_restored(value: Any) -> None:
     decoded = back(value)
 
     assert typed(value) == typed(decoded)
 
 
-def test_nan_comes_back() -> None:
+def test_nan_is_restored() -> None:
     assert math.isnan(back(math.nan))
 
 
-def test_a_member_of_an_enumeration_comes_back_as_its_value() -> None:
+def test_a_member_of_an_enumeration_is_restored_as_its_value() -> None:
     assert {"mode": "fast"} == back({"mode": Mode.FAST})
 
 
-def test_what_is_not_plain_comes_back_as_its_description() -> None:
+def test_values_that_are_not_plain_are_restored_as_descriptions() -> None:
     decoded = back({"rope": Rope(theta=1e4), "act": jax.nn.gelu})
 
     assert {
@@ -150,6 +150,6 @@ def test_an_integer_too_long_for_a_setting_is_described() -> None:
     ],
     ids=stable_id,
 )
-def test_a_document_of_no_plain_data_is_refused(document: Any) -> None:
+def test_a_document_without_plain_data_is_rejected(document: Any) -> None:
     with pytest.raises(StructureError):
         decode_data(document)

@@ -1,4 +1,4 @@
-"""Two structures are compared by what they say, and a difference names its place."""
+"""Structures are compared by their settings, and a difference names its path."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def differences(*documents: Any, ignore: Any = ()) -> list[str]:
 
 
 def norm(**more: Any) -> Any:
-    """The document of a LayerNorm with some settings."""
+    """Returns the document of a LayerNorm with some settings."""
     return stored(nnx.Dict(norm=nnx.LayerNorm(4, rngs=rngs(), **more)))
 
 
@@ -109,7 +109,7 @@ def test_a_variable_that_is_no_longer_shared_is_a_difference() -> None:
     ],
     ids=stable_id,
 )
-def test_what_json_makes_of_a_setting_is_no_difference(saved: Any, target: Any) -> None:
+def test_a_round_trip_through_json_is_no_difference(saved: Any, target: Any) -> None:
     documents = [
         stored(Holder({"setting": nnx.static(value)})) for value in (saved, target)
     ]
@@ -144,7 +144,7 @@ def test_another_setting_is_a_difference(saved: Any, target: Any) -> None:
     assert fingerprint(documents[0]) != fingerprint(documents[1])
 
 
-def test_what_is_none_may_be_absent() -> None:
+def test_none_equals_an_absent_setting() -> None:
     documents = [stored(Holder({"x": 1, "y": None})), stored(Holder({"x": 1}))]
 
     assert [] == differences(*documents)
@@ -152,25 +152,25 @@ def test_what_is_none_may_be_absent() -> None:
     assert fingerprint(documents[0]) == fingerprint(documents[1])
 
 
-def test_what_a_function_closes_over_is_a_difference() -> None:
+def test_captured_variables_are_a_difference() -> None:
     cubed, squared = (stored(Closure(rngs=rngs(), power=power)) for power in (3, 2))
 
     assert ["act/power: expected 3 as saved, got 2"] == differences(cubed, squared)
 
 
 class Backend:
-    """An object of a module that works something out when it is first asked."""
+    """An object of a module with a cached property."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     @cached_property
     def known(self) -> list[str]:
-        """The names that there are."""
+        """The cached names."""
         return [self.name, "others"]
 
 
-def test_what_an_object_worked_out_is_no_difference() -> None:
+def test_cached_properties_are_no_difference() -> None:
     used, unused = Backend("flash"), Backend("flash")
     assert ["flash", "others"] == used.known
 
@@ -198,7 +198,7 @@ def test_a_mesh_is_no_difference() -> None:
     )
 
 
-def test_keys_that_are_numbers_or_names_are_told_apart() -> None:
+def test_numbers_and_names_are_different_keys() -> None:
     linear = nnx.Linear(1, 1, rngs=rngs())
 
     found = differences(stored({0: linear}), stored({"0": linear}))

@@ -1,4 +1,4 @@
-"""A document is packed into few bytes, and a reader is not hurt by what it unpacks."""
+"""Documents are compressed, and reading them is bounded in memory."""
 
 import json
 import zlib
@@ -12,11 +12,11 @@ from storesvc_client.errors import StructureError
 
 
 def packed(text: str) -> bytes:
-    """Any text, as a document is compressed."""
+    """Returns a text compressed like a document."""
     return zlib.compress(text.encode())
 
 
-def test_what_is_packed_is_unpacked() -> None:
+def test_packing_round_trips() -> None:
     fields = {"a": [1, None, "é", {"b": 1.5}]}
 
     assert fields == unpack_document(pack_document(fields))
@@ -35,14 +35,14 @@ def test_what_is_packed_is_unpacked() -> None:
         (packed("{\x1b\n"), "compressed JSON"),
     ],
 )
-def test_other_bytes_are_refused(document: bytes, words: str) -> None:
+def test_other_bytes_are_rejected(document: bytes, words: str) -> None:
     with pytest.raises(StructureError, match=words) as e:
         unpack_document(document)
 
     assert str(e.value).isprintable()
 
 
-def test_a_document_that_becomes_too_many_bytes_is_refused() -> None:
+def test_a_document_that_becomes_too_many_bytes_is_rejected() -> None:
     document = zlib.compress(b" " * (documents.MAX_BYTES + 1), 9)
 
     with pytest.raises(StructureError, match="too large: expected at most 134217728 b"):
@@ -50,7 +50,7 @@ def test_a_document_that_becomes_too_many_bytes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("item", ['{"":0}', "{}", "[]", "0"])
-def test_a_document_that_becomes_too_many_objects_is_refused(item: str) -> None:
+def test_a_document_that_becomes_too_many_objects_is_rejected(item: str) -> None:
     count = documents.MAX_TOKENS // (1 + sum(map(item.count, ",:[{"))) + 1
     document = packed('{"a":[' + ",".join([item] * count) + "]}")
 
@@ -71,7 +71,7 @@ def test_nothing_is_packed_that_could_not_be_unpacked(
         unpack_document(packed(json.dumps(fields)))
 
 
-def test_what_does_not_fit_into_memory_is_refused(
+def test_documents_larger_than_memory_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(_: bytes) -> Any:

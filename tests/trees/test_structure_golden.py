@@ -1,6 +1,6 @@
-"""Documents that other releases of flax wrote stay readable.
+"""Documents that other flax releases wrote stay readable.
 
-``python -m tests.trees.test_structure_golden`` writes those of the running one anew.
+``python -m tests.trees.test_structure_golden`` writes the installed release's.
 """
 
 import json
@@ -28,47 +28,47 @@ OTHERS = [file for file in FILES if file.parent.name != f"flax-{flax.__version__
 
 
 def stored(module: Any) -> Any:
-    """The document of a module, having been JSON."""
+    """Returns the document of a module after a round trip through JSON."""
     return json.loads(json.dumps(encode_graphdef(nnx.split(module)[0]), sort_keys=True))
 
 
 def arrays(tree: Any) -> list[tuple[tuple[int, ...], str, bytes]]:
-    """The leaves of a tree, bit by bit."""
+    """Returns the leaves of a tree, bit by bit."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     return [(leaf.shape, leaf.dtype.name, leaf.tobytes()) for leaf in leaves]
 
 
 def called(case: Case, graphdef: Any, state: Any) -> Any:
-    """What a module of this structure and a copy of this state returns."""
+    """Returns the output of a module of this structure and a copy of this state."""
     copied = jax.tree.map(lambda leaf: leaf, state)
     return arrays(case.call(nnx.merge(graphdef, copied)))
 
 
 def file_of(name: str) -> Path:
-    """Where the document of a case lies that the running release writes."""
+    """Returns the path of a case's document for the installed release."""
     return GOLDEN / f"flax-{flax.__version__}" / f"{name.replace(' ', '_')}.json"
 
 
 @cache
 def made(name: str) -> tuple[Any, Any, Any]:
-    """The structure and state of a case, and what it returns."""
+    """Returns the structure and state of a case, and the module's output."""
     case = CASES[name]
     graphdef, state = nnx.split(case.make())
     return graphdef, state, called(case, graphdef, state)
 
 
 def template(name: str) -> Any:
-    """A template, for a case that needs one."""
+    """Returns a template, for a case that needs one."""
     return CASES[name].make() if CASES[name].needs_template else None
 
 
 def case_of(file: Path) -> str:
-    """The name of a file's case."""
+    """Returns the name of a file's case."""
     return file.stem.replace("_", " ")
 
 
 def id_of(file: Path) -> str:
-    """What a test calls a file."""
+    """Returns the test id of a file."""
     return f"{file.parent.name}-{file.stem}"
 
 
@@ -92,7 +92,7 @@ def test_a_module_has_the_same_document_in_any_release(file: Path) -> None:
 
     found = differences(document, encode_graphdef(made(case_of(file))[0]))
 
-    # attention has this attribute since flax 0.12.4
+    # Attention has this attribute since flax 0.12.4.
     assert [] == [each for each in found if not each.path.endswith("num_kv_heads")]
 
 
@@ -113,7 +113,7 @@ def test_two_releases_of_flax_have_documents_of_every_case() -> None:
 
 
 def write() -> None:
-    """Writes the documents of the running release."""
+    """Writes the documents of the installed release."""
     for name, case in CASES.items():
         file = file_of(name)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a hostile document could hide in a module, or make a reader wait for."""
+"""Hostile documents cannot hide code in a module, or make reading slow."""
 
 import json
 import time
@@ -20,7 +20,7 @@ from storesvc_client.trees.structure import (
     fingerprint,
     rows,
 )
-from storesvc_client.trees.structure.hollow import hollow
+from storesvc_client.trees.structure.skeleton import skeleton_of
 from tests.modules import CASES, rngs
 from tests.trees.test_structure_refusals import (
     LINEAR,
@@ -32,11 +32,12 @@ from tests.trees.test_structure_refusals import (
 
 RELU = {"static": {"function": "jax.nn:relu"}}
 QUICK_S = 20.0
-"""What each of these takes a fraction of; it took minutes, or did not end."""
+"""Maximum seconds; each takes a fraction of that, and took minutes before it was
+fixed."""
 
 
 class Layer(nnx.Module):
-    """Has all that an attribute could hide."""
+    """A class with everything that an attribute could shadow."""
 
     eps = 1e-6
     limit = None
@@ -66,7 +67,7 @@ class Layer(nnx.Module):
 
     @cached_property
     def table(self) -> int:
-        """What is computed once."""
+        """A cached property."""
         return 1
 
     def _get_partition_rules(self) -> int:
@@ -83,12 +84,12 @@ NAME = f"{__name__}:Layer"
         *("train", "eval", "sow", "_setattr", "_graph_node_flatten"),
     ],
 )
-def test_no_attribute_hides_what_a_class_does(key: str) -> None:
+def test_no_attribute_shadows_a_method_of_its_class(key: str) -> None:
     with pytest.raises(StructureError, match="a method or property of it"):
         decode_graphdef(node([[key, RELU]], NAME), allow=[Layer])
 
 
-def test_an_attribute_may_be_what_a_class_declares_or_has_as_a_default() -> None:
+def test_an_attribute_may_override_a_declaration_or_default() -> None:
     static = [["act", RELU], ["eps", {"static": 2.0}], ["limit", {"static": 3}]]
 
     module = nnx.merge(
@@ -142,7 +143,7 @@ def test_no_static_attribute_holds(what: str, data: Any) -> None:
     attributes = [["aa", VARIABLE], ["zz", HIDDEN[what]]]
     flags = [["aa", True], *data]
 
-    with pytest.raises(StructureError, match="modules and arrays to be data"):
+    with pytest.raises(StructureError, match="modules and arrays that are data"):
         decode_graphdef(
             {**LINEAR, "root": {**node(attributes, index=0)["root"], "data": flags}}
         )
@@ -166,7 +167,7 @@ def local(text: str) -> type[nnx.Module]:
 
 
 def claiming(name: str) -> Any:
-    """A function that says it is another."""
+    """Returns a function with the name of another."""
 
     def fake(x: Any) -> Any:
         return -x
@@ -178,14 +179,14 @@ def claiming(name: str) -> Any:
 @pytest.mark.parametrize(
     ("allow", "words"),
     [
-        ([local("a"), local("b")], "expected one object of the name"),
+        ([local("a"), local("b")], "expected one object named"),
         ([claiming("jax.nn:relu")], "another object of that name"),
         (None, "a list of classes and functions, got a NoneType"),
         (Layer, "a list of classes and functions, got Layer"),
         ("x", "a list of classes and functions, got a str"),
     ],
 )
-def test_what_is_allowed_is_unmistakable(allow: Any, words: str) -> None:
+def test_allowed_names_are_unambiguous(allow: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"allow: .*{words}"):
         decode_graphdef(LINEAR, allow=allow)
 
@@ -204,7 +205,7 @@ def test_one_class_may_be_allowed_twice() -> None:
 
 
 def quick(read: Any, value: Any) -> None:
-    """Reads what may be refused, but not slowly."""
+    """Reads a document, which may be rejected but not slowly."""
     start = time.monotonic()
     try:
         read(value)
@@ -214,13 +215,13 @@ def quick(read: Any, value: Any) -> None:
 
 
 def colliding(length: int, count: int) -> Any:
-    """A dict of keys that all have one hash, as -1.0 and -2.0 have."""
+    """Returns a dict of keys with one hash, as -1.0 and -2.0 have."""
     signs = [[-1.0 if i >> b & 1 else -2.0 for b in range(10)] for i in range(count)]
     return {"dict": [[{"tuple": [-1.0] * length + s}, 0] for s in signs]}
 
 
 def chain(depth: int) -> Any:
-    """A value whose text is found to be none at its end."""
+    """Returns a value whose text turns out to be too long only at its end."""
     value: Any = {"dict": []}
     for _ in range(depth):
         value = {"tuple": [{"tuple": []}] * 90 + [value]}
@@ -255,11 +256,11 @@ def test_keys_that_are_too_many_to_be_read_are_described() -> None:
 
 
 @pytest.mark.parametrize("read", [decode_graphdef, rows])
-def test_a_long_key_of_a_module_is_refused_or_cut(read: Any) -> None:
+def test_a_long_key_of_a_module_is_rejected_or_cut(read: Any) -> None:
     quick(read, node([["k" * 1_000_000, {"static": {"tuple": [1] * 300}}]]))
 
 
-def test_a_long_key_of_json_is_refused() -> None:
+def test_a_long_key_of_json_is_rejected() -> None:
     with pytest.raises(StructureError, match="at most 1000 characters"):
         rows({**LINEAR, "k" * 1001: 1})
 
@@ -312,6 +313,6 @@ def test_no_text_of_a_document_reaches_a_message_raw(document: Any) -> None:
 
 
 def test_placeholders_hold_nothing_that_was_in_memory() -> None:
-    _, leaves = hollow(nnx.graphdef(nnx.Linear(2, 2, rngs=rngs())))
+    _, leaves = skeleton_of(nnx.graphdef(nnx.Linear(2, 2, rngs=rngs())))
 
     assert [0.0, 0.0] == [float(leaf) for leaf in leaves]

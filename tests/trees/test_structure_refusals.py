@@ -1,4 +1,4 @@
-"""A hostile document is refused, and nothing outside the table is ever called."""
+"""Hostile documents are rejected, and nothing outside the table is ever called."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ VARIABLE = {"variable": "flax.nnx:Param", "metadata": []}
 
 
 def with_static(value: Any, key: str = "dot_general") -> Any:
-    """A document of a Linear with one static attribute changed."""
+    """Returns a document of a Linear with one changed static attribute."""
     document = json.loads(json.dumps(LINEAR))
     for pair in document["root"]["attributes"]:
         if pair[0] == key:
@@ -40,18 +40,18 @@ def with_static(value: Any, key: str = "dot_general") -> Any:
 
 
 def node(attributes: Any, name: str = "flax.nnx:Module", **more: Any) -> Any:
-    """A document of one module."""
+    """Returns a document of one module."""
     root = {"node": name, "attributes": attributes, "data": [], **more}
     return {**LINEAR, "root": root}
 
 
 def root(child: Any) -> Any:
-    """A document of anything else."""
+    """Returns a document of any other child."""
     return {**LINEAR, "root": child}
 
 
 def nested(depth: int, key: str) -> Any:
-    """A static value that is nested."""
+    """Returns a deeply nested static value."""
     value: Any = None
     for _ in range(depth):
         value = {key: [value]}
@@ -71,7 +71,7 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("tag", ["function", "class", "enum", "linen", "named_tuple"])
-def test_a_name_outside_the_table_is_refused(name: str, tag: str) -> None:
+def test_a_name_outside_the_table_is_rejected(name: str, tag: str) -> None:
     more: dict[str, Any] = {
         "enum": {"member": "x"},
         "linen": {"fields": []},
@@ -153,7 +153,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("what", VALUES)
-def test_a_value_is_refused_that_is(what: str) -> None:
+def test_invalid_values_are_rejected(what: str) -> None:
     with pytest.raises(StructureError):
         decode_graphdef(with_static(VALUES[what]))
 
@@ -220,7 +220,7 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("what", DOCUMENTS)
-def test_a_document_is_refused(what: str) -> None:
+def test_a_document_is_rejected(what: str) -> None:
     with pytest.raises(StructureError):
         decode_graphdef(DOCUMENTS[what])
 
@@ -238,13 +238,13 @@ def test_no_attribute_may_be_called(key: str) -> None:
 
 
 class Watched(nnx.Module):
-    """Notes who sets its property."""
+    """A module that records writes to its property."""
 
     touched = False
 
     @property
     def switch(self) -> None:
-        """A property that acts."""
+        """A property with a side effect."""
 
     @switch.setter
     def switch(self, _: Any) -> None:
@@ -277,7 +277,7 @@ def test_an_attribute_may_hide_a_method_of_its_own_module_only() -> None:
     assert 0 == decode_graphdef(document).num_leaves
 
 
-def test_a_million_levels_are_refused_by_all_that_read_documents() -> None:
+def test_a_million_levels_are_rejected_by_all_that_read_documents() -> None:
     deep: Any = None
     for _ in range(1_000_000):
         deep = [deep]
@@ -287,7 +287,7 @@ def test_a_million_levels_are_refused_by_all_that_read_documents() -> None:
             read(deep)
 
 
-def test_a_list_with_too_many_values_is_refused(
+def test_a_list_with_too_many_values_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from storesvc_client.trees.structure import limits
@@ -345,7 +345,7 @@ _json: st.SearchStrategy[Any] = st.deferred(
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container of a document, with each of its keys."""
+    """Returns every container of a document, with each of its keys."""
     stack = [value]
     while stack:
         inner = stack.pop()
@@ -358,7 +358,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @st.composite
 def spoiled(draw: st.DrawFn) -> Any:
-    """A valid document with a few changes."""
+    """Draws a valid document with a few changes."""
     document = json.loads(json.dumps(draw(st.sampled_from(DOCUMENTS_TO_SPOIL))))
     for _ in range(draw(st.integers(1, 3))):
         found = list(places(document))
@@ -377,7 +377,7 @@ def spoiled(draw: st.DrawFn) -> Any:
 
 
 def calls_of(frame_names: set[str], read: Any, document: Any) -> None:
-    """Reads a document; notes what functions of other files were called with it."""
+    """Reads a document; records the calls of functions in other files."""
 
     def note(event: str, arguments: Any) -> None:
         if event in {"import", "os.system", "subprocess.Popen", "exec", "open"}:
@@ -404,7 +404,7 @@ FUZZ = settings(
 
 @given(spoiled())
 @FUZZ
-def test_a_spoiled_document_is_refused_or_read(document: Any) -> None:
+def test_a_corrupted_document_is_rejected_or_read(document: Any) -> None:
     seen: set[str] = set()
 
     calls_of(seen, lambda d: decode_graphdef(d, allow=CASES["tied"].allow), document)
@@ -415,7 +415,7 @@ def test_a_spoiled_document_is_refused_or_read(document: Any) -> None:
 
 @given(_json)
 @FUZZ
-def test_any_json_is_refused_or_read(value: Any) -> None:
+def test_any_json_is_rejected_or_read(value: Any) -> None:
     seen: set[str] = set()
 
     for read in (decode_graphdef, rows, fingerprint, decode_data):
@@ -427,7 +427,7 @@ def test_any_json_is_refused_or_read(value: Any) -> None:
     assert set() == seen
 
 
-def test_what_is_refused_names_place_and_advice() -> None:
+def test_errors_name_place_and_advice() -> None:
     with pytest.raises(StructureError) as e:
         decode_graphdef(with_static({"function": "os:system"}))
 

@@ -1,4 +1,4 @@
-"""Parameters attached to states and modules, by path and never by position."""
+"""Parameters are merged into states and modules by path, never by position."""
 
 from typing import Any
 
@@ -27,14 +27,14 @@ class Model(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """All layers in turn."""
+        """Applies all layers in order."""
         for layer in self.layers:
             x = layer(x)
         return self.dropout(self.norm(x))
 
 
 class Odd(nnx.Module):
-    """All that a module can hold."""
+    """Everything that a module can hold."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.inner = nnx.Linear(2, 2, rngs=rngs)
@@ -49,13 +49,13 @@ class Odd(nnx.Module):
 
 
 def split(model: Any = Model) -> tuple[Any, Any]:
-    """A module's structure and state."""
+    """Returns a module's structure and state."""
     graphdef, state = nnx.split(model(rngs=nnx.Rngs(0)))
     return graphdef, state
 
 
 def params(state: Any) -> dict[Any, Any]:
-    """The parameters by path, as arrays, all of sevens."""
+    """Returns the parameters by path, as arrays of sevens."""
     return {
         path: jnp.full_like(leaf.get_value(), 7)
         for path, leaf in graph_leaves(state).items()
@@ -64,13 +64,13 @@ def params(state: Any) -> dict[Any, Any]:
 
 
 def with_hooks(variable: Any, **hooks: Any) -> Any:
-    """The Variable with hooks; at its making, some releases warn of them."""
+    """Returns the Variable with hooks; some releases warn when it is created."""
     variable.set_metadata(**hooks)
     return variable
 
 
 def hooked(value: Any) -> Any:
-    """A parameter that doubles what is read of it, and negates what is written."""
+    """A parameter whose hooks double values read and negate values written."""
     return with_hooks(
         nnx.Param(value),
         on_get_value=lambda _, value: value * 2,
@@ -93,7 +93,7 @@ class Tied(nnx.Module):
 
 
 def as_text(layers: Any) -> dict[str, Any]:
-    """The layers with text for their numbers."""
+    """Returns the layers with text instead of their numbers."""
     return {str(i): layers[i] for i in layers}
 
 
@@ -121,10 +121,10 @@ class TestMergeByPath:
     def test_both_ways_to_the_paths_agree(self, model: Any) -> None:
         graphdef, _ = split(model)
 
-        told = graphs._told_paths(graphdef)
+        listed = graphs._listed_paths(graphdef)
 
-        assert told == graphs._found_paths(graphdef)
-        assert graphdef.num_leaves == len(told)
+        assert listed == graphs._found_paths(graphdef)
+        assert graphdef.num_leaves == len(listed)
 
     def test_a_structure_of_no_known_form_is_asked_the_other_way(self) -> None:
         graphdef, _ = split()
@@ -135,9 +135,9 @@ class TestMergeByPath:
             num_leaves=graphdef.num_leaves,
         )
 
-        assert [] == graphs._told_paths(unknown)
+        assert [] == graphs._listed_paths(unknown)
 
-    def test_layers_under_text_are_refused(self) -> None:
+    def test_layers_under_text_are_rejected(self) -> None:
         graphdef, state = split()
         whole = dict(state)
         whole["layers"] = as_text(whole["layers"])
@@ -149,7 +149,7 @@ class TestMergeByPath:
         assert "unexpected ['layers']['0']['bias']" in str(caught.value)
         assert "and 4 more" in str(caught.value)
 
-    def test_a_leaf_too_few_is_refused_naming_it(self) -> None:
+    def test_a_leaf_too_few_is_rejected_naming_it(self) -> None:
         graphdef, state = split()
         leaves = graph_leaves(state)
         del leaves["norm", "mean"]
@@ -157,10 +157,10 @@ class TestMergeByPath:
         with pytest.raises(ValueError, match=r"missing \['norm'\]\['mean'\], unexp"):
             merge_by_path(graphdef, leaves)
 
-    def test_two_leaves_for_one_place_are_refused(self) -> None:
+    def test_two_leaves_for_one_place_are_rejected(self) -> None:
         graphdef, state = split()
 
-        with pytest.raises(ValueError, match="two leaves at"):
+        with pytest.raises(ValueError, match="two leaves have the path"):
             merge_by_path(graphdef, state, state)
 
     def test_running_the_module_changes_no_input(self) -> None:
@@ -309,7 +309,7 @@ class TestMergeStateAndTree:
         with pytest.raises(ValueError, match=r"\['0'\]: expected \(1,\) .* got none"):
             merge_state_and_tree({0: jnp.zeros(1)}, named)
 
-    def test_a_tree_with_an_integer_and_its_text_is_refused(self) -> None:
+    def test_a_tree_with_an_integer_and_its_text_is_rejected(self) -> None:
         _, state = split()
         tree = {**params(state), ("layers", "0", "more"): jnp.ones(1)}
 
@@ -334,7 +334,7 @@ class TestMergeStateAndTree:
         assert [3, 3] == merged["a"].get_raw_value().tolist()
         assert [6, 6] == merged["a"].get_value().tolist()
 
-    def test_hooks_do_not_decide_what_fits_or_is_recreated(self) -> None:
+    def test_hooks_do_not_affect_matching_or_recreation(self) -> None:
         wide = {"on_get_value": lambda _, value: value.reshape(1, 2)}
         abstract: Any = jax.ShapeDtypeStruct((), jnp.uint32)
         count = nnx.RngCount(abstract, tag="t")
@@ -359,7 +359,7 @@ class TestMergeStateAndTree:
         with pytest.raises(ValueError, match=r"leaf \['b'\]: expected the value of"):
             merge_state_and_tree({"a": jnp.zeros(2), "b": jnp.ones(2)}, state)
 
-    def test_what_is_no_mapping_is_a_type_error(self) -> None:
+    def test_other_than_mappings_are_a_type_error(self) -> None:
         with pytest.raises(TypeError, match="got list"):
             merge_state_and_tree([1], split()[1])  # type: ignore[arg-type]  # tested
 
@@ -390,7 +390,7 @@ class TestMergeModelAndTree:
 
         assert 0 == model.dropout.rngs.count.get_value()
 
-    def test_a_missing_parameter_is_refused(self) -> None:
+    def test_a_missing_parameter_is_rejected(self) -> None:
         with pytest.raises(ValueError, match="26 of 26 parameters do not fit"):
             merge_model_and_tree(Model(rngs=nnx.Rngs(0)), {})
 
@@ -434,7 +434,7 @@ class TestMergeModelAndTree:
         with pytest.raises(ValueError, match=r"\['more'\]\['x'\]\['0'\]\['bias'\]: "):
             merge_model_and_tree(model, tree)
 
-    def test_what_else_is_tied_is_ignored_as_ever(self) -> None:
+    def test_other_tied_leaves_are_ignored(self) -> None:
         model: Any = Tied(rngs=nnx.Rngs(0))
         model.stat = nnx.BatchStat(jnp.ones(2))
         model.other = model.stat

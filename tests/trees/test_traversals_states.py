@@ -1,4 +1,4 @@
-"""States compared and completed, and modules made of their classes."""
+"""States are compared and completed, and modules created from their classes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ FIRST_KEY_OF_42 = [1832780943, 270669613]
 
 
 def rng() -> dict[Any, Any]:
-    """A count and a key that were used."""
+    """Returns a count and a key that were used."""
     return {
         ("d", "count"): nnx.RngCount(jnp.uint32(9), tag="t"),
         ("d", "key"): nnx.RngKey(jax.random.key(3), tag="t"),
@@ -70,7 +70,7 @@ class TestStateValidationResult:
 
 
 class TestDifferentiateState:
-    def test_what_is_lacking_is_named(self) -> None:
+    def test_missing_keys_are_named(self) -> None:
         with pytest.raises(ValueError, match=r"missing \[\"\['d'\]\['key'\]\"\], of"):
             differentiate_state({("d", "count"): rng()["d", "count"]}, rng())
 
@@ -108,7 +108,7 @@ class TestRedefineState:
         assert {("w",)} == state.keys()
         assert 9 == missing["d", "count"].get_value()
 
-    def test_what_differs_makes_the_state_whole_again(self) -> None:
+    def test_redefining_completes_the_state(self) -> None:
         whole = {**rng(), ("w",): nnx.Param(jnp.ones(1))}
         state = {("w",): whole["w",]}
 
@@ -123,8 +123,8 @@ class TestRedefineState:
         with pytest.raises(AttributeError, match=rf"\['a'\].*got {kind.__name__}"):
             redefine_state({}, {("a",): kind(jnp.ones(1))})
 
-    def test_a_parameter_with_a_value_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="cannot be made up"):
+    def test_a_parameter_with_a_value_is_rejected(self) -> None:
+        with pytest.raises(ValueError, match="cannot be recreated"):
             redefine_state({}, {"a": nnx.Param(jnp.ones(1))})
 
     def test_hooks_make_no_value_of_none(self) -> None:
@@ -135,13 +135,13 @@ class TestRedefineState:
 
         assert whole["a",].get_raw_value() is None
 
-    def test_what_the_state_has_is_not_overwritten(self) -> None:
+    def test_existing_values_are_not_overwritten(self) -> None:
         with pytest.raises(ValueError, match="expected none in the state, got one"):
             redefine_state(rng(), rng())
 
 
 class Named(nnx.Module):
-    """A module whose constructor calls its RNG otherwise."""
+    """A module whose constructor has another name for its RNG argument."""
 
     def __init__(self, n: int, *, streams: nnx.Rngs) -> None:
         self.linear = nnx.Linear(n, 1, rngs=streams)

@@ -1,4 +1,4 @@
-"""Bytes that the processes of a job bring together, over what joins their devices."""
+"""Exchanges bytes between the processes of a job over their devices."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,10 +14,10 @@ from storesvc_client.errors import UnavailableError
 
 
 def all_gather(own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
-    """See ``peer_source.Gather``: by the first device of each process.
+    """Implements ``peer_source.Gather`` with the first device of each process.
 
     Raises:
-        UnavailableError: One of them died meanwhile, or cannot be reached.
+        UnavailableError: A process died during the exchange, or cannot be reached.
     """
     mesh, together = _program(tuple(processes))
     here = mesh.devices[processes.index(jax.process_index())]
@@ -28,23 +28,23 @@ def all_gather(own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
             [jax.device_put(own[None], here)],
         )
         rows: Bytes = np.asarray(together(brought).addressable_data(0))
-    except (JaxRuntimeError, ValueError) as e:  # which of them, depends on the cause
-        told = str(e).partition("\n")[0]
+    except (JaxRuntimeError, ValueError) as e:  # the type depends on the cause
+        cause = str(e).partition("\n")[0]
         raise UnavailableError(
             f"the exchange of bytes between {len(processes)} processes of this "
-            f"jax.distributed job failed: {told}; start the job again"
+            f"jax.distributed job failed: {cause}; start the job again"
         ) from e
     return list(rows)
 
 
 @lru_cache(maxsize=64)
 def _program(processes: tuple[int, ...]) -> tuple[Mesh, Any]:
-    """The devices that take part, and the program that they run."""
+    """Returns the mesh of the devices that take part, and the program that they run."""
     first: dict[int, Any] = {}
     for device in jax.devices():
         first.setdefault(device.process_index, device)
     mesh = Mesh(np.array([first[process] for process in processes]), ("process",))
-    # not device_put, which asks all processes of the job, not these
+    # Not device_put, which synchronizes all processes of the job, not only these.
     return mesh, jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 

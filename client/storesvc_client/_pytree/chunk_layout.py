@@ -1,7 +1,7 @@
-"""Layouts: which shards of a leaf hold the parts of each of its chunks.
+"""Layout of a leaf: the shard and offset of each part of each of its chunks.
 
-Leaves of one shape, on one sharding, share a layout; it is made once, and used by every
-save.
+Leaves with one shape and one sharding share a layout. It is computed once and reused by
+every save.
 """
 
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ Index: TypeAlias = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What a chunk has of a block."""
+    """Part of a block that belongs to a chunk."""
 
     block: int
-    """Which of the leaf's blocks."""
+    """Index of the block in the leaf's blocks."""
     source: Index
-    """Where in the block it lies."""
+    """Position in the block."""
     target: Index
-    """Where in the chunk it goes."""
+    """Position in the chunk."""
     run: tuple[int, int, int] | None
-    """Where it is one run of bytes in both: offset in the block, offset in the chunk,
-    and length."""
+    """Offset in the block, offset in the chunk and length, in bytes, if the piece is
+    contiguous in both."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
-    """The pieces of all chunks of a leaf."""
+    """Pieces of all chunks of a leaf."""
 
     pieces: Sequence[Sequence[Piece]]
-    """Of each chunk, ascending by where they go."""
+    """Pieces of each chunk, ordered by their position in it."""
     is_padded: Sequence[bool]
-    """Whether a chunk reaches past the leaf."""
+    """For each chunk, True if it extends past the leaf."""
     is_joined: bool
-    """Whether the leaf is one chunk, which its blocks make up one after another."""
+    """True if the leaf is one chunk that consists of its blocks in order."""
 
     def runs(self, within: int) -> Sequence[Piece] | None:
-        """Returns the pieces of a chunk, where they are runs that make it up one after
-        another; else None."""
+        """Returns the pieces of a chunk if they are contiguous runs in order, else
+        None."""
         pieces, at = self.pieces[within], 0
         if self.is_padded[within]:
             return None
@@ -58,8 +58,9 @@ def layout_of(grid: Grid, blocks: tuple[Region, ...]) -> Layout:
     """Returns the layout of a leaf.
 
     Args:
-        grid: How it is cut into chunks.
-        blocks: The regions that lie on the host, or on a device; none over another.
+        grid: The grid of chunks.
+        blocks: The regions that are stored on the host or on a device; they do not
+            overlap.
     """
     pieces, is_padded = [], []
     for within in range(grid.count):
@@ -104,13 +105,13 @@ def _piece(grid: Grid, number: int, block: Region, chunk: Region) -> Piece:
 
 
 def _is_run(part: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether a part of an array is one run of it, in C order."""
+    """Returns whether a part of an array is contiguous, in C order."""
     split = next((dim for dim, n in enumerate(part) if n > 1), len(part))
     return list(part[split + 1 :]) == list(whole[split + 1 :])
 
 
 def _offset(index: Index, shape: Sequence[int]) -> int:
-    """The number, in C order, of the element with which an index begins."""
+    """Returns the offset in C order, in elements, of the first element of an index."""
     at = 0
     for part, n in zip(index, shape, strict=True):
         at = at * n + int(part.start)

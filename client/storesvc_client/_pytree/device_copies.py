@@ -1,7 +1,7 @@
-"""Copies of a tree on its own devices, for saves that shall block for no longer.
+"""Copies a tree on its own devices, so that a save blocks only until the copy starts.
 
-The copy is asked for, not waited for: what is done to the arrays afterwards, donation
-too, comes after it.
+The copy is dispatched, not waited for: later operations on the arrays, including
+donation, are ordered after it by jax.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,20 @@ from typing import Any, Final, Literal, assert_never
 import jax
 import numpy as np
 
-SPARE: Final = 0.1
-"""Of a device's memory, what a copy leaves free where it is chosen by itself."""
+SPARE_FRACTION: Final = 0.1
+"""Fraction of a device's memory that mode "auto" leaves free."""
 
 
 def copied_on_device(
     values: Sequence[Any], mode: Literal["host", "device", "auto", "none"]
 ) -> list[Any] | None:
-    """Returns copies of leaves, those of device arrays on their devices; None: none
-    are to be made there.
+    """Returns copies of the leaves, device arrays on their devices, or None for no
+    copy.
 
     Args:
         values: The leaves.
-        mode: "auto" copies where the memory of all devices is known to suffice.
+        mode: "device" always copies, "host" and "none" never do, "auto" does if all
+            devices report enough free memory.
     """
     match mode:
         case "host" | "none":
@@ -39,9 +40,10 @@ def _copy(value: Any) -> Any:
     if isinstance(value, jax.Array):
         if value.is_fully_addressable:
             return value.copy()
-        if not value.addressable_shards:  # it is all on devices of other processes
+        # all shards are on devices of other processes
+        if not value.addressable_shards:
             return value
-        # shard by shard: to copy the whole is a program of all processes
+        # Copied shard by shard: copying the whole array would run on all processes.
         copies = [shard.data.copy() for shard in value.addressable_shards]
         return jax.make_array_from_single_device_arrays(
             value.shape, value.sharding, copies
@@ -50,7 +52,7 @@ def _copy(value: Any) -> Any:
 
 
 def _fits(values: Sequence[Any]) -> bool:
-    """Whether a copy fits beside all that is on the devices."""
+    """Returns whether a copy fits into the free memory of the devices."""
     arrays = [value for value in values if isinstance(value, jax.Array)]
     shardings = {id(array.sharding): array.sharding for array in arrays}
     devices = set().union(*(s.addressable_devices for s in shardings.values()))
@@ -65,7 +67,8 @@ def _fits(values: Sequence[Any]) -> bool:
 
 
 def _free(device: jax.Device) -> float:
-    """Bytes that a device has left; 0 where it does not say, as CPUs do not."""
+    """Returns the free bytes of a device; 0 if it does not report them, as CPUs do
+    not."""
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit", 0)
-    return float((1 - SPARE) * limit - stats.get("bytes_in_use", limit))
+    return float((1 - SPARE_FRACTION) * limit - stats.get("bytes_in_use", limit))

@@ -1,4 +1,4 @@
-"""The processes of a ``jax.distributed`` job."""
+"""Connects the processes of a ``jax.distributed`` job."""
 
 import socket
 import time
@@ -14,22 +14,22 @@ from storesvc_client._job.job import Job, introduce
 from storesvc_client.errors import UnavailableError
 
 TURN_SECONDS: Final = 1.0
-"""How long the board is waited for at a time: Ctrl-C is heeded in between."""
+"""Maximum seconds of one wait for the board; between waits, Ctrl-C is handled."""
 
-_POLL: Final = "NOT_FOUND"
-_TAKEN: Final = "ALREADY_EXISTS"
-_LATE: Final = "DEADLINE_EXCEEDED"
+_NOT_FOUND: Final = "NOT_FOUND"
+_ALREADY_EXISTS: Final = "ALREADY_EXISTS"
+_DEADLINE_EXCEEDED: Final = "DEADLINE_EXCEEDED"
 
 
 def job_of_process() -> Job | None:
-    """Returns the job that this process is of; None: it is alone."""
+    """Returns the job that this process belongs to, or None if it runs alone."""
     if not jax.distributed.is_initialized():
         return None
-    with _making:  # two threads must not count what they do apart
+    with _job_lock:  # one job object, and so one count of rounds, for all threads
         return _job_of_process()
 
 
-_making = Lock()
+_job_lock = Lock()
 
 
 @cache
@@ -42,15 +42,15 @@ def _job_of_process() -> Job | None:
 
 
 def _board() -> Any:
-    # There is no public door to it; barriers and broadcasts, which there are, would
-    # have every process wait for all others.
+    # jax has no public access to the key-value store. Its public barriers and
+    # broadcasts would make every process wait for all others.
     from jax._src.distributed import global_state
 
     return global_state.client
 
 
 class _JaxJob:
-    """See ``Job``; its board is the coordination service of jax."""
+    """Implements ``Job`` on the coordination service of jax."""
 
     def __init__(self, board: Any) -> None:
         self.index = jax.process_index()
@@ -77,7 +77,7 @@ class _JaxJob:
         try:
             self._board.key_value_set(key, text)
         except JaxRuntimeError as e:
-            if _TAKEN not in str(e):
+            if _ALREADY_EXISTS not in str(e):
                 raise _unreachable(e) from e
 
     def told(self, key: str, *, seconds: float = 0.0) -> str | None:
@@ -96,15 +96,15 @@ class _JaxJob:
             else:
                 text = self._board.blocking_key_value_get(key, milliseconds)
         except JaxRuntimeError as e:
-            if _POLL in str(e) or _LATE in str(e):
+            if _NOT_FOUND in str(e) or _DEADLINE_EXCEEDED in str(e):
                 return None
             raise _unreachable(e) from e
         return text
 
 
 def _unreachable(e: JaxRuntimeError) -> UnavailableError:
-    told = str(e).partition("\n")[0]
+    cause = str(e).partition("\n")[0]
     return UnavailableError(
-        f"the coordination service of this jax.distributed job failed: {told}; start "
+        f"the coordination service of this jax.distributed job failed: {cause}; start "
         "the job again"
     )

@@ -1,7 +1,7 @@
-"""JAX trees by name: names of leaves, maps with names, copies, shardings.
+"""Names the leaves of JAX trees, and maps, copies and shards trees by leaf name.
 
-A name is the path of a leaf as text. Given a separator it is one string, and then it
-stands for one path: keys that hold the separator and leaves of one name are refused.
+A name is the path of a leaf as text. With a separator it is one string that identifies
+exactly one path: keys that contain the separator and duplicate names are rejected.
 
 >>> flatten_tree({"a": [1, {"b": 2}]}, sep=".")
 {'a.0': 1, 'a.1.b': 2}
@@ -39,8 +39,8 @@ def tree_path_to_string(
 ) -> str | tuple[str, ...]:
     """Returns the parts of a JAX tree path as text, joined by ``sep`` if given.
 
-    Joining is not injective when a part holds ``sep``; the keys of the store escape
-    each part first (``storesvc.format.keys``).
+    Joined parts are ambiguous when a part contains ``sep``; the keys of the store
+    therefore escape each part first (``storesvc.format.keys``).
     """
     parts = tuple(_part_text(part) for part in path)
     return parts if sep is None else sep.join(parts)
@@ -65,11 +65,11 @@ def flatten_tree(
 
     Args:
         xs: The tree.
-        is_leaf: Whether a node is a leaf.
-        sep: Joins the parts of a name; none: names are tuples of text.
+        is_leaf: Returns True for nodes to treat as leaves.
+        sep: Separator between the parts of a name; None: names are tuples of text.
 
     Raises:
-        ValueError: Two leaves have one name, a key holds ``sep``, or JAX cannot sort
+        ValueError: Two leaves have one name, a key contains ``sep``, or JAX cannot sort
             the keys of a dict.
     """
     leaves = jax.tree_util.tree_leaves_with_path(xs, is_leaf=is_leaf)
@@ -87,19 +87,19 @@ def named_tree_map(
     """Returns the tree with each leaf replaced by ``f(name, leaf, *others)``.
 
     Args:
-        f: What is called for each leaf.
+        f: Called for each leaf.
         tree: The tree.
-        *rest: Trees of the same structure, or with ``tree``'s as a prefix: the
-            others.
-        is_leaf: Whether a node is a leaf.
-        sep: Joins the parts of a name; none: names are tuples of text.
+        *rest: Other trees with the structure of ``tree``, or with that structure as a
+            prefix.
+        is_leaf: Returns True for nodes to treat as leaves.
+        sep: Separator between the parts of a name; None: names are tuples of text.
 
     Raises:
-        ValueError: Another tree is of another structure, two leaves have one name, or
-            a key holds ``sep``.
+        ValueError: Another tree has a different structure, two leaves have one name, or
+            a key contains ``sep``.
     """
     paths = [p for p, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
-    # Maps go through the leaves in the order that flattening lists them in.
+    # tree.map visits the leaves in the order in which flattening lists them.
     names = iter(_names(paths, sep))
     return jax.tree.map(
         lambda *leaves: f(next(names), *leaves), tree, *rest, is_leaf=is_leaf
@@ -113,33 +113,33 @@ def _names(paths: list[Any], sep: str | None) -> list[Any]:
     seen: set[tuple[str, ...]] = set()
     for name in parts:
         if name in seen:
-            raise ValueError(f"two leaves of the name {name}: expected at most one")
+            raise ValueError(f"two leaves have the name {name}: expected unique names")
         seen.add(name)
     return parts
 
 
 def tree_apply(fns: Any, tree: Any) -> Any:
-    """Returns the tree with each function applied to what stands in its place.
+    """Returns the tree with each function applied to the node at its position.
 
     Args:
-        fns: Functions, in a tree that ``tree`` has as a prefix.
+        fns: Functions, in a tree whose structure is a prefix of ``tree``'s.
         tree: The tree.
 
     Raises:
-        ValueError: The trees are of different structures.
+        ValueError: The trees have different structures.
     """
-    # Some callables, jax.tree_util.Partial for one, are trees themselves.
+    # Some callables, for example jax.tree_util.Partial, are pytrees themselves.
     return jax.tree.map(lambda fn, x: fn(x), fns, tree, is_leaf=callable)
 
 
 def deepcopy_model(model: Any) -> Any:
     """Returns a copy of a module or tree that shares no array or Variable with it.
 
-    Variables that a module holds in two places are one Variable in the copy as well.
+    A Variable that a module holds in two places is one Variable in the copy, too.
     """
     leaves, structure = jax.tree.flatten(model, is_leaf=_is_module)
     copies = [_copied_module(leaf) for leaf in leaves if _is_module(leaf)]
-    # All at once, so that a leaf that is there twice is copied once.
+    # One deepcopy call for all, so that a leaf that occurs twice is copied once.
     others = deepcopy([None if _is_module(leaf) else leaf for leaf in leaves])
     modules = iter(copies)
     copied = [
@@ -162,16 +162,19 @@ def specs_to_name_sharding(tree: Any, mesh: Mesh | None = None) -> Any:
     """Returns the tree with a NamedSharding for each PartitionSpec.
 
     Args:
-        tree: PartitionSpecs; None stays None.
-        mesh: The mesh; that of the context if not given.
+        tree: A tree of PartitionSpecs; None stays None.
+        mesh: The mesh; by default the mesh of the context.
 
     Raises:
-        TypeError: A leaf is no PartitionSpec.
+        TypeError: A leaf is not a PartitionSpec.
         ValueError: There is no mesh, or it lacks an axis; the message names the leaf.
     """
     over = _context_mesh() if mesh is None else mesh
     if over.empty:
-        raise ValueError("expected a mesh, given or of the context, got none")
+        raise ValueError(
+            "expected mesh= or a mesh in the context, got none; pass mesh= or use "
+            "jax.set_mesh"
+        )
 
     def sharding(path: tuple[Any, ...], spec: Any) -> NamedSharding:
         place = path_text(tree_path_to_string(path))
@@ -184,17 +187,15 @@ def specs_to_name_sharding(tree: Any, mesh: Mesh | None = None) -> Any:
         except ValueError as e:
             raise ValueError(f"leaf {place}: {e}") from e
 
-    return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=_is_spec)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
+    return jax.tree_util.tree_map_with_path(
+        sharding, tree, is_leaf=lambda node: isinstance(node, PartitionSpec)
+    )
 
 
 def _context_mesh() -> Mesh:
-    """The mesh of ``with mesh:``, or of ``jax.set_mesh``."""
+    """Returns the mesh of ``with mesh:``, or of ``jax.set_mesh``."""
     with warnings.catch_warnings():
-        # Deprecated as ``with mesh:`` is, and the only way to see that one.
+        # Deprecated like ``with mesh:``, but the only access to that mesh.
         warnings.simplefilter("ignore", DeprecationWarning)
         threads = getattr(pxla, "thread_resources", None)
     mesh: Mesh | None = None if threads is None else threads.env.physical_mesh

@@ -1,8 +1,8 @@
-"""From a pytree to named leaves.
+"""Turns a pytree into named leaves, and rejects leaves that cannot be stored.
 
-A leaf's key is ``tree_path_to_string(path, sep="/")`` with each part escaped, so
-that one path has one key. What cannot be stored is refused here, before anything
-is sent, with all leaves that it concerns.
+The key of a leaf is ``tree_path_to_string(path, sep="/")`` with each part escaped, so
+that every path has exactly one key. Leaves that a checkpoint cannot hold are rejected
+here, before anything is sent, in one error that lists all of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,8 +37,8 @@ from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_proto.v1 import tree_pb2 as pb
 
-SHOWN: Final = 20
-"""Leaves that one message lists."""
+MAX_LISTED: Final = 20
+"""Maximum leaves that one message lists."""
 
 _PYTHON_DTYPES: Final = {
     bool: "bool",
@@ -50,29 +50,29 @@ _PYTHON_DTYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class NamedLeaf:
-    """A leaf of a pytree, with its key."""
+    """A leaf of a pytree with its key."""
 
     key: str
     path_kinds: str
-    """A letter for each part of its path; see ``LeafTable.path_kinds``."""
+    """One letter for each part of the path; see ``LeafTable.path_kinds``."""
     keypath: tuple[Any, ...]
     value: Any
 
     @property
     def path(self) -> str:
-        """Its path as jax writes it, for messages."""
+        """The path in jax's notation, for messages."""
         return keystr(self.keypath)
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a leaf is, apart from its values."""
+    """Type, dtype and shape of a leaf, without its values."""
 
     kind: "pb.LeafKind.ValueType"
     dtype: str
-    """Of what is stored: for PRNG keys, of their key data."""
+    """dtype of the stored array; for PRNG keys, of their key data."""
     shape: tuple[int, ...]
-    """Of what is stored."""
+    """Shape of the stored array; for PRNG keys, of their key data."""
     prng_impl: str | None = None
 
     def __str__(self) -> str:
@@ -88,24 +88,26 @@ def named_leaves(tree: Any) -> tuple[list[NamedLeaf], Any]:
     """Returns the leaves of a pytree in the order of the pytree, and its treedef.
 
     Raises:
-        UnsupportedLeafError: Two paths would share a key, or one leaf lies below
-            another's key, or a key is too long or not Unicode.
+        UnsupportedLeafError: Two paths have the same key, the key of one leaf is a
+            prefix of another's, or a key is too long or not Unicode.
     """
     try:
         flat, treedef = tree_flatten_with_path(tree)
-    except (ValueError, TypeError) as e:  # such as dict keys 0 and "0" side by side
+    # for example, dict keys 0 and "0" in one dict
+    except (ValueError, TypeError) as e:
         raise UnsupportedLeafError(
             f"the tree cannot be flattened by jax: {e}; give each dict keys of one type"
         ) from e
-    names = Names()
-    leaves = [NamedLeaf(*names.of(path), path, value) for path, value in flat]
+    keys = KeyCache()
+    leaves = [NamedLeaf(*keys.find(path), path, value) for path, value in flat]
     _check_unique(leaves)
     return leaves, treedef
 
 
 def signature(value: Any) -> Signature | None:
-    """Returns what a leaf is; None where a checkpoint cannot hold it."""
-    if _is_prng_key(value):
+    """Returns the signature of a leaf, or None if a checkpoint cannot hold it."""
+    own_dtype = getattr(value, "dtype", None)
+    if own_dtype is not None and _is_prng_dtype(own_dtype):
         spec = jax.eval_shape(jax.random.key_data, value)
         impl = _impls().get(value.dtype)
         if impl is None:
@@ -128,15 +130,15 @@ def signature(value: Any) -> Signature | None:
 
 
 def tracer_text(value: Any) -> str:
-    """Returns what messages call a tracer: a value inside of ``jit``, to be."""
+    """Returns the description of a tracer (a value inside ``jit``) for messages."""
     return f"a tracer of {value.aval.str_short()}"
 
 
 def check_values(keys: Sequence[str], values: Sequence[Any]) -> None:
-    """Refuses values of leaves that a checkpoint could hold, had they others.
+    """Rejects values that cannot be saved, among leaves whose type can be.
 
     Raises:
-        UnsupportedLeafError: There are such; names them all.
+        UnsupportedLeafError: Some cannot be saved; the message lists them.
     """
     problems = [
         f"leaf {key!r}: {why}"
@@ -148,7 +150,7 @@ def check_values(keys: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def _problem(value: Any, found: Signature | None) -> str | None:
-    """Why a checkpoint cannot hold a leaf; None where it can."""
+    """Returns why a checkpoint cannot hold a leaf, or None if it can."""
     if isinstance(value, jax.core.Tracer):
         return f"expected values, got {tracer_text(value)}: call save outside jit"
     if found is None:
@@ -161,37 +163,38 @@ def _problem(value: Any, found: Signature | None) -> str | None:
     if len(found.shape) > MAX_RANK:
         return f"expected at most {MAX_RANK} dimensions, got {len(found.shape)}"
     if isinstance(value, jax.ShapeDtypeStruct):
-        return "expected values, got a ShapeDtypeStruct"
+        return "expected values, got a ShapeDtypeStruct; save arrays"
     return _value_problem(value)
 
 
 def _value_problem(value: Any) -> str | None:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return f"expected an int of 64 bits, got {value}"
+        return f"expected an int of 64 bits, got {value}; store it as a float"
     if isinstance(value, jax.Array) and value.is_deleted():
-        return "its array was deleted or donated; save before that"
+        return (
+            "expected a live array, got a deleted or donated one; save it before that"
+        )
     return None
 
 
 def _span_problem(value: Any, *, is_alone: bool) -> str | None:
-    """Why one process alone, or all of a job, cannot save a leaf; None where they
-    can."""
+    """Returns why one process alone, or all processes of a job, cannot save a leaf."""
     if not isinstance(value, jax.Array) or value.is_fully_addressable:
         return None
     if is_alone:
         return (
-            "its array spans other processes; let all processes of the job save it, "
-            "with processes='all'"
+            "expected an array of this process alone, got one that spans other "
+            "processes; let all processes of the job save it, with processes='all'"
         )
-    return _elsewhere_problem(value.sharding)
+    return _single_process_problem(value.sharding)
 
 
 @lru_cache(maxsize=256)
-def _elsewhere_problem(sharding: jax.sharding.Sharding) -> str | None:
-    """Why a job cannot save a leaf that one other process holds; None where it can.
+def _single_process_problem(sharding: jax.sharding.Sharding) -> str | None:
+    """Returns why a job cannot save a leaf that one other process holds.
 
-    What process 0 has for itself, it writes. Any other takes an array of its own
-    devices for one that every process has.
+    A leaf that only process 0 holds is written by process 0. Every other process
+    assumes that an array on its own devices is the same on all processes.
     """
     devices: Any = sharding.device_set
     processes = {device.process_index for device in devices}
@@ -206,7 +209,8 @@ def _elsewhere_problem(sharding: jax.sharding.Sharding) -> str | None:
 
 
 def saved_sharding(value: Any) -> SavedSharding | None:
-    """Returns how a leaf lies on its devices, if that has a portable name."""
+    """Returns the placement of a leaf on its devices, if it can be recorded
+    portably."""
     sharding = getattr(value, "sharding", None)
     return _recorded(sharding) if isinstance(sharding, NamedSharding) else None
 
@@ -232,24 +236,25 @@ def _recorded(sharding: NamedSharding) -> SavedSharding | None:
 
 
 def list_problems(problems: Sequence[str]) -> str:
-    """Returns problems as one text, the first ones of many."""
-    more = len(problems) - SHOWN
-    lines = [*problems[:SHOWN], *([f"and {more} more"] if more > 0 else ())]
+    """Returns the problems as one text, at most ``MAX_LISTED`` of them."""
+    more = len(problems) - MAX_LISTED
+    lines = [*problems[:MAX_LISTED], *([f"and {more} more"] if more > 0 else ())]
     return "; ".join(lines)
 
 
-class Names:
-    """Keys and kinds of paths; of what leaves share of their paths, made once."""
+class KeyCache:
+    """Cache of the keys and kinds of paths; shared prefixes are computed once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[str, str]] = {(): ("", "")}
 
-    def of(self, path: tuple[Any, ...]) -> tuple[str, str]:
+    def find(self, path: tuple[Any, ...]) -> tuple[str, str]:
         """Returns the key and the kinds of a path."""
-        # At one place of a tree, equal parts are one part: a dict has 1 or True.
+        # Within one container, equal parts are one part: a dict has 1 or True, not
+        # both.
         found = self._known.get(path)
         if found is None:
-            above, kinds = self.of(path[:-1])
+            above, kinds = self.find(path[:-1])
             part = escape_part(*tree_path_to_string(path[-1:]))
             key = f"{above}/{part}" if kinds else part
             try:
@@ -274,16 +279,16 @@ def _kind(part: Any) -> str:
             return "a"
         case FlattenedIndexKey(key=int()):
             return "f"
-        case _:  # of a class that somebody has registered with jax
+        case _:  # a class that the user registered with jax
             return "t"
 
 
 @cache
 def _impls() -> dict[Any, str]:
-    """The PRNG implementations of jax, by the dtype of their keys.
+    """Returns the PRNG implementations of jax by the dtype of their keys.
 
-    ``jax.random.key_impl`` would say it too, but of arrays only, not of their
-    abstract stand-ins.
+    ``jax.random.key_impl`` returns the same, but accepts arrays only, not their
+    abstract stand-ins (ShapeDtypeStruct).
     """
     return {jax.random.key(0, impl=name).dtype: name for name in PRNG_IMPLS}
 
@@ -291,23 +296,19 @@ def _impls() -> dict[Any, str]:
 def _check_unique(leaves: Sequence[NamedLeaf]) -> None:
     paths: dict[str, NamedLeaf] = {}
     twice = [
-        f"{paths[leaf.key].path} and {leaf.path} are both called {leaf.key!r}"
+        f"{paths[leaf.key].path} and {leaf.path} both have the key {leaf.key!r}"
         for leaf in leaves
         if paths.setdefault(leaf.key, leaf) is not leaf
     ]
     if twice:
         raise UnsupportedLeafError(
-            f"each leaf needs a key of its own, but {list_problems(twice)}; rename one"
+            f"expected a unique key for each leaf, but {list_problems(twice)}; rename "
+            "one"
         )
     try:
         check_keys(sorted(paths))
     except InvalidKeyError as e:
         raise UnsupportedLeafError(f"{e}; rename one") from e
-
-
-def _is_prng_key(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and _is_prng_dtype(dtype)
 
 
 @lru_cache(maxsize=256)
@@ -317,7 +318,7 @@ def _is_prng_dtype(dtype: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _stored_dtype(dtype: Any) -> str | None:
-    """The name of a dtype in a checkpoint; None where it has none."""
+    """Returns the name of a dtype in a checkpoint, or None if it has none."""
     found = np.dtype(dtype)
     return found.name if DTYPES.get(found.name) == found.newbyteorder("=") else None
 
@@ -325,14 +326,14 @@ def _stored_dtype(dtype: Any) -> str | None:
 def storable(
     leaves: Sequence[NamedLeaf], *, is_alone: bool
 ) -> Iterator[tuple[NamedLeaf, Signature]]:
-    """Yields the leaves with what they are, by key.
+    """Yields the leaves with their signatures, ordered by key.
 
     Args:
-        leaves: Of a pytree.
-        is_alone: Whether no other process saves them, too.
+        leaves: The leaves of a pytree.
+        is_alone: True if no other process saves the tree, too.
 
     Raises:
-        UnsupportedLeafError: A checkpoint cannot hold some; names them all.
+        UnsupportedLeafError: A checkpoint cannot hold some; the message lists them.
     """
     found = [(leaf, signature(leaf.value)) for leaf in leaves]
     problems = [

@@ -1,12 +1,11 @@
-"""Matching a checkpoint's leaves with those of the tree that a restore returns.
+"""Matches the leaves of a checkpoint with those of the tree that a restore returns.
 
-A leaf is the same leaf where its typed path is the same: its key, and of each part
-whether it is a number or a text. ``layers[0]`` and ``layers["0"]`` share a key, but
-NNX puts the second after ``layers["10"]``; so they are refused as different. What
-kind of container held the part (a dict or a dataclass, a list or a tuple) is not
-part of what a leaf is.
+Leaves match if their typed paths are equal: the key, and for each part whether it is a
+number or text. ``layers[0]`` and ``layers["0"]`` have one key, but NNX sorts the second
+after ``layers["10"]``, so they are rejected as different. The type of the container
+(dict or dataclass, list or tuple) does not matter.
 
-Matching reads nothing and decides no placement. All differences are listed at once.
+Matching reads no data and decides no placement. All differences are reported at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,18 +26,20 @@ from storesvc_client._pytree.leaves import (
     signature,
     tracer_text,
 )
-from storesvc_client._pytree.nested_containers import nest
-from storesvc_client._pytree.plain_containers import Container
+from storesvc_client._pytree.paths import path_text
+from storesvc_client._pytree.plain_containers import Container, nest
 from storesvc_client._values.values import path_of
 from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Build: TypeAlias = Callable[[dict[int, Any]], Any]
-"""Makes the tree to return, of its leaves by row."""
+"""Builds the returned tree from its leaves by row."""
 
-_SELECT: Final = "select= leaves out leaves that like= has not"
-_MISSING: Final = "missing='init' keeps what like= has of leaves that are not there"
-_CAST: Final = "cast='{}' casts leaves to what like= has"
+_SELECT: Final = "select= excludes leaves that like= does not have"
+_MISSING: Final = (
+    "missing='init' keeps the values of like= for leaves that the checkpoint lacks"
+)
+_CAST: Final = "cast='{}' casts leaves to the dtype of like="
 
 _ARRAY_KINDS: Final = frozenset(
     {pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_HOST_ARRAY, pb.LEAF_KIND_HOST_SCALAR}
@@ -50,27 +51,27 @@ class Wanted:
     """A leaf that a restore returns."""
 
     row: int
-    """In the leaf table."""
+    """Row in the leaf table."""
     kind: "pb.LeafKind.ValueType"
-    """What it becomes."""
+    """Kind of the returned leaf."""
     dtype: str
-    """What it becomes; the saved one, but for a cast."""
+    """dtype of the returned leaf; differs from the saved dtype only if cast."""
     value: Any = None
-    """The leaf of ``like`` in whose place it comes."""
+    """Leaf of ``like`` at the same path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of a checkpoint is wanted, and what does not fit."""
+    """The leaves to return, and the differences found."""
 
     wanted: Sequence[Wanted]
     build: Build
     problems: Sequence[str] = ()
     kept: Sequence[tuple[Leaf, Wanted]] = ()
-    """Leaves that the checkpoint lacks and ``like`` has the values of, each under a
-    negative row, with what it would be in a checkpoint."""
+    """Leaves of ``like`` that the checkpoint lacks and that keep their values, each
+    with a negative row and the entry it would have in a checkpoint."""
     hints: Sequence[str] = ()
-    """What to ask for, where the differences are meant."""
+    """Options that would accept the differences."""
 
 
 def match_all(
@@ -80,7 +81,7 @@ def match_all(
     cast: str | None,
     containers: Sequence[Container] = (),
 ) -> Match:
-    """Returns a match of the leaves with nested containers, as they are."""
+    """Returns a match of all selected leaves, built into nested containers."""
     leaves = [tree.leaves[row] for row in rows]
     wanted = [
         Wanted(row=row, kind=leaf.kind, dtype=_cast_dtype(leaf, cast))
@@ -99,18 +100,18 @@ def match_all(
 def match_like(
     tree: Tree, like: Any, rows: Sequence[int], *, cast: str | None, keeping: bool
 ) -> Match:
-    """Returns a match of the leaves with those of a pytree.
+    """Returns a match of the selected leaves with the leaves of a pytree.
 
     Args:
         tree: The checkpoint's leaves.
-        like: The pytree of the structure to return.
-        rows: The leaves of the checkpoint that may be wanted.
-        cast: The dtype that floating-point leaves may be cast to where ``like``
-            has it; None: to none.
-        keeping: Whether leaves that the checkpoint lacks keep their values.
+        like: A pytree with the structure to return.
+        rows: Rows of the checkpoint's selected leaves.
+        cast: dtype that floating-point leaves may be cast to if ``like`` has it; None:
+            no cast.
+        keeping: True if leaves that the checkpoint lacks keep their values.
 
     Raises:
-        UnsupportedLeafError: ``like`` has two leaves of one key.
+        UnsupportedLeafError: ``like`` has two leaves with one key.
     """
     named, treedef = named_leaves(like)
     by_key = {leaf.key: leaf for leaf in named}
@@ -135,15 +136,18 @@ def match_like(
             hints[_CAST.format(found.dtype)] = None
         if isinstance(leaf.value, jax.core.Tracer):
             tracer = tracer_text(leaf.value)
-            problems.append(f"leaf {key!r}: got {tracer}: call restore outside jit")
+            problems.append(
+                f"leaf {key!r}: expected an array, got {tracer}: call restore outside "
+                "jit"
+            )
         elif found is None or not _fits(saved, found, cast):
             problems.append(
                 f"leaf {key!r}: expected {_describe(leaf)}, got {_saved(saved)}"
             )
         elif not _same_path(saved, leaf):
             problems.append(
-                f"leaf {key!r}: expected the path {leaf.path}, got {_path_text(saved)}"
-                "; a number and its text are two keys"
+                f"leaf {key!r}: expected the path {leaf.path}, got "
+                f"{path_text(path_of(saved))}; a number and its text are different keys"
             )
         else:
             wanted.append(
@@ -162,7 +166,7 @@ def cast_name(cast: Any) -> str | None:
     """Returns the name of the dtype to cast to.
 
     Raises:
-        InvalidRequestError: It is no floating-point dtype of the format.
+        InvalidRequestError: It is not a floating-point dtype of the format.
     """
     if cast is None:
         return None
@@ -185,7 +189,7 @@ def _absence(leaf: NamedLeaf) -> str:
 def _kept(
     tree: Tree, missing: Sequence[NamedLeaf]
 ) -> tuple[list[tuple[Leaf, Wanted]], list[str]]:
-    """Returns the leaves that keep their values, and why others cannot."""
+    """Returns the leaves that keep their values, and the problems of the others."""
     kept, problems = [], []
     for number, leaf in enumerate(missing, start=1):
         found = signature(leaf.value)
@@ -210,11 +214,11 @@ def _kept(
 
 
 def _no_value(tree: Tree, leaf: NamedLeaf) -> str | None:
-    """Why ``like`` has no value to keep of a leaf; None where it has."""
+    """Returns why ``like`` has no value to keep for a leaf, or None if it has one."""
     if leaf.key in tree.by_key:
-        return "it is not selected"
+        return "select= leaves it out"
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
-        return "like= has no value of it, a ShapeDtypeStruct only"
+        return "like= has only a ShapeDtypeStruct, without values"
     if isinstance(leaf.value, jax.Array) and leaf.value.is_deleted():
         return "its array in like= was deleted or donated"
     return None
@@ -227,10 +231,10 @@ def _cast_dtype(leaf: Leaf, cast: str | None) -> str:
 
 
 def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
-    """Whether a saved leaf can become what is wanted.
+    """Returns whether a saved leaf can become the requested one.
 
-    Where an array lies is not part of what it is: device and host arrays stand
-    for each other. Python numbers and PRNG keys stand for nothing else.
+    Device arrays, host arrays and host scalars are interchangeable; Python numbers and
+    PRNG keys are not.
     """
     same_kind = saved.kind == found.kind or {saved.kind, found.kind} <= _ARRAY_KINDS
     may_cast = (
@@ -245,7 +249,7 @@ def _fits(saved: Leaf, found: Signature, cast: str | None) -> bool:
 
 
 def _differs_in_float(saved: Leaf, found: Signature, cast: str | None) -> bool:
-    """Whether a cast would make a saved leaf what is wanted."""
+    """Returns whether a cast would make a saved leaf fit."""
     return (
         found.dtype != saved.dtype
         and _is_floating(found.dtype)
@@ -255,7 +259,7 @@ def _differs_in_float(saved: Leaf, found: Signature, cast: str | None) -> bool:
 
 
 def _same_path(saved: Leaf, leaf: NamedLeaf) -> bool:
-    """Whether each part is a number in both, or a text in both."""
+    """Returns whether each part is a number in both paths, or text in both."""
     return all(
         (a in INTEGER_KINDS) == (b in INTEGER_KINDS)
         for a, b in zip(saved.path_kinds, leaf.path_kinds, strict=True)
@@ -264,10 +268,6 @@ def _same_path(saved: Leaf, leaf: NamedLeaf) -> bool:
 
 def _is_floating(dtype: str) -> bool:
     return bool(jnp.issubdtype(DTYPES[dtype], jnp.floating))
-
-
-def _path_text(saved: Leaf) -> str:
-    return "".join(f"[{part!r}]" for part in path_of(saved))
 
 
 def _saved(saved: Leaf) -> Signature:

@@ -1,11 +1,10 @@
-"""Partition rules: how named leaves are spread over a mesh.
+"""Partition rules: shard named leaves over a mesh.
 
-A rule is a regular expression and a ``PartitionSpec``. The first rule whose
-expression is found in a leaf's key decides, so the last one is usually
-``("", PartitionSpec())``. A spec is a wish about speed and memory, never about
-values: where an axis does not divide a dimension, or the leaf has fewer dimensions
-than the spec, that axis is dropped and the leaf is whole along it, as in EasyDeL.
-What was dropped is kept in ``dropped``, and ``report`` logs it.
+A rule is a regular expression and a ``PartitionSpec``. The first rule whose expression
+is found in a leaf's key applies, so the last rule is usually ``("", PartitionSpec())``.
+A spec affects speed and memory, never values: if an axis does not divide a dimension,
+or the leaf has fewer dimensions than the spec, the axis is dropped and that dimension
+is not split, as in EasyDeL. ``dropped`` collects these cases, and ``report`` logs them.
 
 >>> mesh = jax.make_mesh((1,), ("tp",))
 >>> rules = [("kernel", PartitionSpec(None, "tp")), ("", PartitionSpec())]
@@ -32,21 +31,22 @@ __all__ = ["RECORDED", "Partitioner", "Rules", "check_mesh", "shardings_by_rules
 Rules: TypeAlias = Sequence[tuple[str, PartitionSpec]]
 
 RECORDED: Final = "recorded"
-"""In the place of rules: each leaf as the checkpoint says that it lay."""
+"""Stands for the sharding of each leaf that the checkpoint recorded."""
 
 _log = logging.getLogger("storesvc_client")
 _SHOWN = 5
 
 
 class Partitioner:
-    """Rules on a mesh, and what they could not do."""
+    """Applies rules on a mesh, and collects the axes that they had to drop."""
 
     def __init__(self, mesh: Mesh, rules: Rules) -> None:
-        """Prepares the rules.
+        """Validates and compiles the rules.
 
         Raises:
-            InvalidRequestError: They are no pairs, one is no regular expression, no
-                spec, or names an axis that the mesh lacks; or it is no mesh.
+            InvalidRequestError: The rules are not pairs, one has an invalid regular
+                expression or spec or names an axis that the mesh lacks, or ``mesh`` is
+                not a mesh.
         """
         check_mesh(mesh)
         self.mesh = mesh
@@ -55,12 +55,12 @@ class Partitioner:
         self._fits: dict[tuple[PartitionSpec, tuple[int, ...]], NamedSharding] = {}
 
     def sharding(self, key: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Returns how a leaf is spread.
+        """Returns the sharding of a leaf.
 
         Raises:
-            ValueError: No rule matches; the caller knows what to say of which leaf.
+            ValueError: No rule matches; the caller adds the leaf's key.
         """
-        if not shape:  # nothing to split, so every rule means the same
+        if not shape:  # a scalar cannot be split, whatever the rule
             return NamedSharding(self.mesh, PartitionSpec())
         for pattern, spec in self._rules:
             if pattern.search(key):
@@ -68,7 +68,7 @@ class Partitioner:
         raise ValueError("no rule matches; end the rules with ('', PartitionSpec())")
 
     def leaf_sharding(self, key: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Returns how a leaf is spread.
+        """Returns the sharding of a leaf.
 
         Raises:
             InvalidRequestError: No rule matches; the message names the leaf.
@@ -81,9 +81,9 @@ class Partitioner:
     def recorded(
         self, key: str, shape: tuple[int, ...], saved: SavedSharding | None
     ) -> NamedSharding:
-        """Returns how a leaf lay when it was saved, as far as this mesh has the axes.
+        """Returns the saved sharding of a leaf, with the axes that this mesh has.
 
-        A leaf of which nothing is recorded is whole on each device.
+        A leaf without a recorded sharding is replicated.
         """
         if saved is None:
             return NamedSharding(self.mesh, PartitionSpec())
@@ -97,7 +97,7 @@ class Partitioner:
         return self._fitted(key, shape, _spec([axes or None for axes in here]))
 
     def report(self) -> None:
-        """Logs what was dropped, if anything, as one warning."""
+        """Logs the dropped axes, if any, as one warning."""
         if self.dropped:
             more = len(self.dropped) - _SHOWN
             _log.warning(
@@ -117,7 +117,7 @@ class Partitioner:
                 for axes, size in zip(spec, shape, strict=False)
             ]
             same = _spec(fitted) == _spec(list(spec))
-            # one longer than the leaf's rank is refused by jax, be the rest None
+            # jax rejects a spec longer than the leaf's rank, even if the rest is None.
             keeps = same and len(spec) <= len(shape)
             found = NamedSharding(self.mesh, spec if keeps else _spec(fitted))
             self._fits[spec, shape] = found
@@ -127,16 +127,17 @@ class Partitioner:
 
 
 def shardings_by_rules(tree: Any, mesh: Mesh, rules: Rules) -> Any:
-    """Returns a tree like the one given, with the sharding of each leaf by rules.
+    """Returns a tree of the same structure with the sharding of each leaf by the rules.
 
     Args:
-        tree: A pytree of arrays, or of their abstract stand-ins. Leaves without a
-            shape are taken for scalars.
-        mesh: The devices.
-        rules: See the module.
+        tree: A pytree of arrays or their abstract stand-ins. Leaves without a shape are
+            treated as scalars.
+        mesh: The mesh.
+        rules: The partition rules; see the module.
 
     Raises:
-        InvalidRequestError: The mesh or a rule is not usable, or none matches a leaf.
+        InvalidRequestError: The mesh or a rule is not usable, or no rule matches a
+            leaf.
     """
     partitioner = Partitioner(mesh, rules)
 
@@ -150,10 +151,10 @@ def shardings_by_rules(tree: Any, mesh: Mesh, rules: Rules) -> Any:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuses what is no mesh of devices.
+    """Rejects anything that is not a mesh of devices.
 
     Raises:
-        InvalidRequestError: It is none, or is abstract or empty.
+        InvalidRequestError: It is not a mesh, or it is abstract or empty.
     """
     if not isinstance(mesh, Mesh) or mesh.empty:
         got = "an empty one" if isinstance(mesh, Mesh) else type(mesh).__name__
@@ -166,7 +167,7 @@ def _pairs(rules: Any) -> Iterator[tuple[str, PartitionSpec]]:
     if not isinstance(rules, Sequence) or isinstance(rules, (str, bytes)):
         plain = rules is None or isinstance(rules, (str, bytes))
         got = repr(rules) if plain else type(rules).__name__
-        hint = "; only a restore knows how leaves lay" if rules == RECORDED else ""
+        hint = "; 'recorded' is supported by restores only" if rules == RECORDED else ""
         raise InvalidRequestError(
             f"rules: expected a list of (regex, PartitionSpec) pairs, got {got}{hint}"
         )
@@ -206,14 +207,14 @@ def _compiled(
 
 
 def _spec(axes: list[Any]) -> PartitionSpec:
-    """A spec without the Nones at its end, which jax takes for another spec."""
+    """Returns a spec without trailing Nones, which jax treats as different."""
     while axes and axes[-1] is None:
         axes = axes[:-1]
     return PartitionSpec(*axes)
 
 
 def _parts(mesh: Mesh, axes: Any) -> int:
-    """Into how many parts axes of the mesh split a dimension."""
+    """Returns the number of parts into which mesh axes split a dimension."""
     return prod(mesh.shape[axis] for axis in _names(axes))
 
 

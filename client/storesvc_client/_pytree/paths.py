@@ -1,13 +1,13 @@
-"""Nested dicts, flat dicts of paths, and the keys of both.
+"""Converts between nested dicts and flat dicts of paths, and between their keys.
 
-A flat dict has tuples of keys for keys, or text: the same joined by a separator.
-What holds of both directions:
+The keys of a flat dict are tuples of keys, or the same keys joined as text by a
+separator. Both directions guarantee:
 
-* **One name, one leaf.** Two leaves of one name, a leaf above another, and a key that
-  holds the separator are refused, so whatever flattens also unflattens.
-* **0 and "0" are different keys.** They become one only where a caller asks for text,
-  and there they are refused side by side.
-* **Inputs stay as they were.**
+* **Unique names.** Two leaves of one name, a leaf above another, and a key that
+  contains the separator are rejected, so every flat dict can be unflattened.
+* **0 and "0" are different keys.** They are equal only if a caller asks for text, and
+  then a mapping that has both is rejected.
+* **Inputs are never modified.**
 
 >>> flatten_dict({"a": {0: 1}, "b": 2})
 {('a', 0): 1, ('b',): 2}
@@ -36,17 +36,18 @@ __all__ = [
 ]
 
 GraphPath: TypeAlias = tuple[Any, ...]
-"""Where a leaf stands in nested mappings: its keys, integers kept as integers."""
+"""Path of a leaf in nested mappings: its keys, integers kept as integers."""
 
 IsLeaf: TypeAlias = Callable[[GraphPath, Any], bool]
-"""Whether the mapping at a path is a leaf."""
+"""Returns True if the mapping at a path is to be treated as a leaf."""
 
 _MAX_DIGITS = 18
-"""Digits of an integer key. Python itself refuses to convert thousands of them."""
+"""Maximum digits of an integer key; Python limits conversions to some thousand
+digits."""
 
 
 def is_flatten(tree: Mapping[Any, Any]) -> bool:
-    """Returns whether a key of the dict is a path, that is a tuple.
+    """Returns whether a key of the dict is a path, which is a tuple.
 
     Raises:
         AttributeError: ``tree`` has no keys.
@@ -64,21 +65,21 @@ def flatten_dict(
 ) -> dict[Any, Any]:
     """Returns the leaves of nested mappings by path.
 
-    Everything but a mapping is a leaf, lists too. Keys of ``xs`` that are tuples are
-    paths already.
+    Everything except mappings is a leaf, lists too. Tuple keys of ``xs`` are already
+    paths.
 
     Args:
         xs: A dict, an ``nnx.State`` or another mapping.
-        keep_empty_nodes: Whether an empty mapping is a leaf, flax's ``empty_node``.
-            An empty ``xs`` gives an empty dict all the same.
-        is_leaf: Whether the mapping at a path is a leaf.
-        sep: Joins the keys of a path, as text; none: paths are tuples.
-        fumap: Whether what is no mapping is a leaf at the empty path, not an error.
+        keep_empty_nodes: Keep an empty mapping as a leaf, flax's ``empty_node``. An
+            empty ``xs`` still gives an empty dict.
+        is_leaf: Returns True if the mapping at a path is to be treated as a leaf.
+        sep: Separator that joins the keys of a path to text; None: paths are tuples.
+        fumap: Accept an ``xs`` that is not a mapping, as a leaf at the empty path.
 
     Raises:
         TypeError: ``xs`` is not a mapping.
-        ValueError: Two leaves have one path, one lies below another, or, joined, two
-            have one name or a key holds ``sep``.
+        ValueError: Two leaves have one path, one is below another, or, with ``sep``,
+            two have one name or a key contains ``sep``.
     """
     if not isinstance(xs, Mapping) and not fumap:
         raise TypeError(f"expected a dict or another mapping, got {type(xs).__name__}")
@@ -90,22 +91,23 @@ def flatten_dict(
 
 
 def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> dict[Any, Any]:
-    """Returns the nested dict of a flat one.
+    """Returns the nested dict of a flat dict.
 
     Args:
         xs: Leaves by path. ``empty_node`` becomes an empty dict.
-        sep: Parts the text of a path, and the parts stay text; none: paths are
+        sep: Separator that splits a path of text; the parts stay text. None: paths are
             tuples.
 
     Raises:
-        TypeError: ``xs`` is not a mapping, or a key is no path.
-        ValueError: A path is empty, is there twice, or lies below another.
+        TypeError: ``xs`` is not a mapping, or a key is not a path.
+        ValueError: A path is empty, occurs twice, or is below another leaf.
     """
     if not isinstance(xs, Mapping):
         raise TypeError(f"expected a dict or another mapping, got {type(xs).__name__}")
     leaves: dict[GraphPath, Any] = {}
     for key, value in xs.items():
-        leaf = {} if _is_empty_node(value) else value
+        # Compared by type: a tree map creates another instance.
+        leaf = {} if isinstance(value, type(empty_node)) else value
         add_leaves(leaves, [(_path_of(key, sep), leaf)])
     return nest_leaves(leaves)
 
@@ -120,24 +122,24 @@ def _path_of(key: Any, sep: str | None) -> GraphPath:
 
 
 def int_key_to_string(xs: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Returns the dict, nested or flat, with text for its integer keys.
+    """Returns the dict, nested or flat, with its integer keys converted to text.
 
     Raises:
         TypeError: ``xs`` is not a mapping.
-        ValueError: A mapping has an integer and its text.
+        ValueError: A mapping contains an integer and the same integer as text.
     """
     return _with_keys(xs, _text_of_integer, ())
 
 
 def string_key_to_int(xs: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Returns the dict, nested or flat, with integers for keys that spell one.
+    """Returns the dict, nested or flat, with keys that spell an integer converted.
 
-    Only the text that ``str`` gives for 0, 1, 2, ... does: "007", "-1" and "²" are
-    names.
+    Only the results of ``str`` for 0, 1, 2, ... are converted: "007", "-1" and "²" stay
+    text.
 
     Raises:
         TypeError: ``xs`` is not a mapping.
-        ValueError: A mapping has an integer and its text.
+        ValueError: A mapping contains an integer and the same integer as text.
     """
     return _with_keys(xs, integer_of_text, ())
 
@@ -148,10 +150,10 @@ def _text_of_integer(key: Any) -> Any:
 
 
 def integer_of_text(key: Any) -> Any:
-    """Returns the integer that a key spells, or the key where it spells none."""
+    """Returns the integer that a key spells, or the key itself."""
     if not isinstance(key, str) or len(key) > _MAX_DIGITS:
         return key
-    # isdigit alone is true of superscripts, which int refuses.
+    # isdigit alone accepts superscripts, which int rejects.
     spells_one = key.isascii() and key.isdigit() and (key == "0" or key[0] != "0")
     return int(key) if spells_one else key
 
@@ -174,18 +176,13 @@ def _with_keys(
     return result
 
 
-def _is_empty_node(value: Any) -> bool:
-    # By type: a tree map makes another object of it.
-    return isinstance(value, type(empty_node))
-
-
 def mapping_leaves(
     xs: Any, *, is_leaf: IsLeaf | None = None, keep_empty_nodes: bool = False
 ) -> dict[GraphPath, Any]:
     """Returns the leaves of nested mappings, or of one flat with tuple keys, by path.
 
     Raises:
-        ValueError: Two leaves have one path, or one lies below another.
+        ValueError: Two leaves have one path, or one is below another.
     """
     leaves: dict[GraphPath, Any] = {}
 
@@ -194,7 +191,7 @@ def mapping_leaves(
             yield path, node
             return
         for key, value in node.items():
-            # Only at the top is a tuple a path: below, it is a key as any other.
+            # A tuple is a path only at the top level; below, it is an ordinary key.
             below = key if not path and isinstance(key, tuple) else (*path, key)
             yield from walk(below, value)
         if keep_empty_nodes and path and not node:
@@ -209,25 +206,27 @@ def mapping_leaves(
 def add_leaves(
     leaves: dict[GraphPath, Any], more: Iterable[tuple[GraphPath, Any]]
 ) -> None:
-    """Adds leaves to those that are there already.
+    """Adds leaves to a dict of leaves.
 
     Raises:
-        ValueError: Two have one path.
+        ValueError: Two leaves have one path.
     """
     for path, leaf in more:
         if path in leaves:
-            raise ValueError(f"two leaves at {path_text(path)}: expected at most one")
+            raise ValueError(
+                f"two leaves have the path {path_text(path)}: expected at most one"
+            )
         leaves[path] = leaf
 
 
 def nest_leaves(leaves: Mapping[GraphPath, Any]) -> dict[Any, Any]:
-    """Returns the nested dict of leaves by path.
+    """Returns the nested dict of leaves given by path.
 
     Raises:
-        ValueError: A leaf is at the root, or below another.
+        ValueError: A leaf is at the root, or below another leaf.
     """
     if () in leaves:
-        raise ValueError("a leaf at the root: expected it below a key")
+        raise ValueError("expected every leaf below a key, got a leaf at the root")
     _refuse_leaves_below_leaves(leaves)
     root: dict[Any, Any] = {}
     nodes: dict[GraphPath, dict[Any, Any]] = {(): root}
@@ -247,41 +246,41 @@ def _refuse_leaves_below_leaves(leaves: Mapping[GraphPath, Any]) -> None:
     seen: set[GraphPath] = set()
     for path in leaves:
         above = path[:-1]
-        # Siblings share all that is above them: each place is asked about once.
+        # Siblings share all paths above them; each is looked up once.
         while above and above not in seen:
             if above in leaves:
                 raise ValueError(
-                    f"a leaf at {path_text(path)} and another at "
-                    f"{path_text(above)}, above it"
+                    f"expected no leaf above another, got {path_text(path)} below "
+                    f"{path_text(above)}"
                 )
             seen.add(above)
             above = above[:-1]
 
 
 def join_names(paths: Iterable[tuple[str, ...]], sep: str) -> list[str]:
-    """Returns the names of paths: their parts joined.
+    """Returns the joined names of paths.
 
     Raises:
-        ValueError: A part holds ``sep``, or two paths have one name.
+        ValueError: A part contains ``sep``, or two paths have one name.
     """
     names: dict[str, tuple[str, ...]] = {}
     for path in paths:
         name = sep.join(path)
-        # Splitting also tells what a longer separator makes of parts that hold a
-        # piece of it.
+        # Splitting also detects parts that together form a separator of several
+        # characters.
         if sep and path and name.split(sep) != list(path):
             raise ValueError(
                 f"leaf {path_text(path)}: expected keys without the separator {sep!r}"
             )
         if name in names:
             raise ValueError(
-                f"two leaves of the name {name!r}: {path_text(names[name])} and "
-                f"{path_text(path)}"
+                f"two leaves have the name {name!r}: {path_text(names[name])} and "
+                f"{path_text(path)}; expected unique names"
             )
         names[name] = path
     return list(names)
 
 
 def path_text(path: GraphPath) -> str:
-    """Returns the path as one would index it, which tells 0 from "0"."""
+    """Returns the path in index notation, which distinguishes 0 from "0"."""
     return "".join(f"[{key!r}]" for key in path) or "the root"

@@ -1,7 +1,7 @@
-"""Placing leaves: on which devices each lies when it comes back.
+"""Decides the devices of each restored leaf.
 
-By partition rules on a mesh, as the leaf of ``like`` lies, or as the checkpoint
-recorded. Whatever it is, it decides where bytes go and never what they are.
+The placement follows partition rules on a mesh, the sharding of the leaf in ``like``,
+or the sharding that the checkpoint recorded. It never changes values.
 """
 
 from typing import Any, Final, Literal, TypeAlias
@@ -25,28 +25,28 @@ from storesvc_client.errors import InvalidRequestError
 from storesvc_proto.v1 import tree_pb2 as pb
 
 Placement: TypeAlias = Sharding | None
-"""None: on the host."""
+"""Sharding on devices, or None for the host."""
 
 _DEVICE_KINDS: Final = frozenset({pb.LEAF_KIND_ARRAY, pb.LEAF_KIND_PRNG_KEY})
 _WIDE: Final = frozenset({"int64", "uint64", "float64", "complex128"})
-"""dtypes that jax would narrow without ``jax_enable_x64``."""
+"""dtypes that jax narrows unless ``jax_enable_x64`` is set."""
 
 
 class Placer:
-    """Decides where the leaves of one restore go."""
+    """Decides the placements of the leaves of one restore."""
 
     def __init__(self, mesh: Mesh | None, rules: "Rules | Literal['recorded'] | None"):
-        """Prepares to place.
+        """Prepares the rules on the mesh.
 
         Raises:
-            InvalidRequestError: A mesh without rules, rules without a mesh, or a
-                rule that is not usable.
+            InvalidRequestError: A mesh without rules, rules without a mesh, or a rule
+                that is not usable.
         """
         if (mesh is None) != (rules is None):
             raise InvalidRequestError(
-                "restore: expected both mesh= and rules=, or neither; "
-                "rules=[('', PartitionSpec())] puts every leaf on each device, "
-                "rules='recorded' as it lay"
+                "restore: expected both mesh= and rules=, or neither; rules=[('', "
+                "PartitionSpec())] replicates every leaf, rules='recorded' uses the "
+                "saved shardings"
             )
         self._recorded = rules == RECORDED
         self._partitioner: Partitioner | None = None
@@ -58,11 +58,11 @@ class Placer:
                 )
             self._partitioner = Partitioner(mesh, ordered)
 
-    def place(self, leaf: Leaf, wanted: Wanted) -> Placement:
-        """Decides where a leaf goes.
+    def placement(self, leaf: Leaf, wanted: Wanted) -> Placement:
+        """Returns the placement of a leaf.
 
         Raises:
-            ValueError: It cannot go there; says why.
+            ValueError: The leaf cannot be placed; the message says why.
         """
         if wanted.kind not in _DEVICE_KINDS:
             return None
@@ -79,7 +79,7 @@ class Placer:
         if isinstance(getattr(placement, "mesh", None), AbstractMesh):
             problem = "its sharding is on an abstract mesh"
             raise ValueError(f"{problem}; give mesh= and rules=")  # noqa: TRY004 - a misfit
-        placement.shard_shape(shape)  # raises where the axes do not divide it
+        placement.shard_shape(shape)  # raises if the axes do not divide the shape
         if is_key and not isinstance(placement, (NamedSharding, SingleDeviceSharding)):
             raise ValueError(
                 f"PRNG keys cannot be placed by a {type(placement).__name__}; give a "
@@ -87,21 +87,21 @@ class Placer:
             )
         return placement
 
-    def keep(self, leaf: Leaf, wanted: Wanted) -> Any:
-        """Returns the value that ``like`` has of a leaf, where it goes.
+    def kept_value(self, leaf: Leaf, wanted: Wanted) -> Any:
+        """Returns the value that ``like`` has for a leaf, moved to its placement.
 
         Raises:
-            ValueError: It cannot go there; says why.
+            ValueError: The leaf cannot be placed; the message says why.
         """
         if self._partitioner is None:
             return wanted.value
-        placement = self.place(leaf, wanted)
+        placement = self.placement(leaf, wanted)
         if placement is None:
             return wanted.value
         return _put(wanted.value, placement)
 
     def report(self) -> None:
-        """Logs what the rules could not do."""
+        """Logs the axes that the rules dropped."""
         if self._partitioner is not None:
             self._partitioner.report()
 
@@ -112,16 +112,16 @@ class Placer:
             return self._partitioner.sharding(leaf.key, shape)
         if wanted.value is not None:
             return getattr(wanted.value, "sharding", None) or default_device()
-        return _as_saved(leaf, wanted.dtype)
+        return _saved_placement(leaf, wanted.dtype)
 
 
 def _put(value: jax.Array, placement: Sharding) -> jax.Array:
-    """A value of this process, or of all, where it goes."""
+    """Moves a local or global value to its placement."""
     if placement.is_fully_addressable or not value.is_fully_addressable:
         moved: jax.Array = jax.device_put(value, placement)
         return moved
-    # device_put would have all processes compare theirs, and wait for each other before
-    # it is known whether all of them restore
+    # device_put would compare the values of all processes, and so block until every
+    # process restores.
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     data = np.asarray(jax.random.key_data(value) if is_key else value)
     put = jax.make_array_from_callback(
@@ -134,13 +134,13 @@ def _put(value: jax.Array, placement: Sharding) -> jax.Array:
 
 
 def allows_wide() -> bool:
-    """Returns whether the caller's jax has 64-bit types."""
+    """Returns whether 64-bit types are enabled in the caller's jax."""
     config: Any = jax.config  # its options have no types
     return bool(config.jax_enable_x64)
 
 
 def would_narrow(dtype: str) -> bool:
-    """Returns whether jax would make a narrower type of a dtype."""
+    """Returns whether jax would narrow a dtype."""
     return dtype in _WIDE and not allows_wide()
 
 
@@ -153,8 +153,9 @@ def default_device() -> Sharding:
     return SingleDeviceSharding(device)
 
 
-def _as_saved(leaf: Leaf, dtype: str) -> Placement:
-    """The saved sharding on the devices of this process, where it fits."""
+def _saved_placement(leaf: Leaf, dtype: str) -> Placement:
+    """Returns the saved sharding on this process's devices, or None if it does not
+    fit."""
     if would_narrow(dtype):
         return None
     if leaf.sharding is None:

@@ -1,13 +1,18 @@
-"""Containers that leaves do not show: None, what is empty, and tuples.
+"""Builds nested containers from leaf paths, with a document for what they do not show.
 
 A checkpoint holds leaves, and their paths show the dicts and lists above them. A
-document beside them says where None, empty containers and tuples were, so that a
-restore without ``like=`` returns them. It is kept as ``LeafTable.structure`` where the
-tree has no other document: for each of them what it is and its path, as leaves have
-them. Other nodes, such as named tuples, are not described.
+separate document records the positions of None, empty containers and tuples, so that a
+restore without ``like=`` returns them. It is stored as ``LeafTable.structure`` if the
+tree has no other document, and lists type, key and path kinds of each container. Other
+nodes, such as named tuples, are not described.
+
+>>> nest([((), "", 1)])
+1
+>>> nest([(("a", 0), "ki", 1), (("a", 2), "ki", 3), (("b",), "k", 4)])
+{'a': [1, None, 3], 'b': 4}
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,13 +22,17 @@ from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
 from storesvc.format.keys import INTEGER_KINDS, fits_key, split_key
 from storesvc.format.trees import MAX_STRUCTURE_BYTES
-from storesvc_client._pytree.leaves import Names
+from storesvc_client._pytree.leaves import KeyCache
 from storesvc_client._values.documents import CONTAINERS, pack_document, unpack_document
 from storesvc_client._values.values import PathPart
-from storesvc_client.errors import StructureError, UnsupportedLeafError
+from storesvc_client.errors import (
+    MismatchError,
+    StructureError,
+    UnsupportedLeafError,
+)
 
 TUPLE: Final = "tuple"
-"""A tuple that is not empty: its items are described by themselves."""
+"""A tuple that is not empty; its items have entries of their own."""
 
 _EMPTY: Final[dict[type, str]] = {
     type(None): "none",
@@ -32,9 +41,17 @@ _EMPTY: Final[dict[type, str]] = {
     tuple: "()",
 }
 _LEAVES: Final = (int, float, complex, np.ndarray, np.generic, jax.Array)
-"""Kinds of most leaves, which need not be asked what is in them."""
+"""Types of most leaves; skipped without asking jax for children."""
 
 _MADE: Final = {name: kind for kind, name in _EMPTY.items() if kind is not type(None)}
+
+INTEGER_LISTS: Final = "if"
+"""Path kinds whose parent nodes become lists."""
+
+MAX_ABSENT_ITEMS: Final = 1_000_000
+"""Maximum absent items in all lists together, counting the last item of each list. An
+index is only a number in a key; without a limit, a few bytes could allocate
+gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +64,7 @@ class Container:
 
     @property
     def path(self) -> tuple[PathPart, ...]:
-        """Its path, as that of a leaf."""
+        """Path of the container, in the form of a leaf's path."""
         parts = zip(split_key(self.key), self.path_kinds, strict=True)
         return tuple(
             int(text) if kind in INTEGER_KINDS else text for text, kind in parts
@@ -55,17 +72,17 @@ class Container:
 
     @property
     def value(self) -> Any:
-        """A new one, where it is None or empty."""
+        """A new empty container, or None."""
         return _MADE[self.what]() if self.what in _MADE else None
 
 
 def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
-    """Returns the document of a pytree, and the containers that it does not describe.
+    """Returns the document of a pytree, and the containers that it cannot describe.
 
     Returns:
-        The document; b"" where the leaves show all, or where it would be larger than a
-        document may be. And ``key: class`` of each outermost container that comes back
-        as a dict or list unless a restore has ``like=``.
+        The document, b"" if the leaves show everything or if it would be larger than
+        ``MAX_STRUCTURE_BYTES``; and ``key: class`` for each outermost container that a
+        restore without ``like=`` returns as a dict or list.
     """
     foreign: list[str] = []
     found = _containers(tree, foreign)
@@ -79,10 +96,10 @@ def pack_containers(tree: Any) -> tuple[bytes, tuple[str, ...]]:
 
 
 def unpack_containers(document: bytes) -> list[Container]:
-    """Returns what a document describes; nothing where it is another one.
+    """Returns the containers of a document, or none if it is of another type.
 
     Raises:
-        StructureError: It is malformed.
+        StructureError: The document is malformed.
     """
     if not document.startswith(CONTAINERS):
         return []
@@ -92,7 +109,7 @@ def unpack_containers(document: bytes) -> list[Container]:
         found = [Container(what, key, kinds) for what, key, kinds in rows]
         for each in found:
             if each.what not in (TUPLE, *_EMPTY.values()):
-                raise ValueError(f"{each.what!r} is no container")
+                raise ValueError(f"{each.what!r} is not a container")
             if not fits_key(each.path_kinds, each.key):
                 raise ValueError(f"{each.path_kinds!r} does not fit {each.key!r}")
     except (ValueError, TypeError, AttributeError, KeyError) as e:
@@ -103,20 +120,21 @@ def unpack_containers(document: bytes) -> list[Container]:
 
 
 def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
-    """Yields what a document describes; what it does not, it adds to ``foreign``."""
-    names = Names()
+    """Yields the containers to describe; adds those it cannot describe to
+    ``foreign``."""
+    keys = KeyCache()
     left: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     while left:
         path, node = left.pop()
         what = _what(node)
         if what:
             try:
-                yield Container(what, *names.of(path))
+                yield Container(what, *keys.find(path))
             except UnsupportedLeafError:
-                continue  # no leaf is below such a key, and it cannot be written
+                continue  # such a key cannot be written, and no leaf is below it
         children = list(_children(node))
         if children and not _is_plain(node):
-            foreign.append(f"{_key(names, path)}: {type(node).__name__}")
+            foreign.append(f"{_key(keys, path)}: {type(node).__name__}")
         left += [
             ((*path, *below), child)
             for below, child in children
@@ -125,22 +143,23 @@ def _containers(tree: Any, foreign: list[str]) -> Iterator[Container]:
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether a node comes back as it was: a dict does with texts and integers."""
+    """Returns whether a node is restored unchanged; a dict is if its keys are str or
+    int."""
     if type(node) is dict:
         return all(type(key) in (str, int) for key in node)
     return type(node) in _EMPTY
 
 
-def _key(names: Names, path: tuple[Any, ...]) -> str:
-    """The key of a container, for a message."""
+def _key(keys: KeyCache, path: tuple[Any, ...]) -> str:
+    """Returns the key of a container, for a message."""
     try:
-        return names.of(path)[0] or "the tree itself"
+        return keys.find(path)[0] or "the tree itself"
     except UnsupportedLeafError:
         return "a container"
 
 
 def _what(node: Any) -> str:
-    """What a node is, where leaves do not show it; "" where they do."""
+    """Returns the name of a container that leaf paths do not show, else ""."""
     kind = type(node)
     if kind in _EMPTY and not node:
         return _EMPTY[kind]
@@ -148,8 +167,11 @@ def _what(node: Any) -> str:
 
 
 def _children(node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
-    """What is in a node, with the paths to it; of nodes of other kinds, what is plain
-    again, or a leaf. A leaf has nothing in it."""
+    """Returns the children of a node with their relative paths.
+
+    For other node types these are the nearest plain containers or leaves. A leaf has no
+    children.
+    """
     kind = type(node)
     if kind is dict:
         return (((DictKey(key),), child) for key, child in node.items())
@@ -157,3 +179,98 @@ def _children(node: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
         return (((SequenceKey(i),), child) for i, child in enumerate(node))
     found = tree_flatten_with_path(node, is_leaf=lambda x: type(x) in _EMPTY)[0]
     return ((below, child) for below, child in found if below)
+
+
+def nest(
+    leaves: Iterable[tuple[tuple[PathPart, ...], str, Any]],
+    containers: Sequence[Container] = (),
+) -> Any:
+    """Returns the tree of ``(path, path_kinds, value)`` leaves.
+
+    Mappings and attributes become dicts. Sequences become lists, or tuples where
+    ``containers`` lists them. An item of a sequence that held no leaf becomes None.
+
+    Args:
+        leaves: The leaves.
+        containers: The None values, empty containers and tuples that the leaves do not
+            show. Containers without leaves that are not listed are omitted.
+
+    Raises:
+        MismatchError: A list is too long.
+        StructureError: The containers contradict the leaves or each other.
+    """
+    root: dict[PathPart, Any] = {}
+    kinds: dict[int, str] = {}
+    for path, path_kinds, value in leaves:
+        if not path:
+            return value
+        node = root
+        for part, kind in zip(path[:-1], path_kinds[:-1], strict=True):
+            kinds[id(node)] = kind
+            node = node.setdefault(part, {})
+        kinds[id(node)] = path_kinds[-1]
+        node[path[-1]] = value
+    for each in containers:
+        if each.what != TUPLE:
+            if not each.path:
+                return each.value
+            _put(root, kinds, each)
+    tuples = {id(_node(root, each)) for each in containers if each.what == TUPLE}
+    return _Nesting(kinds, tuples).of(root)
+
+
+def _put(root: dict[PathPart, Any], kinds: dict[int, str], each: Container) -> None:
+    """Inserts None or an empty container at its path."""
+    node: Any = root
+    for part, kind in zip(each.path, each.path_kinds, strict=True):
+        is_list = kind in INTEGER_LISTS
+        if type(node) is not dict or (
+            (kinds.setdefault(id(node), kind) in INTEGER_LISTS) != is_list
+        ):
+            raise _contradiction(each)
+        above, node = node, node.setdefault(part, {})
+    if type(node) is not dict or node:
+        raise _contradiction(each)
+    above[part] = each.value
+
+
+def _node(root: dict[PathPart, Any], each: Container) -> Any:
+    """Returns the node of a tuple, or None if no leaf of it is restored."""
+    node: Any = root
+    for part in each.path:
+        node = node.get(part) if type(node) is dict else None
+    return node
+
+
+def _contradiction(each: Container) -> StructureError:
+    return StructureError(
+        "the checkpoint's document of containers contradicts its leaves: expected a "
+        f"container at {each.key!r}, got another node; restore with like="
+    )
+
+
+class _Nesting:
+    """Converts nodes to containers."""
+
+    def __init__(self, kinds: dict[int, str], tuples: set[int]) -> None:
+        self._kinds = kinds
+        self._tuples = tuples
+        self._absent = 0
+        """Items absent from lists so far."""
+
+    def of(self, node: Any) -> Any:
+        """Returns the container of a node."""
+        if id(node) not in self._kinds:
+            return {} if isinstance(node, dict) and not node else node
+        items = {part: self.of(child) for part, child in node.items()}
+        if self._kinds[id(node)] not in INTEGER_LISTS:
+            return items
+        length = max(items) + 1
+        self._absent += length - len(items)
+        if self._absent >= MAX_ABSENT_ITEMS:
+            raise MismatchError(
+                f"expected lists with fewer than {MAX_ABSENT_ITEMS} absent items, got "
+                f"an index of {max(items)}; restore with like="
+            )
+        found = [items.get(i) for i in range(length)]
+        return tuple(found) if id(node) in self._tuples else found

@@ -1,8 +1,8 @@
-"""A restore's target: which leaves, where to, and what tree to make of them.
+"""Target of a restore: the leaves to read, their placements, and the tree to build.
 
-``Target.choose`` compares a checkpoint's leaves with what is asked for, refuses
-with every difference at once, and decides a placement for each leaf. It reads
-nothing; the caller brings filled buffers to ``place``.
+``Target.choose`` compares a checkpoint's leaves with the requested ones, rejects all
+differences in one error, and decides a placement for each leaf. It reads no data; the
+caller passes filled buffers to ``place``.
 """
 
 import logging
@@ -39,29 +39,30 @@ from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_proto.v1 import tree_pb2 as pb
 
 _SHOWN: Final = 5
-"""Keys that a log line names."""
+"""Maximum keys that a log line names."""
 
 _log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Spread:
-    """Where the parts of a leaf go; shared by leaves that go to the same places."""
+class _LocalRegions:
+    """Devices and regions of a placement; shared by leaves of one shape and
+    placement."""
 
     devices: dict[Region, list[jax.Device]]
-    """The local devices that hold each region."""
+    """Local devices that hold each region."""
     regions: tuple[Region, ...]
     by_start: dict[tuple[int | None, ...], Region]
-    """The regions by the starts of jax's indices: the shards of a leaf are of one
-    shape, so these tell them apart."""
+    """Regions by the start indices of jax's slices, which are unique because all shards
+    of a leaf have one shape."""
     on_accelerator: bool
 
     @classmethod
     def of(cls, placement: Sharding, shape: tuple[int, ...]) -> Self:
-        """Returns where a placement puts a leaf of a shape."""
+        """Returns the devices and regions of a placement, for a leaf of a shape."""
         devices: dict[Region, list[jax.Device]] = {}
         by_start: dict[tuple[int | None, ...], Region] = {}
-        indices = placement.addressable_devices_indices_map(shape)
+        indices: dict[Any, Any] = {**placement.addressable_devices_indices_map(shape)}
         for device, index in indices.items():
             region = region_of(index or (), shape)
             devices.setdefault(region, []).append(device)
@@ -72,32 +73,32 @@ class _Spread:
             devices=devices,
             regions=tuple(devices),
             by_start=by_start,
-            on_accelerator=any(map(_is_accelerator, indices)),
+            on_accelerator=any(device.platform != "cpu" for device in indices),
         )
 
 
 @dataclass(slots=True, eq=False)
-class _Arriving:
-    """A leaf that is wanted, and what has come of it."""
+class _PendingLeaf:
+    """A requested leaf, and the parts of it that have arrived."""
 
     wanted: Wanted
     leaf: Leaf
     placement: Placement
-    spread: _Spread | None = None
-    """None: it stays on the host."""
+    local: _LocalRegions | None = None
+    """None: the leaf stays on the host."""
     arrays: dict[jax.Device, jax.Array] = field(default_factory=dict)
-    """What has come, by device, where it comes in parts."""
+    """Arrived parts by device, if the leaf arrives in parts."""
     value: Any = None
-    """All of it, once it has come."""
+    """The whole leaf, after it arrived."""
 
 
 class Target:
-    """What a restore is to return, and what has arrived of it."""
+    """The leaves that a restore returns, and the parts that have arrived."""
 
     def __init__(
-        self, arriving: Sequence[_Arriving], build: Build, kept: Mapping[int, Any]
+        self, pending: Sequence[_PendingLeaf], build: Build, kept: Mapping[int, Any]
     ) -> None:
-        self._arriving = {item.wanted.row: item for item in arriving}
+        self._pending = {item.wanted.row: item for item in pending}
         self._build = build
         self._kept = kept
         self._lock = Lock()
@@ -122,39 +123,45 @@ class Target:
 
         Args:
             tree: The checkpoint's leaves.
-            name: What messages call the checkpoint.
-            rows: The leaves that are selected.
-            containers: What these do not show of the tree, without ``like``.
-            like: A pytree of the structure to return; None: nested containers.
-            mesh: Where to put device arrays.
-            rules: How to spread them over the mesh.
+            name: Name of the checkpoint in messages.
+            rows: Rows of the selected leaves.
+            containers: Containers that the leaves do not show; used without ``like``.
+            like: A pytree with the structure to return; None: nested containers.
+            mesh: The mesh for device arrays.
+            rules: Partition rules, or "recorded".
             cast: A floating-point dtype for floating-point leaves.
-            missing: Whether leaves of ``like`` that the checkpoint lacks are an
-                error, or keep the value that ``like`` has.
+            missing: "error" rejects leaves of ``like`` that the checkpoint lacks;
+                "init" keeps their values from ``like``.
 
         Raises:
-            InvalidRequestError: Mesh without rules, rules without mesh, a rule or
-                a dtype that is not usable; values to keep of no tree.
-            MismatchError: The checkpoint does not fit.
+            InvalidRequestError: Mesh without rules, rules without mesh, a rule or dtype
+                that is not usable, or "init" without ``like``.
+            MismatchError: The checkpoint does not match; the message lists all
+                differences.
         """
+        # 1. Check the arguments.
         _check_missing(missing, like)
         placer, dtype = Placer(mesh, rules), cast_name(cast)
+        # 2. Match the leaves by key; without problems, decide their placements. All
+        #    problems of one kind go into one error.
         if like is None:
             match = match_all(tree, rows, cast=dtype, containers=containers)
         else:
             keeping = missing == "init"
             match = match_like(tree, like, rows, cast=dtype, keeping=keeping)
         problems = list(match.problems)
-        arriving, kept = [], {}
+        pending, kept = [], {}
         for wanted in () if problems else match.wanted:
             leaf = tree.leaves[wanted.row]
             try:
-                arriving.append(_Arriving(wanted, leaf, placer.place(leaf, wanted)))
+                pending.append(
+                    _PendingLeaf(wanted, leaf, placer.placement(leaf, wanted))
+                )
             except ValueError as e:
                 problems.append(f"leaf {leaf.key!r}: {e}")
         for leaf, wanted in () if problems else match.kept:
             try:
-                kept[wanted.row] = placer.keep(leaf, wanted)
+                kept[wanted.row] = placer.kept_value(leaf, wanted)
             except ValueError as e:
                 problems.append(f"leaf {leaf.key!r}: {e}")
         if problems:
@@ -162,38 +169,41 @@ class Target:
             raise MismatchError(
                 f"{name} does not fit the target: {list_problems(problems)}{hints}"
             )
+        # 3. Log the differences that are not errors.
         placer.report()
         _report(name, match.kept)
-        return cls(arriving, match.build, kept)
+        return cls(pending, match.build, kept)
 
     def regions(self) -> Iterator[tuple[int, Sequence[Region]]]:
-        """Yields what to read: rows, and for each the distinct regions of local
-        shards; prepares to take them."""
-        spreads: dict[tuple[Sharding, tuple[int, ...]], _Spread] = {}
-        for row, item in self._arriving.items():
+        """Yields each row to read with the distinct regions of its local shards.
+
+        Also prepares the leaves to receive them.
+        """
+        known: dict[tuple[Sharding, tuple[int, ...]], _LocalRegions] = {}
+        for row, item in self._pending.items():
             shape = item.leaf.shape
             if item.placement is None:
                 yield row, (whole(shape),)
                 continue
             key = (item.placement, shape)
-            if key not in spreads:
-                spreads[key] = _Spread.of(item.placement, shape)
-            item.spread = spreads[key]
-            yield row, item.spread.regions
+            if key not in known:
+                known[key] = _LocalRegions.of(item.placement, shape)
+            item.local = known[key]
+            yield row, item.local.regions
 
     def needed(self, count: int) -> Iterator[tuple[int, Mapping[Region, Holders]]]:
-        """Yields what the processes of a job need: rows, and for each the distinct
-        regions, with the processes that hold them.
+        """Yields each row that the processes of a job need, with regions and their
+        holders.
 
-        What goes to the host, or to devices of one process, each process has for
-        itself, whole.
+        A leaf for the host, or for devices of one process, is needed whole by every
+        process.
 
         Args:
-            count: Of processes.
+            count: Number of processes.
         """
         everyone = frozenset(range(count))
         known: dict[tuple[Sharding, tuple[int, ...]], Mapping[Region, Holders]] = {}
-        for row, item in self._arriving.items():
+        for row, item in self._pending.items():
             shape = item.leaf.shape
             if item.placement is None:
                 yield row, {whole(shape): everyone}
@@ -204,39 +214,41 @@ class Target:
             yield row, known[key]
 
     def place(self, buffer: Buffer) -> None:
-        """Takes a filled buffer, and puts it onto its devices; returns once they hold
-        it, so that its memory can be counted as free."""
-        item = self._arriving[buffer.row]
+        """Moves a filled buffer to its devices; returns after they hold the data.
+
+        The caller may then reuse the buffer's memory.
+        """
+        item = self._pending[buffer.row]
         arrays = buffer.arrays
         if item.wanted.dtype != item.leaf.dtype:
             arrays = [_cast(array, item.wanted.dtype) for array in arrays]
-        if item.spread is None or item.placement is None:
+        if item.local is None or item.placement is None:
             (item.value,) = arrays
             return
-        # this thread has settings of its own: without the caller's, 64 bits
-        # would become 32
+        # jax settings are per thread. Without the caller's setting, 64-bit types would
+        # become 32-bit.
         with jax.enable_x64(self._wide):
-            if len(arrays) == len(item.spread.regions):
+            if len(arrays) == len(item.local.regions):
                 placed: Any = _placed_whole(item, item.placement, buffer, arrays)
                 item.value = placed
             else:
-                placed = _placed_parts(item, item.spread, buffer, arrays)
+                placed = _placed_parts(item, item.local, buffer, arrays)
                 with self._lock:
                     item.arrays.update(placed)
-        if item.spread.on_accelerator:
+        if item.local.on_accelerator:
             jax.block_until_ready(placed)
 
     @collector_paused()
     def result(self) -> Any:
-        """Returns the tree; everything wanted must have arrived."""
-        arrived = {row: _value(x) for row, x in self._arriving.items()}
+        """Returns the tree; every requested leaf must have arrived."""
+        arrived = {row: _value(x) for row, x in self._pending.items()}
         return self._build({**arrived, **self._kept})
 
 
 def _needed(
     placement: Sharding, shape: tuple[int, ...], everyone: Holders
 ) -> Mapping[Region, Holders]:
-    """The regions of a leaf that any process needs, and which processes do."""
+    """Returns the regions of a leaf that processes need, with these processes."""
     indices: dict[Any, Any] = {**placement.devices_indices_map(shape)}
     if len({device.process_index for device in indices}) == 1:
         return {whole(shape): everyone}
@@ -254,13 +266,13 @@ def _check_missing(missing: object, like: object) -> None:
         )
     if missing == "init" and like is None:
         raise InvalidRequestError(
-            "restore: expected like= with missing='init', got None; its values stand "
-            "in for what the checkpoint lacks"
+            "restore: expected like= with missing='init', got None; pass like= with "
+            "values for the leaves that the checkpoint lacks"
         )
 
 
 def _report(name: str, kept: Sequence[tuple[Leaf, Wanted]]) -> None:
-    """Logs what did not come from the checkpoint, if anything."""
+    """Logs the leaves that keep the values of ``like``, if any."""
     if kept:
         keys = [leaf.key for leaf, _ in kept[:_SHOWN]]
         _log.info(
@@ -279,19 +291,15 @@ def _cast(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     return cast
 
 
-def _is_accelerator(device: Any) -> bool:
-    return bool(device.platform != "cpu")
-
-
 def _placed_whole(
-    item: _Arriving,
+    item: _PendingLeaf,
     placement: Sharding,
     buffer: Buffer,
     arrays: Sequence[NDArray[Any]],
 ) -> jax.Array:
-    """A leaf of which all parts have come at once: one call for all devices."""
-    assert item.spread is not None
-    by_start = item.spread.by_start
+    """Builds a leaf whose parts all arrived, with one call for all devices."""
+    assert item.local is not None
+    by_start = item.local.by_start
     by_region = dict(zip(buffer.regions, arrays, strict=True))
     placed = jax.make_array_from_callback(
         item.leaf.shape,
@@ -303,24 +311,24 @@ def _placed_whole(
 
 
 def _placed_parts(
-    item: _Arriving,
-    spread: _Spread,
+    item: _PendingLeaf,
+    local: _LocalRegions,
     buffer: Buffer,
     arrays: Sequence[NDArray[Any]],
 ) -> dict[jax.Device, jax.Array]:
-    """Parts of a leaf on their devices."""
+    """Moves parts of a leaf to their devices."""
     assert item.placement is not None
     memory = item.placement.memory_kind
     placed = {
         device: jax.device_put(array, SingleDeviceSharding(device, memory_kind=memory))
         for region, array in zip(buffer.regions, arrays, strict=True)
-        for device in spread.devices[region]
+        for device in local.devices[region]
     }
     assert all(put.dtype == arrays[0].dtype for put in placed.values())
     return placed
 
 
-def _value(item: _Arriving) -> Any:
+def _value(item: _PendingLeaf) -> Any:
     if item.placement is None:
         return _host_value(item, item.value)
     array = item.value
@@ -330,14 +338,15 @@ def _value(item: _Arriving) -> Any:
             item.leaf.shape,
             item.placement,
             [item.arrays[device] for device in devices],
-            dtype=DTYPES[item.wanted.dtype],  # of which no device here may have any
+            # needed if no device of this process holds a part
+            dtype=DTYPES[item.wanted.dtype],
         )
     if item.wanted.kind == pb.LEAF_KIND_PRNG_KEY:
         return jax.random.wrap_key_data(array, impl=item.leaf.prng_impl)
     return array
 
 
-def _host_value(item: _Arriving, array: Any) -> Any:
+def _host_value(item: _PendingLeaf, array: Any) -> Any:
     match item.wanted.kind:
         case pb.LEAF_KIND_PYTHON_SCALAR:
             return array.item()

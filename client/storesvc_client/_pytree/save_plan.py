@@ -1,11 +1,12 @@
-"""Plans of saves: the leaves of a tree, their chunks, and where the bytes of each lie.
+"""Plans saves: the leaves of a tree, their chunks, and the source of each chunk's
+bytes.
 
-A plan depends on what the leaves are, never on their values: a tree that is saved again
-and again is planned once. Where the processes of a job save one tree, each makes the
-same plan but for what it is to write.
+A plan depends on shapes, dtypes and shardings, never on values, so a tree that is saved
+repeatedly is planned once. When the processes of a job save one tree, their plans
+differ only in the chunks that each writes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -41,64 +42,64 @@ from storesvc_client._values.gc_pause import collector_paused
 from storesvc_proto.v1 import tree_pb2 as pb
 
 MAX_COMPARED_BYTES: Final = 1 << 20
-"""Bytes of a replicated leaf that is compared between processes. Each process writes
-other chunks of it, so that to compare a large one it would have to be brought from the
-devices once more by every process."""
+"""Maximum bytes of a replicated leaf whose digests are compared between processes. Each
+process writes other chunks of it, so a comparison needs one more transfer of the leaf
+from the devices of every process."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LeafPlan:
-    """Where the bytes of a leaf come from."""
+    """Source of the bytes of a leaf."""
 
     dtype: "np.dtype[Any]"
     is_key: bool
-    """Whether it is an array of PRNG keys, of which the key data is stored."""
+    """True for an array of PRNG keys; its key data is stored."""
     devices: tuple[jax.Device, ...] | None
-    """Those whose shards are its blocks, replicas not; None: the leaf as a whole is the
-    one block."""
+    """Devices whose shards are the blocks, without replicas; None: the whole leaf is
+    the one block."""
     layout: Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Plan:
-    """Of one tree."""
+    """Plan of one tree."""
 
     tree: Tree
     structure: bytes
-    """The document that its owner gave; b"": none."""
+    """The caller's document; b"" if none."""
     foreign: tuple[str, ...]
-    """The containers that come back as dicts or lists without ``like=``; not known of a
-    tree whose owner gave a document."""
+    """Containers that a restore without ``like=`` returns as dicts or lists; empty if
+    the caller gave a document."""
     leaves: tuple[LeafPlan, ...]
-    """In the order of the tree's."""
+    """Plans of the leaves, in the order of ``tree.leaves``."""
     order: tuple[int, ...]
-    """For each leaf of the tree, its number among those of the pytree."""
+    """Index in the pytree of each leaf of ``tree``."""
     keys: tuple[str, ...]
     own: I64
     """Ordinals of the chunks that this process writes, ascending."""
     slabs: list[Slab]
-    """Of those."""
+    """Slabs of the chunks in ``own``."""
     compared: tuple[int, ...]
-    """Rows of the leaves that this process holds as a whole, and other processes of the
-    job do, too."""
+    """Rows of the leaves that this process and other processes of the job hold in
+    full."""
     is_remote: bool
-    """Whether any leaf lies on devices whose memory the host does not share."""
+    """True if any leaf is on devices whose memory the host does not share."""
     forms: tuple[tuple[Any, ...], ...]
-    """What each leaf of the pytree was, in the order of the pytree."""
+    """Type, shape, dtype and sharding of each leaf, in the order of the pytree."""
     treedef: Any
     key_types: tuple[type, ...]
-    """Of the keys of dicts on the way to each leaf, where some are no strings: 1 and
-    True are equal, and so are treedefs that hold them."""
+    """Types of the dict keys on all paths, if any is not a string. 1 and True are
+    equal, so treedefs that hold them compare as equal."""
 
 
 class Planner:
-    """Plans saves, and keeps the last plan."""
+    """Plans saves, and caches the last plan."""
 
     def __init__(self, job: Job | None = None) -> None:
-        """Has no plan.
+        """Creates a planner without a cached plan.
 
         Args:
-            job: The processes that save each tree together; None: this one does.
+            job: The processes that save each tree together; None: this process alone.
         """
         self._job = job
         self._plan: Plan | None = None
@@ -108,27 +109,26 @@ class Planner:
         """Returns the plan of a pytree, and its leaves in the order of the plan.
 
         Raises:
-            UnsupportedLeafError: A checkpoint cannot hold it; names every leaf.
+            UnsupportedLeafError: A checkpoint cannot hold some leaves; the message
+                lists them.
         """
-        last = self._plan
-        if last is not None and last.structure == structure:
-            values, treedef = jax.tree.flatten(tree)
-            is_same = treedef == last.treedef and _forms(values) == last.forms
-            if is_same and (
-                not last.key_types or last.key_types == _key_types(_paths(tree))
-            ):
-                ordered = [values[number] for number in last.order]
-                check_values(last.keys, ordered)
-                return last, ordered
+        # 1. A training loop saves trees of one form; their plan is computed once.
+        reused = self._reused(tree, structure)
+        if reused is not None:
+            return reused
+        # 2. Reject everything that cannot be stored before anything is sent.
         named, treedef = named_leaves(tree)
         numbers = {id(leaf): number for number, leaf in enumerate(named)}
         found = list(storable(named, is_alone=self._job is None))
+        # 3. Cut the leaves into chunks. Every process of a job must compute the same
+        #    rows, so these depend only on global shapes and shardings.
         held = [_held(leaf.value, what, self._job) for leaf, what in found]
         rows = tuple(
             _row(leaf, what, of) for (leaf, what), of in zip(found, held, strict=True)
         )
         document, foreign = (structure, ()) if structure else pack_containers(tree)
         planned = Tree(rows, document)
+        # 4. Select the chunks that this process writes.
         own = _own_chunks(planned, held, self._job)
         plan = Plan(
             tree=planned,
@@ -156,9 +156,26 @@ class Planner:
         self._plan = plan
         return plan, [leaf.value for leaf, _ in found]
 
+    def _reused(self, tree: Any, structure: bytes) -> tuple[Plan, list[Any]] | None:
+        """Returns the last plan with a tree's leaves, or None if it does not fit."""
+        last = self._plan
+        if last is None or last.structure != structure:
+            return None
+        values, treedef = jax.tree.flatten(tree)
+        if treedef != last.treedef or _forms(values) != last.forms:
+            return None
+        # Equal treedefs may have keys 1 and True, which are stored differently.
+        if last.key_types:
+            paths = (path for path, _ in tree_flatten_with_path(tree)[0])
+            if last.key_types != _key_types(paths):
+                return None
+        ordered = [values[number] for number in last.order]
+        check_values(last.keys, ordered)
+        return last, ordered
+
 
 def _forms(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """What each value is, apart from its bytes."""
+    """Returns type, shape, dtype and sharding of each value."""
     return tuple(
         (
             type(value),
@@ -170,19 +187,15 @@ def _forms(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
     )
 
 
-def _paths(tree: Any) -> Iterator[tuple[Any, ...]]:
-    return (path for path, _ in tree_flatten_with_path(tree)[0])
-
-
 def _key_types(paths: Iterable[tuple[Any, ...]]) -> tuple[type, ...]:
-    """The types of the keys of dicts, in order; none where all are strings."""
+    """Returns the types of dict keys, in order, or () if all are strings."""
     parts = (part for path in paths for part in path if isinstance(part, DictKey))
     types = tuple(type(part.key) for part in parts)
     return () if all(found is str for found in types) else types
 
 
 def is_remote(value: Any) -> bool:
-    """Returns whether a leaf lies on devices whose memory the host does not share."""
+    """Returns whether a leaf is on devices whose memory the host does not share."""
     return isinstance(value, jax.Array) and all(
         device.platform != "cpu" for device in value.devices()
     )
@@ -211,14 +224,14 @@ def _shard_shape(value: Any, found: Signature) -> tuple[int, ...]:
     if not isinstance(value, jax.Array):
         return found.shape
     own = value.sharding.shard_shape(value.shape)
-    return own + found.shape[len(own) :]  # of key data one dimension more
+    return own + found.shape[len(own) :]  # key data has one more dimension
 
 
 def _held(value: Any, found: Signature, job: Job | None) -> Held | None:
-    """Which processes hold which part of a leaf; None: it is no matter of several.
+    """Returns which processes hold which part of a leaf, or None for a local leaf.
 
-    What lies on the host, or on devices of each process alone, every process has for
-    itself: the first one writes it, once it is known to be the same on all of them.
+    A leaf is local if it is on the host or on devices of one process. Every process
+    then has its own copy, and process 0 writes it after the copies were found equal.
     """
     if job is None or not isinstance(value, jax.Array):
         return None
@@ -234,18 +247,19 @@ def _held(value: Any, found: Signature, job: Job | None) -> Held | None:
 
 
 def _is_compared(value: Any, size_bytes: int) -> bool:
-    """Whether this process holds the whole of a leaf that other processes hold, too."""
+    """Returns whether this process holds all of a leaf that other processes hold,
+    too."""
     if not isinstance(value, jax.Array) or value.is_fully_addressable:
         return True
     is_held = value.is_fully_replicated and bool(value.sharding.addressable_devices)
     return is_held and size_bytes <= MAX_COMPARED_BYTES
 
 
-@lru_cache(maxsize=1024)  # a tree has many leaves, and few shardings
+@lru_cache(maxsize=1024)  # a tree has many leaves but few shardings
 def _holders(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> tuple[Holders, ...] | None:
-    """The processes that hold each shard, in C order; None: one process holds all."""
+    """Returns the processes that hold each shard, in C order; None if only one does."""
     indices: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
     if len({device.process_index for device in indices}) == 1:
         return None
@@ -258,7 +272,7 @@ def _holders(
 
 
 def _own_chunks(tree: Tree, held: Sequence[Held | None], job: Job | None) -> I64:
-    """The chunks that this process writes."""
+    """Returns the ordinals of the chunks that this process writes."""
     if job is None:
         return np.arange(tree.chunk_count)
     holders: list[Holders] = []
@@ -283,10 +297,11 @@ def _leaf_plan(value: Any, found: Signature, grid: Grid) -> LeafPlan:
 def _blocks(
     value: Any, found: Signature
 ) -> tuple[tuple[jax.Device, ...] | None, tuple[Region, ...]]:
-    """The devices that hold each part of a leaf once, and these parts."""
+    """Returns the devices that together hold each part of a leaf once, and these
+    parts."""
     if not isinstance(value, jax.Array):
         return None, (whole(found.shape),)
-    rank = len(value.shape)  # of key data one less than what is stored
+    rank = len(value.shape)  # key data has one more dimension
     indices = value.sharding.addressable_devices_indices_map(value.shape)
     regions: dict[Region, jax.Device] = {}
     for device, index in indices.items():
@@ -296,6 +311,6 @@ def _blocks(
 
 
 def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
-    """Returns the region that a shard's index means."""
+    """Returns the region of a shard's index."""
     bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
     return tuple((start, stop) for start, stop, _ in bounds)

@@ -1,7 +1,7 @@
-"""The bytes of a tree, chunk by chunk, as a snapshot copies them.
+"""Reads the bytes of a tree, chunk by chunk, for a snapshot.
 
-On CPU devices the memory of a shard is read where it lies; from other devices it is
-brought to the host first, some leaves ahead.
+On CPU devices, the memory of a shard is read in place. Shards of other devices are
+transferred to the host first, some leaves ahead.
 """
 
 import threading
@@ -19,27 +19,27 @@ from storesvc_client._pytree.save_plan import Plan
 from storesvc_client.errors import UnavailableError
 
 AHEAD_BYTES: Final = 256 << 20
-"""Of leaves that are on their way from devices."""
+"""Bytes of the leaves that are being transferred ahead from devices."""
 
 
 class TreeSource:
-    """A tree to be copied; see ``_save.snapshot.Source``."""
+    """A tree to copy; implements ``_save.snapshot.Source``."""
 
     def __init__(self, plan: Plan, values: Sequence[Any]) -> None:
         self._plan = plan
         self._values = values
-        self._kept = threading.local()
+        self._cache = threading.local()
         self._lock = threading.Lock()
-        self._coming: dict[int, list[Any]] = {}
-        """Leaves that devices were asked for, by row."""
+        self._in_flight: dict[int, list[Any]] = {}
+        """Transfers in flight or complete, by row."""
         self._own: frozenset[int] = frozenset(
             self.tree.locate_all(plan.own)[0].tolist() if plan.is_remote else ()
         )
-        """Rows of the leaves that this process writes chunks of."""
+        """Rows of the leaves of which this process writes chunks."""
 
     @property
     def tree(self) -> Tree:
-        """Its leaves."""
+        """Leaf table of the tree."""
         return self._plan.tree
 
     def copy(self, ordinal: int, into: Bytes) -> None:
@@ -62,15 +62,18 @@ class TreeSource:
             chunk[piece.target] = blocks[piece.block][piece.source]
 
     def runs(self, ordinal: int) -> "Sequence[Bytes] | None":
-        """Returns the memory of a chunk, where its pieces are runs in order and lie in
-        the tree's own memory, on the host."""
+        """Returns the memory of a chunk if it can be sent without a copy, else None.
+
+        The pieces must be contiguous runs in order, in the tree's own memory on the
+        host.
+        """
         if self._plan.is_remote:
             return None
         found = self._in_order(ordinal)
-        return found if found is not None and self._kept.is_own else None
+        return found if found is not None and self._cache.is_own else None
 
     def digest(self, ordinal: int) -> bytes | None:
-        """Returns the digest of a chunk, where its pieces are runs in order."""
+        """Returns the digest of a chunk if its pieces are contiguous runs in order."""
         runs, summing = self._in_order(ordinal), Digesting()
         if runs is None:
             return None
@@ -79,13 +82,16 @@ class TreeSource:
         return summing.digest
 
     def leaf_digests(self) -> bytes:
-        """Returns the digests of the leaves that other processes hold, too, and zeros
-        for the others; b"": other processes hold none."""
+        """Returns the digests of the leaves that other processes hold, too.
+
+        They are in the order of the rows, zeros for the other leaves; b"" if there are
+        none.
+        """
         rows = self._plan.compared
         if not rows:
             return b""
-        # All are on their way before the first is waited for.
-        wholes = _on_host([self._whole(row) for row in rows])
+        # Start all transfers before waiting for the first.
+        wholes = _to_host([self._whole(row) for row in rows])
         digests = bytearray(len(self.tree.leaves) * DIGEST_BYTES)
         for row, whole in zip(rows, wholes, strict=True):
             array = np.asarray(whole, self._plan.leaves[row].dtype, order="C")
@@ -94,7 +100,7 @@ class TreeSource:
         return bytes(digests)
 
     def _whole(self, row: int) -> Any:
-        """A leaf of which this process holds all elements."""
+        """Returns a leaf of which this process holds all elements."""
         value = self._values[row]
         if self._plan.leaves[row].is_key:
             value = jax.random.key_data(value)
@@ -115,46 +121,52 @@ class TreeSource:
         return found
 
     def _blocks(self, row: int) -> Sequence[NDArray[Any]]:
-        """The blocks of a leaf on the host, of the last one kept for each thread."""
-        if getattr(self._kept, "row", None) != row:
+        """Returns the blocks of a leaf on the host; each thread caches its last
+        leaf."""
+        if getattr(self._cache, "row", None) != row:
             with self._lock:
-                shards = self._brought(row) if self._plan.is_remote else self._held(row)
-            self._kept.row = row
-            self._kept.blocks = [
+                shards = (
+                    self._transferred(row)
+                    if self._plan.is_remote
+                    else self._shards(row)
+                )
+            self._cache.row = row
+            self._cache.blocks = [
                 np.asarray(shard, self._plan.leaves[row].dtype, order="C")
                 for shard in shards
             ]
-            self._kept.is_own = all(
+            self._cache.is_own = all(
                 isinstance(shard, jax.Array) or np.may_share_memory(shard, block)
-                for shard, block in zip(shards, self._kept.blocks, strict=True)
+                for shard, block in zip(shards, self._cache.blocks, strict=True)
             )
-        blocks: Sequence[NDArray[Any]] = self._kept.blocks
+        blocks: Sequence[NDArray[Any]] = self._cache.blocks
         return blocks
 
-    def _brought(self, row: int) -> list[Any]:
-        """The blocks of a leaf on the host; lets devices send what follows."""
+    def _transferred(self, row: int) -> list[Any]:
+        """Returns the blocks of a leaf on the host, and starts transfers of the next
+        leaves."""
         ahead = 0
         for later in range(row, len(self._values)):
             if later not in self._own:
                 continue
-            if later not in self._coming:
-                self._coming[later] = _on_host(self._held(later))
+            if later not in self._in_flight:
+                self._in_flight[later] = _to_host(self._shards(later))
             ahead += self.tree.grids[later].leaf_bytes
             if ahead > AHEAD_BYTES:
                 break
-        # another thread may be at the one before
-        for past in [known for known in self._coming if known < row - 1]:
-            del self._coming[past]
-        return self._coming[row]
+        # Another thread may still read the row before this one.
+        for past in [known for known in self._in_flight if known < row - 1]:
+            del self._in_flight[past]
+        return self._in_flight[row]
 
-    def _held(self, row: int) -> list[Any]:
-        """The blocks of a leaf, where they are.
+    def _shards(self, row: int) -> list[Any]:
+        """Returns the blocks of a leaf where they are, on the host or on devices.
 
-        By one thread at a time: where several ask an array for its shards at once that
-        nobody asked before, jax lists some of them twice, and others not.
+        Called by one thread at a time: when several threads list the shards of an array
+        for the first time at once, jax lists some twice and omits others.
 
         Raises:
-            UnavailableError: It did, for threads of somebody else.
+            UnavailableError: This happened, caused by threads outside the save.
         """
         value, plan = self._values[row], self._plan.leaves[row]
         if plan.is_key:
@@ -167,15 +179,17 @@ class TreeSource:
         except KeyError as e:
             raise UnavailableError(
                 f"leaf {self.tree.leaves[row].key!r}: expected shards on "
-                f"{len(plan.devices)} devices, jax lists {len(held)}: another thread "
-                "used the array for the first time during the save, and so it stays; "
+                f"{len(plan.devices)} devices, got {len(held)} from jax, because "
+                "another thread used the array for the first time during the save; "
                 "save a copy of the array"
             ) from e
 
 
-def _on_host(shards: Sequence[Any]) -> list[Any]:
-    """Shards on a CPU device, on their way there: so that no copy of theirs stays with
-    the arrays that they are of, as it would if NumPy were to bring them."""
+def _to_host(shards: Sequence[Any]) -> list[Any]:
+    """Returns the shards on a CPU device, with the transfers in flight.
+
+    NumPy would also transfer them, but would cache the copy with the device array.
+    """
     host = jax.local_devices(backend="cpu")[0]
     return [
         jax.device_put(shard, host) if isinstance(shard, jax.Array) else shard

@@ -1,10 +1,10 @@
 """Names, saves and restores models: NNX graphs, Linen variables, EasyDeL states.
 
-It imports jax and flax, and of the client everything below it; only `easydel` and the
-demo import it. The modules here are public, and import `nnx` and `structure`, which are
-not.
+Imports jax and flax, and every layer of the client below it; only `easydel` and the
+demo import it. The modules here are public; `nnx` and `structure`, which they import,
+are not.
 
-Begin with `easydel.py` (``EasyDeLState``); `protocols.py` says what a model may offer,
-`traversals.py` has the functions of ``easydel.utils.traversals``, and `linen.py`
-converts between Linen and NNX.
+Start with `easydel.py` (``EasyDeLState``). `protocols.py` describes what a model may
+provide, `traversals.py` has the functions of ``easydel.utils.traversals``, and
+`linen.py` converts between Linen and NNX.
 """

@@ -1,13 +1,13 @@
 """``EasyDeLState``: model, optimizer and step of a training run, as one pytree.
 
-It is ``easydel.infra.base_state.EasyDeLState`` without the easydel package: the
-same fields, names and errors, for any NNX module. Two things it keeps true:
+A version of ``easydel.infra.base_state.EasyDeLState`` without the easydel package: the
+same fields, names and errors, for any NNX module. Two guarantees:
 
-* **It is a value.** A module made of a state has Variables of its own; calling it,
-  dropout and all, changes nothing in the state.
-* **Names decide, never positions.** ``nnx.merge`` assigns leaves by sorted position
-  and checks only their number, so a renamed or re-keyed tree would merge into the
-  wrong layers without a word. Here every merge compares paths first.
+* **It is a value.** A module created from a state has its own Variables; calling it,
+  even with dropout, does not change the state.
+* **Leaves are matched by name, never by position.** ``nnx.merge`` assigns leaves by
+  sorted position and checks only their number, so a renamed or re-keyed tree would be
+  merged into the wrong layers silently. Here every merge compares paths first.
 
 >>> state = EasyDeLState.create(
 ...     model=nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx=optax.sgd(0.1), init_opt_state=True
@@ -61,32 +61,32 @@ if TYPE_CHECKING:
 __all__ = ["EasyDeLState"]
 
 Where: TypeAlias = "str | PathLike[str] | Run"
-"""A run, the name of one on a client, or a directory; see ``save_state``."""
+"""A run, the name of a run on a client, or a directory; see ``save_state``."""
 
 
 class EasyDeLState(struct.PyTreeNode):
-    """The state of a model in training. Immutable; ``replace`` makes another."""
+    """State of a model in training. Immutable; ``replace`` returns a changed copy."""
 
     step: int | jax.Array
     """Number of updates done."""
 
     graphdef: "nnx.GraphDef[nnx.Module]" = struct.field(pytree_node=False)
-    """The structure of the model; static."""
+    """Structure of the model; static."""
 
     graphstate: GraphState
-    """The parameters."""
+    """Parameters."""
 
     graphother: GraphState
-    """All other Variables of the model: counts and keys of its RNG streams, ..."""
+    """All other Variables of the model, such as counts and keys of its RNG streams."""
 
     tx: optax.GradientTransformation | None = struct.field(pytree_node=False)
-    """The optimizer; static, and never stored."""
+    """Optimizer; static, never stored."""
 
     opt_state: optax.OptState | None
-    """What the optimizer remembers."""
+    """State of the optimizer."""
 
     apply_fn: Callable[..., Any] | None = struct.field(pytree_node=False, default=None)
-    """A function that applies the model, for callers that carry one."""
+    """Function that applies the model, for callers that need one."""
 
     @classmethod
     def create(
@@ -101,22 +101,22 @@ class EasyDeLState(struct.PyTreeNode):
         opt_state: optax.OptState | None = None,
         init_opt_state: bool = False,
     ) -> Self:
-        """Returns a state made of a module, or of the three parts of one.
+        """Returns a state created from a module, or from its three parts.
 
         Args:
-            step: Number of updates done; 0 if not given.
+            step: Number of updates done; 0 by default.
             graphdef: The structure, with ``graphstate`` and ``graphother``.
             graphstate: The parameters.
             graphother: The other Variables.
             model: The module, instead of the three parts.
             tx: The optimizer.
             opt_state: Its state.
-            init_opt_state: Whether to make that state with ``tx.init``.
+            init_opt_state: Create ``opt_state`` with ``tx.init``.
 
         Raises:
-            ValueError: ``model`` and parts are given, or some parts and not all;
-                ``init_opt_state`` with ``opt_state`` or without ``tx``; the parts
-                are not of one module.
+            ValueError: ``model`` and parts are given, or only some parts;
+                ``init_opt_state`` is given with ``opt_state`` or without ``tx``; or the
+                parts are of different modules.
         """
         parts = _parts(model, graphdef, graphstate, graphother)
         if init_opt_state:
@@ -142,7 +142,8 @@ class EasyDeLState(struct.PyTreeNode):
         if self.tx is None or self.opt_state is None:
             lacking = "tx" if self.tx is None else "opt_state"
             raise AssertionError(
-                f"expected a state with an optimizer, got none in {lacking}"
+                f"expected a state with an optimizer, got none in {lacking}; "
+                "see init_tx"
             )
         updates, opt_state = self.tx.update(grads, self.opt_state, self.graphstate)
         return self.replace(
@@ -153,7 +154,7 @@ class EasyDeLState(struct.PyTreeNode):
 
     @property
     def model(self) -> Any:
-        """The module, with Variables of its own."""
+        """Module with its own Variables."""
         return self.merge(self.graphstate)
 
     def merge(self, tree: Any) -> Any:
@@ -163,7 +164,7 @@ class EasyDeLState(struct.PyTreeNode):
             tree: Parameters, a tree like ``graphstate``.
 
         Raises:
-            ValueError: ``tree`` has other paths than the module.
+            ValueError: The paths of ``tree`` differ from the module's.
         """
         return merge_by_path(self.graphdef, tree, self.graphother)
 
@@ -171,13 +172,13 @@ class EasyDeLState(struct.PyTreeNode):
         """Returns the state with the parameters of ``tree``.
 
         Args:
-            tree: A tree like ``graphstate``, of Variables or of bare arrays.
+            tree: A tree like ``graphstate``, of Variables or of arrays.
 
         Raises:
-            ValueError: ``tree`` has other paths than ``graphstate``, or Variables of
-                another type or shape there.
+            ValueError: The paths of ``tree`` differ from those in ``graphstate``, or a
+                Variable has another type or shape.
         """
-        merge_by_path(self.graphdef, tree, self.graphother)  # refuses other paths
+        merge_by_path(self.graphdef, tree, self.graphother)  # rejects other paths
         return self.replace(graphstate=with_values(self.graphstate, tree))
 
     @property
@@ -187,28 +188,27 @@ class EasyDeLState(struct.PyTreeNode):
 
     @property
     def shardings(self) -> Any:
-        """A tree like this one that holds the sharding of each leaf, or None."""
+        """A tree like this one with the sharding of each leaf, or None."""
         return jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), self)
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the model names, or else that the arrays lie on."""
+        """Mesh of the model, or of the arrays if the model has none."""
         return mesh_of(self.model) or mesh_of_leaves(self)
 
     def init_tx(
         self, tx: optax.GradientTransformation, partition_rules: Rules | None = None
     ) -> Self:
-        """Returns the state with an optimizer and a fresh state of it.
+        """Returns the state with an optimizer and its initial state.
 
         Args:
             tx: The optimizer.
-            partition_rules: How its state is spread. None: by the rules that the
-                model knows; without any, as ``tx.init`` leaves it, which for
-                moments is as their parameters lie.
+            partition_rules: Partition rules for its state. None: the model's rules; if
+                it has none, the placement that ``tx.init`` gives, which for moments is
+                their parameter's.
 
         Raises:
-            InvalidRequestError: There are rules and no mesh, or no rule matches a
-                leaf.
+            InvalidRequestError: There are rules but no mesh, or no rule matches a leaf.
         """
         rules = partition_rules or partition_rules_of(self.model)
         mesh = None if rules is None else self._mesh(None)
@@ -218,15 +218,16 @@ class EasyDeLState(struct.PyTreeNode):
     def shard_model(
         self, partition_rules: Rules | None = None, mesh: Mesh | None = None
     ) -> Self:
-        """Returns the state with the model's leaves spread over a mesh.
+        """Returns the state with the model's leaves sharded over a mesh.
 
         Args:
-            partition_rules: Pairs of a regex, searched in the leaf key, and a
-                ``PartitionSpec``; the first match decides. None: the model's own.
-            mesh: The devices. None: the model's, or those that the arrays lie on.
+            partition_rules: Pairs of a regular expression, searched in the leaf key,
+                and a ``PartitionSpec``; the first match applies. None: the model's
+                rules.
+            mesh: The mesh. None: the model's, or else the mesh of its arrays.
 
         Raises:
-            InvalidRequestError: No rules or no mesh are known, or no rule matches a
+            InvalidRequestError: There are no rules or no mesh, or no rule matches a
                 leaf.
         """
         sharded = self._sharded(self.replace(opt_state=None), partition_rules, mesh)
@@ -241,16 +242,16 @@ class EasyDeLState(struct.PyTreeNode):
         *,
         mesh: Mesh | None = None,
     ) -> Self:
-        """Returns the state with an optimizer state spread over a mesh.
+        """Returns the state with an optimizer state sharded over a mesh.
 
         Args:
             opt_state: The optimizer state; None: this state's own.
-            partition_rules: As of ``shard_model``.
-            mesh: As of ``shard_model``.
+            partition_rules: See ``shard_model``.
+            mesh: See ``shard_model``.
 
         Raises:
             ValueError: There is no optimizer state.
-            InvalidRequestError: As ``shard_model``.
+            InvalidRequestError: See ``shard_model``.
         """
         opt_state = self.opt_state if opt_state is None else opt_state
         if opt_state is None:
@@ -264,16 +265,16 @@ class EasyDeLState(struct.PyTreeNode):
     def shard_state(
         self, partition_rules: Rules | None = None, mesh: Mesh | None = None
     ) -> Self:
-        """Returns the state with all leaves spread over a mesh.
+        """Returns the state with all leaves sharded over a mesh.
 
         A step that is a Python number becomes an array, as under ``jax.jit``.
 
         Args:
-            partition_rules: As of ``shard_model``.
-            mesh: As of ``shard_model``.
+            partition_rules: See ``shard_model``.
+            mesh: See ``shard_model``.
 
         Raises:
-            InvalidRequestError: As ``shard_model``.
+            InvalidRequestError: See ``shard_model``.
         """
         step = self.step
         if not isinstance(step, jax.Array):
@@ -281,15 +282,16 @@ class EasyDeLState(struct.PyTreeNode):
         return self._sharded(self.replace(step=step), partition_rules, mesh)
 
     def shard_with_shape(self, shape: Any) -> Self:
-        """Returns the state with its leaves where those of another tree lie.
+        """Returns the state with its leaves placed like those of another tree.
 
         Args:
-            shape: A tree of leaves of the same names: shardings, such as
-                ``state.shardings``, or arrays, real or abstract, that have them.
-                Leaves without one stay where they are.
+            shape: A tree with leaves of the same names: shardings, such as
+                ``state.shardings``, or arrays, concrete or abstract, with shardings.
+                Leaves without one are not moved.
 
         Raises:
-            MismatchError: A sharding is for no leaf of this state, or does not fit.
+            MismatchError: A sharding is for a leaf that this state lacks, or does not
+                fit.
             InvalidRequestError: There is no sharding in the tree.
         """
         resharded: Self = reshard(self, required_shardings(shape))
@@ -298,11 +300,11 @@ class EasyDeLState(struct.PyTreeNode):
     def gather_model(
         self, partition_rules: Rules | None = None, mesh: Mesh | None = None
     ) -> Self:
-        """Returns the state with the model's arrays whole on the host.
+        """Returns the state with the model's arrays complete on the host.
 
         Args:
-            partition_rules: Taken as EasyDeL takes it; an array knows how it lies.
-            mesh: Likewise.
+            partition_rules: Not used; accepted because EasyDeL accepts it.
+            mesh: Not used.
         """
         del partition_rules, mesh
         return self.replace(
@@ -310,21 +312,23 @@ class EasyDeLState(struct.PyTreeNode):
         )
 
     def gather_optimizer_state(self, partition_rules: Rules | None = None) -> Self:
-        """Returns the state with the optimizer's arrays whole on the host.
+        """Returns the state with the optimizer's arrays complete on the host.
 
         Args:
-            partition_rules: As of ``gather_model``.
+            partition_rules: Not used.
 
         Raises:
             AssertionError: There is no ``opt_state``.
         """
         del partition_rules
         if self.opt_state is None:
-            raise AssertionError("expected an opt_state to gather, got none")
+            raise AssertionError(
+                "expected an opt_state to gather, got none; see init_tx"
+            )
         return self.replace(opt_state=gather(self.opt_state))
 
     def gather_state(self) -> Self:
-        """Returns the state with all arrays whole on the host, as NumPy arrays."""
+        """Returns the state with all arrays complete on the host, as NumPy arrays."""
         gathered: Self = gather(self)
         return gathered
 
@@ -341,25 +345,25 @@ class EasyDeLState(struct.PyTreeNode):
         """Saves the state at its own step, and waits for the commit.
 
         ``storesvc_client.easydel.save_state`` does the same in the background.
-        EasyDeL's ``verbose``, ``mismatch_allowed`` and ``enable`` are not taken: a
-        save is never partial, and each process that calls this saves.
+        EasyDeL's ``verbose``, ``mismatch_allowed`` and ``enable`` are not accepted: a
+        save is never partial, and every process that calls this takes part in it.
 
         Args:
-            save_directory: Where to: a ``Run``; with ``client``, the name of a run
-                such as "prod/llama"; without it, a directory, which becomes a store
-                of its own and holds any number of steps.
-            float_dtype: The dtype of floating-point parameters in the checkpoint;
-                None: as they are.
-            client: The store that the run is in.
-            save_optimizer: Whether to save ``opt_state``.
-            metrics: Numbers to keep with the checkpoint.
-            labels: Texts to keep with the checkpoint.
+            save_directory: Destination: a ``Run``; with ``client``, the name of a run
+                such as "prod/llama"; without it, a directory, which becomes a store of
+                its own and holds any number of steps.
+            float_dtype: dtype of floating-point parameters in the checkpoint; None:
+                unchanged.
+            client: The store of the named run.
+            save_optimizer: Save ``opt_state``, too.
+            metrics: Numbers to store with the checkpoint.
+            labels: Texts to store with the checkpoint.
 
         Returns:
             The checkpoint.
 
         Raises:
-            StoreError: As ``Run.save`` and ``Save.result``.
+            StoreError: See ``Run.save`` and ``Save.result``.
         """
         state = self if save_optimizer else self.replace(opt_state=None)
         if float_dtype is not None:
@@ -389,21 +393,21 @@ class EasyDeLState(struct.PyTreeNode):
         """Returns a state that ``save_state`` saved.
 
         Args:
-            load_directory: As of ``save_state``; the name of a run may end in a step,
-                "prod/llama@100". Without one: the newest checkpoint.
-            model: As of ``storesvc_client.easydel.restore_state``.
+            load_directory: See ``save_state``; the name of a run may end in a step,
+                "prod/llama@100". Without a step: the newest checkpoint.
+            model: See ``storesvc_client.easydel.restore_state``.
             tx: The optimizer that the state was trained with.
-            client: The store that the run is in.
-            mesh: The devices.
-            partition_rules: How the leaves are spread over them.
-            opt_state: As of ``restore_state``.
-            dtype: As of ``restore_state``.
-            missing: As of ``restore_state``.
-            structure: As of ``restore_state``.
+            client: The store of the named run.
+            mesh: The mesh.
+            partition_rules: Partition rules for the leaves, or "recorded".
+            opt_state: See ``restore_state``.
+            dtype: See ``restore_state``.
+            missing: See ``restore_state``.
+            structure: See ``restore_state``.
 
         Raises:
             FileNotFoundError: The directory holds no state.
-            StoreError: As ``restore_state``.
+            StoreError: See ``restore_state``.
         """
         with opened_run(load_directory, client=client) as (run, which):
             state: Self = restore_state(
@@ -426,30 +430,33 @@ class EasyDeLState(struct.PyTreeNode):
     ) -> Self:
         """Returns the state with the optimizer state of a checkpoint.
 
-        Its arrays lie as those of this state's ``opt_state``, or where ``init_tx``
-        would put them.
+        Its arrays are placed like those of this state's ``opt_state``, or as
+        ``init_tx`` would place them.
 
         Args:
-            load_directory: As of ``load_state``.
-            client: The store that the run is in.
+            load_directory: See ``load_state``.
+            client: The store of the named run.
 
         Raises:
             AssertionError: There is no ``tx``.
             FileNotFoundError: The directory holds no state.
-            MismatchError: The checkpoint's is of another optimizer or model.
+            MismatchError: The checkpoint has the state of another optimizer or model.
         """
         if self.tx is None:
-            raise AssertionError("expected a state with tx to load for, got none")
+            raise AssertionError(
+                "expected a state with tx to load for, got none; see init_tx"
+            )
         with opened_run(load_directory, client=client) as (run, which):
             opened = run.open(which, processes="all")
             return self.replace(opt_state=restore_opt_state(opened, self))
 
     def _sharded(self, state: Self, rules: Rules | None, mesh: Mesh | None) -> Self:
-        """The leaves of a state like this one, spread as this one's model says."""
+        """Returns a state like this one, sharded by this state's model and mesh."""
         rules = rules or partition_rules_of(self.model)
         if rules is None:
             raise InvalidRequestError(
-                "expected partition_rules=, as the model knows none, got None"
+                "expected partition_rules=, because the model has none, got None; "
+                "pass partition_rules="
             )
         shardings = shardings_by_rules(state, self._mesh(mesh), rules)
         sharded: Self = reshard(state, shardings_by_key(shardings))
@@ -459,7 +466,8 @@ class EasyDeLState(struct.PyTreeNode):
         found = mesh or self.mesh
         if found is None:
             raise InvalidRequestError(
-                "expected mesh=, as neither the model nor its arrays name one, got None"
+                "expected mesh=, because neither the model nor its arrays have one, "
+                "got None; pass mesh="
             )
         return found
 
@@ -486,8 +494,8 @@ def _parts(
         graphdef, graphstate, graphother = split_module(model)
     if graphdef is None or graphstate is None or graphother is None:
         raise ValueError(f"expected model or all of {list(parts)}, got {given}")
-    merge_by_path(graphdef, graphstate, graphother)  # refuses other paths
-    # The Variables of `split` are the module's own; those of `refine_graphs` new.
+    merge_by_path(graphdef, graphstate, graphother)  # rejects other paths
+    # split_module returns the module's own Variables; refine_graphs copies them.
     return graphdef, refine_graphs(graphstate), refine_graphs(graphother)
 
 

@@ -1,20 +1,19 @@
-"""Linen variables as NNX state, and back.
+"""Converts Linen variables to NNX state, and back.
 
-Linen keeps ``{"params": {"Dense_0": {"kernel": leaf}}}``: first the collection, then
-the path. NNX keeps ``{"Dense_0": {"kernel": nnx.Param(leaf)}}``: the collection is the
-type of the Variable, by the registry that ``nnx.bridge`` uses too. A metadata box,
-such as ``nn.Partitioned``, becomes metadata of the Variable, so that
-``nnx.get_partition_spec`` reads it; what Linen has no box for becomes an
-``nnx.bridge.NNXMeta``. Three properties hold throughout:
+Linen stores ``{"params": {"Dense_0": {"kernel": leaf}}}``: first the collection, then
+the path. NNX stores ``{"Dense_0": {"kernel": nnx.Param(leaf)}}``: the collection is the
+type of the Variable, by the registry that ``nnx.bridge`` also uses. A metadata box,
+such as ``nn.Partitioned``, becomes metadata of the Variable, which
+``nnx.get_partition_spec`` reads. Metadata without a Linen box becomes an
+``nnx.bridge.NNXMeta``. Three guarantees:
 
-* **There and back is the identity**: paths, values, types of boxes and their fields.
-  Only the flags that say how NNX holds a value (``ref``, ``hijax``, ...) have no
-  place in Linen.
-* **What cannot cross is refused**, with its place: a Variable that would have to
-  stand at two places at once, or nowhere, is never dropped.
-* **Inputs stay as they were.** Arrays are shared, and stay on their devices, whatever
-  mesh is set. Abstract leaves cross as well as arrays do, so that a checkpoint of one
-  kind is restored as the other:
+* **A round trip is the identity**: paths, values, types of boxes and their fields. Only
+  the flags of an NNX value (``ref``, ``hijax``, ...) have no equivalent in Linen.
+* **What cannot be converted is rejected**, with its path: a Variable that would have
+  two paths, or none, is never dropped.
+* **Inputs are never modified.** Arrays are shared, and stay on their devices, whatever
+  mesh is set. Abstract leaves are converted like arrays, so a checkpoint of one kind
+  can be restored as the other:
 
 >>> variables = {"params": {"Dense_0": {"bias": jnp.zeros(3)}}}
 >>> _ = run.save(0, variables).result()
@@ -46,7 +45,7 @@ _Path: TypeAlias = tuple[str, ...]
 _Variable: TypeAlias = "nnx.Variable[Any]"
 
 _BOX_TYPE: Final = "linen_meta_type"
-"""Where flax notes, in a Variable's metadata, the type of the box that it was."""
+"""Metadata entry in which flax records the type of the box of a Variable."""
 
 _STREAMS: Final = frozenset({"RngCount", "RngKey", "RngState"})
 
@@ -55,15 +54,15 @@ def linen_to_nnx(variables: Mapping[str, Any]) -> GraphState:
     """Returns the state of the NNX module that holds these variables.
 
     Args:
-        variables: Collections by name, as ``init`` returns them; a dict or a
-            FrozenDict, of arrays or of their abstract stand-ins. The name of a new
-            collection is registered, as flax does it.
+        variables: Collections by name, as ``init`` returns them; a dict or FrozenDict
+            of arrays or of their abstract stand-ins. Names of new collections are
+            registered, as flax does it.
 
     Raises:
-        TypeError: A key is not a string, a collection is not a mapping or is of RNG
-            streams, or a box keeps something that NNX cannot.
-        ValueError: Two collections have leaves at one path, or one above another's;
-            a mapping is empty; an ``NNXMeta`` is of another collection.
+        TypeError: A key is not a string, a collection is not a mapping or holds RNG
+            streams, or NNX cannot represent the fields of a box.
+        ValueError: Two collections have leaves with one path, or one leaf is below
+            another; a mapping is empty; an ``NNXMeta`` is of another collection.
     """
     found: dict[_Path, tuple[str, _Variable]] = {}
     for path, leaf in _leaves(variables, "Linen variables"):
@@ -82,15 +81,15 @@ def linen_to_nnx(variables: Mapping[str, Any]) -> GraphState:
 
 
 def nnx_to_linen(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns the Linen variables that NNX state holds.
+    """Returns the Linen variables of an NNX state.
 
     Args:
         state: A State of Variables, as ``nnx.split`` returns it, or nested dicts of
-            them.
+            Variables.
 
     Raises:
         TypeError: A key is not a string, as in a list of layers; a leaf is not a
-            Variable, or is an RNG stream's.
+            Variable, or belongs to an RNG stream.
         ValueError: A type of Variable has no collection; a mapping is empty.
     """
     variables: dict[str, Any] = {}
@@ -114,8 +113,8 @@ def _leaves_below(path: _Path, node: Any) -> Iterator[tuple[_Path, Any]]:
         return
     if path and not node:
         raise ValueError(
-            f"{'/'.join(path)}: expected leaves, got an empty mapping, which would not "
-            "come back; leave it out"
+            f"{'/'.join(path)}: expected leaves, got an empty mapping, which would be "
+            "lost; leave it out"
         )
     for key, value in node.items():
         if not isinstance(key, str):
@@ -137,10 +136,10 @@ def _refuse_leaves_below_leaves(collections: Mapping[_Path, str]) -> None:
 
 def _clash(path: _Path, collection: str, other: _Path, holder: str) -> ValueError:
     return ValueError(
-        f"expected one Variable at {'/'.join(other)!r}, as NNX keeps all collections "
-        f"in one tree, got {'/'.join((holder, *other))!r} and "
+        f"expected one Variable at {'/'.join(other)!r}, because NNX stores all "
+        f"collections in one tree, got {'/'.join((holder, *other))!r} and "
         f"{'/'.join((collection, *path))!r}; rename one, or convert the collections "
-        "apart"
+        "separately"
     )
 
 
@@ -149,7 +148,7 @@ def _variable(place: str, collection: str, leaf: Any) -> _Variable:
     if isinstance(leaf, nnx.Variable):
         raise TypeError(
             f"{place}: expected an array or a box, got an NNX {type(leaf).__name__}; "
-            "NNX state is what nnx_to_linen takes"
+            "convert NNX state with nnx_to_linen"
         )
     if isinstance(leaf, NNXMeta):
         if leaf.var_type is not kind:
@@ -164,7 +163,7 @@ def _variable(place: str, collection: str, leaf: Any) -> _Variable:
     if "value" not in metadata or metadata.keys() & nnx.Variable.required_metadata:
         raise _stuck(place, leaf)
     variable = _filled(kind, metadata.pop("value"), metadata | {_BOX_TYPE: type(leaf)})
-    # The structure of a box is its type and all its fields but the value.
+    # The tree structure of a box has its type and all fields except the value.
     before: Any = jax.tree.structure(leaf)
     if before != jax.tree.structure(_linen_leaf(variable)):
         raise _stuck(place, leaf)
@@ -174,35 +173,35 @@ def _variable(place: str, collection: str, leaf: Any) -> _Variable:
 def _stuck(place: str, box: Any) -> TypeError:
     return TypeError(
         f"{place}: expected a box that NNX metadata can hold, got "
-        f"{type(box).__name__}, which would not come back as it was; give it "
+        f"{type(box).__name__}, which a round trip would change; give it "
         "to_nnx_metadata and from_nnx_metadata, or unbox it with flax.linen.meta.unbox"
     )
 
 
 def _variable_type(collection: str) -> type[_Variable]:
-    # bridge.ToLinen names collections so, but registers the names only when it runs.
+    # bridge.ToLinen uses these collection names, but registers them only when it runs.
     if collection in _STREAMS:
         raise TypeError(
-            f"collection {collection!r}: expected variables, got those of an RNG "
-            "stream; keep them apart, and give streams as rngs="
+            f"collection {collection!r}: expected variables, got an RNG stream's; "
+            "remove it, and pass streams as rngs="
         )
     try:
         return nnx.variable_type_from_name(collection, allow_register=True)
-    except ValueError as e:  # such as a name with a NUL
+    except ValueError as e:  # for example, a name with a NUL
         raise ValueError(f"collection {collection!r} cannot name a type: {e}") from e
 
 
 def _filled(
     kind: type[_Variable], value: Any, metadata: Mapping[str, Any]
 ) -> _Variable:
-    # By `copy`, as the constructor would move the value onto a mesh that is set or
-    # that the metadata names, and would fail on an abstract one.
+    # By `copy`: the constructor would move the value to the mesh in the context or in
+    # the metadata, and would fail for an abstract mesh.
     return kind(None).copy(value, **metadata)
 
 
 def _box_metadata(box: Any) -> dict[str, Any]:
-    """The fields of a box by the names that NNX has for them, ``value`` among them."""
-    own = copy(box)  # LogicallyPartitioned.to_nnx_metadata takes the box apart
+    """Returns the fields of a box by their NNX names, including ``value``."""
+    own = copy(box)  # LogicallyPartitioned.to_nnx_metadata modifies the box
     to_metadata = getattr(own, "to_nnx_metadata", None)
     return dict(vars(own) if to_metadata is None else to_metadata())
 
@@ -211,7 +210,7 @@ def _collection(place: str, leaf: Any) -> str:
     if not isinstance(leaf, nnx.Variable):
         raise TypeError(
             f"{place}: expected an nnx.Variable, whose type names the collection, got "
-            f"{type(leaf).__name__}"
+            f"{type(leaf).__name__}; wrap it in an nnx.Variable"
         )
     kind = type(leaf)
     if isinstance(leaf, nnx.RngState):
@@ -231,7 +230,7 @@ def _collection(place: str, leaf: Any) -> str:
 
 def _linen_leaf(variable: _Variable) -> Any:
     metadata = variable.get_metadata()
-    # Raw, as hooks may change what is read; they come back as metadata.
+    # Raw, because hooks may change the value that is read; they are kept as metadata.
     value = variable.get_value() if metadata["ref"] else variable.get_raw_value()
     said = set(metadata) - nnx.Variable.required_metadata
     if not said:
@@ -243,7 +242,7 @@ def _linen_leaf(variable: _Variable) -> Any:
 
 
 def _box(metadata: Mapping[str, Any], value: Any) -> Any:
-    """The box that a Variable was; None where its metadata no longer makes one."""
+    """Returns the box of a Variable, or None if its metadata no longer fits the box."""
     fields = {"value": value, **metadata}
     kind = fields.pop(_BOX_TYPE)
     try:

@@ -1,12 +1,12 @@
-"""What a module offers a store: the state part of EasyDeL's ``BaseModuleProtocol``.
+"""Protocols of modules for a store: the state part of EasyDeL's ``BaseModuleProtocol``.
 
-``easydel.infra.mixins.protocol.BaseModuleProtocol`` asks for all that an EasyDeL
-model can do. This one asks for what holds, moves and names state, under the same
-names and with the same arguments, in small protocols that a caller may ask for one
-by one. A model of EasyDeL satisfies it, and so does any ``nnx.Module`` that has the
-methods; neither package imports the other.
+``easydel.infra.mixins.protocol.BaseModuleProtocol`` lists everything that an EasyDeL
+model can do. The protocols here have only the methods that hold, move and name state,
+with the same names and arguments, in small protocols that can be checked one by one. An
+EasyDeL model satisfies them, and so does any ``nnx.Module`` with the methods; neither
+package imports the other.
 
-Left out, as only a language model needs it: calls and losses (``compute_loss``,
+Excluded, because only a language model needs it: calls and losses (``compute_loss``,
 ``prepare_inputs_for_call``, ``get_static_arguments``), generation and its caches
 (``generate``, ``can_generate``, ``init_cache``, ``init_ragged_pages``,
 ``create_cache_metadata``, ``create_paged_metadata``, ``prepare_inputs_for_generation``,
@@ -14,8 +14,8 @@ Left out, as only a language model needs it: calls and losses (``compute_loss``,
 ``transform_fn``, ``pure_transform_fn``), the hub (``push_to_hub``), ``quantize``, and
 the configuration (``config``, ``config_class``, ``base_model_prefix``).
 
-``isinstance`` looks for names, not for signatures; and up to Python 3.11 it reads the
-properties, so that asking a module whether it is one splits it.
+``isinstance`` checks names, not signatures. Up to Python 3.11 it also reads the
+properties, so an ``isinstance`` check splits the module.
 
 >>> isinstance(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), HasGraph)
 False
@@ -65,7 +65,7 @@ __all__ = [
 
 @runtime_checkable
 class SplitsParams(Protocol):
-    """A module whose parameters go out and in."""
+    """A module that exports and imports its parameters."""
 
     def split_params(self) -> GraphState:
         """Returns the parameters, as ``graphstate`` does."""
@@ -74,52 +74,56 @@ class SplitsParams(Protocol):
         """Returns the module with the parameters of a tree like ``graphstate``."""
 
     def split_params_dict(self, params_dict: dict[Any, Any]) -> dict[Any, Any]:
-        """Returns what a dict of parameters holds, by the state that it belongs to.
+        """Returns the entries of a dict of parameters, by the state that they belong
+        to.
 
-        That is what EasyDeL documents. Its models of 0.3.0 take ``extract_fn`` and
+        This is what EasyDeL documents. Its models of 0.3.0 take ``extract_fn`` and
         ``remove_none`` instead, and return the module's own parameters as arrays.
         """
 
     def merge_params_dict(self, params_dict: dict[Any, Any]) -> Self:
-        """Returns the module with the parameters of a dict, nested or flat."""
+        """Returns the module with the parameters of a nested or flat dict."""
 
 
 @runtime_checkable
 class Shards(Protocol):
-    """A module whose parameters are spread over a mesh."""
+    """A module whose parameters can be sharded over a mesh."""
 
     def shard_model(
         self, partition_rules: Rules | None = None, mesh: Mesh | None = None
     ) -> Self:
-        """Returns the module on the mesh, spread by the rules; by its own if None."""
+        """Returns the module on the mesh, sharded by the rules, or by its own if
+        None."""
 
     def gather_model(
         self, partition_rules: Rules | None = None, mesh: Mesh | None = None
     ) -> Self:
-        """Returns the module with each parameter whole on every device."""
+        """Returns the module with each parameter replicated on every device."""
 
     @property
     def params_sharding(self) -> dict[Any, Any]:
-        """The sharding of each parameter, in dicts nested as the parameters are."""
+        """Sharding of each parameter, in dicts nested like the parameters."""
 
 
 @runtime_checkable
 class Casts(Protocol):
-    """A module whose parameters may have another dtype."""
+    """A module whose parameters can be cast."""
 
     def to_dtype(self, dtype: Any) -> Self:
-        """Returns the module with its floating parameters in the dtype."""
+        """Returns the module with its floating-point parameters in the dtype."""
 
     def half(self, change_runtime_dtype: bool = True) -> Self:  # noqa: FBT001, FBT002 - EasyDeL's signature
-        """Returns the module in float16, and computing in it if so asked."""
+        """Returns the module in float16; with ``change_runtime_dtype``, it computes in
+        it."""
 
     def float(self, change_runtime_dtype: bool = True) -> Self:  # noqa: FBT001, FBT002 - EasyDeL's signature
-        """Returns the module in float32, and computing in it if so asked."""
+        """Returns the module in float32; with ``change_runtime_dtype``, it computes in
+        it."""
 
 
 @runtime_checkable
 class ToState(Protocol):
-    """A module that becomes a state to train."""
+    """A module that can be converted to a state for training."""
 
     def to_state(self) -> "EasyDeLState":
         """Returns the state of the module at step 0, without an optimizer."""
@@ -127,7 +131,7 @@ class ToState(Protocol):
 
 @runtime_checkable
 class InitsLazily(Protocol):
-    """A module that can be made without values, as the target of a restore."""
+    """A module that can be created without values, as the target of a restore."""
 
     @classmethod
     def lazy_init(cls, *args: Any, **kwargs: Any) -> Self:
@@ -136,11 +140,11 @@ class InitsLazily(Protocol):
 
 @runtime_checkable
 class Pretrained(Protocol):
-    """A module that goes to a store and comes from one by a name.
+    """A module that can be saved to a store and loaded from it by a name.
 
-    With a ``client`` among the keyword arguments the name is that of a checkpoint of
-    its store, ``NAMESPACE/RUN@STEP`` or ``NAMESPACE/RUN@latest``. Without one it is a
-    directory, the root of an embedded store that holds the module alone, as the run
+    With a ``client`` in the keyword arguments, the name is a checkpoint in its store,
+    ``NAMESPACE/RUN@STEP`` or ``NAMESPACE/RUN@latest``. Without one, it is a directory,
+    the root of an embedded store that holds only the module, as the run
     ``pretrained/model``.
     """
 
@@ -154,16 +158,16 @@ class Pretrained(Protocol):
         step: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Saves the parameters, and returns once the checkpoint is committed.
+        """Saves the parameters, and returns after the checkpoint is committed.
 
         Args:
-            save_directory: The name, without a step where ``step`` is given.
+            save_directory: The name, without a step if ``step`` is given.
             push_to_hub: False; there is no hub here.
             token: None; there is no hub here.
-            gather_fns: None; shards are saved as they lie, never gathered.
-            float_dtype: What floating parameters are cast to; None: as they are.
-            step: The step to save at; 0 if neither this nor the name tells.
-            **kwargs: ``client``, or what the module itself takes.
+            gather_fns: None; shards are saved in place, never gathered.
+            float_dtype: dtype for floating-point parameters; None: unchanged.
+            step: The step of the checkpoint; 0 if neither this nor the name has one.
+            **kwargs: ``client``, or arguments of the module itself.
         """
 
     @classmethod
@@ -173,14 +177,14 @@ class Pretrained(Protocol):
         """Returns the module of a checkpoint.
 
         Args:
-            pretrained_model_name_or_path: The name; of a directory, its newest step.
-            **kwargs: ``client``, or what the module itself takes.
+            pretrained_model_name_or_path: The name; for a directory, its newest step.
+            **kwargs: ``client``, or arguments of the module itself.
         """
 
 
 @runtime_checkable
 class HasLora(Protocol):
-    """A module that may get low-rank adapters. No part of ``BaseModuleProtocol``."""
+    """A module that supports low-rank adapters. Not part of ``BaseModuleProtocol``."""
 
     def apply_lora_to_layers(
         self,
@@ -189,7 +193,7 @@ class HasLora(Protocol):
         verbose: bool = False,  # noqa: FBT001, FBT002 - EasyDeL's signature
         rngs: nnx.Rngs | None = None,
     ) -> Self:
-        """Returns the module with adapters in the layers that the pattern finds."""
+        """Returns the module with adapters in the layers that match the pattern."""
 
     def split_lora_params(self) -> dict[Any, Any]:
         """Returns the parameters of the adapters alone."""
@@ -212,4 +216,4 @@ class BaseModuleProtocol(
     Pretrained,
     Protocol,
 ):
-    """A module with all of the above, but for adapters."""
+    """A module with all of the protocols above, except for adapters."""

@@ -1,17 +1,17 @@
-"""Names, merges and meta values of NNX state trees: all of it, under one name.
+"""Functions on NNX state trees: naming, merging, recreating RNG values.
 
-The functions carry the names, arguments and documented errors of
-``easydel.utils.traversals`` and give its results, except where those lose data.
-Three properties hold throughout:
+The functions have the names, arguments and documented errors of
+``easydel.utils.traversals`` and give the same results, except where those lose data.
+Three guarantees:
 
-* **Inputs stay as they were.** Every result is built of new containers and new
-  Variables; arrays, which are immutable, are shared. Running a module made of a
-  result never advances a count inside the tree that the result came from.
-* **Integer and string keys are different keys.** ``layers[0]`` and
-  ``layers["0"]`` are two paths: NNX sorts them differently, and a layer list whose
-  keys turned into strings merges as 0, 1, 10, 11, 2, ...
-* **Nothing is overwritten.** Two values for one place, or two leaves of one name, are
-  refused, never chosen from.
+* **Inputs are never modified.** Every result consists of new containers and new
+  Variables; arrays, which are immutable, are shared. Running a module built from a
+  result never advances a count in the input.
+* **Integer and string keys are different keys.** ``layers[0]`` and ``layers["0"]`` are
+  two paths: NNX sorts them differently, and a layer list whose keys became strings
+  would merge as 0, 1, 10, 11, 2, ...
+* **Nothing is overwritten.** Two values with one path, or two leaves with one name, are
+  rejected.
 
 >>> graphdef = create_graphdef(nnx.Linear, in_features=2, out_features=3)
 >>> state = init_graphstate(nnx.Linear, in_features=2, out_features=3)

@@ -1,9 +1,9 @@
 """Saves and rebuilds NNX models, their configs and their optimizer states.
 
-It imports jax and flax; of the client it may import `trees.structure`, `_api` and what
-lies below them, and none of the public modules of `trees`.
+Imports jax and flax, and from the client `trees.structure`, `_api` and the layers below
+them, but none of the public modules of `trees`.
 
-Begin with `recipes.py`, what a checkpoint stores of a model besides its leaves, and
-`restore_model.py`, which rebuilds one; `rehearsal.py` checks at a save that the model
-could be restored.
+Start with `recipes.py`, the document that a checkpoint stores about a model, and
+`restore_model.py`, which rebuilds a model. `rehearsal.py` checks at save time that the
+model can be restored.
 """

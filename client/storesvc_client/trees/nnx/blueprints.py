@@ -1,7 +1,7 @@
-"""Blueprints: the model that a restore builds, before any of its arrays exists.
+"""Blueprints: abstract models that a restore fills with arrays.
 
-A blueprint is made by the caller's code, which runs under ``nnx.eval_shape``: a
-factory, a class, or a module or state that is already there.
+A blueprint comes from the caller's code, run under ``nnx.eval_shape``: a factory, a
+class, or an existing module or state.
 """
 
 import inspect
@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 
 from storesvc.format.dtypes import DTYPES
 from storesvc_client._pytree.matching import cast_name
-from storesvc_client._pytree.nested_containers import nest
 from storesvc_client._pytree.partition_rules import Rules
+from storesvc_client._pytree.plain_containers import nest
 from storesvc_client._values.values import LeafInfo, PathPart
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -64,41 +64,42 @@ __all__ = [
 Parts: TypeAlias = tuple["nnx.GraphDef[Any]", GraphState, GraphState]
 
 PARTS: Final = ("graphstate", "graphother")
-"""The parts of a state that hold Variables."""
+"""Parts of a state that hold Variables."""
 
 ModelLike: TypeAlias = Any
-"""A module class; a factory, a callable that takes nothing and returns a module; a
-module; or a state, anything with graphdef, graphstate and graphother. Modules and
+"""A module class; a factory, which takes no arguments and returns a module; a module;
+or a state, which is any object with graphdef, graphstate and graphother. Modules and
 states may be abstract."""
 
 Below: TypeAlias = tuple[tuple[PathPart, ...], str, Any]
-"""A leaf below a path of a module: the rest of its path, its letters, its value."""
+"""A leaf below a path of a module: the rest of its path, its path kinds, its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """A model in three parts, whose arrays are abstract or are to be replaced."""
+    """A model in three parts, with arrays that are abstract or will be replaced."""
 
     graphdef: "nnx.GraphDef[Any]"
     graphstate: GraphState
     graphother: GraphState
     make: Callable[[], Any] | None
-    """Makes the module with all its values; None where only an instance was given."""
+    """Creates the module with all its values; None if only an instance was given."""
 
     def own_placement(self) -> tuple[Mesh | None, Rules | None]:
-        """Returns the mesh and the partition rules that the model knows itself.
+        """Returns the mesh and the partition rules that the model provides.
 
-        Only for a caller's own model: it is asked by calling it.
+        Only for a model of the caller's: this runs the model's code.
         """
         module = merge_by_path(self.graphdef, self.graphstate, self.graphother)
         return mesh_of(module), partition_rules_of(module)
 
     def recipe(self, opt_state: Any) -> Recipe:
-        """Returns what a checkpoint of it, with an optimizer's state, would tell."""
+        """Returns the recipe that a checkpoint of it, with an optimizer's state, would
+        have."""
         return Recipe.of(self.graphdef, self.graphstate, self.graphother, opt_state)
 
     def cast(self, dtype: Any) -> "Blueprint":
-        """Returns it with its floating-point parameters in a dtype."""
+        """Returns the blueprint with its floating-point parameters cast to a dtype."""
         return replace(self, graphstate=cast_floating(self.graphstate, dtype))
 
 
@@ -108,17 +109,17 @@ def draw_blueprint(
     """Returns the blueprint of a model.
 
     Args:
-        model: The caller's; see ``ModelLike``. A class that has a ``config_class``
-            gets the config and the dtypes of the recipe; another class is called
-            with ``rngs`` if it takes that, and nothing else.
-        recipe: Of the checkpoint, if it has one.
-        mesh: What the config of such a class is given, if it asks for a mesh.
-        dtype: The ``param_dtype`` of such a class; None: as it was saved.
+        model: The caller's model; see ``ModelLike``. A class with a config class is
+            called with the config and dtypes of the recipe, any other class with
+            ``rngs`` only, if it accepts that.
+        recipe: Recipe of the checkpoint, if it has one.
+        mesh: The mesh to set in the config, if the config accepts one.
+        dtype: The ``param_dtype`` for a class with a config; None: the saved one.
 
     Raises:
-        InvalidRequestError: ``model`` is none of these, a class that needs a config
-            where the recipe has none, or a factory that needs values.
-        MismatchError: A class refuses the config that was saved.
+        InvalidRequestError: ``model`` has another type, is a class that needs a config
+            that the recipe lacks, or a factory that needs concrete values.
+        MismatchError: A class rejects the saved config.
     """
     make: Callable[[], Any] | None = None
     if isinstance(model, type):
@@ -145,7 +146,7 @@ _NEEDS_VALUES: Final = (
 
 @contextmanager
 def _explained(model: Any) -> Generator[None]:
-    """Has what a class or a factory raises say what it is about."""
+    """Translates exceptions of a class or factory to errors that name the cause."""
     name = getattr(model, "__name__", type(model).__name__)
     try:
         yield
@@ -153,22 +154,22 @@ def _explained(model: Any) -> Generator[None]:
         raise
     except TraceContextError as e:
         raise InvalidRequestError(
-            f"model={name}: expected a factory that makes all that it changes, got one "
-            f"that changes what was made outside of it ({_first_line(e)}); make the "
-            "rngs and the layers within it"
+            f"model={name}: expected a factory that creates everything it changes, got "
+            f"one that changes objects created outside of it ({_first_line(e)}); "
+            "create the rngs and the layers inside the factory"
         ) from e
     except _NEEDS_VALUES as e:
         raise InvalidRequestError(
             f"model={name}: expected code that runs abstractly, under nnx.eval_shape, "
-            f"got code that needs values ({_first_line(e)}); compute them, such as "
-            "those of a config, before the restore, or give a module that is made"
+            f"got code that needs concrete values ({_first_line(e)}); compute these "
+            "values before the restore, or give a module instance"
         ) from e
     except Exception as e:
         if not isinstance(model, type):
-            raise  # the caller's own
+            raise  # an error in the caller's factory
         raise MismatchError(
-            f"model={name}: expected a class that takes the config and dtypes that "
-            f"were saved, got {type(e).__name__}: {_first_line(e)}; give a factory, "
+            f"model={name}: expected a class that accepts the saved config and dtypes, "
+            f"got {type(e).__name__}: {_first_line(e)}; give a factory, "
             f"model={factory_of(model)}"
         ) from e
 
@@ -188,10 +189,10 @@ def _parts(module: Any) -> Parts:
 
 
 def _abstract_parts(make: Callable[[], Any], mesh: Mesh | None) -> Parts:
-    """The parts of what a factory makes, computing none of their arrays.
+    """Returns the parts of a factory's module without computing any array.
 
-    ``nnx.eval_shape`` would return a module, whose bare arrays, abstract then, some
-    releases of flax no longer take for leaves.
+    ``nnx.eval_shape`` would return a module with abstract bare arrays, which some flax
+    releases do not treat as leaves.
     """
     graphdefs = []
 
@@ -202,15 +203,14 @@ def _abstract_parts(make: Callable[[], Any], mesh: Mesh | None) -> Parts:
         graphdefs.append(graphdef)
         return states[0], states[1]
 
-    # Variables that name axes of a mesh want one to be set when they are made.
+    # Variables that name mesh axes need a mesh in the context when they are created.
     with jax.set_mesh(mesh) if mesh is not None else nullcontext():
         graphstate, graphother = jax.eval_shape(states)
     return graphdefs[0], graphstate, graphother
 
 
 def _mark_arrays(module: Any) -> None:
-    """Marks bare arrays as data: flax does so for arrays, and not for the tracers that
-    stand for them here."""
+    """Marks bare arrays as data; flax does so for arrays, but not for tracers."""
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Pytree):
             for name, value in list(vars(node).items()):
@@ -221,14 +221,14 @@ def _mark_arrays(module: Any) -> None:
 def stored_blueprint(
     graphdef: "nnx.GraphDef[Any]", leaves: Mapping[str, LeafInfo]
 ) -> Blueprint:
-    """Returns the blueprint of a structure, with the leaves of a checkpoint in it.
+    """Returns the blueprint of a stored structure with a checkpoint's leaves.
 
     Args:
         graphdef: The structure.
-        leaves: The leaves by key; those outside of the two parts are left out.
+        leaves: The leaves by key; leaves outside the two parts are ignored.
 
     Raises:
-        MismatchError: The leaves are not those of the structure.
+        MismatchError: The leaves do not match the structure.
     """
     paths = graph_paths(graphdef)
     below: dict[GraphPath, list[Below]] = defaultdict(list)
@@ -238,7 +238,7 @@ def stored_blueprint(
             continue
         path = leaf.path[1:]
         ends = [n for n in range(len(path) + 1) if path[:n] in paths]
-        end = ends[0] if ends else len(path)  # merging refuses what is no path
+        end = ends[0] if ends else len(path)  # fill_graph rejects unknown paths
         part_of[path[:end]] = str(leaf.path[0])
         kinds = leaf.path_kinds[1 + end :]
         below[path[:end]].append((path[end:], kinds, stand_in(leaf)))
@@ -248,7 +248,7 @@ def stored_blueprint(
     except ValueError as e:
         raise MismatchError(f"the structure does not fit its leaves: {e}") from e
     parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
-    # some releases of flax take an abstract array, bare in a module, for no leaf
+    # Some flax releases do not treat a bare abstract array in a module as a leaf.
     for path, leaf in {**values, **graph_leaves(nnx.state(module))}.items():
         parts[part_of[path]][path] = leaf
     graphstate, graphother = (refine_graphs(parts[part]) for part in PARTS)
@@ -258,13 +258,13 @@ def stored_blueprint(
 
 
 def _filled(below: list[Below]) -> Any:
-    """What stands at a path of a module: an array, or what the leaves below the
-    "value" of a Variable make up."""
+    """Returns the value at a path of a module: an array, or a Variable's nested
+    value."""
     return nest((path[1:], kinds[1:], leaf) for path, kinds, leaf in below)
 
 
 def stand_in(leaf: LeafInfo) -> Any:
-    """Returns an abstract value that a saved leaf can take the place of."""
+    """Returns an abstract value that a restore replaces with the saved leaf."""
     if leaf.kind == "python_scalar":
         return {"bool": False, "int64": 0, "float64": 0.0}.get(leaf.dtype, 0j)
     if leaf.prng_impl is not None:
@@ -276,13 +276,13 @@ def stand_in(leaf: LeafInfo) -> Any:
     zero = np.zeros((), dtype)
     if leaf.kind == "host_scalar":
         return zero[()]
-    return np.broadcast_to(zero, leaf.shape)  # of no size in memory
+    return np.broadcast_to(zero, leaf.shape)  # a view that takes no memory
 
 
 def _maker(
     model: type, recipe: Recipe | None, mesh: Mesh | None, dtype: Any
 ) -> Callable[[], Any]:
-    # of its class, flax's metaclass shows only *args and **kwargs
+    # Inspects __init__, because flax's metaclass shows only *args and **kwargs.
     accepted = inspect.signature(model.__init__).parameters  # type: ignore[misc]
     if not takes_config(model, recipe):
         _refuse_needs(model)
@@ -290,7 +290,7 @@ def _maker(
         return lambda: nnx_init(model, _add_rngs=takes_rngs, _lazy=False)
     config = built_config(model, recipe)
     if mesh is not None and hasattr(config, "set_model_mesh"):
-        config.set_model_mesh(mesh)  # EasyDeL's models compute on that of their config
+        config.set_model_mesh(mesh)  # EasyDeL models compute on their config's mesh
     arguments = {} if recipe is None else recipe.decoded_arguments()
     if dtype is not None:
         arguments["param_dtype"] = DTYPES[str(cast_name(dtype))]
@@ -301,7 +301,7 @@ def _maker(
 
 
 def _refuse_needs(model: type) -> None:
-    """Refuses a class that cannot be called with rngs alone."""
+    """Rejects a class that cannot be called with rngs alone."""
     needed = [name for name in needed_arguments(model) if name != "rngs"]
     if needed:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Trees in another floating-point dtype."""
+"""Casts trees to another floating-point dtype."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ __all__ = ["cast_floating"]
 
 
 def cast_floating(tree: Any, dtype: Any) -> Any:
-    """Returns the tree with its floating-point arrays, real or abstract, in a dtype.
+    """Returns the tree with its floating-point arrays, concrete or abstract, cast.
 
-    Host arrays stay on the host. All else stays: Python numbers, integers, complex
-    numbers, PRNG keys.
+    Host arrays stay on the host. Python numbers, integers, complex numbers and PRNG
+    keys are unchanged.
 
     Raises:
-        InvalidRequestError: It is no floating-point dtype of the format, or one that
-            jax would narrow on a device.
+        InvalidRequestError: ``dtype`` is not a floating-point dtype of the format, or
+            jax would narrow it on a device.
     """
     name = cast_name(dtype)
     if name is None:

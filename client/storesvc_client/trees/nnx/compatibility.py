@@ -1,7 +1,7 @@
-"""The model that was saved, and the one that is given: are they the same?
+"""Compares the saved model with the given one.
 
-All differences go into one error, or into the log where the caller asked for that.
-They quote what somebody stored, so they are made safe to print.
+All differences go into one error, or into the log if the caller asked for that. They
+quote stored text, which is untrusted, so they are escaped for terminals.
 """
 
 import logging
@@ -19,42 +19,49 @@ from storesvc_client.trees.structure import (
     merge_layers,
 )
 
-__all__ = ["Stored", "Structure", "compare", "recipe_of", "refuse", "report_as_saved"]
+__all__ = [
+    "Stored",
+    "Structure",
+    "compare",
+    "log_saved_dtypes",
+    "recipe_of",
+    "reject_differences",
+]
 
 Structure: TypeAlias = Literal["check", "report"]
-"""Whether differences are refused, or logged."""
+"""Action on differences: "check" rejects them, "report" logs them."""
 
 
 class Stored(Protocol):
-    """A checkpoint, or what is about to become one."""
+    """A checkpoint, or a tree that is about to be saved as one."""
 
     @property
     def name(self) -> str:
-        """The name of the checkpoint, for messages."""
+        """Name of the checkpoint, for messages."""
 
     @property
     def structure(self) -> bytes:
-        """The document about its tree; b"" without one."""
+        """Document about the tree; b"" if there is none."""
 
     @property
     def leaves(self) -> Mapping[str, LeafInfo]:
-        """Its leaves by key."""
+        """Leaves by key."""
 
 
 MAX_TEXT: Final = 300
-"""Characters of one difference in a message."""
+"""Maximum characters of one difference in a message."""
 
 _SHOWN: Final = 5
-"""Places of the structure that one message lists beside fields of the config."""
+"""Maximum structure differences that one message lists next to config fields."""
 
 _log = logging.getLogger("storesvc_client")
 
 
 def recipe_of(stored: Stored, structure: Structure) -> Recipe | None:
-    """Returns what a checkpoint tells of its model; None where it tells nothing.
+    """Returns the recipe of a checkpoint, or None if it has none.
 
     Raises:
-        StructureError: It is damaged, and differences are to be refused.
+        StructureError: It is corrupt, and ``structure`` is "check".
     """
     if not stored.structure:
         return None
@@ -63,7 +70,11 @@ def recipe_of(stored: Stored, structure: Structure) -> Recipe | None:
     except StructureError as e:
         if structure == "check":
             raise
-        _log.warning("%s: nothing is compared with its model: %s", stored.name, e)
+        _log.warning(
+            ("%s: its model is not compared, because the recipe cannot be read: %s"),
+            stored.name,
+            e,
+        )
         return None
 
 
@@ -75,15 +86,15 @@ def compare(
     structure: Structure,
     casting: bool,
 ) -> None:
-    """Refuses a model or an optimizer that is not the one that was saved.
+    """Rejects a model or an optimizer that differs from the saved one.
 
     Args:
         stored: The checkpoint.
-        recipe: What it tells of its model; None: nothing.
-        target: What is about to be built.
-        structure: Whether to refuse a difference, or to log it. One in the config
-            alone, which may say what no computation depends on, is logged.
-        casting: Whether parameters are cast to another dtype.
+        recipe: Recipe of the checkpoint; None: nothing is compared.
+        target: Recipe of the model to build.
+        structure: "check" rejects differences, "report" logs them. Differences only in
+            the config, which may not affect any computation, are logged.
+        casting: True if parameters are cast to another dtype.
 
     Raises:
         MismatchError: They differ.
@@ -96,63 +107,66 @@ def compare(
     execution = [each for each in (*settings, *places) if is_execution(each)]
     if execution:
         _log.info(
-            "%s is computed otherwise than where it was saved: %s",
+            "%s: the model is computed in another way than when it was saved: %s",
             stored.name,
-            list_problems(_told(_lines(execution))),
+            list_problems(_printable(_lines(execution))),
         )
     config, found = _lines({*settings} - {*execution}), _lines({*places} - {*execution})
     if config and len(found) > _SHOWN:
-        # the config names in the caller's words what the structure shows everywhere
+        # The config shows in the caller's terms the differences that the structure
+        # shows in every layer.
         found[_SHOWN:] = [f"and {len(found) - _SHOWN} more places of the structure"]
     if found and structure == "check":
-        advice = "mend what is given, or restore with structure='report' what fits"
-        refuse(stored, [*config, *found], advice=advice)
+        advice = (
+            "fix the given model, or restore the matching parts with structure='report'"
+        )
+        reject_differences(stored, [*config, *found], advice=advice)
     if config or found:
         _log.warning(
             "%s was saved from another model: %s",
             stored.name,
-            list_problems(_told([*config, *found])),
+            list_problems(_printable([*config, *found])),
         )
 
 
-def report_as_saved(stored: Stored, changed: Sequence[Difference]) -> None:
-    """Logs of which leaves the saved dtype is restored, where the caller's code makes
+def log_saved_dtypes(stored: Stored, changed: Sequence[Difference]) -> None:
+    """Logs the leaves restored in their saved dtype although the code creates
     another."""
     if changed:
         _log.info(
-            "%s comes back with the dtypes that were saved: %s",
+            "%s: leaves are restored with their saved dtypes: %s",
             stored.name,
-            list_problems(_told(_lines(changed))),
+            list_problems(_printable(_lines(changed))),
         )
 
 
-def refuse(stored: Stored, problems: list[str], *, advice: str) -> None:
-    """Refuses differences, if there are any.
+def reject_differences(stored: Stored, problems: list[str], *, advice: str) -> None:
+    """Rejects differences, if there are any.
 
     Args:
         stored: The checkpoint.
-        problems: The differences.
-        advice: What to do about them.
+        problems: Differences to list.
+        advice: Text that says how to fix them.
 
     Raises:
-        MismatchError: There are.
+        MismatchError: There are differences.
     """
     if problems:
         raise MismatchError(
             f"{stored.name} was saved from another model or optimizer: "
-            f"{list_problems(_told(problems))}; {advice}"
+            f"{list_problems(_printable(problems))}; {advice}"
         )
 
 
 def _lines(differences: Iterable[Difference]) -> list[str]:
-    """A line for each difference, the shortest first."""
+    """Returns one line for each difference, the shortest first."""
     merged = map(str, merge_layers(merge_configs(differences)))
     return sorted(merged, key=lambda line: (len(line), line))
 
 
-def _told(problems: list[str]) -> list[str]:
-    """The problems without what a terminal would obey, none of them long: they quote
-    what somebody stored."""
+def _printable(problems: list[str]) -> list[str]:
+    """Returns the problems escaped for terminals and shortened; they quote stored
+    text."""
     return [
         (text if text.isprintable() else ascii(text)[1:-1])[:MAX_TEXT]
         for text in problems

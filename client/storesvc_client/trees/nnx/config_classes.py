@@ -1,11 +1,10 @@
-"""The class of a model's config, and a saved config rebuilt as an object of it.
+"""Finds the class of a model's config, and rebuilds a saved config as its object.
 
-A model's class says which config it takes in one of several ways, tried in this order:
-``config_class`` or ``_config_class``; the annotation of ``config`` in its constructor;
-EasyDeL's registry, where it is registered, if EasyDeL is imported already. The config
-that was saved may be of a class that derives from that one.
+The config class of a model is found in one of these places, in order: ``config_class``
+or ``_config_class``; EasyDeL's registry, if EasyDeL is already imported; the annotation
+of ``config`` in the constructor. The saved config may be of a subclass.
 
-Nothing here imports EasyDeL, and no stored name leads anywhere but to these classes.
+Nothing here imports EasyDeL, and a stored name can refer only to these classes.
 """
 
 import inspect
@@ -30,13 +29,15 @@ from storesvc_client.trees.structure.settings import class_name, rebuild_setting
 __all__ = ["built_config", "factory_of", "needed_arguments", "takes_config"]
 
 _REGISTRY: Final = "easydel.infra.factory"
-"""The module of EasyDeL that has its registry."""
+"""Module of EasyDeL's registry."""
 
 
 def takes_config(model: type[Any], recipe: Recipe | None) -> bool:
-    """Returns whether a class is constructed with the config of a recipe: always, where
-    it needs one."""
-    # of its class, flax's metaclass shows only *args and **kwargs
+    """Returns whether a class is constructed with the config of a recipe.
+
+    A class without a default for it always is.
+    """
+    # Inspects __init__, because flax's metaclass shows only *args and **kwargs.
     config = inspect.signature(model.__init__).parameters.get("config")
     if config is None or not _config_classes(model):
         return False
@@ -45,7 +46,7 @@ def takes_config(model: type[Any], recipe: Recipe | None) -> bool:
 
 
 def factory_of(model: type[Any]) -> str:
-    """Returns how to write a factory of a class: the call, with what it needs."""
+    """Returns the source text of a factory of a class, with its required arguments."""
     parameters = inspect.signature(model.__init__).parameters
     dtypes = [name for name in parameters if name in _DTYPES]
     names = dict.fromkeys([*needed_arguments(model), *dtypes])
@@ -59,7 +60,7 @@ _DTYPES: Final = ("dtype", "param_dtype")
 
 
 def needed_arguments(model: type[Any]) -> list[str]:
-    """Returns the names of the arguments that a class has no default for."""
+    """Returns the names of a class's required arguments."""
     open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = list(inspect.signature(model.__init__).parameters.values())
     return [
@@ -70,16 +71,16 @@ def needed_arguments(model: type[Any]) -> list[str]:
 
 
 def built_config(model: type[Any], recipe: Recipe | None) -> Any:
-    """Returns the saved config, as an object of the class that a model takes.
+    """Returns the saved config as an object of the model's config class.
 
     Args:
         model: The class of the model.
-        recipe: Of the checkpoint, if it has one.
+        recipe: Recipe of the checkpoint, if it has one.
 
     Raises:
         InvalidRequestError: The checkpoint has no config.
-        MismatchError: The config is of a class that the model does not name, or one
-            that this release of it does not take.
+        MismatchError: The config is of a class that the model does not name, or its
+            class does not accept it.
     """
     document = None if recipe is None else recipe.config
     if recipe is None or document is None:
@@ -89,14 +90,15 @@ def built_config(model: type[Any], recipe: Recipe | None) -> Any:
         )
     classes = _config_classes(model)
     saved = class_name(document)
-    if saved is None:  # plain data: by an earlier release, or the config is a dict
+    # plain data: saved by an earlier release, or the config is a dict
+    if saved is None:
         return _from_dict(model, classes, recipe.decoded_config())
     found = [cls for cls in _with_derived(classes) if name_of_class(cls) == saved]
     if not found:
         named = " or ".join(map(name_of_class, classes))
         raise MismatchError(
-            f"expected a config of {model.__name__}, that is of {named}, got one of "
-            f"{saved} as saved; give the class that was saved, or a factory, "
+            f"expected a config of {model.__name__}, of class {named}, got one of "
+            f"class {saved} as saved; give the class that was saved, or a factory, "
             f"model={factory_of(model)}"
         )
     known = {**enumerations(document, found[0]), **setting_classes(found[0])}
@@ -116,9 +118,8 @@ def _from_dict(model: type[Any], classes: list[type[Any]], fields: Any) -> Any:
     able = [cls for cls in classes if hasattr(cls, "from_dict")]
     if not able or not isinstance(fields, dict):
         raise InvalidRequestError(
-            f"expected a config of a class that {model.__name__} names, got plain "
-            f"data as saved; "
-            f"give a factory, model={factory_of(model)}"
+            f"expected a config of a class that {model.__name__} names, got plain data "
+            f"as saved; give a factory, model={factory_of(model)}"
         )
     plain = {
         name: value
@@ -129,20 +130,20 @@ def _from_dict(model: type[Any], classes: list[type[Any]], fields: Any) -> Any:
         return able[0].from_dict(plain)
     except (TypeError, ValueError, LookupError, AttributeError) as e:
         raise MismatchError(
-            f"expected a config that {able[0].__name__} takes, got one that it "
-            f"refuses ({type(e).__name__}: {e}); "
-            f"give a factory, model={factory_of(model)}"
+            f"expected a config that {able[0].__name__} accepts, got one that it "
+            f"rejects ({type(e).__name__}: {e}); give a factory, "
+            f"model={factory_of(model)}"
         ) from e
 
 
 _MACHINE: Final = ("backend", "platform")
-"""Settings that EasyDeL takes from the machine where the config is made."""
+"""Settings that EasyDeL takes from the machine that creates the config."""
 
 
 def _of_this_machine(config: Any) -> None:
-    """Has a config of EasyDeL, and those within it, say where it runs now.
+    """Updates an EasyDeL config, and nested configs, with the backend of this machine.
 
-    A config that names a backend which is absent here could not make its mesh.
+    A config that names a backend that is absent here could not create its mesh.
     """
     here = jax.default_backend()
     kernels = "triton" if here == "gpu" else "jax"
@@ -161,7 +162,7 @@ def _of_this_machine(config: Any) -> None:
 
 
 def _config_classes(model: type[Any]) -> list[type[Any]]:
-    """The classes that a model's config may be of; the first is the likeliest."""
+    """Returns the possible classes of a model's config, the most likely one first."""
     return list(dict.fromkeys(_found_classes(model)))
 
 
@@ -183,7 +184,7 @@ def _found_classes(model: type[Any]) -> Iterator[type[Any]]:
 
 
 def _registered(model: type[Any]) -> Iterator[type[Any]]:
-    """The class that EasyDeL's registry has for a model."""
+    """Yields the class that EasyDeL's registry has for a model."""
     registry = getattr(sys.modules.get(_REGISTRY), "registry", None)
     tasks = getattr(registry, "_task_registry", None)
     if not isinstance(tasks, Mapping):
@@ -196,6 +197,6 @@ def _registered(model: type[Any]) -> Iterator[type[Any]]:
 
 def _with_derived(classes: list[type[Any]]) -> list[type[Any]]:
     found = list(classes)
-    for cls in found:  # which grows meanwhile
+    for cls in found:  # the list grows during the iteration
         found += [each for each in derived_classes(cls) if each not in found]
     return found

@@ -1,10 +1,10 @@
-"""NNX graphs in pieces: their leaves by path, merged by path.
+"""Splits NNX graphs into leaves by path, and merges them by path.
 
 ``nnx.merge`` assigns leaves by sorted position and checks only their number, so a
-renamed or re-keyed state would merge into the wrong layers without a word. Here the
-path decides, ``layers[0]`` and ``layers["0"]`` are two paths, two leaves for one path
-are refused, and no result shares a Variable with what it came from; arrays, which are
-immutable, are shared.
+renamed or re-keyed state would be merged into the wrong layers silently. Here leaves
+are assigned by path: ``layers[0]`` and ``layers["0"]`` are different paths, two leaves
+with one path are rejected, and no result shares a Variable with an input. Arrays, which
+are immutable, are shared.
 
 >>> refine_graphs({"a": {0: 1}}, {("a", "0"): 2}).raw_mapping
 {'a': {0: 1, '0': 2}}
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 GraphState: TypeAlias = nnx.State[Any, Any]
-"""An NNX state: a mapping, nested, whose leaves are Variables."""
+"""An NNX state: a nested mapping whose leaves are Variables."""
 
 M = TypeVar("M", bound=nnx.Module)
 
-SHOWN: Final = 20
-"""Paths that one message lists."""
+MAX_LISTED: Final = 20
+"""Maximum paths that one message lists."""
 
 
 def graph_leaves(graph: Mapping[Any, Any]) -> dict[GraphPath, Any]:
@@ -53,29 +53,29 @@ def graph_leaves(graph: Mapping[Any, Any]) -> dict[GraphPath, Any]:
 
     Raises:
         TypeError: ``graph`` is not a mapping.
-        ValueError: Two leaves have one path, or one lies below another.
+        ValueError: Two leaves have one path, or one is below another.
     """
     if not isinstance(graph, Mapping):
         raise TypeError(f"expected a dict or an nnx.State, got {type(graph).__name__}")
-    # A State wraps each of its mappings anew whenever it is asked for one.
+    # A State creates a new wrapper at each access of a nested mapping.
     raw = graph.raw_mapping if isinstance(graph, nnx.State) else graph
     leaves = mapping_leaves(raw)
     if () in leaves:
-        raise ValueError("a leaf at the root: expected it below a key")
+        raise ValueError("expected every leaf below a key, got a leaf at the root")
     return leaves
 
 
 @collector_paused()
 def refine_graphs(*graphs: Mapping[Any, Any]) -> GraphState:
-    """Returns one State that holds the leaves of all graphs.
+    """Returns one State with the leaves of all graphs.
 
     Args:
         *graphs: States or dicts, nested, or flat with tuple keys.
 
     Raises:
         TypeError: There is no graph, or one is not a mapping.
-        ValueError: Two graphs have a leaf at one path, or one has a leaf below
-            another's.
+        ValueError: Two graphs have a leaf with one path, or a leaf of one is below a
+            leaf of another.
     """
     if not graphs:
         raise TypeError("refine_graphs expected at least one graph, got none")
@@ -85,7 +85,7 @@ def refine_graphs(*graphs: Mapping[Any, Any]) -> GraphState:
 
 @collector_paused()
 def merge_by_path(graphdef: "nnx.GraphDef[M]", *graphs: Mapping[Any, Any]) -> M:
-    """Returns the module of a structure, with Variables of its own.
+    """Returns the module of a structure, with new Variables.
 
     Args:
         graphdef: The structure.
@@ -94,29 +94,29 @@ def merge_by_path(graphdef: "nnx.GraphDef[M]", *graphs: Mapping[Any, Any]) -> M:
 
     Raises:
         TypeError: A graph is not a mapping.
-        ValueError: The leaves are not at the paths of the structure, or two are at
-            one.
+        ValueError: The leaves do not have the paths of the structure, or two have one
+            path.
     """
     leaves = _leaves_of_all(graphs)
     order, paths = _leaf_paths(Identity(graphdef))
     if leaves.keys() != paths:
         raise ValueError(_other_paths(paths, leaves.keys()))
     merged: M
-    # A list goes in as it is; a State, nnx.merge would sort.
+    # A list is used unchanged; nnx.merge would sort a State.
     merged = nnx.merge(graphdef, [fresh_leaf(leaves[path]) for path in order])
     return merged
 
 
 @collector_paused()
 def fill_graph(graphdef: "nnx.GraphDef[M]", values: Mapping[GraphPath, Any]) -> M:
-    """Returns the module of a structure, each Variable as the structure says it is.
+    """Returns the module of a structure with Variables as the structure describes them.
 
     Args:
         graphdef: The structure.
-        values: What the Variable or the array at each path holds.
+        values: Value of the Variable or array at each path.
 
     Raises:
-        ValueError: The values are not at the paths of the structure.
+        ValueError: The values do not have the paths of the structure.
     """
     order, paths = _leaf_paths(Identity(graphdef))
     if values.keys() != paths:
@@ -126,8 +126,11 @@ def fill_graph(graphdef: "nnx.GraphDef[M]", values: Mapping[GraphPath, Any]) -> 
 
 
 def class_of(graphdef: "nnx.GraphDef[Any]") -> type[Any] | None:
-    """Returns the class of a structure's module; None of a dict or a list, and of the
-    modules of flax itself, which are made of arguments."""
+    """Returns the class of a structure's module, or None.
+
+    None for a dict or list, and for flax's own modules, which cannot be rebuilt by
+    their class without arguments.
+    """
     cls = getattr(graphdef.nodes[0], "type", None)
     is_module = isinstance(cls, type) and issubclass(cls, nnx.Pytree)
     return cls if is_module and not cls.__module__.startswith("flax.") else None
@@ -139,19 +142,20 @@ def graph_paths(graphdef: "nnx.GraphDef[M]") -> frozenset[GraphPath]:
 
 
 def fresh_leaf(leaf: Any) -> Any:
-    """Returns the leaf, and for a Variable another one of the same value."""
+    """Returns the leaf; a Variable is copied, with the same value."""
     return leaf.copy() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def with_values(graph: Mapping[Any, Any], values: Mapping[Any, Any]) -> GraphState:
-    """Returns the Variables of a graph with the values of another of the same paths.
+    """Returns the Variables of a graph with the values of another graph.
 
     Args:
         graph: A State or dict of Variables.
-        values: One of Variables, or of bare arrays, which may have another dtype.
+        values: A State or dict of Variables or arrays with the same paths; dtypes may
+            differ.
 
     Raises:
-        ValueError: A Variable there is of another type or shape.
+        ValueError: A Variable has another type or shape.
     """
     own, given = graph_leaves(graph), graph_leaves(values)
     problems, alike = [], {}
@@ -166,7 +170,7 @@ def with_values(graph: Mapping[Any, Any], values: Mapping[Any, Any]) -> GraphSta
             problems.append(f"leaf {path_text(path)}: expected {expected}, got {got}")
         alike[path] = variable.replace(bare)
     if problems:
-        raise ValueError("; ".join(problems[:SHOWN]))
+        raise ValueError("; ".join(problems[:MAX_LISTED]))
     return refine_graphs(alike)
 
 
@@ -184,10 +188,10 @@ def _leaves_of_all(graphs: Iterable[Mapping[Any, Any]]) -> dict[GraphPath, Any]:
 
 
 class Identity:
-    """A key that is equal only to one of the same object.
+    """Hashable key that compares a GraphDef by identity.
 
-    GraphDefs compare, and hash, by all that is in them: far too slow to look one up,
-    and impossible for some. Holding the object keeps its id from being given again.
+    GraphDefs compare and hash by their full content, which is slow, and impossible for
+    some. The key keeps the object alive, so its id stays unique.
     """
 
     __slots__ = ("graphdef",)
@@ -206,52 +210,52 @@ class Identity:
 def _leaf_paths(
     key: Identity,
 ) -> tuple[tuple[GraphPath, ...], frozenset[GraphPath]]:
-    """The paths in the structure's own order of leaves, and as a set."""
-    order = tuple(_told_paths(key.graphdef) or _found_paths(key.graphdef))
+    """Returns the leaf paths in the structure's order, and as a set."""
+    order = tuple(_listed_paths(key.graphdef) or _found_paths(key.graphdef))
     return order, frozenset(order)
 
 
-def _told_paths(graphdef: "nnx.GraphDef[Any]") -> list[GraphPath]:
-    """The paths as the structure tells them; none if it is not of a known form.
+def _listed_paths(graphdef: "nnx.GraphDef[Any]") -> list[GraphPath]:
+    """Returns the paths read from the structure's lists; empty if their form is
+    unknown.
 
-    Its nodes and attributes are listed depth first, leaves among them. Their classes
-    are flax's own business, hence the names, the count at the end, and the other way
-    to find out, which takes ten times as long.
+    Nodes and attributes are listed depth first, including leaves. The list's classes
+    are private to flax; therefore they are matched by name, the count is checked at the
+    end, and ``_found_paths`` is the fallback, which takes ten times as long.
     """
     nodes, attributes = iter(graphdef.nodes), iter(graphdef.attributes)
     paths: list[GraphPath] = []
 
-    def tell(path: GraphPath) -> bool:
+    def read_node(path: GraphPath) -> bool:
         node: Any = next(nodes)
         match type(node).__name__:
             case "NodeDef":
-                return all(tell_next(path) for _ in range(node.num_attributes))
+                return all(read_attribute(path) for _ in range(node.num_attributes))
             case "VariableDef" if node.array_refdef is None:
                 paths.append(path)
                 return True
             case known:
                 return known == "NodeRef"
 
-    def tell_next(path: GraphPath) -> bool:
+    def read_attribute(path: GraphPath) -> bool:
         key, attribute = next(attributes)
         match type(attribute).__name__:
             case "NodeAttr":
-                return tell((*path, key))
+                return read_node((*path, key))
             case "ArrayAttr" | "LeafAttr":
                 paths.append((*path, key))
                 return True
             case known:
                 return known in ("NodeRef", "Static")
 
-    told = bool(graphdef.nodes) and tell(())
-    return paths if told and len(paths) == graphdef.num_leaves else []
+    complete = bool(graphdef.nodes) and read_node(())
+    return paths if complete and len(paths) == graphdef.num_leaves else []
 
 
 def _found_paths(graphdef: "nnx.GraphDef[Any]") -> list[GraphPath]:
-    """The paths at which a module built of numbers has them.
+    """Returns the paths of a module that is built with numbers as leaves.
 
-    The numbers are in Variables, as flax takes a bare one for no leaf where the
-    module holds an array.
+    The numbers are in Variables, because flax does not treat a bare number as a leaf.
     """
     numbers = [nnx.Variable(number) for number in range(graphdef.num_leaves)]
     leaves = graph_leaves(nnx.state(nnx.merge(graphdef, numbers)))
@@ -268,5 +272,5 @@ def _other_paths(expected: frozenset[GraphPath], got: Iterable[GraphPath]) -> st
 
 def _listed(paths: frozenset[GraphPath]) -> str:
     texts = sorted(map(path_text, paths))
-    more = [f"and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
-    return ", ".join(texts[:SHOWN] + more) or "none"
+    more = [f"and {len(texts) - MAX_LISTED} more"] if len(texts) > MAX_LISTED else []
+    return ", ".join(texts[:MAX_LISTED] + more) or "none"

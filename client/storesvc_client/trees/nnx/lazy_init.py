@@ -1,4 +1,4 @@
-"""NNX modules from their classes: lazy or not, whole or in pieces.
+"""Creates NNX modules from their classes: lazily or not, whole or in parts.
 
 Lazy is the default: the constructor runs under ``nnx.eval_shape``, every value is a
 ShapeDtypeStruct, and nothing is computed or allocated.
@@ -18,8 +18,8 @@ __all__ = ["create_graphdef", "init_graphstate", "nnx_init"]
 
 M = TypeVar("M", bound=nnx.Module)
 
-# The underscores keep these names apart from arguments of the constructor, which
-# come beside them; names, order and defaults are easydel's.
+# The underscores distinguish these names from arguments of the constructor, which are
+# passed in the same call. Names, order and defaults are EasyDeL's.
 # ruff: noqa: FBT001, FBT002
 
 
@@ -31,18 +31,18 @@ def nnx_init(
     _lazy: bool = True,
     **kwargs: Any,
 ) -> M:
-    """Returns a module, its values abstract unless ``_lazy`` is false.
+    """Returns a module, with abstract values unless ``_lazy`` is false.
 
     Args:
-        module: The class, or another callable that makes the module.
-        _add_rngs: Whether the constructor is given ``nnx.Rngs``.
-        _rng_key: The argument that they are given as.
-        _seed: Their seed.
-        _lazy: Whether values are abstract.
-        **kwargs: All other arguments of the constructor.
+        module: The class, or another callable that creates the module.
+        _add_rngs: Pass ``nnx.Rngs`` to the constructor.
+        _rng_key: Name of the argument for the rngs.
+        _seed: Seed of the rngs.
+        _lazy: Create abstract values.
+        **kwargs: Other arguments of the constructor.
 
     Raises:
-        TypeError: The constructor does not take these arguments.
+        TypeError: The constructor does not accept these arguments.
     """
 
     def make() -> M:
@@ -62,17 +62,17 @@ def create_graphdef(
     _seed: int = 0,
     **kwargs: Any,
 ) -> "nnx.GraphDef[M]":
-    """Returns the structure of a module, made without computing any value.
+    """Returns the structure of a module without computing any value.
 
     Args:
-        module: The class, or another callable that makes the module.
-        _add_rngs: Whether the constructor is given ``nnx.Rngs``.
-        _rng_key: The argument that they are given as.
-        _seed: Their seed; it leaves no trace in the structure.
-        **kwargs: All other arguments of the constructor.
+        module: See ``nnx_init``.
+        _add_rngs: See ``nnx_init``.
+        _rng_key: See ``nnx_init``.
+        _seed: See ``nnx_init``; the structure does not depend on it.
+        **kwargs: Other arguments of the constructor.
 
     Raises:
-        TypeError: The constructor does not take these arguments.
+        TypeError: The constructor does not accept these arguments.
     """
     made = nnx_init(module, _add_rngs, _rng_key, _seed, **kwargs)
     graphdef: nnx.GraphDef[M] = nnx.split(made)[0]
@@ -90,15 +90,15 @@ def init_graphstate(
     """Returns the Variables of a module, abstract unless ``_lazy`` is false.
 
     Args:
-        module: The class, or another callable that makes the module.
-        _add_rngs: Whether the constructor is given ``nnx.Rngs``.
-        _rng_key: The argument that they are given as.
-        _seed: Their seed.
-        _lazy: Whether values are abstract.
-        **kwargs: All other arguments of the constructor.
+        module: See ``nnx_init``.
+        _add_rngs: See ``nnx_init``.
+        _rng_key: See ``nnx_init``.
+        _seed: See ``nnx_init``.
+        _lazy: See ``nnx_init``.
+        **kwargs: Other arguments of the constructor.
 
     Raises:
-        TypeError: The constructor does not take these arguments.
+        TypeError: The constructor does not accept these arguments.
     """
     made = nnx_init(module, _add_rngs, _rng_key, _seed, _lazy, **kwargs)
     state: GraphState = nnx.split(made)[1]

@@ -1,17 +1,16 @@
-"""Parameters from a tree, attached to an NNX state or module.
+"""Merges parameters from a tree into an NNX state or module.
 
-The tree is what other formats give: arrays, or Variables, in dicts nested or flat. A
-state takes its parameters from it by path; all that is no parameter stays what it
-was.
+The tree comes from other formats: arrays or Variables in nested or flat dicts. A state
+takes its parameters from it by path; everything except parameters is unchanged.
 
-* **A parameter that is absent, or of another shape or dtype, is an error,** never
-  None and never converted. One error lists all of them.
-* **What is shared has one value.** A tree may name a parameter by each of its paths,
-  if it says the same by all of them.
-* **Hooks change nothing.** Variables are read and written as they are stored.
-* **Digits may stand for integers,** as formats without integer keys write layers. A
-  tree that has both is refused.
-* **Inputs stay as they were.** Arrays are shared, Variables are not.
+* **A parameter that is absent, or has another shape or dtype, is an error.** It is
+  never None and never converted. One error lists all of them.
+* **A shared parameter has one value.** A tree may contain it at each of its paths if
+  the values are equal.
+* **Hooks have no effect.** Variables are read and written as stored.
+* **Digits may replace integers,** because formats without integer keys write layers so.
+  A tree with both is rejected.
+* **Inputs are never modified.** Arrays are shared, Variables are copied.
 """
 
 from collections import defaultdict
@@ -44,26 +43,27 @@ __all__ = ["merge_model_and_tree", "merge_state_and_tree"]
 M = TypeVar("M", bound=nnx.Module)
 
 Given: TypeAlias = Mapping[GraphPath, tuple[GraphPath, Any]]
-"""Path and value of each leaf of a tree, by the path with integers for digits."""
+"""Original path and value of each leaf of a tree, by its path with integers for
+digits."""
 
 
 def merge_state_and_tree(tree: Mapping[Any, Any], state: GraphState) -> GraphState:
     """Returns the state with the parameters of the tree.
 
-    Every ``nnx.Param`` that has a value, an abstract one too, gets the tree's. Counts
-    and keys stay, except abstract ones, which are recreated. All other Variables
-    stay.
+    Every ``nnx.Param`` with a value, also an abstract one, gets the tree's value.
+    Counts and keys are kept, except abstract ones, which are recreated. All other
+    Variables are kept.
 
     Args:
-        tree: Arrays or Variables, nested, or flat with tuple keys. Leaves that the
-            state has no parameter for are ignored.
+        tree: Arrays or Variables, nested, or flat with tuple keys. Leaves that are not
+            parameters of the state are ignored.
         state: The state.
 
     Raises:
-        TypeError: One of them is not a mapping.
-        ValueError: The tree lacks parameters, or has ones of another shape or dtype,
-            or two values for one that has two paths; or it has an integer and its
-            text for keys of one mapping.
+        TypeError: ``tree`` or ``state`` is not a mapping.
+        ValueError: The tree lacks parameters, has some with another shape or dtype, has
+            two values for a parameter with two paths, or has an integer and its text as
+            keys of one mapping.
     """
     paths: dict[int, list[GraphPath]] = defaultdict(list)
     for path, leaf in graph_leaves(state).items():
@@ -72,22 +72,22 @@ def merge_state_and_tree(tree: Mapping[Any, Any], state: GraphState) -> GraphSta
 
 
 def merge_model_and_tree(model: M, tree: Mapping[Any, Any]) -> M:
-    """Returns another module like ``model``, with the parameters of the tree.
+    """Returns a copy of ``model`` with the parameters of the tree.
 
-    Every ``nnx.Param`` that has a value, an abstract one too, gets the tree's. Counts
-    and keys stay, except abstract ones, which are recreated. All other Variables
-    stay.
+    Every ``nnx.Param`` with a value, also an abstract one, gets the tree's value.
+    Counts and keys are kept, except abstract ones, which are recreated. All other
+    Variables are kept.
 
     Args:
         model: The module.
-        tree: Arrays or Variables, nested, or flat with tuple keys. Leaves that the
-            module has no parameter for are ignored.
+        tree: Arrays or Variables, nested, or flat with tuple keys. Leaves that are not
+            parameters of the module are ignored.
 
     Raises:
         TypeError: The tree is not a mapping.
-        ValueError: The tree lacks parameters, or has ones of another shape or dtype,
-            or two values for one that has two paths; or it has an integer and its
-            text for keys of one mapping.
+        ValueError: The tree lacks parameters, has some with another shape or dtype, has
+            two values for a parameter with two paths, or has an integer and its text as
+            keys of one mapping.
     """
     graphdef, state = nnx.split(model)
     merged = _merged(tree, state, nnx.find_duplicates(model))
@@ -97,12 +97,12 @@ def merge_model_and_tree(model: M, tree: Mapping[Any, Any]) -> M:
 def _merged(
     tree: Mapping[Any, Any], state: GraphState, shared: Sequence[Sequence[GraphPath]]
 ) -> GraphState:
-    """The state with the parameters of the tree.
+    """Returns the state with the parameters of the tree.
 
     Args:
         tree: The tree.
         state: The state.
-        shared: The paths of each Variable, and each module, that has several.
+        shared: The paths of each Variable or module that has several.
     """
     leaves = graph_leaves(state)
     params = {path: v for path, v in leaves.items() if isinstance(v, nnx.Param)}
@@ -127,7 +127,7 @@ def _merged(
 
 def _given(tree: Mapping[Any, Any]) -> Given:
     leaves = graph_leaves(tree)
-    # Nested, as an integer beside its text is refused even where no leaves collide.
+    # Nested, because an integer next to its text is rejected even if no leaves collide.
     nested = string_key_to_int(nest_leaves({path: path for path in leaves}))
     return {
         path: (own_path, _value(leaves[own_path]))
@@ -138,7 +138,7 @@ def _given(tree: Mapping[Any, Any]) -> Given:
 def _with_values(
     params: Mapping[GraphPath, Any], given: Given
 ) -> tuple[dict[GraphPath, Any], list[str]]:
-    """The parameters with the values that are given, and what does not fit."""
+    """Returns the parameters with the given values, and the mismatches."""
     result: dict[GraphPath, Any] = {}
     misfits: list[str] = []
     for path, param in params.items():
@@ -160,7 +160,7 @@ def _second_values(
     given: Given,
     shared: Sequence[Sequence[GraphPath]],
 ) -> list[str]:
-    """What is given by another path of a parameter, and is another value."""
+    """Returns the mismatches of values given by a second path of a parameter."""
     if not shared:
         return []
     first = _first_paths(shared)
@@ -173,7 +173,7 @@ def _second_values(
         if param in named and not _is_same(value, other):
             misfits.append(
                 f"leaf {path_text(own_path)}: expected the value of "
-                f"{path_text(before)}, which is the same parameter, got another"
+                f"{path_text(before)}, which is the same parameter, got another value"
             )
     return misfits
 
@@ -181,7 +181,7 @@ def _second_values(
 def _first_paths(
     shared: Sequence[Sequence[GraphPath]],
 ) -> Callable[[GraphPath], GraphPath]:
-    """Returns what makes one path, the first, of all paths of a Variable."""
+    """Returns a function that maps all paths of a Variable to its first path."""
     firsts: dict[GraphPath, GraphPath] = {}
     for paths in shared:
         one, *others = (tuple(map(integer_of_text, path)) for path in paths)
@@ -192,7 +192,7 @@ def _first_paths(
         while length <= len(path):
             known = firsts.get(path[:length])
             if known is not None:
-                # No part of a first path has another: go on behind it.
+                # A first path has no alias inside; continue after it.
                 path, length = known + path[length:], len(known)
             length += 1
         return path
@@ -201,7 +201,8 @@ def _first_paths(
 
 
 def _addresses(key: Any, wanted: Any) -> bool:
-    """Whether a tree's key stands for a state's: text for integers, never back."""
+    """Returns whether a tree's key matches a state's: text matches an integer, not
+    reverse."""
     return bool(key == wanted or (isinstance(wanted, int) and key == str(wanted)))
 
 
@@ -216,22 +217,23 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values are one, bit by bit. Of abstract ones nothing can be lost;
-    of traced ones nothing is known."""
+    """Returns whether two values are equal, bit by bit.
+
+    Abstract values with equal shapes are equal; traced values are never known to be.
+    """
     if one is other:
         return True
-    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False)
-    return _kind(one) == _kind(other) and all(
-        a is b or (not _is_traced(a, b) and _bytes(a) == _bytes(b)) for a, b in leaves
-    )
-
-
-def _is_traced(*values: Any) -> bool:
-    return any(isinstance(value, jax.core.Tracer) for value in values)
+    if _kind(one) != _kind(other):
+        return False
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False):
+        is_traced = isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer)
+        if a is not b and (is_traced or _bytes(a) != _bytes(b)):
+            return False
+    return True
 
 
 def _bytes(value: Any) -> bytes | None:
-    """What an array holds; None of an abstract one."""
+    """Returns the bytes of an array; None if it is abstract."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return None
     if _is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -240,7 +242,7 @@ def _bytes(value: Any) -> bytes | None:
 
 
 def _kind(value: Any) -> str:
-    """What must be equal of two values: shape and dtype, of each leaf if a tree."""
+    """Returns shape and dtype of a value, or of each leaf of a tree, as text."""
     if _is_array(value):
         return f"{tuple(value.shape)} {value.dtype}"
     leaves = jax.tree_util.tree_leaves_with_path(value)

@@ -1,7 +1,7 @@
-"""What a model tells of itself: its three parts, its partition rules and its mesh.
+"""Splits a model into its three parts, and reads its partition rules and mesh.
 
-A model of EasyDeL knows all of them, and a plain module only its parts, so each
-question has an answer for both. Nothing here imports EasyDeL.
+An EasyDeL model provides all of them, a plain module only its parts; each function
+handles both. Nothing here imports EasyDeL.
 
 >>> graphdef, graphstate, graphother = split_module(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
 >>> sorted(graphstate)
@@ -21,7 +21,7 @@ __all__ = [
     "HasGraph",
     "has_setting",
     "is_module",
-    "may_place_itself",
+    "may_have_placement",
     "mesh_of",
     "partition_rules_of",
     "setting_of",
@@ -31,19 +31,19 @@ __all__ = [
 
 @runtime_checkable
 class HasGraph(Protocol):
-    """A module, or the state of one, in three parts that ``nnx.merge`` joins.
+    """A module or state in three parts that ``nnx.merge`` joins.
 
-    A module shares the Variables of its parts, so what changes one changes the other;
-    a state, being a value, has its own.
+    The parts of a module share its Variables, so a change of one changes the other. A
+    state is a value and has its own Variables.
     """
 
     @property
     def graphdef(self) -> "nnx.GraphDef[Any]":
-        """The structure, without values."""
+        """Structure of the module, without values."""
 
     @property
     def graphstate(self) -> GraphState:
-        """The parameters."""
+        """Parameters."""
 
     @property
     def graphother(self) -> GraphState:
@@ -51,8 +51,8 @@ class HasGraph(Protocol):
 
 
 def is_module(model: Any) -> bool:
-    """Returns whether it is an instance that ``split_module`` takes."""
-    if isinstance(model, type):  # of a class, all parts are there too, as properties
+    """Returns whether ``split_module`` accepts an object."""
+    if isinstance(model, type):  # a class has all parts as properties
         return False
     return _is_graph(model) or _has_parts(model)
 
@@ -62,14 +62,14 @@ def split_module(
 ) -> tuple["nnx.GraphDef[Any]", GraphState, GraphState]:
     """Returns a model's structure, its parameters, and its other Variables.
 
-    What has these parts gives its own: a model of EasyDeL, whose parameters are only
-    the adapters while it has some, or an ``EasyDeLState``. Any other module is split
-    by ``nnx.Param``. A module shares the Variables of its parts: a call that counts,
-    or an update of a part, changes both. A module that has parts of its own makes
-    them with ``nnx.split``; with this function it would ask itself.
+    An object that has these parts returns its own: an EasyDeL model, whose parameters
+    are only the adapters if it has any, or an ``EasyDeLState``. Any other module is
+    split by ``nnx.Param``. The parts share the module's Variables: a call that advances
+    a count, or an update of a part, changes both. A module that defines its own parts
+    must use ``nnx.split``; this function would call them recursively.
 
     Raises:
-        TypeError: It is no module and has no such parts.
+        TypeError: It is not a module and has no such parts.
     """
     parts: tuple[Any, Any, Any]
     if _has_parts(model):
@@ -83,7 +83,8 @@ def split_module(
 
 
 def _is_graph(model: Any) -> bool:
-    """Whether it is a module, such as nnx.Optimizer, or a dict or list of some."""
+    """Returns whether it is a module, such as nnx.Optimizer, or a dict or list with
+    some."""
     if isinstance(model, (dict, list, tuple)):
         items = model.values() if isinstance(model, dict) else model
         return any(isinstance(item, nnx.Variable) or _is_graph(item) for item in items)
@@ -91,44 +92,47 @@ def _is_graph(model: Any) -> bool:
 
 
 def _has_parts(model: Any) -> TypeGuard[HasGraph]:
-    """Of a class, all parts are there too, as properties; and ``nnx.Rngs`` have a
-    stream by whatever name they are asked for."""
+    """Returns whether an object has the three parts.
+
+    The GraphDef check excludes classes, which have them as properties, and
+    ``nnx.Rngs``, which have a stream for every attribute name.
+    """
     return isinstance(model, HasGraph) and isinstance(model.graphdef, nnx.GraphDef)
 
 
 def partition_rules_of(model: Any) -> Rules | None:
-    """Returns the partition rules that a model brings; None without any.
+    """Returns the partition rules that a model provides, or None.
 
-    They are what EasyDeL would shard the model by. A model of one's own brings rules
-    by a ``config.get_partition_rules()``.
+    These are the rules by which EasyDeL would shard the model. Other models provide
+    rules by a ``config.get_partition_rules()``.
 
     Raises:
-        TypeError: What it brings are no rules.
+        TypeError: The provided rules have a wrong type.
     """
-    # EasyDeL says the same of a public method, the configuration's; but that one has
-    # None where modules tell their own specs, and patterns that end before the
-    # "/value" of a Variable. This method is in its protocol, and has neither.
-    ask = _method_of(model, "_get_partition_rules")
-    if ask is not None:
-        rules = ask(None)
+    # The config's public method returns None for modules that provide their own specs,
+    # and its patterns end before the "/value" of a Variable. This method is in
+    # EasyDeL's protocol and has neither problem.
+    method = _method_of(model, "_get_partition_rules")
+    if method is not None:
+        rules = method(None)
     else:
-        ask = _method_of(_config_of(model), "get_partition_rules")
-        rules = None if ask is None else ask()
+        method = _method_of(_config_of(model), "get_partition_rules")
+        rules = None if method is None else method()
     if rules is None:
         return None
     return tuple(_checked(rule, model) for rule in rules)
 
 
 def setting_of(model: Any, name: str) -> Any:
-    """Returns an attribute of a model or of its class; None where neither has it.
+    """Returns an attribute of a model or of its class; None if neither has it.
 
-    ``nnx.Rngs`` answer any other way of asking with a stream of random numbers.
+    ``nnx.Rngs`` return a random stream for any other attribute access.
     """
     return getattr(model, name) if has_setting(model, name) else None
 
 
 def has_setting(model: Any, name: str) -> bool:
-    """Returns whether a model or its class has an attribute, be it None."""
+    """Returns whether a model or its class has an attribute, even if it is None."""
     return inspect.getattr_static(model, name, _ABSENT) is not _ABSENT
 
 
@@ -136,10 +140,10 @@ _ABSENT: Final = object()
 
 
 def _method_of(owner: Any, name: str) -> Any:
-    """A method of the class of an object; None where it has none.
+    """Returns a bound method defined by the class of an object, or None.
 
-    Never what an attribute of the object itself holds: that may be what somebody
-    stored, and a method is called.
+    An attribute of the object itself is never returned: its value may come from
+    storage, and the method is called.
     """
     known = inspect.getattr_static(type(owner), name, None) is not None
     return (
@@ -150,7 +154,7 @@ def _method_of(owner: Any, name: str) -> Any:
 
 
 def _config_of(model: Any) -> Any:
-    """The config of a model; None where it has none, or cannot tell it."""
+    """Returns the config of a model, or None if it has none or raises."""
     try:
         return setting_of(model, "config")
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
@@ -158,21 +162,23 @@ def _config_of(model: Any) -> Any:
 
 
 def mesh_of(model: Any) -> Mesh | None:
-    """Returns the mesh that a model is made for; None without one.
+    """Returns the mesh of a model, or None if it has none.
 
-    EasyDeL makes it, of all devices, when it is first asked for.
+    EasyDeL creates it, from all devices, at the first access.
     """
     for owner in (_config_of(model), model):
-        # The model's own raises where its configuration has none.
+        # The model's own property raises if its config has no mesh.
         mesh = getattr(owner, "mesh", None)
         if mesh is not None or hasattr(owner, "mesh"):
             return mesh if isinstance(mesh, Mesh) else None
     return None
 
 
-def may_place_itself(graphdef: "nnx.GraphDef[Any]") -> bool:
-    """Returns whether ``mesh_of`` or ``partition_rules_of`` may find something in the
-    module of a structure, without making the module."""
+def may_have_placement(graphdef: "nnx.GraphDef[Any]") -> bool:
+    """Returns whether ``mesh_of`` or ``partition_rules_of`` may return something.
+
+    Inspects the structure only; the module is not built.
+    """
     cls = getattr(graphdef.nodes[0], "type", None)
     names = ("config", "mesh", "_get_partition_rules")
     return any(has_setting(cls, name) for name in names) or any(
@@ -187,15 +193,15 @@ def _checked(rule: Any, model: Any) -> tuple[str, PartitionSpec]:
         case _:
             raise TypeError(
                 f"rules of {type(model).__name__}: expected pairs of a regular "
-                f"expression and a PartitionSpec, got {rule!r}; give restore such "
-                "rules instead"
+                f"expression and a PartitionSpec, got {rule!r}; pass rules= to the "
+                "restore instead"
             )
 
 
 def _no_module(model: Any) -> TypeError:
     got = model.__name__ if isinstance(model, type) else type(model).__name__
-    what = "the class " if isinstance(model, type) else ""
+    prefix = "the class " if isinstance(model, type) else ""
     return TypeError(
         "expected an nnx.Module, or an object with graphdef, graphstate and "
-        f"graphother, got {what}{got}; make a module first"
+        f"graphother, got {prefix}{got}; create a module first"
     )

@@ -1,8 +1,8 @@
-"""A module as text: one line for each module in it, nested.
+"""Renders a module as text, one line for each nested module.
 
-The functions carry the names and arguments of ``easydel.infra.mixins.protocol``. They
-read shapes only, so abstract modules have texts too. A module that stands at two
-places, or within itself, is written once, and at the other places named.
+The functions have the names and arguments of ``easydel.infra.mixins.protocol``. They
+read shapes only, so they accept abstract modules. A module that occurs twice, or inside
+itself, is rendered once and referenced at the other positions.
 
 >>> print(prettify_nnx(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)))
 Sequential(
@@ -21,7 +21,7 @@ __all__ = ["get_module_repr", "prettify_nnx", "printify_nnx"]
 
 
 def get_module_repr(module: nnx.Module) -> str:
-    """Returns a module's type, and what tells it from others of its type."""
+    """Returns a module's type and its main dimensions."""
     name = type(module).__name__
     held = vars(module)
     if isinstance(module, nnx.Dropout):
@@ -49,13 +49,13 @@ def prettify_nnx(
     max_depth: int | None = None,
     module_param: Any = None,
 ) -> str:
-    """Returns a module and the modules in it as lines of text.
+    """Returns a module and its submodules as lines of text.
 
     Args:
         module: The module, which may be abstract.
-        indent: What the lines begin with.
-        depth: How deep the module stands.
-        max_depth: How deep the last modules stand that are written; None: all.
+        indent: Prefix of each line.
+        depth: Nesting depth of the module.
+        max_depth: Maximum nesting depth to render; None: all.
         module_param: Has no effect, as in EasyDeL.
     """
     del module_param
@@ -64,7 +64,7 @@ def prettify_nnx(
 
 
 def printify_nnx(model: nnx.Module) -> str:
-    """Returns the whole text of a model, with the prefix that EasyDeL gives its own."""
+    """Returns the text of a model with EasyDeL's prefix."""
     return "EasyDeL-" + prettify_nnx(model)
 
 
@@ -99,7 +99,8 @@ def _container(node: Any) -> str:
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    """The modules directly in a node, and the containers of some, by name."""
+    """Yields the modules directly in a node, and containers that hold modules, by
+    name."""
     if isinstance(node, (list, tuple)):
         items = list(enumerate(node))
     else:
@@ -112,6 +113,6 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _order(key: Any) -> tuple[bool, int, str]:
-    """Numbers by value, as a list of layers has them; then texts."""
+    """Returns a sort key: numbers by value, as in a list of layers, then text."""
     text = str(key)
     return not text.isdecimal(), int(text) if text.isdecimal() else 0, text

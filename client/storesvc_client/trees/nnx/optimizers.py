@@ -1,7 +1,7 @@
-"""Optimizer states: begun where they belong, and described before they exist.
+"""Initialises optimizer states on their devices, and describes them abstractly.
 
-The optimizer itself is the caller's code and is never stored. What it remembers lies
-beside the parameters: a moment as its parameter lies, a count on every device.
+The optimizer itself is the caller's code and is never stored. Its state is placed with
+the parameters: a moment like its parameter, a count on every device.
 """
 
 from typing import Any
@@ -23,19 +23,19 @@ from storesvc_client.trees.nnx.resharding import (
 
 __all__ = [
     "abstract_opt_state",
-    "beside_parameters",
     "check_tx",
     "init_opt_state",
-    "replicated_beside",
+    "placed_like_parameters",
+    "replicated_sharding",
     "updated_opt_state",
 ]
 
 
 def check_tx(tx: Any) -> None:
-    """Refuses what is no optimizer.
+    """Rejects anything that is not an optimizer.
 
     Raises:
-        InvalidRequestError: It has no ``init`` and ``update``.
+        InvalidRequestError: It has no ``init`` or no ``update``.
     """
     if not callable(getattr(tx, "init", None)) or not hasattr(tx, "update"):
         advice = "; call it: optax.adam(1e-3)" if callable(tx) else ""
@@ -47,10 +47,10 @@ def check_tx(tx: Any) -> None:
 def abstract_opt_state(
     tx: optax.GradientTransformation, graphstate: GraphState
 ) -> optax.OptState:
-    """Returns the state that an optimizer begins with, each array abstract.
+    """Returns the initial state of an optimizer, with abstract arrays.
 
     Raises:
-        InvalidRequestError: ``tx`` is no optimizer.
+        InvalidRequestError: ``tx`` is not an optimizer.
     """
     check_tx(tx)
     return jax.eval_shape(tx.init, graphstate)
@@ -59,10 +59,9 @@ def abstract_opt_state(
 def updated_opt_state(
     tx: optax.GradientTransformation, opt_state: optax.OptState, graphstate: GraphState
 ) -> optax.OptState | None:
-    """Returns what the first update makes of an abstract state; None where that needs
-    more than gradients.
+    """Returns the abstract state after a first update, or None if that fails.
 
-    A few optimizers, such as ``optax.monitor``, have leaves from then on only.
+    A few optimizers, such as ``optax.monitor``, have some leaves only after an update.
     """
     try:
         return jax.eval_shape(tx.update, graphstate, opt_state, graphstate)[1]
@@ -77,24 +76,24 @@ def init_opt_state(
     mesh: Mesh | None,
     rules: Rules | None,
 ) -> optax.OptState:
-    """Returns the state that an optimizer begins with, spread as it is to stay.
+    """Returns the initial state of an optimizer, in its final placement.
 
     Args:
         tx: The optimizer.
         graphstate: The parameters.
-        mesh: The devices, with rules.
-        rules: How leaves are spread. None: as ``tx.init`` leaves them, which for
-            moments is as their parameters lie.
+        mesh: The mesh, if there are rules.
+        rules: Partition rules for the leaves. None: the placement that ``tx.init``
+            gives them; moments then have their parameter's sharding.
 
     Raises:
-        InvalidRequestError: ``tx`` is no optimizer, or no rule matches a leaf.
+        InvalidRequestError: ``tx`` is not an optimizer, or no rule matches a leaf.
     """
     if mesh is None or rules is None:
         check_tx(tx)
         return tx.init(graphstate)
     abstract = abstract_opt_state(tx, graphstate)
     shardings = shardings_by_rules({"opt_state": abstract}, mesh, rules)
-    # as lists: two traces of one optimizer may have unequal tree structures
+    # As lists, because two traces of one optimizer may have unequal tree structures.
     init = jax.jit(
         lambda parameters: jax.tree.leaves(tx.init(parameters)),
         out_shardings=jax.tree.leaves(shardings),
@@ -102,16 +101,15 @@ def init_opt_state(
     return jax.tree.unflatten(jax.tree.structure(abstract), init(graphstate))
 
 
-def beside_parameters(
+def placed_like_parameters(
     opt_state: optax.OptState, graphstate: GraphState, known: Any = None
 ) -> optax.OptState:
-    """Returns an abstract optimizer state whose leaves say where they are to lie.
+    """Returns an abstract optimizer state with shardings for its leaves.
 
     Args:
-        opt_state: Of ``abstract_opt_state``.
-        graphstate: The parameters; where they say nothing, neither does the result.
-        known: An optimizer state that lies somewhere already; it decides for the
-            leaves that it has.
+        opt_state: A result of ``abstract_opt_state``.
+        graphstate: The parameters; without shardings, the result has none either.
+        known: A placed optimizer state; its shardings take precedence.
     """
     tree = {"opt_state": opt_state}
     shardings = follow_parameters(opt_state, graphstate)
@@ -122,8 +120,7 @@ def beside_parameters(
     return reshard(tree, shardings)["opt_state"] if shardings else opt_state
 
 
-def replicated_beside(graphstate: GraphState) -> Sharding | None:
-    """Returns where a scalar lies that goes with parameters; None where those say
-    nothing."""
+def replicated_sharding(graphstate: GraphState) -> Sharding | None:
+    """Returns the sharding of a replicated scalar on the parameters' mesh, or None."""
     mesh = mesh_of_leaves(graphstate)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())

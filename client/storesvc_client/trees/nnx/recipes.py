@@ -1,9 +1,9 @@
-"""Recipes: what a checkpoint of a model tells besides its leaves.
+"""Recipes: descriptions of a model that a checkpoint stores with its leaves.
 
-A model is rebuilt by the caller's code, never by the checkpoint. The recipe tells
-whether that code is the same: the model's config and dtypes, its structure as data,
-the type of each Variable, and the containers of the optimizer's state. It is JSON,
-compressed by zlib, in ``LeafTable.structure``::
+A model is rebuilt by the caller's code, never from code in the checkpoint. The recipe
+shows whether that code is the same: it has the model's config and dtypes, its structure
+as data, the type of each Variable, and the containers of the optimizer's state. It is
+zlib-compressed JSON in ``LeafTable.structure``::
 
     {"format": "storesvc.recipe/2",
      "versions": {"flax": "0.12.8", "jax": "0.10.2", "optax": "0.2.8"},
@@ -14,30 +14,30 @@ compressed by zlib, in ``LeafTable.structure``::
      "variables": {"graphstate/fc1/kernel": "Param", ...},
      "opt_state": {"opt_state/0": "ScaleByAdamState", ...} or null}
 
-In ``storesvc.recipe/1``, which is read still, the config is what its ``to_dict`` said.
+In ``storesvc.recipe/1``, which can still be read, the config is the result of its
+``to_dict``.
 
-Nothing in it is believed: it is compared as data. Only where a caller asks for a
-module and gives no code is the structure decoded, by an exact allow-list.
+The content is not trusted; it is compared as data. Only if a caller requests a module
+and gives no code is the structure decoded, with an exact allow-list.
 """
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from storesvc.format.keys import join_key
+from storesvc.format.keys import escape_part, join_key
 from storesvc_client._values.documents import pack_document, unpack_document
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import StoreError, StructureError
-from storesvc_client.trees.nnx.config_differences import config_differences
-from storesvc_client.trees.nnx.containers import containers
 from storesvc_client.trees.nnx.graphs import (
     GraphState,
     Identity,
@@ -58,18 +58,19 @@ from storesvc_client.trees.structure import (
     encode_settings,
     plain_settings,
 )
+from storesvc_client.trees.structure.descriptions import IGNORED
 from storesvc_client.trees.structure.settings import class_name
 
-__all__ = ["Recipe"]
+__all__ = ["Recipe", "container_types"]
 
 FORMAT: Final = "storesvc.recipe/2"
 _READ: Final = (FORMAT, "storesvc.recipe/1")
 
 _ARGUMENTS: Final = ("dtype", "param_dtype", "precision")
-"""What EasyDeL's models are built with besides their config."""
+"""Arguments of EasyDeL models in addition to their config."""
 
 _CAST: Final = ("param_dtype",)
-"""The setting that a cast of the parameters changes."""
+"""Settings that a cast of the parameters changes."""
 
 _FAILURES: Final = (
     TypeError,
@@ -87,21 +88,21 @@ Json: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a model was, as data."""
+    """Description of a model, as data."""
 
     versions: Mapping[str, str]
     model: str
-    """The name of its class; informative."""
+    """Name of the class, for information only."""
     config: Json
-    """Of ``encode_settings``; None of a model without a config."""
+    """Result of ``encode_settings``; None for a model without a config."""
     arguments: Mapping[str, Json]
-    """Encoded plain data."""
+    """Encoded plain data, by name."""
     graphdef: Json
-    """See ``structure.encode_graphdef``; None of what no document can hold."""
+    """See ``structure.encode_graphdef``; None if no document can hold it."""
     variables: Mapping[str, str]
-    """The name of the type of each Variable, by the key of where it stands."""
+    """Type name of each Variable, by key."""
     opt_state: Mapping[str, str] | None
-    """See ``containers``; None where there was no optimizer."""
+    """See ``container_types``; None if there was no optimizer."""
 
     @classmethod
     @collector_paused()
@@ -112,7 +113,7 @@ class Recipe:
         graphother: GraphState,
         opt_state: Any = None,
     ) -> "Recipe":
-        """Returns the recipe of a state, real or abstract."""
+        """Returns the recipe of a state, concrete or abstract."""
         facts = _facts_of(graphdef, graphstate, graphother)
         return cls(
             versions={name: version(name) for name in ("flax", "jax", "optax")},
@@ -129,7 +130,7 @@ class Recipe:
                 for path, leaf in graph_leaves(state).items()
             },
             opt_state=(
-                None if opt_state is None else containers(opt_state, "opt_state")
+                None if opt_state is None else container_types(opt_state, "opt_state")
             ),
         )
 
@@ -139,39 +140,44 @@ class Recipe:
         try:
             return pack_document(found)
         except StructureError as e:
-            _log.warning("the structure of the model is not kept with it: %s", e)
+            _log.warning(
+                ("the model's structure is not saved with the checkpoint: %s"), e
+            )
             return pack_document(found | {"graphdef": None})
 
     @classmethod
     @collector_paused()
     def unpack(cls, document: bytes) -> "Recipe":
-        """Returns the recipe that a document holds.
+        """Returns the recipe of a document.
 
         Raises:
-            StructureError: It is no recipe.
+            StructureError: It is not a recipe.
         """
-        fields = unpack_document(document)
-        if fields.pop("format", None) not in _READ or set(fields) != set(cls.__slots__):
+        found = unpack_document(document)
+        if found.pop("format", None) not in _READ or set(found) != set(cls.__slots__):
             raise StructureError(
                 f"structure of the checkpoint: expected a {FORMAT}, got other fields; "
-                "use a newer release, or restore with run.restore(like=)"
+                "use a newer release of this library, or restore with "
+                "run.restore(like=)"
             )
         for name, optional in _TEXTS.items():
-            if not _is_texts(fields[name]) and not (optional and fields[name] is None):
+            if not _is_texts(found[name]) and not (optional and found[name] is None):
                 raise StructureError(
-                    f"structure of the checkpoint: expected texts in {name}, got others"
+                    f"structure of the checkpoint: expected texts in {name}, got other "
+                    "values; restore with run.restore(like=)"
                 )
-        if not isinstance(fields["arguments"], dict):
+        if not isinstance(found["arguments"], dict):
             raise StructureError(
-                "structure of the checkpoint: expected arguments by name, got others"
+                "structure of the checkpoint: expected arguments by name, got other "
+                "values; restore with run.restore(like=)"
             )
-        return cls(**{**fields, "model": str(fields["model"])})
+        return cls(**{**found, "model": str(found["model"])})
 
     def decoded_config(self) -> Any:
-        """Returns the config as plain data; None where there was none.
+        """Returns the config as plain data, or None if there is none.
 
         Raises:
-            StructureError: It is no plain data.
+            StructureError: It is not plain data.
         """
         return None if self.config is None else decode_data(plain_settings(self.config))
 
@@ -179,7 +185,7 @@ class Recipe:
         """Returns the dtypes and the precision that the model was built with.
 
         Raises:
-            StructureError: They are no plain data.
+            StructureError: They are not plain data.
         """
         found = {name: decode_data(self.arguments[name]) for name in self.arguments}
         if isinstance(name := found.get("precision"), str):
@@ -189,33 +195,34 @@ class Recipe:
     def config_differences(
         self, target: "Recipe", *, casting: bool
     ) -> list[Difference]:
-        """Returns in what the target's config and dtypes are not this one's.
+        """Returns the differences of the target's config and dtypes.
 
         Args:
-            target: What a restore is about to build.
-            casting: Whether dtypes may differ, as a cast was asked for.
+            target: Recipe of the model that a restore will build.
+            casting: True if dtypes may differ because of a cast.
 
         Raises:
-            StructureError: The config is no plain data.
+            StructureError: The config is not plain data.
         """
         is_either_plain = None in (class_name(self.config), class_name(target.config))
-        found = config_differences(
+        found = _field_differences(
             self.decoded_config(),
             target.decoded_config(),
-            # what a to_dict() says is not all that there is, and some of it is not
+            # The result of a to_dict() may lack settings and have additional entries.
             common=is_either_plain and self.config is not None,
         )
         own, other = self.decoded_arguments(), target.decoded_arguments()
         for name in _CAST if casting else ():
             own.pop(name, None)
             other.pop(name, None)
-        return found + config_differences(own, other)
+        return found + _field_differences(own, other)
 
     def optimizer_differences(
         self, other: Mapping[str, str] | None
     ) -> list[Difference]:
-        """Returns the differences between the containers of the saved optimizer state
-        and of another one; none where either is None.
+        """Returns the differences in the containers of two optimizer states.
+
+        Empty if either recipe has no optimizer state.
 
         Args:
             other: The ``opt_state`` of another recipe.
@@ -230,11 +237,11 @@ class Recipe:
         ]
 
     def model_differences(self, target: "Recipe", *, casting: bool) -> list[Difference]:
-        """Returns in what the target is another module.
+        """Returns the differences of the target's Variables and structure.
 
         Args:
-            target: What a restore is about to build.
-            casting: As of ``config_differences``.
+            target: Recipe of the model that a restore will build.
+            casting: See ``config_differences``.
         """
         found = [
             Difference(key, kind, target.variables[key])
@@ -245,7 +252,7 @@ class Recipe:
             return found
         if _same(self.graphdef, target.graphdef):
             return found
-        # releases of flax add attributes to modules, and take some away
+        # Releases of flax add and remove attributes of modules.
         same_release = self.versions.get("flax") == target.versions.get("flax")
         compare = differences if same_release else common_differences
         ignore = _CAST if casting else ()
@@ -253,12 +260,12 @@ class Recipe:
 
 
 _TEXTS: Final = {"versions": False, "variables": False, "opt_state": True}
-"""The fields that hold texts by name, and whether they may be absent."""
+"""Fields that hold texts by name; True if a field may be None."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What a GraphDef alone tells."""
+    """The part of a recipe that depends on the GraphDef alone."""
 
     graphdef: Json
     model: str
@@ -267,13 +274,13 @@ class _Facts:
 
 
 _known: "OrderedDict[Identity, _Facts]" = OrderedDict()
-"""A training loop saves states of one GraphDef, again and again; it is described
-once. A GraphDef is small: it holds no values."""
+"""Cache by GraphDef: a training loop saves states of one GraphDef many times. A
+GraphDef is small, because it holds no values."""
 
 _KNOWN: Final = 4
 
 _NOTHING: Final = np.zeros(())
-"""For Variables that a state lacks, such as RNG streams that are not saved."""
+"""Stands for Variables that a state lacks, such as RNG streams that are not saved."""
 
 
 def _facts_of(
@@ -281,7 +288,8 @@ def _facts_of(
 ) -> _Facts:
     found = _known.get(Identity(graphdef))
     if found is None:
-        # a module tells its settings; a property of it may look at its values
+        # Settings are read from a module, because a property may read the module's
+        # values.
         leaves = {**graph_leaves(graphstate), **graph_leaves(graphother)}
         held = {p: fresh_leaf(leaves.get(p, _NOTHING)) for p in graph_paths(graphdef)}
         model = fill_graph(graphdef, held)
@@ -290,7 +298,7 @@ def _facts_of(
             model=type(model).__qualname__,
             config=_encoded(partial(_config, model), encode_settings),
             arguments={
-                # None is a choice, too, where a class has another default
+                # None is a setting, too, if the class has another default.
                 name: _encoded(partial(setting_of, model, name))
                 for name in _ARGUMENTS
                 if has_setting(model, name)
@@ -302,8 +310,10 @@ def _facts_of(
 
 
 def _same(document: Json, other: Json) -> bool:
-    """Whether documents are equal, which is fast to find; one nested too deeply to be
-    compared so is left to ``differences`` to refuse."""
+    """Returns whether documents are equal, with a fast comparison.
+
+    A document nested too deeply for it counts as different; ``differences`` rejects it.
+    """
     try:
         return bool(document == other)
     except RecursionError:
@@ -313,21 +323,23 @@ def _same(document: Json, other: Json) -> bool:
 def _structure(graphdef: "nnx.GraphDef[Any]") -> Json:
     try:
         return encode_graphdef(graphdef)
-    except StoreError as e:  # such as a module nested deeper than documents may be
-        _log.warning("the structure of the model is not kept with it: %s", e)
+    except StoreError as e:  # for example, a module nested too deeply
+        _log.warning("the model's structure is not saved with the checkpoint: %s", e)
         return None
 
 
 def _encoded(
-    ask: Callable[[], Any], encode: Callable[[Any], Json] = encode_data
+    read: Callable[[], Any], encode: Callable[[Any], Json] = encode_data
 ) -> Json:
-    """What a model says of itself; None where it fails to. It is for comparing, and a
-    save must not fail for it."""
+    """Returns an encoded setting of a model, or None if it cannot be read.
+
+    Settings are used for comparisons only, so a save must not fail because of one.
+    """
     try:
-        found = ask()
+        found = read()
         return None if found is None else encode(_plain(found))
     except _FAILURES as e:
-        _log.warning("a setting of the model is not kept with it: %r", e)
+        _log.warning("a setting of the model is not saved with the checkpoint: %r", e)
         return None
 
 
@@ -346,3 +358,96 @@ def _type_name(leaf: Any) -> str:
 
 def _is_texts(value: Json) -> bool:
     return isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+
+
+def container_types(tree: Any, name: str) -> dict[str, str]:
+    """Returns the type names of a tree's containers by key, in the tree's order.
+
+    Two optimizers may have leaves with the same names and different meanings; their
+    NamedTuples differ. A container without leaves, such as ``optax.EmptyState`` or
+    ``None``, appears only here. NNX states are listed but not entered: their leaves
+    have names of their own.
+
+    >>> container_types({"a": (1.0, None)}, "opt_state")
+    {'opt_state': 'dict', 'opt_state/a': 'tuple', 'opt_state/a/1': 'None'}
+
+    Args:
+        tree: Any pytree.
+        name: Key of the root.
+    """
+    return dict(_walk_containers(tree, name))
+
+
+def _walk_containers(node: Any, key: str) -> Iterator[tuple[str, str]]:
+    children = _container_parts(node)
+    if children is None:
+        return
+    yield key, "None" if node is None else type(node).__name__
+    for part, child in children:
+        yield from _walk_containers(child, f"{key}/{escape_part(str(part))}")
+
+
+def _container_parts(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Returns the parts of a container by name, or None for a leaf."""
+    if node is None or isinstance(node, (nnx.State, nnx.Variable)):
+        return ()
+    if isinstance(node, Mapping):
+        return sorted(node.items(), key=lambda item: str(item[0]))
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return zip(node._fields, node, strict=True)
+    if isinstance(node, (list, tuple)):
+        return enumerate(node)
+    if is_dataclass(node) and not hasattr(node, "shape"):
+        return ((field.name, getattr(node, field.name)) for field in fields(node))
+    return None
+
+
+def _field_differences(
+    saved: Any, target: Any, *, common: bool = False
+) -> list[Difference]:
+    """Returns the fields of the target that differ from the saved ones.
+
+    Fields that select where a model runs (its mesh) or record which release wrote it
+    are ignored. A list equals a tuple, because JSON turns tuples into lists.
+
+    >>> saved, target = {"eps": 1e-06, "sizes": (1, 2)}, {"eps": 0.001, "sizes": [1, 2]}
+    >>> [str(each) for each in _field_differences(saved, target)]
+    ['eps: expected 1e-06 as saved, got 0.001']
+
+    Args:
+        saved: Plain data: dicts, lists, tuples, numbers, texts, dtypes.
+        target: Plain data of the same kinds.
+        common: Compare only fields that both have.
+    """
+    before, after = dict(_field_texts(saved, "")), dict(_field_texts(target, ""))
+    keys = [key for key in before if key in after or not common]
+    keys += [key for key in after if key not in before and not common]
+    return [
+        Difference(key or "config", before.get(key, ABSENT), after.get(key, ABSENT))
+        for key in keys
+        if before.get(key, ABSENT) != after.get(key, ABSENT)
+    ]
+
+
+def _field_texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if name not in IGNORED:
+                yield from _field_texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)) and value:
+        for index, item in enumerate(value):
+            yield from _field_texts(item, f"{key}[{index}]")
+    else:
+        yield key, "[]" if isinstance(value, (list, tuple)) else _field_text(value)
+
+
+def _field_text(value: Any) -> str:
+    """Returns the text of a value; an attribute that is None counts as absent."""
+    if _is_dtype(value):  # a config that went through JSON has only the name
+        return repr(np.dtype(value).name)
+    return ABSENT if value is None else repr(value)
+
+
+def _is_dtype(value: Any) -> bool:
+    is_class = isinstance(value, type) and issubclass(value, np.generic)
+    return is_class or isinstance(value, (np.dtype, type(jnp.float32)))

@@ -1,12 +1,12 @@
-"""Rehearsals: would what is saved come back? Found out at the save, not after a crash.
+"""Rehearses the restore of a save, so that problems appear before a crash, not after.
 
-A rehearsal does what ``restore_state`` or ``restore_model`` will do in a new process,
-with the document that the checkpoint gets: it builds the model by its class from the
-config in the document, abstractly, compares the structures, and fits each leaf. It
-makes no array, and reads none.
+A rehearsal does what ``restore_state`` or ``restore_model`` will do in a new process
+with the checkpoint's document: it builds the model abstractly by its class from the
+stored config, compares the structures, and matches each leaf. It creates and reads no
+array.
 
-What would be refused is a warning in the log, with the call that works. It is rehearsed
-once for each structure: a training run saves one structure again and again.
+If the restore would be rejected, a warning in the log shows the call that works. Each
+structure is rehearsed once, because a training run saves one structure many times.
 """
 
 import atexit
@@ -39,7 +39,7 @@ from storesvc_client.trees.nnx.config_classes import (
     takes_config,
 )
 from storesvc_client.trees.nnx.graphs import class_of
-from storesvc_client.trees.nnx.model_parts import HasGraph, may_place_itself
+from storesvc_client.trees.nnx.model_parts import HasGraph, may_have_placement
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.restore_model import (
     Options,
@@ -48,25 +48,25 @@ from storesvc_client.trees.nnx.restore_model import (
     plan_opt_state,
     plan_state,
 )
-from storesvc_client.trees.nnx.variable_sources import as_saved
+from storesvc_client.trees.nnx.variable_sources import with_saved_dtypes
 
 __all__ = ["Rehearsal", "Rehearser"]
 
 _EXIT_SECONDS: Final = 10.0
-"""How long the end of a process waits for rehearsals."""
+"""Maximum seconds that the exit of the process waits for rehearsals."""
 
 _log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """The result of a rehearsal."""
+    """Result of a rehearsal."""
 
     ok: bool
-    """Whether the checkpoint can be restored by the class of its model, or, where that
+    """True if the checkpoint can be restored by its model's class or, if the class
     needs arguments of its own, by a factory."""
     message: str
-    """Why it cannot, and what can be done; "" if it can."""
+    """Reason why it cannot, and what to do; "" if it can."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """What is rehearsed of a state or a module: all but its arrays."""
+    """A state or module to rehearse, without its arrays."""
 
     graphdef: Any
     tx: Any
@@ -98,7 +98,7 @@ class _Saved:
 
     @classmethod
     def of(cls, saved: HasGraph, *, is_state: bool) -> "_Saved":
-        """Returns it for a state, or for the parts of a module."""
+        """Creates it for a state, or for the parts of a module."""
         return cls(
             graphdef=saved.graphdef,
             tx=getattr(saved, "tx", None) if is_state else None,
@@ -110,9 +110,12 @@ class _Saved:
     def model(self, plan: Plan) -> Any:
         """Returns the saved model, abstract, from the plan of its save.
 
-        Its leaves have no shardings: who restores has devices of their own.
+        Its leaves have no shardings, because a restoring process has other devices.
         """
-        leaves = [_abstract(*form) for form in plan.forms]
+        leaves = [
+            kind() if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
+            for kind, shape, dtype, _ in plan.forms
+        ]
         tree = jax.tree.unflatten(plan.treedef, leaves)
         found = tree.get if isinstance(tree, dict) else partial(getattr, tree)
         return SimpleNamespace(
@@ -136,48 +139,47 @@ class Rehearser:
         """Prepares a rehearsal.
 
         Args:
-            run: The run; what was rehearsed is known for as long as its client is.
+            run: The run; results are cached as long as its client exists.
             saved: The state, or the parts of a module.
-            rehearse: "strict" refuses the save before it begins.
-            is_state: Whether it is a state.
+            rehearse: "strict" rejects the save before it begins.
+            is_state: True for a state, False for the parts of a module.
         """
-        self._known = _Known.of(run._connection)  # noqa: SLF001 - of this library
+        self._cache = _RehearsalCache.of(run._connection)  # noqa: SLF001 - of this library
         self._run = run.name
         self._saved = _Saved.of(saved, is_state=is_state)
         self._is_strict = rehearse == "strict"
         self._plan: Plan | None = None
 
     def check(self, plan: Plan) -> None:
-        """Takes the plan of the save, and with "strict" rehearses it.
+        """Receives the plan of the save; with "strict", rehearses it.
 
         Raises:
-            MismatchError: What would be saved could not be restored.
+            MismatchError: The checkpoint could not be restored.
         """
         self._plan = plan
         if not self._is_strict:
             return
-        found = self._known.result(self._run, plan)
+        found = self._cache.result(self._run, plan)
         if found is None:
             found = self._rehearsed(plan)
-            self._known.add(self._run, plan, found)
+            self._cache.add(self._run, plan, found)
         if not found.ok:
             raise MismatchError(f"save to {self._run}: {found.message}")
 
     def after(self, save: Save) -> "Future[Rehearsal] | None":
-        """Rehearses in the background, once a save has ended, if it is the first one of
-        its structure.
+        """Starts a rehearsal in the background, after a save, if its structure is new.
 
         Returns:
-            The end of it; None where another process of the job rehearses.
+            Future of the result; None if another process of the job rehearses.
         """
         plan = self._plan
         if plan is None or jax.process_index() != 0:
             return None
-        future, is_new = self._known.begin(self._run, plan)
+        future, is_new = self._cache.begin(self._run, plan)
         if is_new:
 
             def rehearse() -> None:
-                save.wait()  # a training loop may be waiting for it, too
+                save.wait()  # a training loop may wait for this save, too
                 found = self._rehearsed(plan)
                 if not found.ok:
                     _log.warning("%s: %s", self._run, found.message)
@@ -201,21 +203,22 @@ class Rehearser:
         call = "restore_state" if saved.is_state else "restore_model"
         if again is None and cls is not None:
             message = (
-                f"what was saved cannot be restored by its class, {call}(run, "
+                f"the checkpoint cannot be restored by its class, {call}(run, "
                 f"model={cls.__name__}): {by_class}; restore it with {call}(run, "
-                f"model={factory_of(cls)}), with the arguments that it was made with"
+                f"model={factory_of(cls)}), with the arguments that it was created with"
             )
             return Rehearsal(ok=False, message=message)
         message = (
-            f"what was saved cannot be restored by {call}(run, model=...): {again}; "
-            f"restore it as dicts and lists, with {call}(run), or with run.restore("
-            "like=) a tree of the same structure"
+            f"the checkpoint cannot be restored by {call}(run, model=...): {again}; "
+            f"restore it as dicts and lists, with {call}(run), or with "
+            "run.restore(like=) and a tree of the same structure"
         )
         return Rehearsal(ok=False, message=message)
 
 
 def _needs_arguments(cls: type[Any], stored: _Planned) -> bool:
-    """Whether a class needs what no checkpoint has: then its owner has a factory."""
+    """Returns whether a class needs arguments that no checkpoint has, and so a
+    factory."""
     recipe = Recipe.unpack(stored.structure)
     has_config = recipe.config is not None and takes_config(cls, recipe)
     given = {"rngs", "config"} if has_config else {"rngs"}
@@ -223,19 +226,19 @@ def _needs_arguments(cls: type[Any], stored: _Planned) -> bool:
 
 
 def _failure_of_saved(stored: _Planned, saved: _Saved, plan: Plan) -> Exception | None:
-    """The error that a restore with the saved model would raise; None if it would work.
+    """Returns the error that a restore with the saved model would raise, or None.
 
-    Each Variable of that model is matched with its own leaf. What can fail is the
-    optimizer, whose ``init`` may not give what was saved, and a model that places its
-    leaves itself.
+    Each Variable of that model matches its own leaf. Two things can fail: an optimizer
+    whose ``init`` gives another state than the saved one, and a model with its own
+    placement.
     """
-    if may_place_itself(saved.graphdef):
+    if may_have_placement(saved.graphdef):
         return _failure(stored, saved, saved.model(plan))
     if saved.tx is None or not saved.has_opt_state:
         return None
     try:
         like = plan_opt_state(stored, saved.tx, saved.model(plan).graphstate)
-        like, _ = as_saved(like, stored.leaves, casting=False)
+        like, _ = with_saved_dtypes(like, stored.leaves, casting=False)
         _choose(
             stored,
             [key for key in stored.leaves if key.startswith("opt_state")],
@@ -251,8 +254,9 @@ def _failure_of_saved(stored: _Planned, saved: _Saved, plan: Plan) -> Exception 
 
 
 def _failure(stored: _Planned, saved: _Saved, model: Any) -> Exception | None:
-    """The error that a restore with this model would raise; None if it would work."""
-    skips = saved.is_state and saved.tx is None  # then nobody knows the optimizer
+    """Returns the error that a restore with this model would raise, or None."""
+    # without tx, the optimizer is unknown
+    skips = saved.is_state and saved.tx is None
     options = Options(opt_state="skip") if skips else Options()
     request = Request(
         model=model, tx=saved.tx if saved.has_opt_state else None, options=options
@@ -273,8 +277,8 @@ def _choose(
     Target.choose(stored.tree, stored.name, rows=rows, **target)
 
 
-class _Known:
-    """The rehearsals of one store, by structure: each is done once."""
+class _RehearsalCache:
+    """Cache of the rehearsals of one store, by structure."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -282,12 +286,12 @@ class _Known:
         self._found: dict[tuple[str, bytes], Future[Rehearsal]] = {}
 
     @classmethod
-    def of(cls, connection: Connection) -> "_Known":
-        """Returns what is known for a connection."""
-        return _of_connections.setdefault(connection, cls())
+    def of(cls, connection: Connection) -> "_RehearsalCache":
+        """Returns the cache of a connection."""
+        return _caches.setdefault(connection, cls())
 
     def begin(self, run: str, plan: Plan) -> "tuple[Future[Rehearsal], bool]":
-        """Returns the rehearsal of a plan, and whether the caller is to do it."""
+        """Returns the rehearsal of a plan, and whether the caller must run it."""
         with self._lock:
             last = self._last.get(run)
             if last is not None and last[0] is plan:  # the next save of a loop
@@ -298,7 +302,7 @@ class _Known:
             return future, future is mine
 
     def result(self, run: str, plan: Plan) -> Rehearsal | None:
-        """Returns what came of the rehearsal of a plan; None where it has not ended."""
+        """Returns the result of a plan's rehearsal, or None if it has not finished."""
         with self._lock:
             last = self._last.get(run)
             if last is not None and last[0] is plan:
@@ -308,7 +312,7 @@ class _Known:
         return future.result() if future is not None and future.done() else None
 
     def add(self, run: str, plan: Plan, found: Rehearsal) -> None:
-        """Adds what came of a rehearsal."""
+        """Adds the result of a rehearsal."""
         ended: Future[Rehearsal] = Future()
         ended.set_result(found)
         with self._lock:
@@ -316,29 +320,22 @@ class _Known:
             self._last[run] = plan, known
 
 
-_of_connections: "WeakKeyDictionary[Connection, _Known]" = WeakKeyDictionary()
+_caches: "WeakKeyDictionary[Connection, _RehearsalCache]" = WeakKeyDictionary()
 
 
 def _digest(plan: Plan) -> bytes:
-    """A digest of the structure and the leaves of a plan, without shardings."""
+    """Returns a digest of a plan's structure and leaves, without shardings."""
     digest = hashlib.sha256(plan.tree.structure)
     for leaf in plan.tree.leaves:
         digest.update(f"{leaf.key}\0{leaf.dtype}{leaf.shape}".encode())
     return digest.digest()
 
 
-def _abstract(kind: type[Any], shape: Any, dtype: Any, sharding: Any) -> Any:
-    """A stand-in for a leaf of a plan."""
-    del sharding
-    return kind() if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
-
-
 _threads: dict[threading.Thread, "Future[Rehearsal]"] = {}
 
 
 def _in_background(work: Callable[[], None], future: "Future[Rehearsal]") -> None:
-    """Runs it in a daemon thread: a class that does not return must not keep a process
-    from ending."""
+    """Runs work in a daemon thread, so that a class that hangs cannot block exit."""
 
     def run() -> None:
         try:
@@ -357,5 +354,5 @@ def _in_background(work: Callable[[], None], future: "Future[Rehearsal]") -> Non
 
 @atexit.register
 def _wait_for_all() -> None:
-    """Lets rehearsals end, which warn of what a restart would meet."""
+    """Waits for rehearsals at exit, because they log what a restart would hit."""
     wait([*_threads.values()], _EXIT_SECONDS)

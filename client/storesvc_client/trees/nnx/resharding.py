@@ -1,7 +1,7 @@
-"""Moving the leaves of a tree between devices, by their names.
+"""Moves the leaves of a tree between devices, by leaf key.
 
-Two states of one model never have equal tree structures: graphdefs hold closures,
-which compare by identity. So shardings are matched with leaves by key, never by
+Two states of one model never have equal tree structures: graphdefs contain closures,
+which compare by identity. Therefore shardings are matched with leaves by key, not by
 structure.
 """
 
@@ -28,25 +28,27 @@ __all__ = [
 
 
 def shardings_by_key(tree: Any) -> dict[str, Sharding]:
-    """Returns the shardings of a tree by leaf key: those of its arrays, abstract or
-    not, or its leaves themselves where they are shardings."""
+    """Returns the shardings of a tree's leaves by key.
+
+    A leaf is an array, concrete or abstract, or itself a sharding.
+    """
     leaves, _ = named_leaves(tree)
     found = ((leaf.key, _sharding(leaf.value)) for leaf in leaves)
     return {key: sharding for key, sharding in found if sharding is not None}
 
 
 def _sharding(leaf: Any) -> Sharding | None:
-    """The sharding of an array, or the leaf itself where it is one."""
+    """Returns the sharding of an array, or the leaf itself if it is a sharding."""
     found = leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None)
     return found if isinstance(found, Sharding) else None
 
 
 def required_shardings(tree: Any) -> dict[str, Sharding]:
-    """Returns the shardings of a tree that a caller gave for nothing else.
+    """Returns the shardings of a tree that must contain some.
 
     Raises:
-        InvalidRequestError: It holds none, or leaves that never have one, such as a
-            ``PartitionSpec``, which says nothing of the devices.
+        InvalidRequestError: It contains none, or leaves that cannot have one, such as a
+            ``PartitionSpec``, which does not name devices.
     """
     leaves, _ = named_leaves(tree)
     problems = [
@@ -61,14 +63,16 @@ def required_shardings(tree: Any) -> dict[str, Sharding]:
     if not found:
         raise InvalidRequestError(
             "expected shardings, or arrays that have them, got none in a "
-            f"{type(tree).__name__}"
+            f"{type(tree).__name__}; pass a tree such as state.shardings"
         )
     return found
 
 
 def _may_have_sharding(leaf: Any) -> bool:
-    """Whether it is a sharding, or what a state has for leaves: arrays, of which
-    some lie nowhere, and Python numbers."""
+    """Returns whether a leaf is a sharding or a possible leaf of a state.
+
+    States have arrays, some without a sharding, and Python numbers.
+    """
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     return is_array or isinstance(leaf, Sharding) or signature(leaf) is not None
 
@@ -76,22 +80,22 @@ def _may_have_sharding(leaf: Any) -> bool:
 def follow_parameters(
     opt_state: Any, parameters: Any, mesh: Mesh | None = None
 ) -> dict[str, Sharding]:
-    """Returns the shardings, by leaf key, of an optimizer state that is to lie as its
+    """Returns the shardings, by leaf key, of an optimizer state placed like its
     parameters.
 
-    A moment goes by the name of its parameter: ``opt_state/0/mu/fc1/kernel/value``
-    lies as ``fc1/kernel/value``, if it has the shape of it. Among several such
-    parameters the longest name decides. All else, such as counts, is whole on each
-    device of the mesh.
+    A moment is matched with its parameter by name: ``opt_state/0/mu/fc1/kernel/value``
+    gets the sharding of ``fc1/kernel/value`` if the shapes are equal. If several names
+    match, the longest one applies. Other leaves, such as counts, are replicated on the
+    mesh.
 
     Args:
         opt_state: The optimizer state; its leaves may be abstract.
-        parameters: The ``graphstate`` that it is of, whose leaves have shardings.
-        mesh: Where all else goes. None: where the parameters lie, if that is one
-            mesh; if not, the result is without it.
+        parameters: The ``graphstate``, whose leaves have shardings.
+        mesh: The mesh for other leaves. None: the mesh of the parameters, if they are
+            all on one; otherwise the result omits these leaves.
 
     Raises:
-        InvalidRequestError: It is no mesh.
+        InvalidRequestError: ``mesh`` is not a mesh.
     """
     if mesh is not None:
         check_mesh(mesh)
@@ -100,17 +104,18 @@ def follow_parameters(
     leaves = jax.tree.leaves(parameters)
     if whole is None and not any(map(_sharding, leaves)):
         return {}
-    lie: dict[str, Sharding] = {}
+    own_shardings: dict[str, Sharding] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for leaf in named_leaves(parameters)[0]:
         own = _sharding(leaf.value)
         if own is not None:
-            lie[leaf.key], shapes[leaf.key] = own, _shape(leaf.value)
+            own_shardings[leaf.key] = own
+            shapes[leaf.key] = _shape(leaf.value)
     found: dict[str, Sharding] = {}
     for leaf in named_leaves({"opt_state": opt_state})[0]:
         shape = _shape(leaf.value)
-        names = (name for name in _suffixes(leaf.key) if name in lie)
-        fits = (lie[name] for name in names if shapes[name] == shape)
+        names = (name for name in _suffixes(leaf.key) if name in own_shardings)
+        fits = (own_shardings[name] for name in names if shapes[name] == shape)
         sharding = next(fits, whole)
         if sharding is not None:
             found[leaf.key] = sharding
@@ -118,7 +123,7 @@ def follow_parameters(
 
 
 def _suffixes(key: str) -> Iterator[str]:
-    """What is left of a key without its first part, its first two, ..."""
+    """Yields a key without its first part, without its first two, and so on."""
     at = key.find("/")
     while at >= 0:
         yield key[at + 1 :]
@@ -130,13 +135,13 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def reshard(tree: Any, shardings: Mapping[str, Sharding]) -> Any:
-    """Returns the tree with its leaves on the shardings that are given for them.
+    """Returns the tree with its leaves moved to the given shardings.
 
-    Works inside ``jax.jit`` too, where it constrains instead of moving.
+    Also works inside ``jax.jit``, where it constrains shardings instead of moving.
 
     Raises:
-        MismatchError: There is a sharding for a leaf that the tree lacks, or one
-            that does not fit its leaf.
+        MismatchError: A sharding is for a leaf that the tree lacks, or does not fit its
+            leaf.
     """
     leaves, treedef = named_leaves(tree)
     unknown = sorted(shardings.keys() - {leaf.key for leaf in leaves})
@@ -157,16 +162,15 @@ def reshard(tree: Any, shardings: Mapping[str, Sharding]) -> Any:
 
 
 def gather(tree: Any) -> Any:
-    """Returns the tree with each array whole on the host, as ``numpy.ndarray``.
+    """Returns the tree with each array complete on the host, as ``numpy.ndarray``.
 
-    Typed PRNG keys, which NumPy has no dtype for, are whole on the first device.
+    Typed PRNG keys, for which NumPy has no dtype, are complete on the first device.
     """
     return jax.tree.map(_gathered, tree)
 
 
 def mesh_of_leaves(tree: Any) -> Mesh | None:
-    """Returns the mesh that the arrays of a tree lie on; None where they lie on none,
-    or on several."""
+    """Returns the mesh of a tree's arrays, or None if they have none or several."""
     shardings = {_sharding(leaf) for leaf in jax.tree.leaves(tree)}
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
     concrete = [mesh for mesh in meshes if isinstance(mesh, Mesh)]
@@ -174,7 +178,7 @@ def mesh_of_leaves(tree: Any) -> Mesh | None:
 
 
 def _moved(leaf: Any, sharding: Sharding) -> Any:
-    if not hasattr(leaf, "dtype"):  # a Python number lies nowhere
+    if not hasattr(leaf, "dtype"):  # a Python number has no device
         return leaf
     if isinstance(leaf, jax.core.Tracer):
         return jax.lax.with_sharding_constraint(leaf, sharding)

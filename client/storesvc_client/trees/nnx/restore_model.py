@@ -1,14 +1,14 @@
-"""Rebuilding a state or a module from a checkpoint, in five steps.
+"""Rebuilds a state or a module from a checkpoint in five steps.
 
-1. *Draw* the blueprint: the caller's model, abstract; no array exists.
-2. *Compare* it with the recipe of the checkpoint: Variables, structure, optimizer.
-3. *Find* for each Variable the leaves that it comes from (``variable_sources``). RNG
-   counts and keys that the checkpoint lacks are made anew; a count or key that was
-   saved never is: a run that goes on must draw the numbers it would have drawn. What
-   else is lacking is initialised only where that was asked for.
-4. *Restore* the leaves onto their devices. This refuses, listing all of them,
-   leaves that are missing, left over or of another shape or dtype.
-5. *Merge* the pieces by path, and make the state of them.
+1. *Draw* the blueprint, the caller's model without arrays.
+2. *Compare* it with the checkpoint's recipe: Variables, structure, optimizer.
+3. *Find* the source of each Variable (``variable_sources``). RNG counts and keys that
+   the checkpoint lacks are recreated. A saved count or key never is, because a resumed
+   run must draw the same random numbers. Other missing Variables are initialised only
+   if requested.
+4. *Restore* the leaves onto their devices. This rejects, in one error, leaves that are
+   missing, unexpected, or of another shape or dtype.
+5. *Merge* the parts by path, and create the state.
 """
 
 from dataclasses import dataclass, field, replace
@@ -34,23 +34,22 @@ from storesvc_client.trees.nnx.blueprints import (
 from storesvc_client.trees.nnx.compatibility import (
     Stored,
     compare,
+    log_saved_dtypes,
     recipe_of,
-    refuse,
-    report_as_saved,
+    reject_differences,
 )
-from storesvc_client.trees.nnx.containers import containers
 from storesvc_client.trees.nnx.graphs import GraphState, merge_by_path
 from storesvc_client.trees.nnx.model_parts import partition_rules_of
 from storesvc_client.trees.nnx.optimizers import (
     abstract_opt_state,
-    beside_parameters,
     check_tx,
     init_opt_state,
-    replicated_beside,
+    placed_like_parameters,
+    replicated_sharding,
     updated_opt_state,
 )
-from storesvc_client.trees.nnx.recipes import Recipe
-from storesvc_client.trees.nnx.variable_sources import Sources, as_saved
+from storesvc_client.trees.nnx.recipes import Recipe, container_types
+from storesvc_client.trees.nnx.variable_sources import Sources, with_saved_dtypes
 from storesvc_client.trees.structure import decode_graphdef
 
 if TYPE_CHECKING:
@@ -63,15 +62,15 @@ __all__ = [
     "plan_module",
     "plan_opt_state",
     "plan_state",
-    "restore_module",
+    "rebuild_module",
+    "rebuild_state",
     "restore_opt_state",
-    "restore_state",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to restore; see ``storesvc_client.easydel.restore_state``."""
+    """Options of a restore; see ``storesvc_client.easydel.restore_state``."""
 
     mesh: Mesh | None = None
     rules: "Rules | Literal['recorded'] | None" = None
@@ -83,7 +82,7 @@ class Options:
 
     @property
     def initialises(self) -> bool:
-        """Whether what the checkpoint lacks is made anew."""
+        """True if Variables that the checkpoint lacks are initialised."""
         return self.missing == "init"
 
     def __post_init__(self) -> None:
@@ -104,7 +103,7 @@ _ALLOWED: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The arguments of a restore: the model, the optimizer and the options."""
+    """Arguments of a restore: the model, the optimizer and the options."""
 
     model: ModelLike
     tx: optax.GradientTransformation | None = None
@@ -114,23 +113,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a checkpoint becomes a state or a module. Made without reading a leaf."""
+    """Plan of a restore of a state or a module, made without reading a leaf."""
 
     request: Request
     blueprint: Blueprint
     sources: Sources
     options: Options
-    """With the mesh and the rules that the model knows itself."""
+    """The options, with the mesh and the rules that the model provides."""
     like: Any
     """The leaves to restore, abstract."""
     select: list[str]
-    """Their keys, and those that nothing asks for: a restore refuses them."""
-    begins: bool = False
-    """Whether the optimizer state is initialised instead of restored."""
+    """Keys of ``like``, and unexpected keys, which the restore rejects."""
+    initialises_optimizer: bool = False
+    """True if the optimizer state is initialised instead of restored."""
 
     @property
     def target(self) -> TargetOptions:
-        """The arguments of the restore that it takes."""
+        """Arguments of ``OpenCheckpoint.restore`` for this plan."""
         return {
             "like": self.like,
             "mesh": self.options.mesh,
@@ -144,16 +143,18 @@ class Plan:
         return opened.restore(**self.target, select=self.select, **self.options.reading)
 
 
-def restore_state(opened: OpenCheckpoint, request: Request, state_class: Any) -> Any:
+def rebuild_state(opened: OpenCheckpoint, request: Request, state_class: Any) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``."""
     if request.model is None:
-        return _containers(opened, request)
+        return _restored_containers(opened, request)
     plan = plan_state(opened, request)
+    # 4. Restore the leaves.
     restored = plan.restored(opened)
+    # 5. Merge the parts, and create the state.
     options, tx = plan.options, request.tx
     graphstate, graphother = plan.sources.merge(restored, options.mesh, options.rules)
     opt_state = restored["opt_state"]
-    if plan.begins and tx is not None:
+    if plan.initialises_optimizer and tx is not None:
         rules = options.rules if not isinstance(options.rules, str) else None
         opt_state = init_opt_state(tx, graphstate, mesh=options.mesh, rules=rules)
     return state_class.create(
@@ -166,7 +167,7 @@ def restore_state(opened: OpenCheckpoint, request: Request, state_class: Any) ->
     )
 
 
-def restore_module(opened: OpenCheckpoint, request: Request) -> Any:
+def rebuild_module(opened: OpenCheckpoint, request: Request) -> Any:
     """Returns the module of a checkpoint; see ``storesvc_client.easydel``."""
     plan = plan_module(opened, request)
     restored = plan.restored(opened)
@@ -175,13 +176,14 @@ def restore_module(opened: OpenCheckpoint, request: Request) -> Any:
 
 
 def plan_state(stored: Stored, request: Request) -> Plan:
-    """Returns the plan of a restore of a state; no array is made.
+    """Returns the plan of a restore of a state, without creating an array.
 
     Raises:
-        StoreError: As ``restore_state``, but for what leaves have to fit.
+        StoreError: See ``rebuild_state``; leaves are not matched yet.
     """
     if request.tx is not None:
         check_tx(request.tx)
+    # 1. Draw the blueprint; the caller's code runs with the garbage collector on.
     recipe = recipe_of(stored, request.options.structure)
     blueprint = _drawn(request.model, recipe, request.options)
     with collector_paused():
@@ -193,26 +195,28 @@ def _planned_state(
 ) -> Plan:
     options, tx = request.options, request.tx
     options = _with_own_placement(blueprint, options)
-    begins = _begins_optimizer(stored, recipe, tx, options)
+    initialises_optimizer = _initialises_optimizer(stored, recipe, tx, options)
     like: dict[str, Any] = {"opt_state": None}
-    if tx is not None and options.opt_state == "restore" and not begins:
+    if tx is not None and options.opt_state == "restore" and not initialises_optimizer:
         like["opt_state"] = _abstract_opt_state(stored, tx, blueprint.graphstate)
+    # 2. Compare the blueprint with the recipe.
     _compare(stored, recipe, blueprint.recipe(like["opt_state"]), options)
+    # 3. Find the sources of the Variables.
     sources = Sources.find(blueprint, stored.leaves, initialising=options.initialises)
     if "step" in stored.leaves or not options.initialises:
         like["step"] = jax.ShapeDtypeStruct((), jnp.int32)
     if options.mesh is None:
         known = getattr(request.model, "opt_state", None)
-        like = _beside_parameters(like, blueprint.graphstate, known)
+        like = _placed_like_parameters(like, blueprint.graphstate, known)
     like = {**sources.like(), **like}
     return Plan(
         request=request,
         blueprint=blueprint,
         sources=sources,
         options=options,
-        like=_as_saved(stored, like, options),
+        like=_with_saved_dtypes(stored, like, options),
         select=_selected(stored, like, options),
-        begins=begins,
+        initialises_optimizer=initialises_optimizer,
     )
 
 
@@ -221,7 +225,7 @@ def plan_module(stored: Stored, request: Request) -> Plan:
     options = request.options
     recipe = recipe_of(stored, options.structure)
     if request.model is None:
-        # its mesh and its rules are not asked for: what is stored calls nothing
+        # No mesh or rules are read from a stored model: no code is called for it.
         blueprint = _as_stored(stored, recipe, request.allow, options)
     else:
         blueprint = _drawn(request.model, recipe, options)
@@ -237,19 +241,19 @@ def plan_module(stored: Stored, request: Request) -> Plan:
             blueprint=blueprint,
             sources=sources,
             options=options,
-            like=_as_saved(stored, like, options),
+            like=_with_saved_dtypes(stored, like, options),
             select=_selected(stored, like, options),
         )
 
 
-def _containers(opened: OpenCheckpoint, request: Request) -> Any:
-    """The state as dicts and lists, for a caller without its code."""
+def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
+    """Returns the state as dicts and lists, for a caller without its code."""
     options = request.options
     if request.tx is not None or options.initialises:
         given = "tx=" if request.tx is not None else "missing='init'"
         raise InvalidRequestError(
-            f"restore of {opened.name}: expected model= with {given}, got None; "
-            "without a model, a state comes back as dicts and lists"
+            f"restore of {opened.name}: expected model= with {given}, got None; give "
+            "model=, because without it a state is restored as dicts and lists"
         )
     select = _selected(opened, {"step": None}, options)
     return opened.restore(
@@ -265,16 +269,16 @@ def restore_opt_state(opened: OpenCheckpoint, state: "EasyDeLState") -> Any:
     """Returns the optimizer state of a checkpoint for the parameters of a state.
 
     Raises:
-        MismatchError: The checkpoint's is of another optimizer or other parameters,
-            or there is none.
+        MismatchError: The checkpoint has the state of another optimizer, of other
+            parameters, or none.
     """
     options = Options(mesh=state.mesh, rules=partition_rules_of(state.model))
     like = plan_opt_state(opened, state.tx, state.graphstate)
     if options.mesh is None or options.rules is None:
         options = replace(options, mesh=None, rules=None)
-        like = _beside_parameters(like, state.graphstate, state.opt_state)
+        like = _placed_like_parameters(like, state.graphstate, state.opt_state)
     return opened.restore(
-        like=_as_saved(opened, like, options),
+        like=_with_saved_dtypes(opened, like, options),
         mesh=options.mesh,
         rules=options.rules,
         select=_selected(opened, like, options),
@@ -285,23 +289,22 @@ def restore_opt_state(opened: OpenCheckpoint, state: "EasyDeLState") -> Any:
 def plan_opt_state(
     stored: Stored, tx: optax.GradientTransformation, graphstate: GraphState
 ) -> dict[str, Any]:
-    """Returns the optimizer state that ``tx`` has for parameters, abstract, below
-    "opt_state".
+    """Returns the abstract optimizer state of ``tx``, as ``{"opt_state": ...}``.
 
     Raises:
-        MismatchError: The checkpoint holds none, or one of other containers.
+        MismatchError: The checkpoint has none, or one with other containers.
     """
     recipe = recipe_of(stored, "check")
     if not _holds_optimizer(stored, recipe):
         raise MismatchError(
             f"{stored.name}: expected the state of an optimizer, got a checkpoint "
-            "without one; begin one with init_tx"
+            "without one; initialise one with init_tx"
         )
     abstract = _abstract_opt_state(stored, tx, graphstate)
     if recipe is not None:
-        found = recipe.optimizer_differences(containers(abstract, "opt_state"))
+        found = recipe.optimizer_differences(container_types(abstract, "opt_state"))
         advice = "give the state the optimizer that was saved"
-        refuse(stored, [*map(str, found)], advice=advice)
+        reject_differences(stored, [*map(str, found)], advice=advice)
     return {"opt_state": abstract}
 
 
@@ -311,8 +314,8 @@ def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Bluepri
 
 
 def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
-    """The options with the mesh and the rules that the model knows itself, where
-    the caller named none."""
+    """Returns the options, completed with the mesh and rules that the model
+    provides."""
     if options.mesh is not None and options.rules is not None:
         return options
     own_mesh, own_rules = blueprint.own_placement()
@@ -323,16 +326,16 @@ def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
     )
 
 
-def _begins_optimizer(
+def _initialises_optimizer(
     stored: Stored,
     recipe: Recipe | None,
     tx: optax.GradientTransformation | None,
     options: Options,
 ) -> bool:
-    """Whether the optimizer begins anew, as the checkpoint holds none.
+    """Returns whether the optimizer is initialised because the checkpoint has no state.
 
     Raises:
-        InvalidRequestError: There is an optimizer in one of the two only.
+        InvalidRequestError: Only one of the checkpoint and the call has an optimizer.
     """
     if options.opt_state == "skip":
         return False
@@ -347,7 +350,7 @@ def _begins_optimizer(
     if recipe is not None and not options.initialises:
         raise InvalidRequestError(
             f"{stored.name} holds no state of an optimizer: expected no tx=, got one; "
-            "leave it out, or give missing='init' to begin it anew"
+            "leave it out, or give missing='init' to initialise its state"
         )
     return options.initialises
 
@@ -355,14 +358,16 @@ def _begins_optimizer(
 def _abstract_opt_state(
     stored: Stored, tx: optax.GradientTransformation, graphstate: GraphState
 ) -> optax.OptState:
-    """The state that an optimizer begins with; or, where only that has the leaves of
-    the checkpoint, the one that it has after an update."""
-    begun = abstract_opt_state(tx, graphstate)
+    """Returns the initial state of an optimizer, or its state after an update.
+
+    The latter only if it, and not the initial state, has the checkpoint's leaves.
+    """
+    initial = abstract_opt_state(tx, graphstate)
     saved = set(_opt_state_keys(stored))
-    if _keys_of(begun) == saved:
-        return begun
-    updated = updated_opt_state(tx, begun, graphstate)
-    return updated if updated is not None and _keys_of(updated) == saved else begun
+    if _keys_of(initial) == saved:
+        return initial
+    updated = updated_opt_state(tx, initial, graphstate)
+    return updated if updated is not None and _keys_of(updated) == saved else initial
 
 
 def _keys_of(opt_state: optax.OptState) -> set[str]:
@@ -370,7 +375,7 @@ def _keys_of(opt_state: optax.OptState) -> set[str]:
 
 
 def _holds_optimizer(stored: Stored, recipe: Recipe | None) -> bool:
-    """Whether an optimizer was saved, be it one without a leaf."""
+    """Returns whether an optimizer was saved, possibly one without leaves."""
     saved = recipe is not None and recipe.opt_state is not None
     return saved or bool(_opt_state_keys(stored))
 
@@ -378,25 +383,26 @@ def _holds_optimizer(stored: Stored, recipe: Recipe | None) -> bool:
 def _as_stored(
     stored: Stored, recipe: Recipe | None, allow: Any, options: Options
 ) -> Blueprint:
-    """The blueprint of the structure in the checkpoint."""
+    """Returns the blueprint of the structure in the checkpoint."""
     if recipe is None or recipe.graphdef is None:
         raise InvalidRequestError(
-            f"{stored.name} holds no structure of a module: expected model=, got None"
+            f"{stored.name} holds no structure of a module: expected model=, got None; "
+            "give model="
         )
     graphdef = decode_graphdef(recipe.graphdef, allow=allow)
     blueprint = stored_blueprint(graphdef, stored.leaves)
     return blueprint if options.dtype is None else blueprint.cast(options.dtype)
 
 
-def _beside_parameters(
+def _placed_like_parameters(
     like: dict[str, Any], graphstate: GraphState, known: Any
 ) -> dict[str, Any]:
-    """The step and the optimizer's state, abstract, where their parameters lie."""
+    """Returns the abstract step and optimizer state with the parameters' placement."""
     placed = {
         **like,
-        "opt_state": beside_parameters(like["opt_state"], graphstate, known),
+        "opt_state": placed_like_parameters(like["opt_state"], graphstate, known),
     }
-    sharding = replicated_beside(graphstate)
+    sharding = replicated_sharding(graphstate)
     if "step" in like and sharding is not None:
         placed["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     return placed
@@ -409,12 +415,11 @@ def _compare(
     compare(stored, recipe, target, structure=options.structure, casting=casting)
 
 
-def _as_saved(stored: Stored, like: Any, options: Options) -> Any:
-    """The leaves to restore, as they were saved; in what that is not what the code
-    makes is logged."""
+def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:
+    """Returns the leaves to restore in their saved form; logs dtype differences."""
     casting = options.dtype is not None
-    found, changed = as_saved(like, stored.leaves, casting=casting)
-    report_as_saved(stored, changed)
+    found, changed = with_saved_dtypes(like, stored.leaves, casting=casting)
+    log_saved_dtypes(stored, changed)
     return found
 
 
@@ -422,7 +427,7 @@ def _selected(stored: Stored, like: Any, options: Options) -> list[str]:
     skipped: set[str] = set()
     if options.opt_state == "skip":
         skipped.update(_opt_state_keys(stored))
-    if "step" not in like:  # of a state, a module takes the Variables
+    if "step" not in like:  # a module takes only the Variables of a state
         skipped.add("step")
     if set(like) == {"opt_state"}:
         skipped.update(stored.leaves.keys() - set(_opt_state_keys(stored)))

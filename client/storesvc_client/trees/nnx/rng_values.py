@@ -1,9 +1,8 @@
-"""The meta values of NNX modules: counts and keys of their RNG streams, made anew.
+"""Recreates the counts and keys of RNG streams in NNX modules.
 
-A fresh value takes the place of one that a checkpoint lacks, or of an abstract one.
-It is of the same kind: of the shape of the old one, and a typed key of the same PRNG
-implementation or raw key data. Typed keys stay typed, as raw data in their place
-would change the dtype of the leaf.
+A new value replaces one that a checkpoint lacks, or an abstract one. It has the same
+shape and kind: a typed key with the same PRNG implementation, or raw key data. Typed
+keys stay typed, because raw data would change the dtype of the leaf.
 
 >>> recreate_meta_values({"count": nnx.RngCount(7, tag="dropout")})["count"].get_value()
 Array(0, dtype=uint32)
@@ -30,10 +29,10 @@ _RBG_WORDS = 4
 
 
 class MetaValueRecreator:
-    """A source of counts and keys, the same ones for the same seed.
+    """Generates counts and keys that depend on the seed only.
 
-    Counts are 0, 1, 2, ...; keys are successive splits of the seed's key, a stream
-    of its own for each PRNG implementation.
+    Counts are 0, 1, 2, ...; keys are successive splits of the seed's key, with a
+    separate stream for each PRNG implementation.
     """
 
     def __init__(self, seed: int = 42) -> None:
@@ -51,7 +50,7 @@ class MetaValueRecreator:
         """Returns the next typed key of a PRNG implementation.
 
         Raises:
-            ValueError: JAX has no implementation of this name.
+            ValueError: JAX has no implementation with this name.
         """
         if impl not in self._keys:
             self._keys[impl] = jax.random.key(self._seed, impl=impl)
@@ -63,15 +62,15 @@ class MetaValueRecreator:
 def recreate_meta_values(
     values: Mapping[Any, Any], seed: int | None = None
 ) -> dict[Any, Any]:
-    """Returns a dict with fresh counts and keys in the place of those of ``values``.
+    """Returns a dict of ``values`` with new counts and keys.
 
-    Call it on what a checkpoint lacks and on nothing else: of a value it takes the
-    shape and the kind of key (typed, of which implementation, or raw key data).
+    Call it only for values that a checkpoint lacks: only the shape of a value and its
+    kind of key (typed with an implementation, or raw key data) are kept.
 
     Args:
         values: ``nnx.RngCount`` and ``nnx.RngKey`` Variables in a State, a nested
             dict, or a flat dict with tuple keys. The result has the same keys.
-        seed: Seed of the keys; 42 if not given.
+        seed: Seed of the keys; 42 by default.
 
     Raises:
         TypeError: A leaf is neither a count nor a key, or ``values`` is not a
@@ -93,10 +92,10 @@ def recreate_meta_values(
 
 
 def recreated_leaf(leaf: Any, recreator: MetaValueRecreator, path: GraphPath) -> Any:
-    """Returns another Variable like the count or key, with a fresh value.
+    """Returns a Variable like the given count or key, with a new value.
 
     Raises:
-        TypeError: The leaf is neither; the message names its path.
+        TypeError: The leaf is neither; the message has its path.
     """
     match leaf:
         case nnx.RngCount():
@@ -112,22 +111,22 @@ def recreated_leaf(leaf: Any, recreator: MetaValueRecreator, path: GraphPath) ->
 
 
 def stored_value(variable: "nnx.Variable[Any]") -> Any:
-    """Returns what a Variable holds, read without its hooks.
+    """Returns the value of a Variable, read without its hooks.
 
-    A hook says what a model computes with, such as a dequantised weight: what it
-    makes of a value is not to be taken for the value.
+    A hook computes the value that a model uses, such as a dequantised weight; the
+    stored value is a different one.
     """
     value: Any = variable.get_raw_value()
     return value[...] if variable.get_metadata().get("ref") else value
 
 
 def _like_key(value: Any, recreator: MetaValueRecreator) -> jax.Array:
-    """A new key, or array of keys, as ``value`` is: typed, or raw key data."""
+    """Returns a new key, or array of keys, of the same kind: typed, or raw key data."""
     if value is None:
         return recreator.get_rng()
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return _keys(recreator.get_rng(_key_impl(value)), _shape(value))
-    # Raw data does not tell its implementation, only its width.
+    # Raw data has no implementation; only its width identifies it.
     impl = "rbg" if value.shape[-1] == _RBG_WORDS else "threefry2x32"
     return jax.random.key_data(_keys(recreator.get_rng(impl), value.shape[:-1]))
 
@@ -137,8 +136,10 @@ def _keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _key_impl(value: jax.Array | jax.ShapeDtypeStruct) -> Hashable:
-    """The implementation of typed keys, of abstract ones too: ``key_impl`` refuses
-    a ShapeDtypeStruct, but not the tracer that stands for one."""
+    """Returns the implementation of typed keys, also abstract ones.
+
+    ``key_impl`` rejects a ShapeDtypeStruct, but accepts the tracer that stands for one.
+    """
     seen: list[Hashable] = []
     jax.eval_shape(lambda keys: seen.append(jax.random.key_impl(keys)), value)
     return seen[0]

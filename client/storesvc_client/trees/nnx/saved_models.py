@@ -1,7 +1,7 @@
-"""Saves models and states to a run, and restores them; ``storesvc_client.easydel``.
+"""Saves models and states to a run and restores them, for ``storesvc_client.easydel``.
 
-The class of a state is an argument here: ``EasyDeLState`` saves and loads itself by
-these functions.
+The class of a state is an argument here, because ``EasyDeLState`` calls these functions
+to save and load itself.
 """
 
 import operator
@@ -32,10 +32,15 @@ from storesvc_client._values.options import (
     SaveOptions,
 )
 from storesvc_client.errors import InvalidRequestError, NotFoundError
-from storesvc_client.trees.nnx import restore_model as rebuild
 from storesvc_client.trees.nnx.model_parts import split_module
 from storesvc_client.trees.nnx.recipes import Recipe
 from storesvc_client.trees.nnx.rehearsal import Rehearser
+from storesvc_client.trees.nnx.restore_model import (
+    Options,
+    Request,
+    rebuild_module,
+    rebuild_state,
+)
 
 if TYPE_CHECKING:
     import optax
@@ -55,7 +60,7 @@ __all__ = [
 ]
 
 DIRECTORY_RUN: Final = "local/state"
-"""The run of a store that is one directory of checkpoints."""
+"""Run in a store that is a directory for one state."""
 
 
 def save_state(
@@ -67,24 +72,24 @@ def save_state(
 ) -> Save:
     """Starts a save of the state at its own step; see ``Run.save``.
 
-    Once for each structure the restore is rehearsed, abstractly: the model is built by
-    its class from the config that is saved, and each leaf is fitted. It makes no array.
+    The restore of each new structure is rehearsed abstractly: the model is built by its
+    class from the saved config, and each leaf is matched. No array is created.
 
     Args:
-        run: The run that the checkpoint is to belong to.
-        state: An ``EasyDeLState``: this library's, EasyDeL's, or any other pytree
+        run: The run of the checkpoint.
+        state: An ``EasyDeLState`` of this library or of EasyDeL, or any other pytree
             with ``step``, ``graphdef``, ``graphstate``, ``graphother`` and
             ``opt_state``. It may be donated as soon as this returns.
-        rehearse: What to do where ``restore_state`` would refuse what is saved: "warn",
-            in the background after the first save, with the call that works;
-            "strict", before it, refuses to save; "off" does not try.
-            ``Save.rehearsal`` has what came of it.
-        options: As of ``Run.save``: ``metrics``, ``labels``, ``base``, ``snapshot``,
+        rehearse: Action if ``restore_state`` would reject the checkpoint: "warn" logs
+            the call that works, in the background after the first save; "strict"
+            rejects the save before it begins; "off" skips the rehearsal.
+            ``Save.rehearsal`` has the result.
+        options: See ``Run.save``: ``metrics``, ``labels``, ``base``, ``snapshot``,
             ``if_busy``, ``processes``, ``lease`` and ``progress``.
 
     Raises:
         MismatchError: With ``rehearse="strict"``: it could not be restored.
-        StoreError: As ``Run.save``.
+        StoreError: See ``Run.save``.
     """
     _check_run(run)
     parts = ("step", "graphdef", "graphstate", "graphother", "opt_state")
@@ -113,21 +118,21 @@ def save_model(
 ) -> Save:
     """Starts a save of a module without optimizer and step; see ``Run.save``.
 
-    Its leaves have the names that they have in a state, ``graphstate/...`` and
+    Its leaves have the same names as in a state, ``graphstate/...`` and
     ``graphother/...``.
 
     Args:
-        run: The run that the checkpoint is to belong to.
-        step: The step to save it at.
+        run: The run of the checkpoint.
+        step: The step of the checkpoint.
         model: An NNX module, or anything with ``graphdef``, ``graphstate`` and
             ``graphother``.
-        rehearse: As of ``save_state``, for ``restore_model``.
-        options: As of ``save_state``.
+        rehearse: See ``save_state``; for ``restore_model``.
+        options: See ``save_state``.
 
     Raises:
-        InvalidRequestError: It is no module.
-        MismatchError: As ``save_state``.
-        StoreError: As ``Run.save``.
+        InvalidRequestError: ``model`` is not a module.
+        MismatchError: See ``save_state``.
+        StoreError: See ``Run.save``.
     """
     _check_run(run)
     try:
@@ -151,7 +156,7 @@ def _begun(
     rehearser: Rehearser | None,
     options: SaveOptions,
 ) -> Save:
-    """A save that has begun, and its rehearsal."""
+    """Starts a save, and its rehearsal."""
     structure = recipe.pack()
     if rehearser is None:
         return run.save(step, tree, structure=structure, **options)
@@ -189,19 +194,19 @@ def restore_state(
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``.
 
     Args:
-        run: As there, and so are the others.
-        which: As there.
-        model: As there.
-        tx: As there.
-        mesh: As there.
-        rules: As there.
-        opt_state: As there.
-        dtype: As there.
-        missing: As there.
-        structure: As there.
-        state_class: The class to build by its ``create``; None where there is no
+        run: See ``storesvc_client.easydel.restore_state``, also for the others.
+        which: See there.
+        model: See there.
+        tx: See there.
+        mesh: See there.
+        rules: See there.
+        opt_state: See there.
+        dtype: See there.
+        missing: See there.
+        structure: See there.
+        state_class: The class whose ``create`` builds the state; None without
             ``model``.
-        options: As there.
+        options: See there.
     """
     _check_run(run)
     if model is None and state_class is not None:
@@ -214,7 +219,7 @@ def restore_state(
             f"{state_class!r}"
         )
     processes, reading = _reading(options)
-    wanted = rebuild.Options(
+    wanted = Options(
         mesh=mesh,
         rules=rules,
         dtype=dtype,
@@ -223,9 +228,9 @@ def restore_state(
         opt_state=opt_state,
         reading=reading,
     )
-    return rebuild.restore_state(
+    return rebuild_state(
         _opened(run, which, processes, reading),
-        rebuild.Request(model=model, tx=tx, options=wanted),
+        Request(model=model, tx=tx, options=wanted),
         state_class,
     )
 
@@ -243,30 +248,30 @@ def restore_model(
     structure: Literal["check", "report"] = "check",
     **options: Unpack[RestoreOptions],
 ) -> Any:
-    """Returns the module of a checkpoint of a module, or of a state.
+    """Returns the module of a checkpoint of a module or of a state.
 
     Args:
         run: The run of the checkpoint.
         which: A step, "latest", or a tag.
-        model: As of ``restore_state``. None builds the module of the structure that
-            was saved. Flax's own modules are known; nothing is imported by a name
-            that the checkpoint holds.
-        allow: Without ``model``: classes and functions of yours that the structure
-            may name.
-        mesh: As of ``restore_state``.
-        rules: As of ``restore_state``.
-        dtype: As of ``restore_state``.
-        missing: As of ``restore_state``.
-        structure: As of ``restore_state``.
-        options: As of ``restore_state``.
+        model: See ``restore_state``. None builds the module of the saved structure.
+            Flax's own modules are known; nothing is imported by a name in the
+            checkpoint.
+        allow: Without ``model``: your classes and functions that the structure may
+            name.
+        mesh: See ``restore_state``.
+        rules: See ``restore_state``.
+        dtype: See ``restore_state``.
+        missing: See ``restore_state``.
+        structure: See ``restore_state``.
+        options: See ``restore_state``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        InvalidRequestError: An argument is not usable, or there is neither a
-            ``model`` nor a structure.
-        MismatchError: The checkpoint is not of this model.
-        StructureError: Without ``model``: the structure names what is not allowed,
-            or holds what is no data, such as a closure; give ``model``.
+        InvalidRequestError: An argument is not usable, or there is neither a ``model``
+            nor a saved structure.
+        MismatchError: The checkpoint is of another model.
+        StructureError: Without ``model``: the structure names something not allowed, or
+            contains values that are not data, such as a closure; give ``model``.
     """
     _check_run(run)
     if model is not None and allow:
@@ -274,7 +279,7 @@ def restore_model(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
     processes, reading = _reading(options)
-    wanted = rebuild.Options(
+    wanted = Options(
         mesh=mesh,
         rules=rules,
         dtype=dtype,
@@ -283,14 +288,14 @@ def restore_model(
         opt_state="skip",
         reading=reading,
     )
-    return rebuild.restore_module(
+    return rebuild_module(
         _opened(run, which, processes, reading),
-        rebuild.Request(model=model, allow=allow, options=wanted),
+        Request(model=model, allow=allow, options=wanted),
     )
 
 
 def _reading(options: RestoreOptions) -> tuple[Processes, ReadOptions]:
-    """Who restores, and how."""
+    """Splits the options into the processes that restore and the options of reading."""
     reading: Any = dict(options)
     return reading.pop("processes", "all"), reading
 
@@ -309,17 +314,18 @@ def opened_run(
     client: "Client | None",
     creating: bool = False,
 ) -> Generator[tuple[Run, Which]]:
-    """Opens what ``EasyDeLState.save_state`` and ``load_state`` are told.
+    """Opens the run for the arguments of ``EasyDeLState.save_state`` and
+    ``load_state``.
 
     Args:
-        where: A run; with ``client`` the name of one, which may end in a step, such
-            as "prod/llama@latest"; without, a directory.
-        client: The store that a name is of.
-        creating: Whether a directory that is no store becomes one.
+        where: A run; with ``client``, the name of one, optionally with a step, such as
+            "prod/llama@latest"; without it, a directory.
+        client: The store of the named run.
+        creating: Create a store in the directory if it is not one.
 
     Raises:
-        InvalidRequestError: The name breaks the rules.
-        FileNotFoundError: The directory is no store, and none is to be made.
+        InvalidRequestError: The name is not valid.
+        FileNotFoundError: The directory is not a store, and ``creating`` is false.
     """
     if isinstance(where, Run):
         yield where, "latest"
@@ -327,13 +333,13 @@ def opened_run(
     if client is not None:
         if not hasattr(client, "run"):
             raise InvalidRequestError(
-                f"client: expected a Client, of connect(), got {client!r}"
+                f"client: expected a Client from connect(), got {client!r}"
             )
         name, at, which = fspath(where).partition("@")
         if creating and at:
             raise InvalidRequestError(
-                f"expected a run to save to, got {fspath(where)!r}; a state is saved "
-                "at its own step"
+                f"expected a run to save to, got {fspath(where)!r}; leave the step "
+                "out, because a state is saved at its own step"
             )
         yield client.run(name), _which(which, where)
         return

@@ -1,4 +1,4 @@
-"""Flat states compared: what one lacks of another, and what takes its place.
+"""Compares flat states: keys that one lacks, and values of another type.
 
 >>> validate_state({"a": 1.5}, {"a": 1, "b": 2})["missing_keys"]
 {'b'}
@@ -28,32 +28,32 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StateValidationResult(Mapping[str, Any]):
-    """What is wrong with a state. A mapping of its fields, too."""
+    """Problems of a state; also a mapping of its fields."""
 
     is_valid: bool
-    """Whether nothing is."""
+    """True if there are no problems."""
 
     missing_keys: set[Any]
     """Keys that the state lacks."""
 
     invalid_types: dict[Any, type]
-    """Types found where another one was expected, by key."""
+    """Types found instead of the expected ones, by key."""
 
     @classmethod
     def from_tuple(cls, values: Iterable[Any]) -> Self:
-        """Returns the result of the three fields, in their order.
+        """Returns a result from its three fields, in order.
 
         Raises:
-            TypeError: There are not three.
+            TypeError: There are not exactly three values.
         """
         return cls(*values)
 
     def to_tuple(self) -> tuple[bool, set[Any], dict[Any, type]]:
-        """Returns the three fields in their order."""
+        """Returns the three fields in order."""
         return self.is_valid, self.missing_keys, self.invalid_types
 
     def replace(self, **kwargs: Any) -> Self:
-        """Returns the result with other values in some fields.
+        """Returns a copy with other values in some fields.
 
         Raises:
             TypeError: There is no such field.
@@ -61,10 +61,10 @@ class StateValidationResult(Mapping[str, Any]):
         return replace(self, **kwargs)
 
     def __getitem__(self, name: str) -> Any:
-        """Returns the field of a name.
+        """Returns the field with a name.
 
         Raises:
-            KeyError: There is none.
+            KeyError: There is no such field.
         """
         if name not in tuple(self):
             raise KeyError(name)
@@ -75,20 +75,21 @@ class StateValidationResult(Mapping[str, Any]):
         return iter([field.name for field in fields(self)])
 
     def __len__(self) -> int:
-        """Returns how many fields there are."""
+        """Returns the number of fields."""
         return len(fields(self))
 
 
 def validate_state(
     state: Mapping[Any, Any], init_state: Mapping[Any, Any]
 ) -> StateValidationResult:
-    """Returns what a state lacks of ``init_state``, and what is of another type.
+    """Returns the keys that a state lacks of ``init_state``, and values of another
+    type.
 
-    Keys that ``init_state`` has not are fine.
+    Keys that are not in ``init_state`` are allowed.
 
     Args:
         state: Values by key or path.
-        init_state: The values expected, by the same.
+        init_state: The expected values, by the same keys.
     """
     missing = {key for key in init_state if key not in state}
     invalid = {
@@ -112,12 +113,11 @@ def differentiate_state(
 
     Args:
         state: Values by key or path.
-        init_state: Variables by the same.
-        validate: Whether a state that lacks any, or has one of another type, is an
-            error.
+        init_state: Variables by the same keys.
+        validate: Reject a state that lacks keys or has values of another type.
 
     Raises:
-        TypeError: What is lacking is no Variable.
+        TypeError: A missing value is not a Variable.
         ValueError: The state is not valid, and ``validate`` is true.
     """
     if validate:
@@ -144,20 +144,20 @@ def differentiate_state(
 def redefine_state(
     state: Mapping[Any, Any], missings: Mapping[Any, Any]
 ) -> dict[Any, Any]:
-    """Returns the state together with fresh values for what it lacks.
+    """Returns the state with new values for the keys that it lacks.
 
-    Counts and keys are those of ``MetaValueRecreator()``, in the order of
-    ``missings``, each of the shape and kind of the one it stands for.
+    Counts and keys come from ``MetaValueRecreator()``, in the order of ``missings``,
+    each with the shape and kind of the Variable it replaces.
 
     Args:
         state: Values by key or path.
-        missings: What ``differentiate_state`` returned: ``nnx.RngCount``,
-            ``nnx.RngKey``, and ``nnx.Param`` without a value.
+        missings: A result of ``differentiate_state``: ``nnx.RngCount``, ``nnx.RngKey``,
+            and ``nnx.Param`` without a value.
 
     Raises:
-        AttributeError: A Variable is of another type.
-        ValueError: A parameter has a value, which cannot be made up, or the state has
-            one of the keys.
+        AttributeError: A Variable has another type.
+        ValueError: A parameter has a value, which cannot be recreated, or the state
+            already has one of the keys.
     """
     recreator = MetaValueRecreator()
     result = dict(state)
@@ -169,7 +169,7 @@ def redefine_state(
                 if stored_value(value) is not None:
                     raise ValueError(
                         f"leaf {_place(key)}: expected a Param without a value, got "
-                        "one that cannot be made up"
+                        "one with a value, which cannot be recreated"
                     )
                 result[key] = fresh_leaf(value)
             case nnx.RngCount() | nnx.RngKey():

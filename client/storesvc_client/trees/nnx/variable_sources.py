@@ -1,9 +1,9 @@
-"""Where the Variables of a restored module come from.
+"""Decides the source of each Variable of a restored module.
 
-Most come from the leaves of the checkpoint that have their names. A Variable may
-stand in ``graphstate`` there and in ``graphother`` here: LoRA freezes parameters so.
-RNG counts and keys that the checkpoint lacks are made anew, and other Variables, if
-that was asked for, by the model's own initialisers.
+Most come from the checkpoint's leaves with their names. A Variable may be in
+``graphstate`` in one and in ``graphother`` in the other, because LoRA freezes
+parameters that way. RNG counts and keys that the checkpoint lacks are recreated. Other
+missing Variables are initialised by the model's own code, if requested.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -35,23 +35,23 @@ from storesvc_client.trees.nnx.model_parts import split_module
 from storesvc_client.trees.nnx.rng_values import recreate_meta_values
 from storesvc_client.trees.structure import Difference
 
-__all__ = ["Sources", "as_saved"]
+__all__ = ["Sources", "with_saved_dtypes"]
 
 Place: TypeAlias = tuple[str, GraphPath]
-"""The part of a state that a Variable is in, and its path there."""
+"""Part of the state that holds a Variable, and its path in that part."""
 
 _OTHER: Final = dict(zip(PARTS, reversed(PARTS), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What each Variable of a blueprint comes from."""
+    """Source of each Variable of a blueprint."""
 
     blueprint: Blueprint
     held: Mapping[Place, str]
-    """Variables that the checkpoint holds, and the part that it holds them in."""
+    """Variables in the checkpoint, with the part that holds them there."""
     recreated: Mapping[Place, Any]
-    """Counts and keys to make anew, abstract."""
+    """Counts and keys to recreate, abstract."""
     initialised: Mapping[Place, Any]
     """Variables to initialise, abstract."""
 
@@ -62,12 +62,12 @@ class Sources:
     ) -> "Sources":
         """Returns the sources of a blueprint's Variables.
 
-        A Variable with no source counts as held, so that the restore names it.
+        A Variable without a source counts as held, so that the restore reports it.
 
         Args:
             blueprint: The model.
             keys: The leaf keys of the checkpoint.
-            initialising: Whether what is lacking may be initialised, or lie in the
+            initialising: True if missing Variables may be initialised, or be in the
                 other part.
         """
         held: dict[Place, str] = {}
@@ -102,16 +102,16 @@ class Sources:
         mesh: Mesh | None,
         rules: "Rules | Literal['recorded'] | None",
     ) -> tuple[GraphState, GraphState]:
-        """Returns ``graphstate`` and ``graphother``, whole.
+        """Returns the complete ``graphstate`` and ``graphother``.
 
         Args:
-            restored: What ``like`` became.
-            mesh: Where new values go; None: the default device.
-            rules: How they are spread.
+            restored: The restored ``like``.
+            mesh: The mesh for new values; None: the default device.
+            rules: Partition rules for new values.
 
         Raises:
-            InvalidRequestError: Something is to be initialised, and the model came
-                as an instance.
+            InvalidRequestError: A Variable must be initialised, but the model was given
+                as an abstract instance.
         """
         found = {part: graph_leaves(restored[part]) for part in PARTS}
         parts: dict[str, dict[GraphPath, Any]] = {part: {} for part in PARTS}
@@ -149,28 +149,27 @@ class Sources:
                 for part, path in places
             ]
 
-        # one program, so that XLA drops the initialisers of all other Variables
+        # One jitted program, so that XLA drops the initialisers of all other Variables.
         shardings = _shardings([*self.initialised.items()], mesh, rules)
         made = jax.jit(values, out_shardings=shardings)()
         return dict(zip(places, made, strict=True))
 
 
-def as_saved(
+def with_saved_dtypes(
     like: Any, leaves: Mapping[str, LeafInfo], *, casting: bool
 ) -> tuple[Any, list[Difference]]:
-    """Returns the tree with stand-ins of what was saved, and in what those differ from
-    what the caller's code makes.
+    """Returns the tree with stand-ins of the saved leaves, and the dtype differences.
 
-    Traced, a Python number is an array of 32 bits, and so is a NumPy array of 64. What
-    was saved as such comes back as such; and where parameters are cast, scalars of
-    their optimizer, such as a decay rate of 0.999, are not. An optimizer's state may
-    have moved to another dtype than it begins with, and PRNG keys may be raw or typed:
-    they come back as they were, and are returned as differences.
+    In a trace, Python numbers and 64-bit NumPy arrays become 32-bit arrays; they are
+    restored as saved. Scalars of the optimizer, such as a decay rate of 0.999, are not
+    cast when parameters are. The dtype of an optimizer's state may have changed since
+    its initialisation, and PRNG keys may be raw or typed: these are restored as saved
+    and returned as differences.
 
     Args:
-        like: A pytree, abstract where it came of a trace.
-        leaves: Of the checkpoint, by key.
-        casting: Whether floating-point leaves are to be cast.
+        like: A pytree, abstract if it comes from a trace.
+        leaves: Leaves of the checkpoint, by key.
+        casting: True if floating-point leaves are cast.
     """
     named, treedef = named_leaves(like)
     values: list[Any] = []
@@ -179,7 +178,7 @@ def as_saved(
         value, saved = leaf.value, leaves.get(leaf.key)
         given = _abstract(value)
         if given is not None and saved is not None:
-            kept = _as_saved(given, saved, casting=casting)
+            kept = _saved_form(given, saved, casting=casting)
             if isinstance(kept, jax.ShapeDtypeStruct) and kept.dtype != given.dtype:
                 change = Difference(leaf.key, str(kept.dtype), str(given.dtype))
                 changed.append(change)
@@ -191,43 +190,44 @@ def as_saved(
 
 
 def _abstract(value: Any) -> jax.ShapeDtypeStruct | None:
-    """The shape, dtype and sharding of a device array; None for a host value."""
+    """Returns shape, dtype and sharding of a device array, or None for a host value."""
     if isinstance(value, jax.Array):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
     return value if isinstance(value, jax.ShapeDtypeStruct) else None
 
 
-def _as_saved(like: jax.ShapeDtypeStruct, leaf: LeafInfo, *, casting: bool) -> Any:
+def _saved_form(like: jax.ShapeDtypeStruct, leaf: LeafInfo, *, casting: bool) -> Any:
+    """Returns the stand-in that restores a leaf in its saved form, or ``like``."""
+    # 1. A raw PRNG key for a typed one, or the reverse.
     if _is_key(like) != (leaf.prng_impl is not None):
-        return _key_as_saved(like, leaf)
+        return _saved_key_form(like, leaf)
     dtype = DTYPES[leaf.dtype]
-    families = (jnp.integer, jnp.floating, jnp.complexfloating, jnp.bool_)
-    same = any(
-        jnp.issubdtype(like.dtype, family) and jnp.issubdtype(dtype, family)
-        for family in families
-    )
-    is_moment = leaf.key.startswith("opt_state/") and leaf.kind == "array"
-    if (
-        like.shape == leaf.shape
-        and is_moment
-        and not (casting or would_narrow(leaf.dtype))
-    ):
+    in_optimizer = leaf.key.startswith("opt_state/")
+    same_shape = like.shape == leaf.shape
+    # 2. The optimizer's arrays keep the dtype that training gave them.
+    is_moment = in_optimizer and leaf.kind == "array" and same_shape
+    if is_moment and not (casting or would_narrow(leaf.dtype)):
         return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
-    if not same or like.shape != leaf.shape or like.dtype == dtype:
-        return stand_in(leaf) if leaf.kind == "python_scalar" and same else like
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    if leaf.kind == "array" and not (casting and floating):
-        # such as a step that was counted in 64 bits
-        return (
-            np.zeros((), dtype)
-            if like.shape == () and would_narrow(leaf.dtype)
-            else like
-        )
-    if casting and floating:
-        scalar = leaf.key.startswith("opt_state/") and like.shape == ()
-        return (
-            jax.ShapeDtypeStruct((), dtype, sharding=like.sharding) if scalar else like
-        )
+    same_family = any(
+        jnp.issubdtype(like.dtype, family) and jnp.issubdtype(dtype, family)
+        for family in (jnp.integer, jnp.floating, jnp.complexfloating, jnp.bool_)
+    )
+    # 3. Equal dtypes need no change, and matching reports other differences. A Python
+    #    number, which a trace turned into an array, is restored as a Python number.
+    if not same_family or not same_shape or like.dtype == dtype:
+        return stand_in(leaf) if leaf.kind == "python_scalar" and same_family else like
+    is_cast = casting and jnp.issubdtype(dtype, jnp.floating)
+    # 4. A cast applies to parameters, but not to the optimizer's scalars.
+    if is_cast:
+        if in_optimizer and like.shape == ():
+            return jax.ShapeDtypeStruct((), dtype, sharding=like.sharding)
+        return like
+    # 5. Device arrays keep the code's dtype, except a scalar that jax would narrow, for
+    #    example a step that was counted in 64 bits.
+    if leaf.kind == "array":
+        narrows = like.shape == () and would_narrow(leaf.dtype)
+        return np.zeros((), dtype) if narrows else like
+    # 6. Host values are restored as saved.
     return stand_in(leaf)
 
 
@@ -235,9 +235,11 @@ def _is_key(like: jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
 
 
-def _key_as_saved(like: jax.ShapeDtypeStruct, leaf: LeafInfo) -> Any:
-    """Raw key data for a typed key that was saved so, or the reverse; ``like`` where
-    what was saved is no key at all."""
+def _saved_key_form(like: jax.ShapeDtypeStruct, leaf: LeafInfo) -> Any:
+    """Returns raw key data for a typed key that was saved raw, or the reverse.
+
+    Returns ``like`` if the saved leaf is not a key.
+    """
     known = stand_in(leaf)
     if not isinstance(known, jax.ShapeDtypeStruct):
         return like
@@ -267,19 +269,19 @@ def _holds(keys: Container[str], part: str, path: GraphPath, leaf: Any) -> bool:
 
 
 def _own_value(variable: Any) -> Any:
-    """The value that an instance brought for what the checkpoint lacks."""
+    """Returns the value of an instance for a Variable that the checkpoint lacks."""
     if any(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(variable)
     ):
         raise InvalidRequestError(
-            "missing='init' expected model= a class, a factory or a real module to "
-            "take values of, got an abstract one"
+            "missing='init': expected model= a class, a factory or a module with "
+            "values, got an abstract module"
         )
     return variable
 
 
 def _like(made: Any, wanted: Any) -> Any:
-    """The values that were made, in the dtypes that are wanted."""
+    """Returns the created values in the requested dtypes."""
     new = jax.tree.leaves(made)
     old, treedef = jax.tree.flatten(wanted)
     cast = [
@@ -296,7 +298,7 @@ def _shardings(
 ) -> Any:
     if mesh is None:
         return None
-    # of what the checkpoint lacks, nothing is recorded
+    # Leaves that the checkpoint lacks have no recorded sharding.
     ordered = [("", PartitionSpec())] if isinstance(rules, str) or not rules else rules
     partitioner = Partitioner(mesh, ordered)
 

@@ -1,30 +1,30 @@
-"""The structure of an NNX module as data: JSON documents instead of pickled GraphDefs.
+"""Stores the structure of an NNX module as JSON instead of as a pickled GraphDef.
 
-Four things it keeps true:
+Four guarantees:
 
-* **A document is data.** No name in it is imported or walked: it is looked up in a
-  table made of this library's own imports and of what the caller allows.
-* **A document is portable.** It describes modules, not how a flax release lists them.
-* **What cannot be written down is a hole**: a description, filled only by a template
-  of the same structure.
-* **A hostile document is refused**, with one class of error and within bounds.
+* **A document is data.** No name in it is imported or resolved by attribute access;
+  names are looked up in a table of this library's own imports and of what the caller
+  allows.
+* **A document is portable.** It describes modules, not one flax release's node lists.
+* **A value that cannot be written is a hole**: a description, which only a template of
+  the same structure can fill.
+* **A hostile document is rejected** with ``StructureError``, within bounded memory.
 
 >>> document = encode_graphdef(nnx.graphdef(model))
 >>> nnx.merge(decode_graphdef(document, allow=[MyModel]), state)
 
-It imports flax, and of the client `_pytree` and what lies below it. Begin with
-`encoding.py` and `decoding.py`.
+Imports flax, and from the client `_pytree` and the layers below it. Start with
+`encoder.py` and `decoder.py`.
 """
 
 from storesvc_client.errors import StructureError
-from storesvc_client.trees.structure.comparing import (
+from storesvc_client.trees.structure.comparison import (
     common_differences,
     differences,
     fingerprint,
     rows,
 )
-from storesvc_client.trees.structure.data import Opaque, decode_data, encode_data
-from storesvc_client.trees.structure.decoding import decode_graphdef
+from storesvc_client.trees.structure.decoder import decode_graphdef
 from storesvc_client.trees.structure.difference_texts import (
     ABSENT,
     Difference,
@@ -32,8 +32,11 @@ from storesvc_client.trees.structure.difference_texts import (
     merge_configs,
     merge_layers,
 )
-from storesvc_client.trees.structure.encoding import encode_graphdef
+from storesvc_client.trees.structure.encoder import encode_graphdef
 from storesvc_client.trees.structure.settings import (
+    Opaque,
+    decode_data,
+    encode_data,
     encode_settings,
     plain_settings,
 )

@@ -1,13 +1,13 @@
-"""Names that a stored structure may use, and the objects that they stand for.
+"""Table of the names that a stored structure may use, and of their objects.
 
-A name such as ``flax.nnx:Linear`` is looked up in a dictionary and nowhere else.
-The dictionary is built here, from modules that this file imports and from lists that
-stand in this file; callers add their own classes and functions. Nothing is imported,
-and no attribute is read, because a document says so.
+A name such as ``flax.nnx:Linear`` is looked up in this dictionary and nowhere else. The
+dictionary is built from modules that this file imports and from lists in this file;
+callers add their own classes and functions. A document never causes an import or an
+attribute access.
 
-A function that a document puts into a module is called by that module later, so each
-is listed one by one: nothing that reads or writes files, calls back into Python, or
-makes functions out of others.
+A function that a document puts into a module is called by that module later. Therefore
+functions are listed one by one, and none of them reads or writes files, calls back into
+Python, or builds functions from others.
 """
 
 import builtins
@@ -25,10 +25,15 @@ from flax import nnx
 from flax.nnx import bridge
 
 from storesvc_client.errors import InvalidRequestError
-from storesvc_client.trees.structure.refusals import CODE, Place, refusal, shown
+from storesvc_client.trees.structure.structure_errors import (
+    GIVE_CODE,
+    Place,
+    shown,
+    structure_error,
+)
 
 Allowed: TypeAlias = Iterable[Any] | Mapping[str, Any]
-"""Classes and functions of a caller, or the same by the names that documents use."""
+"""Classes and functions of the caller, or a mapping from document names to them."""
 
 _ACTIVATIONS: Final = """
     celu dot_product_attention elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh
@@ -71,18 +76,18 @@ _ENUMS: Final = """
 
 
 def _listed(prefix: str, module: types.ModuleType, listed: str) -> dict[str, Any]:
-    """What a module has of the names that stand in this file."""
+    """Returns the listed names that a module has, with their objects."""
     return {
         f"{prefix}:{name}": getattr(module, name)
         for name in listed.split()
-        if hasattr(module, name)  # releases differ
+        if hasattr(module, name)  # differs between releases
     }
 
 
 def _subclasses(
     prefix: str, module: types.ModuleType, *bases: type
 ) -> dict[str, type[Any]]:
-    """The classes in a module's namespace that derive from one of the bases."""
+    """Returns the classes in a module's namespace that derive from one of the bases."""
     return {
         f"{prefix}:{name}": value
         for name, value in vars(module).items()
@@ -91,7 +96,7 @@ def _subclasses(
 
 
 def _default(function: Callable[..., Any], parameter: str) -> Any:
-    """A function that flax has only as the default of a parameter."""
+    """Returns a function that flax exposes only as a parameter's default."""
     return (function.__kwdefaults__ or {}).get(parameter)
 
 
@@ -125,19 +130,19 @@ def _built_in() -> dict[str, Any]:
 
 
 BUILT_IN: Final[Mapping[str, Any]] = types.MappingProxyType(_built_in())
-"""What every document may name."""
+"""Objects that every document may name."""
 
 _NAMES: Final[Mapping[int, str]] = types.MappingProxyType(
     {id(value): name for name, value in reversed(tuple(BUILT_IN.items()))}
 )
-"""The first name of each object; the table keeps the objects alive."""
+"""First name of each object, by id; the table keeps the objects alive."""
 
 
 def name_of(value: Any) -> str | None:
-    """Returns the name of a class or function; None where it has none.
+    """Returns the name of a class or function, or None if it has none.
 
-    A function's own word is not enough: a wrapper often bears the name of what it
-    wraps, so a function has a name only if that name leads to it.
+    A function's ``__qualname__`` is not sufficient, because a wrapper often copies the
+    name of the wrapped function: the name must resolve to the function itself.
     """
     if found := _NAMES.get(id(value)):
         return found
@@ -160,60 +165,62 @@ class Table:
         self._objects = {**BUILT_IN, **_named(allow)}
 
     def node_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns a class of modules.
+        """Returns a module class.
 
         Raises:
-            StructureError: There is none of that name, or it is something else.
+            StructureError: There is no such name, or it is not such a class.
         """
         return self._class(name, place, nnx.Pytree, "an nnx.Module class")
 
     def variable_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns a class of Variables; raises as ``node_class``."""
+        """Returns a Variable class; raises like ``node_class``."""
         return self._class(name, place, nnx.Variable, "an nnx.Variable class")
 
     def enum_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns a class of enumerations; raises as ``node_class``."""
+        """Returns an enumeration class; raises like ``node_class``."""
         return self._class(name, place, enum.Enum, "an enumeration")
 
     def linen_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns a class of linen modules; raises as ``node_class``."""
+        """Returns a Linen module class; raises like ``node_class``."""
         return self._class(name, place, nn.Module, "a flax.linen.Module class")
 
     def named_tuple(self, name: Any, place: Place) -> type[Any]:
-        """Returns a NamedTuple class; raises as ``node_class``."""
+        """Returns a NamedTuple class; raises like ``node_class``."""
         found = self._class(name, place, tuple, "a NamedTuple class")
         if not isinstance(getattr(found, "_fields", None), tuple):
-            raise refusal(place, "a NamedTuple class", shown(name))
+            raise structure_error(place, "a NamedTuple class", shown(name))
         return found
 
     def any_class(self, name: Any, place: Place) -> type[Any]:
-        """Returns a class that is only a value; raises as ``node_class``."""
+        """Returns any class, used as a value only; raises like ``node_class``."""
         return self._class(name, place, object, "a class")
 
     def function(self, name: Any, place: Place) -> Callable[..., Any]:
-        """Returns a function; raises as ``node_class``."""
+        """Returns a function; raises like ``node_class``."""
         found = self._object(name, place, "a function")
         if isinstance(found, type) or not callable(found):
-            raise refusal(place, "a function", f"{shown(name)}, which is none")
+            raise structure_error(
+                place, "a function", f"{shown(name)}, which is not one"
+            )
         return found  # type: ignore[no-any-return]  # callable() narrows Any to Any
 
     def _class(self, name: Any, place: Place, base: type, what: str) -> type[Any]:
         found = self._object(name, place, what)
         if not isinstance(found, type) or not issubclass(found, base):
-            raise refusal(place, what, f"{shown(name)}, which is none")
+            raise structure_error(place, what, f"{shown(name)}, which is not one")
         return found
 
     def _object(self, name: Any, place: Place, what: str) -> Any:
         if type(name) is not str:
-            raise refusal(place, f"the name of {what}", shown(name))
+            raise structure_error(place, f"the name of {what}", shown(name))
         if name not in self._objects:
-            advice = f"if it is yours, pass it in allow=; or {CODE}"
-            raise refusal(place, f"{what} that is allowed", shown(name), advice)
+            advice = f"if it is yours, pass it in allow=; or {GIVE_CODE}"
+            raise structure_error(place, f"{what} that is allowed", shown(name), advice)
         return self._objects[name]
 
 
 def _named(allow: Allowed) -> dict[str, Any]:
-    if isinstance(allow, Mapping):  # which says by itself what each name stands for
+    if isinstance(allow, Mapping):  # its keys are the names in documents
         given = dict(allow)
     else:
         if isinstance(allow, (type, str)) or not isinstance(allow, Iterable):
@@ -235,13 +242,13 @@ def _by_own_name(allow: Iterable[Any]) -> dict[str, Any]:
             raise _unnamed(value)
         if given.setdefault(name, value) is not value:
             raise InvalidRequestError(
-                f"allow: expected one object of the name {name}, got two; pass "
-                f"{{{name!r}: the one that is meant}}"
+                f"allow: expected one object named {name}, got two; pass "
+                f"{{{name!r}: the intended one}}"
             )
         if BUILT_IN.get(name, value) is not value:
             raise InvalidRequestError(
                 f"allow: expected {name} to be the library's own, got another object "
-                f"of that name; pass {{{name!r}: it}} to put it in its place"
+                f"of that name; pass {{{name!r}: it}} to replace the library's"
             )
     return given
 

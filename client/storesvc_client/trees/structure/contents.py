@@ -1,7 +1,7 @@
-"""What objects hold: the content that a description of them is made of.
+"""Extracts the content of objects for their descriptions.
 
-An object that is described without its content would equal any other of its class. What
-is no setting stays out: addresses, and what was computed when first asked for.
+Without its content, an object would equal any other object of its class. Addresses and
+cached attributes are not settings and are excluded.
 """
 
 import collections
@@ -23,18 +23,18 @@ from storesvc_client.trees.structure.limits import JSON
 from storesvc_client.trees.structure.plain import NOT_PLAIN, encode_plain
 
 _VALUE: Final = "(value)"
-"""A key that no attribute has."""
+"""Key that cannot be an attribute name."""
 
 _MAX_TEXT: Final = 1000
-"""Characters of one text; a digest stands for a longer one."""
+"""Maximum characters of one text; a longer one is replaced by a digest."""
 
 _MAX_PLAIN: Final = 100_000
-"""Values of which a digest is made."""
+"""Maximum values that go into a digest."""
 
 
 def _items_of(value: dict[Any, Any]) -> Any:
-    """The dict that a subclass is; of a dict itself, which is too much for a document,
-    its pairs."""
+    """Returns a dict subclass as a dict, and a plain dict, too large for a document, as
+    pairs."""
     pairs = dict.items(value)
     return list(pairs) if type(value) is dict else dict(pairs)
 
@@ -65,11 +65,11 @@ _BY_BASE: Final[tuple[tuple[Any, Callable[[Any], Any]], ...]] = (
     (int, lambda value: bounded(hex(int.__index__(value)))),
     (float, float.__float__),
 )
-"""The content of objects of a class, and of classes that derive from it."""
+"""Functions that return the content of objects, by base class."""
 
 
 def fields_of(value: Any) -> Mapping[str, Any]:
-    """Returns the content of an object by name; nothing if it keeps it to itself."""
+    """Returns the content of an object by name; empty if it exposes none."""
     found = _settings(value)
     if found is not None:
         return found
@@ -80,15 +80,15 @@ def fields_of(value: Any) -> Mapping[str, Any]:
 
 
 def is_cached(cls: type[Any], name: str) -> bool:
-    """Returns whether an attribute is what a class computes when first asked for it."""
+    """Returns whether an attribute of a class is a cached property."""
     return isinstance(
         inspect.getattr_static(cls, name, None), functools.cached_property
     )
 
 
 def slots_of(cls: type[Any], value: Any = None) -> list[str]:
-    """Returns the names of the slots of a class, and with an object of it only those
-    that are set."""
+    """Returns the names of a class's slots; with an object, only the slots that are
+    set."""
     return [
         name
         for base in cls.__mro__
@@ -100,7 +100,7 @@ def slots_of(cls: type[Any], value: Any = None) -> list[str]:
 
 
 def bounded(text: str) -> str:
-    """Returns a text, or what tells a long one from others."""
+    """Returns a text, or its length and digest if it is long."""
     if len(text) <= _MAX_TEXT:
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -108,7 +108,7 @@ def bounded(text: str) -> str:
 
 
 def digest_of(value: Any) -> str | None:
-    """Returns a digest of plain data; None where it is something else, or huge."""
+    """Returns a digest of plain data, or None for other or very large values."""
     left = _MAX_PLAIN
 
     def encode(part: Any) -> JSON:
@@ -116,7 +116,7 @@ def digest_of(value: Any) -> str | None:
         left -= 1
         encoded = NOT_PLAIN if left < 0 else encode_plain(part, encode)
         if encoded is NOT_PLAIN:
-            raise ValueError("no plain data")
+            raise ValueError("not plain data")
         return encoded
 
     try:
@@ -141,33 +141,29 @@ def _attributes(value: Any) -> dict[str, Any]:
     found |= {name: getattr(value, name) for name in slots_of(cls, value)}
     own = getattr(value, "__dict__", None)
     if isinstance(own, Mapping):
-        # what was computed when first asked for says nothing, and is not always there
+        # A cached property is set only after its first use, so it is no setting.
         found |= {str(name): own[name] for name in own if not is_cached(cls, str(name))}
     return found
 
 
 def _words(value: Any) -> dict[str, Any]:
-    """What an object without attributes says of itself, if that is no address."""
+    """Returns the repr of an object without attributes, unless it has an address."""
     if hasattr(value, "__dict__"):
         return {}
     try:
         text = repr(value)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
         return {}
-    return {} if _has_address(text) else {_VALUE: bounded(text)}
-
-
-def _has_address(text: str) -> bool:
-    return "0x" in text
+    return {} if "0x" in text else {_VALUE: bounded(text)}
 
 
 def _settings(value: Any) -> Mapping[str, Any] | None:
-    """What a configuration says of itself, if it does."""
+    """Returns the settings of a configuration's ``to_dict``, if it has one."""
     to_dict = getattr(value, "to_dict", None)
     if not isinstance(to_dict, types.MethodType):
         return None
     try:
         found = to_dict()
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
-        return None  # it asks for arguments, or for more than there is
+        return None  # it needs arguments, or attributes that are missing
     return found if isinstance(found, Mapping) else None

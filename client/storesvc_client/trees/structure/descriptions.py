@@ -1,22 +1,29 @@
-"""Descriptions of what a document cannot hold: closures, instances, meshes.
+"""Describes values that a document cannot hold: closures, instances, meshes.
 
-A description is for comparing and for messages, and is never turned back. It says what
-two builds of one model have in common, in another process, on another mesh, with
-another seed or with no arrays at all: names of classes and functions, what a function
-closes over, the fields of an object. It holds no address, and nothing of the mesh.
+Descriptions are for comparisons and messages, and are never decoded. A description is
+equal for two builds of one model in another process, on another mesh, with another seed
+or without arrays: it has names of classes and functions, the variables that a function
+closes over, and the fields of an object. It has no addresses and nothing about the
+mesh.
+
+All lambdas in one function have the same name. Their code distinguishes them: its
+names, constants and operators, in order. Bytecode would depend on the release of
+Python.
 """
 
+import dis
 import functools
 import hashlib
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
 
-from storesvc_client.trees.structure.codes import code_name, facts_of
 from storesvc_client.trees.structure.contents import digest_of, fields_of
 from storesvc_client.trees.structure.limits import JSON
 
@@ -27,7 +34,7 @@ TOPOLOGY: Final = frozenset(
         *("sharding_axis_dims", "sharding_axis_names", "sharding_dcn_axis_dims"),
     }
 )
-"""Attributes and settings that say where a model runs, not what it is."""
+"""Attributes and settings that select where a model runs."""
 
 VOLATILE: Final = frozenset(
     {
@@ -35,7 +42,7 @@ VOLATILE: Final = frozenset(
         *("name_or_path", "_commit_hash", "_esurge_cache_scope_key"),
     }
 )
-"""Settings that say who wrote them."""
+"""Settings that record the software and path that wrote them."""
 
 IGNORED: Final = TOPOLOGY | VOLATILE
 
@@ -60,17 +67,26 @@ EXECUTION: Final = frozenset(
         *("_gradient_checkpointing_feature", "module_moe_method"),
     }
 )
-"""Settings that say how a model is computed, by which kernel and in which order, and
-not what is computed."""
+"""Settings that select how a model is computed (kernels, order), not what is
+computed."""
 
 MAX_DESCRIBED: Final = 6
-"""Descriptions within each other."""
+"""Maximum nesting of descriptions."""
 
 MAX_PARTS: Final = 10_000
-"""Values of one description: what it closes over may be anything."""
+"""Maximum values of one description; a closure may contain anything."""
 
 Describe: TypeAlias = Callable[[Any], JSON]
-"""Of a value within the one that is described."""
+"""Describes a value inside a described value."""
+
+_LIBRARIES: Final = frozenset({"flax", "jax", "numpy", "optax"})
+"""Libraries whose releases change the code of a function but not its behaviour."""
+
+_HAS_DOCSTRING: Final = 0x4000000
+"""Flag of code objects since Python 3.13; earlier, the first constant is the
+docstring."""
+
+_OPERATIONS: Final = frozenset({"BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "IS_OP"})
 
 _PLACES: Final = (
     jax.sharding.Mesh,
@@ -80,20 +96,20 @@ _PLACES: Final = (
 )
 
 
-def soft_name(value: Any) -> str:
-    """Returns what a class or function calls itself; nothing need be there."""
+def reported_name(value: Any) -> str:
+    """Returns the name that a class or function reports; it need not exist."""
     module = getattr(value, "__module__", None) or "?"
     qualname = getattr(value, "__qualname__", None) or type(value).__qualname__
     return f"{module}:{qualname}"
 
 
 def describe(value: Any, inner: Describe) -> dict[str, JSON]:
-    """Returns a description; its parts are described by ``inner``."""
+    """Returns a description, its parts by ``inner``."""
     if isinstance(value, types.FunctionType):
         return _function(value, inner)
     if isinstance(value, types.MethodType):
         of = inner(value.__self__)
-        return {"function": soft_name(value.__func__), "fields": [["self", of]]}
+        return {"function": reported_name(value.__func__), "fields": [["self", of]]}
     if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
         of = inner(value.__self__)
         return {"function": f"builtins:{value.__qualname__}", "fields": [["self", of]]}
@@ -101,27 +117,27 @@ def describe(value: Any, inner: Describe) -> dict[str, JSON]:
         fields = {"function": value.func, "args": value.args, **value.keywords}
         return {"function": "functools:partial", "fields": _pairs(fields, inner)}
     if isinstance(value, type):
-        return {"class": soft_name(value)}
-    name = soft_name(type(value))
+        return {"class": reported_name(value)}
+    name = reported_name(type(value))
     if isinstance(value, (nnx.Variable, *_PLACES)):
         return {"class": name}
     if isinstance(value, nnx.Pytree):
-        # such as the module that a closure of its own closes over: it is described
-        # where it stands, and what is below it here is not the same in every build
+        # For example, a module that its own closure refers to. It is described where it
+        # is placed in the tree, and its content here may differ between builds.
         return {"class": name, "reference": True}
     if is_array(value):
         return _array(value, inner)
     if callable(value) and hasattr(value, "__wrapped__"):  # of jit, custom_jvp, ...
         return {
-            "function": soft_name(value),
+            "function": reported_name(value),
             "fields": [["of", inner(value.__wrapped__)]],
         }
     return {"class": name, "fields": _pairs(fields_of(value), inner)}
 
 
-def cut_short(value: Any) -> dict[str, JSON]:
-    """Returns the description of what lies too deep, or is one part too many."""
-    cut = {"class": soft_name(type(value)), "cut": True}
+def truncated_description(value: Any) -> dict[str, JSON]:
+    """Returns the description of a value beyond the depth or size limit."""
+    cut = {"class": reported_name(type(value)), "cut": True}
     digest = digest_of(value)
     return cut if digest is None else {**cut, "digest": digest}
 
@@ -133,7 +149,7 @@ def is_array(value: Any) -> bool:
 
 def _array(value: Any, inner: Describe) -> dict[str, JSON]:
     described = {"array": str(value.dtype), "shape": list(map(str, value.shape))}
-    if not isinstance(value, (np.ndarray, np.generic)):  # drawn by a seed, or abstract
+    if not isinstance(value, (np.ndarray, np.generic)):  # seeded or abstract
         return described
     if value.dtype.hasobject:
         return {**described, "fields": [["items", inner(value.tolist())]]}
@@ -147,17 +163,66 @@ def _function(value: types.FunctionType, inner: Describe) -> dict[str, JSON]:
         for name, cell in zip(
             value.__code__.co_freevars, value.__closure__ or (), strict=True
         )
-        if cell != types.CellType()  # of a variable that was never set
+        if cell != types.CellType()  # an unset variable
     }
     fields = {**cells, **(value.__kwdefaults__ or {})}
     if value.__defaults__:
         fields["defaults"] = value.__defaults__
-    facts = facts_of(value)
+    facts = _code_facts(value)
     if facts is not None:
-        fields["(code)"] = facts  # a key that no variable has
-    return {"function": code_name(value), "fields": _pairs(fields, inner)}
+        fields["(code)"] = facts  # no variable has this key
+    return {"function": _code_name(value), "fields": _pairs(fields, inner)}
 
 
 def _pairs(fields: Mapping[str, Any], inner: Describe) -> list[JSON]:
     named = {str(key): value for key, value in fields.items()}
     return [[key, inner(named[key])] for key in sorted(named) if key not in IGNORED]
+
+
+def _code_name(function: FunctionType) -> str:
+    """Returns the module and name of the definition, ignoring wrappers."""
+    module = function.__globals__.get("__name__") or "?"
+    return f"{module}:{function.__code__.co_qualname}"
+
+
+def _code_facts(function: FunctionType) -> list[list[Any]] | None:
+    """Returns names, constants and operators, or None for functions of libraries."""
+    if _code_name(function).partition(":")[0].split(".")[0] in _LIBRARIES:
+        return None
+    names: dict[str, None] = {}
+    constants: dict[tuple[str, str], Any] = {}
+    operators: list[str] = []
+    for code in _codes(function.__code__):
+        names.update(dict.fromkeys(code.co_names))
+        for constant in _constants(code):
+            constants[type(constant).__name__, repr(constant)] = constant
+        operators += _operators(code)
+    return [list(names), list(constants.values()), operators]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _constants(code: CodeType) -> list[Any]:
+    constants = code.co_consts
+    if constants and isinstance(constants[0], str) and _has_docstring(code):
+        constants = constants[1:]
+    return [c for c in constants if c is not None and not isinstance(c, CodeType)]
+
+
+def _has_docstring(code: CodeType) -> bool:
+    if sys.version_info >= (3, 13):
+        return bool(code.co_flags & _HAS_DOCSTRING)
+    return not code.co_name.startswith("<")  # for example, <lambda>
+
+
+def _operators(code: CodeType) -> list[str]:
+    return [
+        step.argrepr or step.opname
+        for step in dis.get_instructions(code)
+        if step.opname in _OPERATIONS or step.opname.startswith("UNARY_")
+    ]

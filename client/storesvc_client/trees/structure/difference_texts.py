@@ -1,4 +1,4 @@
-"""Differences between what was saved and what is given, and how messages name them.
+"""Differences between saved and given structures, merged for messages.
 
 >>> places = [f"layers/{layer}/epsilon" for layer in (0, 1, 2)]
 >>> each = [Difference(place, "1e-06", "0.001") for place in places]
@@ -23,19 +23,19 @@ __all__ = [
 ]
 
 ABSENT: Final = "nothing"
-"""The text for a value that is missing on one side."""
+"""Text for a value that is missing on one side."""
 
 _NUMBER: Final = re.compile(r"(?<![^/\[])\d+(?![^/@.\[\]])")
-"""A part of a path that is the number of a layer or of an item."""
+"""Part of a path that is the number of a layer or of an item."""
 
 _PART: Final = re.compile(r"[/.@\[\]]+")
 
 
 class Difference(NamedTuple):
-    """One place that differs."""
+    """One setting that differs."""
 
     path: str
-    """Parts joined by "/", those of a config by "." and "[N]"."""
+    """Parts joined by "/"; parts of a config by "." and "[N]"."""
     saved: str
     given: str
 
@@ -44,21 +44,24 @@ class Difference(NamedTuple):
 
 
 _KERNEL: Final = re.compile(r"(.*/)?attention_performer/impl(_decode)?")
-"""Where EasyDeL's models keep the kernel of an attention, which its config names."""
+"""Path of the attention kernel in EasyDeL's models, which the config selects."""
 
 _CONFIGS: Final = frozenset({"config", "base_config", "text_config", "vision_config"})
 """Attribute names of configs that many modules share."""
 
 
 def is_execution(difference: Difference) -> bool:
-    """Returns whether a difference is in how a model is computed, not in what is."""
+    """Returns whether a difference affects how a model is computed, not what it
+    computes."""
     named = not EXECUTION.isdisjoint(_PART.split(difference.path))
     return named or _KERNEL.fullmatch(difference.path) is not None
 
 
 def merge_configs(differences: Iterable[Difference]) -> list[Difference]:
-    """Returns differences, each of a setting that many modules have in their configs
-    once, at the shortest path."""
+    """Returns the differences with repeated ones in shared configs merged.
+
+    Each is kept once, at its shortest path.
+    """
     kept: dict[tuple[str, str, str], Difference] = {}
     for each in sorted(differences, key=lambda each: (len(each.path), each.path)):
         *above, name = _PART.split(each.path)
@@ -68,10 +71,10 @@ def merge_configs(differences: Iterable[Difference]) -> list[Difference]:
 
 
 def merge_layers(differences: Iterable[Difference]) -> list[Difference]:
-    """Returns differences, each that repeats for many layers once, for all of them.
+    """Returns the differences with those that repeat over layers merged into one each.
 
-    What cannot be said as ranges of numbers, one for each part of the path, is kept as
-    it is.
+    A group that is not a product of ranges, one per part of the path, is kept
+    unchanged.
     """
     groups: dict[tuple[str, str, str], list[Difference]] = defaultdict(list)
     for each in differences:

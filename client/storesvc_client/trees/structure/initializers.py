@@ -1,7 +1,7 @@
-"""Initializers: closures that jax makes of a few numbers, as the call that makes them.
+"""Encodes initializers, closures that jax creates, as the call that creates them.
 
-A closure has no name, but it says whose it is: all closures of one factory share one
-code object. Its arguments are the variables that it closes over.
+A closure has no importable name, but all closures of one factory share one code object,
+which identifies the factory. Its arguments are the captured variables.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from storesvc_client.trees.structure.metadata import native_name, portable_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factory:
-    """A function of jax that makes initializers."""
+    """A function of jax that creates initializers."""
 
     name: str
     make: Callable[..., Any]
@@ -40,7 +40,7 @@ _SAMPLES: Final[tuple[tuple[Callable[..., Any], Any], ...]] = (
     (init.orthogonal, init.orthogonal()),
     (init.truncated_normal, init.truncated_normal()),
     (init.uniform, init.uniform()),
-    # what lecun, he, kaiming, glorot and xavier make too
+    # Also creates lecun, he, kaiming, glorot and xavier initializers.
     (init.variance_scaling, init.variance_scaling(1.0, "fan_in", "normal")),
 )
 
@@ -54,7 +54,7 @@ _BY_CODE: Final[Mapping[CodeType, Factory]] = MappingProxyType(
 )
 
 WITH_METADATA: Final = "flax.nnx:with_metadata"
-"""The factory of ``nnx.with_partitioning``; its arguments are metadata."""
+"""Factory of ``nnx.with_partitioning``; its arguments are metadata."""
 
 _with_metadata: Any = nnx.with_metadata(init.zeros, tag=0)
 _WITH_METADATA_CODE: Final = _with_metadata.__code__
@@ -62,7 +62,8 @@ _INITIALIZER: Final = "initializer"
 
 
 def call_of(function: Any) -> tuple[str, dict[str, Any]] | None:
-    """Returns the factory and the arguments that make an initializer, if any does."""
+    """Returns the factory and arguments of an initializer, or None if it has no
+    factory."""
     if not isinstance(function, FunctionType):
         return None
     cells = _cells(function)
@@ -85,18 +86,18 @@ def _cells(function: FunctionType) -> dict[str, Any]:
 
 def _metadata_call(cells: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     initializer, metadata = cells.pop(_INITIALIZER), cells.pop("metadata")
-    if any(cells.values()):  # hooks: functions of the user's
+    if any(cells.values()):  # hooks are functions of the user
         return None
     portable = {portable_name(key): value for key, value in metadata.items()}
     return WITH_METADATA, {_INITIALIZER: initializer, **portable}
 
 
 def call(name: str, arguments: dict[str, Any]) -> Any:
-    """Returns what a factory makes.
+    """Returns the initializer that a factory creates.
 
     Raises:
-        KeyError: There is no factory of that name.
-        TypeError: It does not take these arguments.
+        KeyError: There is no factory with that name.
+        TypeError: The factory does not accept these arguments.
     """
     if name == WITH_METADATA:
         initializer = arguments.pop(_INITIALIZER, None)

@@ -1,7 +1,7 @@
-"""Metadata of Variables, the same in all releases of flax.
+"""Converts metadata of Variables to a form that is the same in all flax releases.
 
-What every Variable has is left out where it is as usual, and ``out_sharding`` is what
-older releases call ``sharding_names``.
+Default entries are omitted. ``out_sharding`` is the name for what older releases call
+``sharding_names``.
 """
 
 from collections.abc import Mapping
@@ -10,50 +10,50 @@ from typing import Any, Final
 import numpy as np
 from flax import nnx
 
-USUAL: Final[Mapping[str, Any]] = {
+DEFAULTS: Final[Mapping[str, Any]] = {
     "eager_sharding": True,
     "hijax": False,
     "mutable": True,
     "ref": False,
 }
-"""What a Variable has unless it was asked for something else."""
+"""Default metadata of a Variable."""
 
-_OWN: Final = frozenset(nnx.Variable(np.zeros(())).get_metadata())
-"""What each Variable of this release of flax must have."""
+_REQUIRED: Final = frozenset(nnx.Variable(np.zeros(())).get_metadata())
+"""Metadata that the installed flax release requires of each Variable."""
 
 _OLD_SHARDING: Final = "sharding_names"
 _SHARDING: Final = "out_sharding"
-_OWN_SHARDING: Final = (
+_NATIVE_SHARDING: Final = (
     _SHARDING if hasattr(nnx.Variable, _OLD_SHARDING) else _OLD_SHARDING
 )
-"""As this release of flax calls it: newer ones keep the old name as a property."""
+"""Name in the installed flax release; newer ones keep the old name as a property."""
 
 
 def portable(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns metadata under the names of documents, without what is usual."""
+    """Returns metadata with the names of documents, without defaults."""
     return {
         portable_name(key): value
         for key, value in metadata.items()
-        if not (key in USUAL and value is USUAL[key])
+        if not (key in DEFAULTS and value is DEFAULTS[key])
     }
 
 
 def native(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns metadata for ``Variable.from_metadata`` of this release of flax."""
-    usual = {key: value for key, value in USUAL.items() if key in _OWN}
+    """Returns metadata for ``Variable.from_metadata`` of the installed flax release."""
+    defaults = {key: value for key, value in DEFAULTS.items() if key in _REQUIRED}
     known = {
         native_name(key): value
         for key, value in metadata.items()
-        if key in _OWN or key not in USUAL
+        if key in _REQUIRED or key not in DEFAULTS
     }
-    return {**usual, **known}
+    return {**defaults, **known}
 
 
 def portable_name(key: str) -> str:
-    """Returns what documents call an entry of metadata."""
+    """Returns the name of a metadata entry in documents."""
     return _SHARDING if key == _OLD_SHARDING else key
 
 
 def native_name(key: str) -> str:
-    """Returns what this release of flax calls it."""
-    return _OWN_SHARDING if key == _SHARDING else key
+    """Returns the name of a metadata entry in the installed flax release."""
+    return _NATIVE_SHARDING if key == _SHARDING else key

@@ -1,13 +1,13 @@
-"""Plain data as JSON: what configurations and static attributes are made of.
+"""Encodes plain data as JSON, the content of configurations and static attributes.
 
-None, booleans, finite numbers and strings stand for themselves. All else is an object
-of which one key says what it is::
+None, booleans, finite numbers and strings encode as themselves. Any other value is an
+object, and one of its keys is the tag that names its type::
 
     {"tuple": [1, 2]}   {"dict": [["eps", 1e-06]]}   {"float": "nan"}
     {"dtype": "bfloat16", "as": "jax"}   {"spec": ["fsdp", None]}
 
-What builds on it encodes the parts of a container itself, so that anything may lie
-within anything.
+Encoders built on this module encode the parts of a container themselves, so that values
+of any type may be nested.
 """
 
 import json
@@ -27,14 +27,19 @@ from storesvc_client.trees.structure.limits import (
     MAX_COMPOUND_KEYS,
     MAX_KEY_PARTS,
 )
-from storesvc_client.trees.structure.refusals import Place, Within, refusal, shown
+from storesvc_client.trees.structure.structure_errors import (
+    Place,
+    Within,
+    shown,
+    structure_error,
+)
 
 Encode: TypeAlias = Callable[[Any], JSON]
 Decode: TypeAlias = Callable[[JSON, Place], Any]
-"""Of a value, and of the place where it stands."""
+"""Decodes a value; takes the JSON and its place in the document."""
 
 NOT_PLAIN: Final = object()
-"""What ``encode_plain`` returns for anything else."""
+"""Result of ``encode_plain`` for values that are not plain data."""
 
 SCALARS: Final = frozenset({type(None), bool, int, str})
 _JAX_DTYPE: Final = type(jnp.float32)
@@ -49,7 +54,7 @@ _FLOATS: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode_plain(value: Any, encode: Encode) -> JSON:
-    """Returns a value as JSON, its parts by ``encode``; else ``NOT_PLAIN``."""
+    """Returns a value as JSON, its parts by ``encode``, or ``NOT_PLAIN``."""
     kind = type(value)
     if kind in SCALARS:
         too_long = kind is int and value.bit_length() > MAX_BITS
@@ -99,21 +104,21 @@ _SCALAR_DTYPES: Final = frozenset(DTYPES) - {"complex64", "complex128"}
 
 
 def decode_plain(value: JSON, place: Place, decode: Decode) -> Any:
-    """Returns the value of a document, its parts by ``decode``; else ``NOT_PLAIN``.
+    """Returns the value of a document, its parts by ``decode``, or ``NOT_PLAIN``.
 
     Raises:
-        StructureError: It is plain, and malformed.
+        StructureError: It is plain data, but malformed.
     """
     if not isinstance(value, dict):
         if isinstance(value, list):
-            raise refusal(place, "a value", shown(value))
+            raise structure_error(place, "a value", shown(value))
         return value
     tag = tag_of(value, _DECODERS)
     if tag is None:
         return NOT_PLAIN
     decoder = _DECODERS[tag]
     if value.keys() - {tag} - _MORE_KEYS.get(tag, set()):
-        raise refusal(place, f"one {tag}", shown(value))
+        raise structure_error(place, f"one {tag}", shown(value))
     return decoder(value, place, decode)
 
 
@@ -121,9 +126,9 @@ _MORE_KEYS: Final[dict[str, set[str]]] = {"dtype": {"as"}, "scalar": {"data"}}
 
 
 def tag_of(value: dict[str, Any], tags: Container[str]) -> str | None:
-    """Returns what an object of a document is, of the tags; None if none of them.
+    """Returns the first key of an object that is in ``tags``, or None.
 
-    The order of its keys means nothing: who stores a document may sort them.
+    The order of keys has no meaning; storage may sort them.
     """
     return next((key for key in value if key in tags), None)
 
@@ -132,28 +137,28 @@ def items_of(value: JSON, place: Place) -> list[Any]:
     """Returns a list of a document.
 
     Raises:
-        StructureError: It is something else.
+        StructureError: It is not a list.
     """
     if not isinstance(value, list):
-        raise refusal(place, "a list", shown(value))
+        raise structure_error(place, "a list", shown(value))
     return value
 
 
 def pairs_of(value: JSON, place: Place) -> list[tuple[Any, Any]]:
-    """Returns the pairs of a document; raises as ``items_of``."""
+    """Returns the pairs of a document; raises like ``items_of``."""
     pairs = []
     for item in items_of(value, place):
         if not isinstance(item, list) or len(item) != 2:
-            raise refusal(place, "pairs of a key and a value", shown(item))
+            raise structure_error(place, "pairs of a key and a value", shown(item))
         pairs.append((item[0], item[1]))
     return pairs
 
 
 def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
-    """Returns the dict of pairs, which have different hashable keys.
+    """Returns a dict of pairs whose keys must be distinct and hashable.
 
     Raises:
-        StructureError: They have not.
+        StructureError: They are not.
     """
     found: dict[Any, Any] = {}
     pairs = pairs_of(value, place)
@@ -166,14 +171,15 @@ def decode_pairs(value: JSON, place: Place, decode: Decode) -> dict[Any, Any]:
         except (TypeError, ValueError) as e:
             raise _unhashable(decoded, place) from e
         if len(found) == before:
-            raise refusal(place, "different keys", f"{shown(key)} twice")
+            raise structure_error(place, "unique keys", f"{shown(key)} twice")
     return found
 
 
 def _check_keys(keys: Iterable[JSON], place: Place) -> None:
-    """Refuses keys that take long to tell apart, as one hash may be chosen for all."""
+    """Rejects keys that could be chosen to have equal hashes, which makes a dict
+    slow."""
     if not _are_keys(keys):
-        raise refusal(
+        raise structure_error(
             place,
             f"at most {MAX_COMPOUND_KEYS} keys of {MAX_KEY_PARTS} parts each",
             "more",
@@ -187,16 +193,16 @@ def _are_keys(keys: Iterable[JSON]) -> bool:
 
 def _is_small(key: JSON) -> bool:
     parts = [key]
-    for part in parts:  # which grows meanwhile
+    for part in parts:  # the list grows during the iteration
         if isinstance(part, (dict, list)):
             parts.extend(part.values() if isinstance(part, dict) else part)
-        if len(parts) > 3 * MAX_KEY_PARTS:  # a tuple of one takes three
+        if len(parts) > 3 * MAX_KEY_PARTS:  # a tuple of one item takes three
             return False
     return sum(not isinstance(part, (dict, list)) for part in parts) <= MAX_KEY_PARTS
 
 
 def _unhashable(value: Any, place: Place) -> StructureError:
-    return refusal(place, "hashable values", f"a {type(value).__name__}")
+    return structure_error(place, "hashable values", f"a {type(value).__name__}")
 
 
 def _decode_items(value: JSON, place: Place, decode: Decode) -> list[Any]:
@@ -240,13 +246,13 @@ def _decode_spec(value: JSON, place: Place, decode: Decode) -> Any:
     for axis in axes:
         names = axis if isinstance(axis, tuple) else (axis,)
         if not all(name is None or isinstance(name, str) for name in names):
-            raise refusal(place, "names of mesh axes", shown(value["spec"]))
+            raise structure_error(place, "names of mesh axes", shown(value["spec"]))
     return PartitionSpec(*axes)
 
 
 def _decode_float(value: JSON, place: Place, _: Decode) -> Any:
     if value["float"] not in tuple(_FLOATS):
-        raise refusal(place, "nan, inf or -inf", shown(value["float"]))
+        raise structure_error(place, "nan, inf or -inf", shown(value["float"]))
     return _FLOATS[value["float"]]
 
 
@@ -254,18 +260,18 @@ def _decode_bytes(value: JSON, place: Place, _: Decode) -> Any:
     try:
         return bytes.fromhex(value["bytes"])
     except (TypeError, ValueError) as e:
-        raise refusal(place, "hexadecimal digits", shown(value["bytes"])) from e
+        raise structure_error(place, "hexadecimal digits", shown(value["bytes"])) from e
 
 
 def _decode_ellipsis(value: JSON, place: Place, _: Decode) -> Any:
     if value["ellipsis"] is not True:
-        raise refusal(place, "an ellipsis", shown(value))
+        raise structure_error(place, "an ellipsis", shown(value))
     return Ellipsis
 
 
 def _dtype(name: JSON, place: Place) -> "np.dtype[Any]":
     if not isinstance(name, str) or name not in DTYPES:
-        raise refusal(place, "the name of a dtype", shown(name))
+        raise structure_error(place, "the name of a dtype", shown(name))
     dtype: np.dtype[Any] = DTYPES[name]
     return dtype
 
@@ -279,16 +285,16 @@ def _decode_dtype(value: JSON, place: Place, _: Decode) -> Any:
             return dtype.type
         case "jax" if value["dtype"] in _JAX_DTYPES:
             return _JAX_DTYPES[value["dtype"]]
-    raise refusal(place, "a form of dtype", shown(value.get("as")))
+    raise structure_error(place, "a form of dtype", shown(value.get("as")))
 
 
 def _decode_scalar(value: JSON, place: Place, _: Decode) -> Any:
     if value["scalar"] not in list(_SCALAR_DTYPES):
-        raise refusal(place, "the name of a dtype", shown(value["scalar"]))
+        raise structure_error(place, "the name of a dtype", shown(value["scalar"]))
     dtype = DTYPES[value["scalar"]]
     content = _decode_bytes({"bytes": value.get("data")}, place, _)
     if len(content) != dtype.itemsize:
-        raise refusal(place, f"{dtype.itemsize} bytes", f"{len(content)}")
+        raise structure_error(place, f"{dtype.itemsize} bytes", f"{len(content)}")
     return np.frombuffer(content, dtype)[0]
 
 
@@ -307,4 +313,4 @@ _DECODERS: Final[dict[str, Callable[[JSON, Place, Decode], Any]]] = {
 }
 
 PLAIN_TAGS: Final = frozenset(_DECODERS)
-"""The tags of JSON objects that hold plain data."""
+"""Tags of JSON objects that hold plain data."""

@@ -1,9 +1,9 @@
-"""The classes that a config may have objects of: those that its own class names.
+"""Finds the classes whose objects a config may contain.
 
-A stored config names the classes of its parts. What such a name may lead to is decided
-by the caller's code alone: annotations and defaults of the config's class and of its
-constructor, ``sub_configs`` as transformers has them, what derives from any of these,
-and what they name in turn. Nothing is imported, and no name is walked.
+A stored config contains class names. Which classes they may refer to is determined by
+the caller's code alone: annotations and defaults of the config's class and constructor,
+``sub_configs`` as in transformers, subclasses of these, and the classes that they name
+in turn. Nothing is imported, and no name is resolved by attribute access.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 _MAX_CLASSES: Final = 5000
-"""Classes that one config leads to."""
+"""Maximum classes that one config may refer to."""
 
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 _FOREIGN: Final = frozenset(
     {"abc", "builtins", "collections", "dataclasses", "types", "typing"}
 )
-"""Modules whose classes hold no settings, or stand for themselves."""
+"""Modules whose classes hold no settings, or are handled separately."""
 
 
 def setting_classes(config_class: type[Any]) -> Mapping[str, type[Any]]:
@@ -61,15 +61,15 @@ def name_of_class(cls: type[Any]) -> str:
 def enumerations(
     document: JSON, config_class: type[Any]
 ) -> Mapping[str, type[enum.Enum]]:
-    """Returns the enumerations that a document names, of the packages that a config's
-    class and its bases are of.
+    """Returns the enumerations of a document that are in the packages of a config's
+    class.
 
-    Configs annotate a setting as a text, and hold a member that equals it. To look one
-    up runs no code: its module must be imported already.
+    Configs may annotate a setting as ``str`` and hold an enumeration member equal to
+    it. The lookup runs no code: only modules that are already imported are searched.
 
     Args:
-        document: The config, encoded.
-        config_class: Its class.
+        document: The encoded config.
+        config_class: Class of the config; the packages of its bases count, too.
     """
     packages = {base.__module__.partition(".")[0] for base in config_class.__mro__}
     found = {}
@@ -97,7 +97,7 @@ def _enumeration_names(document: JSON) -> set[str]:
 
 
 def derived_classes(cls: type[Any]) -> list[type[Any]]:
-    """Returns the classes that derive from one directly."""
+    """Returns the direct subclasses of a class."""
     return [] if cls is object else type.__subclasses__(cls)
 
 
@@ -105,9 +105,9 @@ def named_classes(annotation: Any, scope: Mapping[str, Any]) -> Iterator[type[An
     """Yields the classes that an annotation names.
 
     Args:
-        annotation: Of an attribute or parameter; of texts, those that name something of
-            the scope.
-        scope: The globals of the module that it stands in.
+        annotation: Annotation of an attribute or parameter; names in a string are
+            looked up in ``scope``.
+        scope: The globals of the annotation's module.
     """
     left = [annotation]
     for _ in range(_MAX_CLASSES):
@@ -129,10 +129,10 @@ def named_classes(annotation: Any, scope: Mapping[str, Any]) -> Iterator[type[An
 
 
 def _evaluated(text: str, scope: Mapping[str, Any]) -> list[Any]:
-    """The objects that the names in an annotation text refer to, within the scope.
+    """Returns the objects that the names in an annotation string refer to.
 
-    The text is the caller's own code; it is not evaluated, as it may name what is only
-    imported for type checkers.
+    The string is the caller's own code. It is not evaluated, because it may name
+    objects that are imported for type checkers only.
     """
     found = []
     for dotted in _DOTTED.findall(text):
@@ -145,7 +145,7 @@ def _evaluated(text: str, scope: Mapping[str, Any]) -> list[Any]:
 
 
 def _named_by(cls: type[Any]) -> Iterator[type[Any]]:
-    """The classes that a class names: of attributes, arguments, parts and defaults."""
+    """Yields the classes of a class's attributes, arguments, parts and defaults."""
     for base in cls.__mro__:
         scope = vars(sys.modules.get(base.__module__, types))
         for annotation in inspect.get_annotations(base).values():
@@ -154,7 +154,8 @@ def _named_by(cls: type[Any]) -> Iterator[type[Any]]:
         if isinstance(init, types.FunctionType):
             for annotation in init.__annotations__.values():
                 yield from named_classes(annotation, init.__globals__)
-            for default in [*(init.__defaults__ or ()), *_kwdefaults(init)]:
+            keyword_defaults = (init.__kwdefaults__ or {}).values()
+            for default in [*(init.__defaults__ or ()), *keyword_defaults]:
                 yield type(default)
         for value in base.__dict__.values():
             yield from _classes_of(value)
@@ -173,13 +174,12 @@ def _classes_of(value: Any) -> Iterator[type[Any]]:
         yield type(value)
 
 
-def _kwdefaults(init: types.FunctionType) -> list[Any]:
-    return list((init.__kwdefaults__ or {}).values())
-
-
 def _may_hold_settings(cls: type[Any]) -> bool:
-    """Whether objects of a class can be settings: never what has a say when it is made
-    or ends, such as a process or a file."""
+    """Returns whether objects of a class can be settings.
+
+    Excludes classes that run code when an object is called or finalized, such as
+    processes and files.
+    """
     if cls.__module__ in _FOREIGN or inspect.isabstract(cls):
         return False
     if issubclass(cls, enum.Enum):

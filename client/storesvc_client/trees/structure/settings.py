@@ -1,23 +1,37 @@
-"""Configurations as JSON and back, exactly: objects and enumerations included.
+"""Encodes configurations as JSON: exactly, or as plain data.
 
-Beside what ``values`` has::
+``encode_settings`` keeps objects and enumerations, ``rebuild_settings`` restores them.
+
+In addition to the objects of ``values``::
 
     {"object": "my.models:Config", "fields": [["eps", 1e-06], ...]}
     {"object": "my.models:Sizes", "base": {"dict": [...]}, "fields": []}
     {"ndarray": "float32", "shape": [2], "data": "0000803f00000040"}
 
-An object is its class and its attributes as they are, not what its ``to_dict`` makes of
-them: many such methods lose enumerations, tuples and dtypes. It is rebuilt from them
-without a call of its constructor, so that nothing is computed anew. Its class is looked
-up among those that the caller's code names (``setting_classes``); nothing is imported.
+An object is stored as its class and its attributes, not as the result of its
+``to_dict``: many such methods lose enumerations, tuples and dtypes. It is rebuilt from
+the attributes without running its constructor, so nothing is recomputed. Its class is
+looked up among the classes that the caller's code names (``setting_classes``); nothing
+is imported.
 
-Attributes that no document can hold, such as a mesh, are described, and are absent from
-what is rebuilt.
+Attributes that no document can hold, such as a mesh, are described, and are missing
+from the rebuilt object.
+
+``encode_data`` keeps plain data only, for comparisons. An enumeration member becomes
+its value. A value that is not plain becomes ``{"opaque": description}``, which decodes
+to an ``Opaque``: code that rebuilds a configuration skips it, code that compares two
+uses the description.
+
+>>> encode_data({"axes": (1, 2)})
+{'dict': [['axes', {'tuple': [1, 2]}]]}
+>>> decode_data(encode_data({"axes": (1, 2)}))
+{'axes': (1, 2)}
 """
 
 import enum
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -32,26 +46,37 @@ from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.plain import (
     NOT_PLAIN,
     PLAIN_TAGS,
+    decode_plain,
     encode_plain,
     items_of,
     pairs_of,
-)
-from storesvc_client.trees.structure.refusals import (
-    Place,
-    Within,
-    refusal,
-    shown,
+    tag_of,
 )
 from storesvc_client.trees.structure.setting_classes import name_of_class
+from storesvc_client.trees.structure.structure_errors import (
+    Place,
+    Within,
+    shown,
+    structure_error,
+)
 from storesvc_client.trees.structure.values import (
     MAPPINGS,
     ValueDecoder,
     ValueEncoder,
 )
 
-__all__ = ["class_name", "encode_settings", "plain_settings", "rebuild_settings"]
+__all__ = [
+    "Opaque",
+    "class_name",
+    "decode_data",
+    "encode_data",
+    "encode_settings",
+    "plain_settings",
+    "rebuild_settings",
+]
 
 _PLACE: Final = "the config"
+_DATA_PLACE: Final = "data"
 
 _PLACES: Final = (
     jax.sharding.Mesh,
@@ -59,13 +84,13 @@ _PLACES: Final = (
     jax.sharding.Sharding,
     jax.Device,
 )
-"""Where a model runs. A restore has a place of its own."""
+"""Types that select where a model runs; a restore has its own."""
 
 _BASES: Final = (dict, list, tuple, set, frozenset, str, int, float)
 """Plain classes that a class of settings may derive from."""
 
 _MAX_ARRAY_BYTES: Final = 1 << 16
-"""Of an array in a config; a larger one is described."""
+"""Maximum bytes of an array in a config; a larger one is described."""
 
 _UNKNOWN_CLASS: Final = (
     "import the module that has it, or give a factory, model=lambda: ..."
@@ -73,23 +98,23 @@ _UNKNOWN_CLASS: Final = (
 
 
 def encode_settings(value: Any) -> JSON:
-    """Returns a config as JSON; parts that no document can hold are described."""
+    """Returns a config as JSON, with descriptions of parts that no document can
+    hold."""
     return _SettingsEncoder().encode(value)
 
 
 def class_name(document: JSON) -> str | None:
-    """Returns the name of the class whose object a document holds; None where it holds
-    something else."""
+    """Returns the class name of the object in a document, or None for other values."""
     name = document.get("object") if isinstance(document, dict) else None
     return name if isinstance(name, str) else None
 
 
 def rebuild_settings(document: JSON, classes: Mapping[str, type[Any]]) -> Any:
-    """Returns the config that a document holds.
+    """Returns the config of a document.
 
     Args:
-        document: What ``encode_settings`` returned.
-        classes: The classes that it may have objects and members of, by name.
+        document: A document that ``encode_settings`` returned.
+        classes: Allowed classes of objects and enumeration members, by name.
 
     Raises:
         StructureError: It is malformed, or has an object of another class.
@@ -99,10 +124,10 @@ def rebuild_settings(document: JSON, classes: Mapping[str, type[Any]]) -> Any:
 
 
 def plain_settings(document: JSON) -> JSON:
-    """Returns a document of settings as one of plain data, for comparing.
+    """Returns a document of settings as a document of plain data, for comparisons.
 
-    An object becomes a dict of its attributes, and a member of an enumeration its value
-    or its name; what has no plain form is described.
+    An object becomes a dict of its attributes, an enumeration member its value or its
+    name. A value without a plain form is described.
 
     Raises:
         StructureError: It is malformed.
@@ -141,14 +166,14 @@ class _SettingsEncoder(ValueEncoder):
     """Encodes objects by their attributes."""
 
     def encode_object(self, value: Any) -> JSON | None:
-        """Returns what is not plain as JSON; None where only a description can."""
+        """Returns an object as JSON, or None if only a description can represent it."""
         if isinstance(value, (np.ndarray, jax.Array)):
             return _array(value)
         if not _is_settings(value):
             return super().encode_object(value)
         base = next((base for base in _BASES if isinstance(value, base)), None)
         known = super().encode_object(value) if base is not None else None
-        if known is not None:  # such as an OrderedDict or a NamedTuple
+        if known is not None:  # for example, an OrderedDict or a NamedTuple
             return known
         document = {"object": name_of_class(type(value))}
         if base is not None:
@@ -160,8 +185,10 @@ class _SettingsEncoder(ValueEncoder):
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object, in the order in which they were set, but for
-    where it runs and for what it computes when first asked."""
+    """Returns the attributes of an object in the order in which they were set.
+
+    Excludes where it runs (meshes, devices) and cached properties.
+    """
     cls = type(value)
     found: dict[Any, Any] = {
         name: getattr(value, name) for name in slots_of(cls, value)
@@ -177,7 +204,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _is_settings(value: Any) -> bool:
-    """Whether a value is an object whose attributes say all of it."""
+    """Returns whether a value is an object that its attributes describe completely."""
     cls = type(value)
     if cls.__module__ == "builtins" or isinstance(value, (*_PLACES, *_NO_SETTINGS)):
         return False
@@ -192,7 +219,7 @@ _NO_SETTINGS: Final = (enum.Enum, type, types.ModuleType, nnx.Pytree, nnx.Variab
 
 
 def _array(value: Any) -> JSON | None:
-    """A small array with its values; None of what is abstract, large or of keys."""
+    """Returns a small array as JSON; None if it is abstract, large or of PRNG keys."""
     try:
         found = np.asarray(value)
     except Exception:  # noqa: BLE001 - jax raises many kinds for what has no value
@@ -204,7 +231,7 @@ def _array(value: Any) -> JSON | None:
 
 
 class _SettingsDecoder(ValueDecoder):
-    """Rebuilds objects, of the classes that it was given."""
+    """Rebuilds objects of the given classes."""
 
     def __init__(self, classes: Mapping[str, type[Any]]) -> None:
         super().__init__(Table(dict(classes)))
@@ -221,10 +248,10 @@ class _SettingsDecoder(ValueDecoder):
     def _object(self, value: dict[str, JSON], place: Place) -> Any:
         name = value["object"]
         if value.keys() - {"object", "base", "fields"}:
-            raise refusal(place, "one object", shown(value))
+            raise structure_error(place, "one object", shown(value))
         cls = self._classes.get(name) if isinstance(name, str) else None
         if cls is None:
-            raise refusal(
+            raise structure_error(
                 place,
                 "a class that the model's config names",
                 shown(name),
@@ -235,7 +262,7 @@ class _SettingsDecoder(ValueDecoder):
         slots = slots_of(cls)
         for key, item in pairs_of(value.get("fields", []), place):
             if not isinstance(key, str) or not key.isidentifier():
-                raise refusal(place, "names of attributes", shown(key))
+                raise structure_error(place, "names of attributes", shown(key))
             if _is_described(item):
                 continue
             decoded = self.decode(item, Within(place, key))
@@ -244,19 +271,23 @@ class _SettingsDecoder(ValueDecoder):
             elif attributes is not None:
                 attributes[key] = decoded
             else:
-                raise refusal(place, f"attributes of {shown(name)}", shown(key))
+                raise structure_error(place, f"attributes of {shown(name)}", shown(key))
         return made
 
     def _empty(self, cls: type[Any], value: dict[str, JSON], place: Place) -> Any:
-        """A new object without attributes. No constructor of its class runs."""
+        """Returns a new object without attributes; no constructor of its class runs."""
         base = next((base for base in _BASES if issubclass(cls, base)), None)
         if issubclass(cls, enum.Enum) or (base is None) != ("base" not in value):
-            raise refusal(place, "an object of settings", shown(value["object"]))
+            raise structure_error(
+                place, "an object of settings", shown(value["object"])
+            )
         if base is None:
             return self._call(lambda: object.__new__(cls), place)
         content = self.decode(value["base"], Within(place, "base"))
         if type(content) is not base:
-            raise refusal(place, f"a {base.__name__}", f"a {type(content).__name__}")
+            raise structure_error(
+                place, f"a {base.__name__}", f"a {type(content).__name__}"
+            )
         new: Callable[..., Any] = base.__new__
         if base in _MUTABLE:
             made = self._call(partial(new, cls), place)
@@ -267,14 +298,14 @@ class _SettingsDecoder(ValueDecoder):
     def _ndarray(self, value: dict[str, JSON], place: Place) -> Any:
         name, shape = value["ndarray"], items_of(value.get("shape"), place)
         if not isinstance(name, str) or name not in DTYPES:
-            raise refusal(place, "the name of a dtype", shown(name))
+            raise structure_error(place, "the name of a dtype", shown(name))
         if not all(type(n) is int and n >= 0 for n in shape):
-            raise refusal(place, "a shape", shown(shape))
+            raise structure_error(place, "a shape", shown(shape))
         try:
             content = bytes.fromhex(value["data"])
             return np.frombuffer(content, DTYPES[name]).reshape(shape).copy()
         except (TypeError, ValueError, LookupError) as e:
-            raise refusal(place, "the bytes of an array", shown(value)) from e
+            raise structure_error(place, "the bytes of an array", shown(value)) from e
 
 
 _MUTABLE: Final[dict[type[Any], Callable[[Any, Any], None]]] = {
@@ -285,7 +316,7 @@ _MUTABLE: Final[dict[type[Any], Callable[[Any, Any], None]]] = {
 
 
 def _is_described(document: JSON) -> bool:
-    """Whether a part of a value is only described."""
+    """Returns whether a part of a value is only described."""
     left = [document]
     while left:
         value = left.pop()
@@ -296,3 +327,44 @@ def _is_described(document: JSON) -> bool:
         elif isinstance(value, list):
             left += value
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A value of which a document holds only a description."""
+
+    description: JSON
+
+
+def encode_data(value: Any) -> JSON:
+    """Returns plain data as JSON, and descriptions of other values."""
+    return _DataEncoder().encode(value)
+
+
+def decode_data(document: JSON) -> Any:
+    """Returns the data of a document, with an ``Opaque`` for each description.
+
+    Raises:
+        StructureError: The document is malformed.
+    """
+    check_json(document, _DATA_PLACE)
+    return _decode_plain_data(document, _DATA_PLACE)
+
+
+def _decode_plain_data(value: JSON, place: Place) -> Any:
+    decoded = decode_plain(value, place, _decode_plain_data)
+    if decoded is not NOT_PLAIN:
+        return decoded
+    if tag_of(value, {"opaque"}) and isinstance(value["opaque"], dict):
+        return Opaque(value["opaque"])
+    raise structure_error(place, "plain data", shown(value))
+
+
+class _DataEncoder(ValueEncoder):
+    """Encodes plain data only; names of classes and functions are descriptions."""
+
+    def encode_object(self, value: Any) -> JSON | None:
+        """Returns the value of an enumeration member, or None for other objects."""
+        if isinstance(value, enum.Enum):
+            return encode_plain(value.value, self.encode)
+        return super().encode_object(value) if self.describing else None

@@ -1,6 +1,6 @@
-"""Static attributes of modules as JSON: plain data, names, calls and descriptions.
+"""Encodes static attributes of modules as JSON: plain data, names, calls, descriptions.
 
-Beside what ``plain`` has::
+In addition to the objects of ``plain``::
 
     {"function": "jax.nn:gelu"}   {"class": "flax.nnx:Param"}
     {"partial": {"function": "jax.nn:gelu"}, "args": [], "keywords": [["a", true]]}
@@ -9,7 +9,7 @@ Beside what ``plain`` has::
     {"linen": "my.models:Block", "fields": [["features", 8]]}
     {"opaque": {"class": "my.models:Config", "fields": [["eps", 1e-06]]}}
 
-The last is a hole: a description of what only a template has.
+The last is a hole: the description of a value that only a template can supply.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from storesvc_client.trees.structure.allowed_names import Table, name_of
 from storesvc_client.trees.structure.descriptions import (
     MAX_DESCRIBED,
     MAX_PARTS,
-    cut_short,
     describe,
-    soft_name,
+    reported_name,
+    truncated_description,
 )
 from storesvc_client.trees.structure.limits import JSON, MAX_BITS, MAX_NESTED
 from storesvc_client.trees.structure.plain import (
@@ -45,12 +45,12 @@ from storesvc_client.trees.structure.plain import (
     items_of,
     tag_of,
 )
-from storesvc_client.trees.structure.refusals import (
-    CODE,
+from storesvc_client.trees.structure.structure_errors import (
+    GIVE_CODE,
     Place,
     Within,
-    refusal,
     shown,
+    structure_error,
 )
 
 MAPPINGS: Final[dict[str, Callable[[dict[Any, Any]], Any]]] = {
@@ -60,13 +60,13 @@ MAPPINGS: Final[dict[str, Callable[[dict[Any, Any]], Any]]] = {
     "state": nnx.State,
     "state_axes": nnx.StateAxes,
 }
-"""Mappings other than dict, by their tag."""
+"""Mapping types other than dict, by tag."""
 
 FAILURES: Final = (
     *(TypeError, ValueError, AttributeError, LookupError),
     *(RuntimeError, AssertionError, OverflowError, FlaxError),
 )
-"""What flax raises where it is given what it did not expect."""
+"""Exceptions that flax raises for unexpected input."""
 
 _MAPPING_TAGS: Final[dict[Any, str]] = {
     FrozenDict: "frozen_dict",
@@ -88,17 +88,18 @@ class ValueEncoder:
 
     @property
     def describing(self) -> bool:
-        """Whether what is encoded is a part of a description."""
+        """True while parts of a description are encoded."""
         return self._described > 0
 
     def encode(self, value: Any) -> JSON:
         """Returns a value as JSON."""
-        if type(value) in SCALARS and not (type(value) is int and _is_long(value)):
+        kind = type(value)
+        if kind in SCALARS and not (kind is int and value.bit_length() > MAX_BITS):
             return value
         if self._described:
             return self._encode_part(value)
-        # thousands of layers share their settings; the value is kept, and with it
-        # its id
+        # Thousands of layers share their settings. The cache keeps the value alive, so
+        # its id stays unique.
         known = self._known.get(id(value))
         if known is None:
             known = self._known[id(value)] = (value, self._guarded(value))
@@ -107,15 +108,16 @@ class ValueEncoder:
     def _encode_part(self, value: Any) -> JSON:
         self._parts += 1
         if self._parts > MAX_PARTS:
-            return {"opaque": cut_short(value)}
+            return {"opaque": truncated_description(value)}
         return self._guarded(value)
 
     def _guarded(self, value: Any) -> JSON:
-        """What contains itself is described once."""
+        """Encodes a value once; a value that contains itself is described by its
+        class."""
         if id(value) in self._busy:
-            return {"opaque": {"class": soft_name(type(value))}}
+            return {"opaque": {"class": reported_name(type(value))}}
         if len(self._busy) >= MAX_NESTED:
-            return {"opaque": cut_short(value)}
+            return {"opaque": truncated_description(value)}
         self._busy.add(id(value))
         try:
             return self._encode(value)
@@ -130,7 +132,7 @@ class ValueEncoder:
         return self._opaque(value) if missing else encoded
 
     def encode_object(self, value: Any) -> JSON | None:
-        """Returns what is not plain as JSON; None where only a description can."""
+        """Returns an object as JSON, or None if only a description can represent it."""
         if isinstance(value, enum.Enum):
             return self._enum(value)
         tag = _MAPPING_TAGS.get(type(value))
@@ -155,7 +157,7 @@ class ValueEncoder:
 
     def _enum(self, value: enum.Enum) -> JSON:
         encoded = {"enum": name_of(type(value)), "member": value.name}
-        # a configuration that went through JSON has only the string
+        # A configuration that went through JSON has only the string.
         return {**encoded, "value": value.value} if isinstance(value, str) else encoded
 
     def _linen(self, value: nn.Module) -> JSON:
@@ -179,7 +181,7 @@ class ValueEncoder:
 
     def _opaque(self, value: Any) -> JSON:
         if self._described >= MAX_DESCRIBED:
-            return {"opaque": cut_short(value)}
+            return {"opaque": truncated_description(value)}
         if not self._described:
             self._parts = 0
         self._described += 1
@@ -189,12 +191,8 @@ class ValueEncoder:
             self._described -= 1
 
 
-def _is_long(value: int) -> bool:
-    return value.bit_length() > MAX_BITS
-
-
 class ValueDecoder:
-    """Decodes static values, with the names of a table."""
+    """Decodes static values; resolves names in a table."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -213,14 +211,14 @@ class ValueDecoder:
         """Returns the value of a document.
 
         Raises:
-            StructureError: It is malformed, names what is not allowed, or is a hole.
+            StructureError: It is malformed, names something not allowed, or is a hole.
         """
         decoded = decode_plain(value, place, self.decode)
         if decoded is not NOT_PLAIN:
             return decoded
         tag = tag_of(value, _KEYS)
         if tag is None or value.keys() - _KEYS[tag]:
-            raise refusal(place, "a value", shown(value))
+            raise structure_error(place, "a value", shown(value))
         if tag in MAPPINGS:
             pairs = decode_pairs(value[tag], place, self.decode)
             return self._call(functools.partial(MAPPINGS[tag], pairs), place)
@@ -236,15 +234,15 @@ class ValueDecoder:
         cls = self._table.enum_class(value["enum"], place)
         member = value.get("member")
         if not isinstance(member, str) or member not in cls.__members__:
-            raise refusal(place, f"a member of {value['enum']}", shown(member))
+            raise structure_error(place, f"a member of {value['enum']}", shown(member))
         return cls.__members__[member]
 
     def _named_tuple(self, value: JSON, place: Place) -> Any:
         cls = self._table.named_tuple(value["named_tuple"], place)
         items = items_of(value.get("items"), place)
         if len(items) != len(cls._fields):
-            raise refusal(place, f"{len(cls._fields)} items", f"{len(items)}")
-        # not cls(*items): a subclass may do anything in its constructor
+            raise structure_error(place, f"{len(cls._fields)} items", f"{len(items)}")
+        # Not cls(*items): the constructor of a subclass may run any code.
         return tuple.__new__(
             cls, [self.decode(item, Within(place, i)) for i, item in enumerate(items)]
         )
@@ -254,13 +252,15 @@ class ValueDecoder:
         fields = self._keywords(value.get("fields"), place)
         known = {f.name for f in dataclasses.fields(cls) if f.init} - {"parent"}
         if unknown := fields.keys() - known:
-            raise refusal(place, f"fields of {value['linen']}", shown(min(unknown)))
+            raise structure_error(
+                place, f"fields of {value['linen']}", shown(min(unknown))
+            )
         return self._call(functools.partial(cls, **fields), place)
 
     def _partial(self, value: JSON, place: Place) -> Any:
         function = self.decode(value["partial"], place)
         if not callable(function) or isinstance(function, type):
-            raise refusal(place, "a function", f"a {type(function).__name__}")
+            raise structure_error(place, "a function", f"a {type(function).__name__}")
         args = items_of(value.get("args"), place)
         decoded = [self.decode(item, Within(place, i)) for i, item in enumerate(args)]
         keywords = self._keywords(value.get("keywords"), place)
@@ -271,35 +271,39 @@ class ValueDecoder:
         if name != initializers.WITH_METADATA and (
             not isinstance(name, str) or name not in initializers.FACTORIES
         ):
-            raise refusal(place, "a factory of jax.nn.initializers", shown(name))
+            raise structure_error(
+                place, "a factory of jax.nn.initializers", shown(name)
+            )
         arguments = self._keywords(value.get("arguments"), place)
         return self._call(functools.partial(initializers.call, name, arguments), place)
 
     def _opaque(self, value: JSON, place: Place) -> Any:
         described = value["opaque"]
         if not isinstance(described, dict):
-            raise refusal(place, "a description", shown(described))
+            raise structure_error(place, "a description", shown(described))
         named = (described.get(key) for key in ("function", "class", "array"))
         name = next((shown(name) for name in named if name is not None), "an object")
-        raise refusal(
+        raise structure_error(
             place,
             "a value that a document can hold",
             f"only the description of {name}",
-            CODE,
+            GIVE_CODE,
         )
 
     def _keywords(self, value: JSON, place: Place) -> dict[str, Any]:
         keywords = decode_pairs(value, place, self.decode)
         for key in keywords:
             if not isinstance(key, str):
-                raise refusal(place, "names of arguments", f"a {type(key).__name__}")
+                raise structure_error(
+                    place, "names of arguments", f"a {type(key).__name__}"
+                )
         return keywords
 
     def _call(self, function: Callable[[], Any], place: Place) -> Any:
         try:
             return function()
         except FAILURES as e:
-            raise refusal(
+            raise structure_error(
                 place, "arguments that fit", f"{type(e).__name__}: {e}"
             ) from e
 
@@ -315,4 +319,4 @@ _KEYS: Final[dict[str, set[str]]] = {
     "partial": {"partial", "args", "keywords"},
     **{tag: {tag} for tag in MAPPINGS},
 }
-"""The keys of each object of a document, by its tag."""
+"""Allowed keys of each object of a document, by its tag."""

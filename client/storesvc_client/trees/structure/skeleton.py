@@ -1,8 +1,8 @@
-"""Hollow modules: of a GraphDef's structure, with placeholders for leaves.
+"""Skeleton modules: modules of a GraphDef's structure with placeholders for leaves.
 
-How a GraphDef lists its nodes changes from one flax release to the next. The module
-that it describes does not: so a structure is read from a hollow module, and written by
-making one and letting flax split it.
+The node list of a GraphDef changes between flax releases, but the module that it
+describes does not. Therefore a structure is read from a skeleton module, and decoded by
+building one and letting flax split it.
 """
 
 from functools import cache
@@ -15,30 +15,30 @@ from flax.nnx.pytreelib import PytreeState
 
 STATE: Final = "_pytree__state"
 NODES: Final = "_pytree__nodes"
-"""What flax keeps among the attributes of a module: whether it is being set up, and
-which attributes are data."""
+"""Attributes that flax adds to modules: the setup state, and which attributes are
+data."""
 
 RESERVED: Final = "_pytree__"
-"""How names begin that belong to flax."""
+"""Prefix of attribute names that flax reserves."""
 
 Leaf: TypeAlias = "np.ndarray[Any, Any]"
 
 
 def placeholder() -> Leaf:
-    """Returns a leaf that is told from all others by its id."""
+    """Returns a new leaf, identified by its id."""
     return np.zeros((), np.float32)
 
 
-def hollow(graphdef: "nnx.GraphDef[Any]") -> tuple[Any, list[Leaf]]:
-    """Returns the module of a structure, and the placeholders in it."""
+def skeleton_of(graphdef: "nnx.GraphDef[Any]") -> tuple[Any, list[Leaf]]:
+    """Returns a module of a structure, and the placeholders in it."""
     leaves = [placeholder() for _ in range(graphdef.num_leaves)]
     return nnx.merge(graphdef, nnx.State(dict(enumerate(leaves)))), leaves
 
 
-def filled(root: Any) -> Any:
-    """Returns a module with leaves for the arrays that flax 0.12.3 takes for static.
+def with_placeholders(root: Any) -> Any:
+    """Returns a module with placeholders for arrays that flax 0.12.3 treats as static.
 
-    They are attributes of abstract modules that no Variable holds.
+    These are attributes of abstract modules that are not in a Variable.
     """
     queue, seen = [root], {id(root)}
     while queue:
@@ -53,7 +53,8 @@ def filled(root: Any) -> Any:
 
 
 def _parts(value: Any) -> dict[Any, Any]:
-    """What a module or container holds; the module's own, so that it may change."""
+    """Returns the parts of a module or container; a module's own dict, to be
+    modified."""
     if isinstance(value, nnx.Pytree):
         return vars(value)
     if isinstance(value, (list, tuple)):
@@ -67,24 +68,24 @@ def _has_int_keys(cls: Any) -> bool:
 
 
 def stored_key(cls: Any, key: int | str) -> int | str:
-    """Returns how the attributes of a class are keyed, in this release of flax."""
+    """Returns the key of an attribute in the installed flax release."""
     return str(key) if _has_int_keys(cls) else key
 
 
 def portable_key(cls: Any, key: Any) -> Any:
-    """Returns the key of an attribute, the same in all releases of flax."""
+    """Returns the key of an attribute, the same in all flax releases."""
     has_int_keys = _has_int_keys(cls)
     is_int = isinstance(key, str) and key.isdecimal() and key.isascii()
     return int(key) if has_int_keys and is_int and str(int(key)) == key else key
 
 
 def setup_flags(state: Any) -> list[bool]:
-    """Returns what ``PytreeState`` keeps: being initialized, being set up."""
+    """Returns the flags of a ``PytreeState``: initializing, is_setup."""
     treedef: Any = jax.tree.structure(state)
     _, flags = treedef.node_data() or (None, (False, False))
     return [bool(flag) for flag in flags]
 
 
 def setup_state(flags: list[bool]) -> PytreeState:
-    """Returns the ``PytreeState`` of flags."""
+    """Returns the ``PytreeState`` with these flags."""
     return PytreeState(*flags)

@@ -1,26 +1,28 @@
-"""Refusals of a stored structure: one class, and the words that all of them use."""
+"""Errors for a stored structure, and the wording that they share."""
 
 from typing import Any, Final, TypeAlias
 
 from storesvc_client.errors import StructureError
 
-OTHER: Final = "the document is damaged or not of this library; use another checkpoint"
-"""What to do about a document that no encoder of ours writes."""
+CORRUPT: Final = (
+    "the document is corrupt or was not written by this library; use another checkpoint"
+)
+"""Advice for a document that no encoder of this library writes."""
 
 Place: TypeAlias = object
-"""What ``str`` makes the place of; made only where it is told."""
+"""Place in a document; its ``str`` is computed only for a message."""
 
-CODE: Final = "give the model's code in model=: its class, or a factory"
-"""What to do about a value that no document can hold."""
+GIVE_CODE: Final = "give the model's code in model=: its class, or a factory"
+"""Advice for a value that no document can hold."""
 
 MAX_WORDS: Final = 200
-"""Characters of a text that a document has a say in."""
+"""Maximum characters of a text that a document controls."""
 
 _SHOWN: Final = 80
 
 
 class Within:
-    """A place within another; only a refusal needs its text."""
+    """A place inside another; its text is computed only for a message."""
 
     __slots__ = ("_key", "_outer")
 
@@ -29,7 +31,7 @@ class Within:
         self._key = key
 
     def __str__(self) -> str:
-        """Returns the keys, from the outermost on."""
+        """Returns the keys from the outermost on, joined by "/"."""
         parts: list[str] = []
         place: Place = self
         while isinstance(place, Within):
@@ -39,8 +41,8 @@ class Within:
         return "/".join([str(place), *reversed(parts)])
 
 
-def refusal(
-    place: Place, expected: str, got: str, advice: str = OTHER
+def structure_error(
+    place: Place, expected: str, got: str, advice: str = CORRUPT
 ) -> StructureError:
     """Returns the error for a place of a document."""
     where, what, found = map(printable, (str(place), expected, got))
@@ -48,7 +50,7 @@ def refusal(
 
 
 def printable(text: str) -> str:
-    """Returns a text of a document for a terminal: ASCII, one line, and not long."""
+    """Returns a document's text for a terminal: ASCII, one line, shortened."""
     half = MAX_WORDS // 2
     if len(text) > MAX_WORDS:
         text = f"{text[:half]}...{text[-half:]}"
@@ -56,7 +58,7 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Returns a text without what a terminal would act on."""
+    """Returns a text with control and non-ASCII characters escaped."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -65,7 +67,7 @@ def escaped(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a few words for any JSON value; never more, and never its contents."""
+    """Returns a short summary of any JSON value; never the full contents."""
     match value:
         case dict():
             keys = ", ".join(shown(key) for key in list(value)[:3])

@@ -1,16 +1,15 @@
-"""What two documents have in common, and where they differ.
+"""Compares two documents, setting by setting.
 
-A document's rows say what a model is, one setting each, by path::
+The rows of a document describe a model, one setting each, by path::
 
     layers/0              flax.nnx.LayerNorm
     layers/0/epsilon      1e-06
     layers/0/scale        flax.nnx.Param
 
-They leave out settings of where a model runs (meshes), and of who wrote them
-(versions). A tuple and a list are the same, and so are a string and an enumeration's
-member that equals it: a configuration that went through JSON is the same configuration.
-What is None may as well be absent, as newer releases of flax give their layers new
-attributes.
+Rows exclude settings of the mesh and versions of the software that wrote the document.
+A tuple equals a list, and a string equals an enumeration member with that value, so a
+configuration is unchanged by a round trip through JSON. None equals an absent setting,
+because newer releases of flax add attributes to their layers.
 """
 
 import hashlib
@@ -22,40 +21,46 @@ from storesvc_client.trees.structure.descriptions import IGNORED
 from storesvc_client.trees.structure.difference_texts import ABSENT, Difference
 from storesvc_client.trees.structure.limits import JSON, check_json
 from storesvc_client.trees.structure.plain import pairs_of, tag_of
-from storesvc_client.trees.structure.refusals import refusal, shown
-from storesvc_client.trees.structure.texts import ARRAY, DIGEST, Texts, parts_of, short
+from storesvc_client.trees.structure.structure_errors import shown, structure_error
+from storesvc_client.trees.structure.value_texts import (
+    ARRAY,
+    DIGEST,
+    Texts,
+    parts_of,
+    short,
+)
 
 _PLACE: Final = "the structure"
 ROOT: Final = "the module itself"
 _NONE: Final = repr(None)
 
 _MAX_PATH: Final = 240
-"""Characters of a path; of a longer one, a part and a digest tell it."""
+"""Maximum characters of a path; a longer one is shortened to its ends and a digest."""
 
 _MAX_ROWS: Final = 1 << 28
-"""Characters of all rows. A module of 100,000 small layers takes a third of that."""
+"""Maximum characters of all rows. A module of 100,000 small layers needs a third."""
 
 
 def rows(document: JSON) -> dict[str, str]:
-    """Returns what a document says, by path; the root's path is "".
+    """Returns the settings of a document by path; the root's path is "".
 
     Raises:
         StructureError: The document is malformed.
     """
-    return _rows(document, IGNORED)
+    return _read(document, IGNORED).texts
 
 
 def differences(
     saved: JSON, target: JSON, *, ignore: Iterable[str] = ()
 ) -> list[Difference]:
-    """Returns where two documents differ; nothing if they do not.
+    """Returns the differences between two documents; empty if there are none.
 
-    Where one has nothing, or a module of another class, what lies below is left out.
+    Where one side has nothing, or a module of another class, deeper rows are omitted.
 
     Args:
-        saved: The document of a checkpoint.
-        target: The document of the module that it should fit.
-        ignore: Attributes and settings to leave out, wherever they are.
+        saved: Document of a checkpoint.
+        target: Document of the module to compare with.
+        ignore: Names of attributes and settings to skip at any depth.
 
     Raises:
         StructureError: A document is malformed.
@@ -64,11 +69,11 @@ def differences(
     ours, theirs = _row_pair(saved, target, ignored)
     found = [
         Difference(path or ROOT, text, theirs.get(path, ABSENT))
-        for path, text in _tops(ours, theirs)
+        for path, text in _outermost(ours, theirs)
     ]
     found += [
         Difference(path or ROOT, ABSENT, text)
-        for path, text in _tops(theirs, ours)
+        for path, text in _outermost(theirs, ours)
         if path not in ours
     ]
     return found
@@ -77,15 +82,14 @@ def differences(
 def common_differences(
     saved: JSON, target: JSON, *, ignore: Iterable[str] = ()
 ) -> list[Difference]:
-    """Returns where two documents differ in what both of them say.
+    """Returns the differences between two documents among the settings that both have.
 
-    It is for documents of two releases of flax, which add and rename attributes: what
-    only one of them has is left out.
+    For documents of two releases of flax, which add and rename attributes.
 
     Args:
-        saved: As of ``differences``.
-        target: As of ``differences``.
-        ignore: As of ``differences``.
+        saved: See ``differences``.
+        target: See ``differences``.
+        ignore: See ``differences``.
 
     Raises:
         StructureError: A document is malformed.
@@ -95,12 +99,12 @@ def common_differences(
     common = {path: text for path, text in ours.items() if path in theirs}
     return [
         Difference(path or ROOT, text, theirs[path])
-        for path, text in _tops(common, theirs)
+        for path, text in _outermost(common, theirs)
     ]
 
 
 def fingerprint(document: JSON) -> str:
-    """Returns 64 hexadecimal digits, the same for documents without differences.
+    """Returns 64 hexadecimal digits that are equal for documents without differences.
 
     Raises:
         StructureError: The document is malformed.
@@ -115,7 +119,7 @@ def fingerprint(document: JSON) -> str:
 def _row_pair(
     saved: JSON, target: JSON, ignored: frozenset[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The rows of both, without what is below a reference in either of them."""
+    """Returns the rows of both, without rows below a reference in either of them."""
     ours, theirs = _read(saved, ignored), _read(target, ignored)
     references = ours.references | theirs.references
     if not references:
@@ -136,21 +140,19 @@ def _is_below(path: str, references: set[str]) -> bool:
     return False
 
 
-def _rows(document: JSON, ignored: frozenset[str]) -> dict[str, str]:
-    return _read(document, ignored).texts
-
-
 def _read(document: JSON, ignored: frozenset[str]) -> "_Rows":
     check_json(document, _PLACE)
     if not isinstance(document, dict):
-        raise refusal(_PLACE, "a document", shown(document))
+        raise structure_error(_PLACE, "a document", shown(document))
     found = _Rows(ignored)
     found.add_child("", document.get("root"))
     return found
 
 
-def _tops(these: dict[str, str], those: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Rows that are not in the others, without those below them."""
+def _outermost(
+    these: dict[str, str], those: dict[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yields the rows that the others lack, without the rows below them."""
     above: str | None = None
     for path, text in these.items():
         if above is not None and path.startswith((f"{above}/", f"{above}@")):
@@ -163,8 +165,11 @@ def _tops(these: dict[str, str], those: dict[str, str]) -> Iterator[tuple[str, s
 
 
 def _is_same(text: str, other: str) -> bool:
-    """Whether texts say the same. Of an array on a device a description has no digest,
-    and of a NumPy array it has one: they may be one value, before and after a save."""
+    """Returns whether two texts describe the same value.
+
+    The description of an array on a device has no digest, that of a NumPy array has
+    one. The same value can be either before and after a save.
+    """
     if text == other:
         return True
     short, long = sorted((text, other), key=len)
@@ -172,12 +177,12 @@ def _is_same(text: str, other: str) -> bool:
 
 
 class _Rows:
-    """The rows of one document, in the order of the document."""
+    """Rows of one document, in document order."""
 
     def __init__(self, ignored: frozenset[str]) -> None:
         self.texts: dict[str, str] = {}
         self.references: set[str] = set()
-        """Paths of modules that are described elsewhere."""
+        """Paths of modules that are described elsewhere in the document."""
         self._ignored = ignored
         self._paths: dict[int, str] = {}
         self._texts = Texts()
@@ -185,10 +190,12 @@ class _Rows:
         self._size = 0
 
     def add_child(self, path: str, child: JSON) -> None:
-        """Adds the rows of what a module or container holds."""
+        """Adds the rows of a module, a container or their contents."""
         tag = tag_of(child, _CHILDREN) if isinstance(child, dict) else None
         if tag is None:
-            raise refusal(path or _PLACE, "a module or what it holds", shown(child))
+            raise structure_error(
+                path or _PLACE, "a module or a part of one", shown(child)
+            )
         if tag == "static":
             self._add_value(path, child["static"])
         elif tag == "ref":
@@ -203,7 +210,8 @@ class _Rows:
             is_value = tag == "variable" or (
                 isinstance(item, dict) and "static" in item
             )
-            if is_value and self._is_ignored(key):  # but never a module of that name
+            # settings only, never a module of that name
+            if is_value and self._is_ignored(key):
                 continue
             if tag == "variable":
                 self._add_value(_bounded(f"{path}@{_key_text(key)}"), item)
@@ -211,7 +219,7 @@ class _Rows:
                 self.add_child(_joined(path, _child_key(key)), item)
 
     def _add_value(self, path: str, value: JSON) -> None:
-        """Adds the row of a value, or those of its parts."""
+        """Adds the row of a value, or the rows of its parts."""
         text = self._texts.text_of(value, path)
         if text is not None:
             self._add(path, text)
@@ -226,13 +234,13 @@ class _Rows:
 
     def _add(self, path: str, text: str) -> None:
         own = path
-        while own in self.texts:  # such as keys 1 and "1" side by side
+        while own in self.texts:  # for example, keys 1 and "1" in one mapping
             self._repeats[path] = self._repeats.get(path, 0) + 1
             own = f"{path}'{self._repeats[path]}"
         self.texts[own] = text
         self._size += len(own) + len(text)
         if self._size > _MAX_ROWS:
-            raise refusal(_PLACE, f"settings of {_MAX_ROWS} characters", "more")
+            raise structure_error(_PLACE, f"settings of {_MAX_ROWS} characters", "more")
 
     def _value_key(self, key: JSON, path: str) -> str:
         text = key if isinstance(key, str) else self._texts.text_of(key, path)
@@ -245,12 +253,12 @@ class _Rows:
         index = child.get("index")
         if index is not None:
             if type(index) is not int:
-                raise refusal(path or _PLACE, "an index", shown(index))
+                raise structure_error(path or _PLACE, "an index", shown(index))
             self._paths[index] = path
 
     def _first(self, path: str, index: JSON) -> str:
         if type(index) is not int or index not in self._paths:
-            raise refusal(path or _PLACE, "an index that came before", shown(index))
+            raise structure_error(path or _PLACE, "an earlier index", shown(index))
         return self._paths[index] or ROOT
 
 
@@ -262,7 +270,7 @@ _CHILDREN: Final = {
     "static": "",
     "variable": "metadata",
 }
-"""Under which key a child keeps its parts, by what it is."""
+"""Key of a child's parts, by its tag."""
 
 
 def _title(path: str, tag: str, child: dict[str, JSON]) -> str:
@@ -273,9 +281,9 @@ def _title(path: str, tag: str, child: dict[str, JSON]) -> str:
         name = name.get("named_tuple") or next(iter(name.values()), None)
         name = name.get("class") if isinstance(name, dict) else name
     if not isinstance(name, str):
-        raise refusal(path or _PLACE, "a name", shown(name))
+        raise structure_error(path or _PLACE, "a name", shown(name))
     if tag == "container" and name in {"list", "tuple"}:
-        # a list that went through JSON was a tuple, perhaps
+        # A list that went through JSON may have been a tuple.
         return f"list of {len(pairs_of(child.get('items', []), path))}"
     return short(name.replace(":", "."))
 
@@ -292,7 +300,10 @@ def _bounded(path: str) -> str:
 
 
 def _child_key(key: JSON) -> str:
-    """The string "0" is another key than the number: state trees tell them apart."""
+    """Returns the text of a child's key.
+
+    The string "0" and the number 0 are different keys in state trees, so it is quoted.
+    """
     is_number = isinstance(key, str) and key.lstrip("-").isdecimal()
     return short(f"'{key}'") if is_number else _key_text(key)
 

@@ -1,9 +1,9 @@
-"""From a document to a hollow module.
+"""Builds a skeleton module from a document.
 
-It is built as flax itself builds one: an object of the class without its constructor,
-then its attributes. No attribute is set that Python, flax or the class would act on:
-names of the form ``__class__``, what flax keeps for itself, methods, and what the class
-computes. Nor is a hook of a Variable, which flax would call.
+A module is built as flax builds it: an object of the class without its constructor,
+then its attributes. An attribute is rejected if Python, flax or the class would act on
+it: names such as ``__class__``, names reserved by flax, methods and properties. Hooks
+of Variables are rejected, too, because flax would call them.
 """
 
 import inspect
@@ -15,8 +15,10 @@ from flax.typing import HashableMapping
 
 from storesvc_client.trees.structure import metadata
 from storesvc_client.trees.structure.allowed_names import Table
-from storesvc_client.trees.structure.encoding import CONTAINERS, key_order
-from storesvc_client.trees.structure.hollow import (
+from storesvc_client.trees.structure.encoder import CONTAINERS, key_order
+from storesvc_client.trees.structure.limits import JSON, MAX_NAME
+from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
+from storesvc_client.trees.structure.skeleton import (
     NODES,
     RESERVED,
     STATE,
@@ -24,9 +26,12 @@ from storesvc_client.trees.structure.hollow import (
     setup_state,
     stored_key,
 )
-from storesvc_client.trees.structure.limits import JSON, MAX_NAME
-from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
-from storesvc_client.trees.structure.refusals import CODE, Place, refusal, shown
+from storesvc_client.trees.structure.structure_errors import (
+    GIVE_CODE,
+    Place,
+    shown,
+    structure_error,
+)
 from storesvc_client.trees.structure.values import ValueDecoder
 
 _KEYS: Final[dict[str, set[str]]] = {
@@ -37,7 +42,7 @@ _KEYS: Final[dict[str, set[str]]] = {
     "static": {"static"},
     "variable": {"variable", "metadata", "index"},
 }
-"""The keys of each child, by what it is."""
+"""Allowed keys of each child, by its tag."""
 
 _FLAX_FLAGS: Final = frozenset({NODES, STATE})
 
@@ -47,7 +52,7 @@ class Builder:
 
     def __init__(self, table: Table) -> None:
         self.paths: list[tuple[Any, ...]] = []
-        """Where a leaf was put, in the order of the document."""
+        """Paths of the leaves, in document order."""
         self._table = table
         self._values = ValueDecoder(table)
         self._here: Place = self
@@ -67,15 +72,15 @@ class Builder:
         """Returns the module, Variable, container or value of a document.
 
         Raises:
-            StructureError: It is malformed, or names what is not allowed.
+            StructureError: It is malformed, or names something not allowed.
         """
         tag = tag_of(value, _KEYS) if isinstance(value, dict) else None
         if tag is None or value.keys() - _KEYS[tag]:
-            raise refusal(self._here, "a module or what it holds", shown(value))
+            raise structure_error(self._here, "a module or a part of one", shown(value))
         return self._builders[tag](value)
 
     def __str__(self) -> str:
-        """Returns the place that is being built: only a refusal needs its text."""
+        """Returns the place being built; computed only for messages."""
         parts = "/".join(
             ascii(p)[1:-1] if isinstance(p, str) else str(p) for p in self._path
         )
@@ -91,8 +96,8 @@ class Builder:
         names: set[str] = set()
         for key, child in self._children(value.get("attributes")):
             self._check_attribute(cls, key)
-            if str(key) in names:  # 0 and "0" are one, in some releases of flax
-                raise refusal(self._here, "different keys", f"{shown(key)} twice")
+            if str(key) in names:  # 0 and "0" are one key in some flax releases
+                raise structure_error(self._here, "unique keys", f"{shown(key)} twice")
             names.add(str(key))
             self._path.append(key)
             held = self.child(child)
@@ -102,34 +107,34 @@ class Builder:
         return node
 
     def _check_data(self, node: Any, key: int | str, child: JSON) -> None:
-        """Refuses what would stay in the GraphDef, placeholders and all."""
+        """Rejects static children that would put placeholders into the GraphDef."""
         cls = type(node)
         if "static" in child or not cls._pytree__is_pytree:
             return
         is_data = vars(node)[NODES].get(stored_key(cls, key), False)
         if not is_data and _is_inhabited(child):
-            raise refusal(
-                self._here, "modules and arrays to be data", "a static one", CODE
+            raise structure_error(
+                self._here, "modules and arrays that are data", "static ones", GIVE_CODE
             )
 
     def _check_attribute(self, cls: type[Any], key: int | str) -> None:
         if isinstance(key, int) or (cls, key) in self._attributes:
-            return  # layers of one kind have the same ones
+            return  # layers of one class have the same attributes
         if key.startswith(("__", RESERVED)):
-            raise refusal(self._here, "names of attributes", shown(key))
+            raise structure_error(self._here, "names of attributes", shown(key))
         if _is_taken(cls, key):
-            raise refusal(
+            raise structure_error(
                 self._here,
                 "names of attributes",
                 f"{shown(key)}, a method or property of it",
-                CODE,
+                GIVE_CODE,
             )
         self._attributes.add((cls, key))
 
     def _flags(self, value: JSON) -> list[bool]:
         flags = items_of(value, self._here)
         if len(flags) != 2 or not all(isinstance(flag, bool) for flag in flags):
-            raise refusal(self._here, "two flags", shown(value))
+            raise structure_error(self._here, "two flags", shown(value))
         return flags
 
     def _data(self, cls: type[Any], value: JSON) -> Any:
@@ -139,7 +144,7 @@ class Builder:
             if not isinstance(is_data, bool) or (
                 str(key).startswith(RESERVED) and key not in _FLAX_FLAGS
             ):
-                raise refusal(self._here, "what is data", shown(is_data))
+                raise structure_error(self._here, "a data flag", shown(is_data))
             flags[stored_key(cls, key)] = is_data
         return HashableMapping(flags)
 
@@ -149,17 +154,21 @@ class Builder:
         stored = {}
         for key, item in pairs_of(value.get("metadata"), place):
             if not isinstance(key, str) or key.startswith("__"):
-                raise refusal(place, "names of metadata", shown(key))
+                raise structure_error(place, "names of metadata", shown(key))
             if key.startswith("on_"):
                 got = f"{shown(key)}, a hook that flax calls"
-                raise refusal(place, "plain metadata", got, CODE)
+                raise structure_error(place, "plain metadata", got, GIVE_CODE)
             stored[key] = self._values.decode(item, f"{place}@{shown(key)}")
-        if any(type(stored.get(key, False)) is not bool for key in metadata.USUAL):
-            raise refusal(place, "flags of Variables", shown(value["metadata"]))
+        if any(type(stored.get(key, False)) is not bool for key in metadata.DEFAULTS):
+            raise structure_error(place, "flags of Variables", shown(value["metadata"]))
         if stored.get("hijax"):
-            raise refusal(place, "a Variable", "one of hijax, which none writes")
+            raise structure_error(
+                place, "a Variable", "a hijax Variable, which no encoder writes"
+            )
         if stored.get("ref"):
-            raise refusal(place, "a Variable of arrays", "one of references", CODE)
+            raise structure_error(
+                place, "a Variable of arrays", "a Variable of references", GIVE_CODE
+            )
         self.paths.append(tuple(self._path))
         variable = cls.from_metadata(placeholder(), metadata.native(stored))
         self._keep(value, variable)
@@ -167,7 +176,7 @@ class Builder:
 
     def _leaf(self, value: JSON) -> Any:
         if value["leaf"] is not True:
-            raise refusal(self._here, "a leaf", shown(value))
+            raise structure_error(self._here, "a leaf", shown(value))
         self.paths.append(tuple(self._path))
         return placeholder()
 
@@ -179,7 +188,7 @@ class Builder:
     def _ref(self, value: JSON) -> Any:
         index = value["ref"]
         if type(index) is not int or index not in self._built:
-            raise refusal(self._here, "an index that came before", shown(index))
+            raise structure_error(self._here, "an earlier index", shown(index))
         return self._built[index]
 
     def _keep(self, value: JSON, built: Any) -> None:
@@ -187,7 +196,7 @@ class Builder:
         if index is None:
             return
         if type(index) is not int or index in self._built:
-            raise refusal(self._here, "an index of its own", shown(index))
+            raise structure_error(self._here, "a unique index", shown(index))
         self._built[index] = built
 
     def _container(self, value: JSON) -> Any:
@@ -200,13 +209,15 @@ class Builder:
         if isinstance(kind, dict):
             return self._named_tuple(kind, children)
         if not isinstance(kind, str) or kind not in CONTAINERS:
-            raise refusal(self._here, "a container", shown(kind))
+            raise structure_error(self._here, "a container", shown(kind))
         if kind not in {"list", "tuple"}:
             if len({type(key) for key in children}) > 1:
-                raise refusal(self._here, "keys of one type", "numbers and names")
+                raise structure_error(
+                    self._here, "keys of one type", "numbers and names"
+                )
             return CONTAINERS[kind](children)
         if list(children) != list(range(len(children))):
-            raise refusal(self._here, "items 0, 1, 2, ...", "others")
+            raise structure_error(self._here, "items 0, 1, 2, ...", "other keys")
         return CONTAINERS[kind](children.values())
 
     def _named_tuple(self, kind: dict[str, JSON], children: dict[Any, Any]) -> Any:
@@ -215,7 +226,9 @@ class Builder:
         cls = self._table.named_tuple(kind.get("named_tuple"), self._here)
         fields = cls._fields
         if set(fields) != set(children):
-            raise refusal(self._here, f"fields {', '.join(fields)}", "others")
+            raise structure_error(
+                self._here, f"fields {', '.join(fields)}", "other fields"
+            )
         return tuple.__new__(cls, [children[field] for field in fields])
 
     def _children(self, value: JSON) -> list[tuple[Any, Any]]:
@@ -225,34 +238,34 @@ class Builder:
         orders = [key_order(key) for key, _ in children]
         for before, after in itertools.pairwise(orders):
             if not before < after:
-                raise refusal(
-                    self._here, "sorted keys, each once", f"{shown(after[1])} late"
+                raise structure_error(
+                    self._here, "sorted unique keys", f"{shown(after[1])} out of order"
                 )
         return children
 
     def _check_key(self, key: Any) -> None:
         if type(key) not in (int, str):
-            raise refusal(self._here, "keys to be names or numbers", shown(key))
+            raise structure_error(self._here, "names or numbers as keys", shown(key))
         if type(key) is str and len(key) > MAX_NAME:
-            raise refusal(
+            raise structure_error(
                 self._here, f"keys of at most {MAX_NAME} characters", shown(key)
             )
 
 
 def _is_taken(cls: type[Any], key: str) -> bool:
-    """Whether a class has a method of that name, or computes it."""
+    """Returns whether a class has a method or property of that name."""
     found = inspect.getattr_static(cls, key, None)
     if not callable(found) and not hasattr(type(found), "__get__"):
         return False
     home = next(base for base in cls.__mro__ if key in vars(base))
     declared = callable(found) and key in inspect.get_annotations(home)
-    return not declared  # as a field is, whose default may be an activation
+    return not declared  # a dataclass field may have an activation as its default
 
 
 def _is_inhabited(child: JSON) -> bool:
-    """Whether a child is more than static values in containers; it is well-formed."""
+    """Returns whether a well-formed child is more than static values in containers."""
     children = [child]
-    for inner in children:  # which grows meanwhile
+    for inner in children:  # the list grows during the iteration
         if "container" in inner:
             children.extend(item for _, item in inner["items"])
         elif "static" not in inner:

@@ -1,7 +1,7 @@
-"""From a GraphDef to a document.
+"""Encodes a GraphDef as a document.
 
-A document is a tree of modules as a reader would draw it, whatever flax release made
-the GraphDef::
+A document is a tree of modules, independent of the flax release that made the
+GraphDef::
 
     {"format": "storesvc.structure/1", "flax": "0.12.8", "root":
       {"node": "flax.nnx:Linear",
@@ -9,10 +9,10 @@ the GraphDef::
                       ["use_bias", {"static": true}], ...],
        "data": [["bias", true], ["use_bias", false], ...]}}
 
-A child is one of these: ``node`` (a module), ``variable``, ``leaf`` (a bare array),
+A child is one of: ``node`` (a module), ``variable``, ``leaf`` (a bare array),
 ``container`` (a list, dict, ... that holds any of these), ``static`` (a value, see
-``values``) and ``ref``: what was seen before under that ``index``, be it shared or a
-parent. Attributes are sorted as flax sorts them, so that leaves keep their order.
+``values``) or ``ref``, a reference to an earlier child with that ``index``, which is
+shared or an ancestor. Attributes are in flax's sort order, so leaves keep their order.
 """
 
 import enum
@@ -27,17 +27,17 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from storesvc_client.errors import UnsupportedLeafError
 from storesvc_client.trees.structure.allowed_names import name_of
 from storesvc_client.trees.structure.contents import is_cached
-from storesvc_client.trees.structure.descriptions import soft_name
-from storesvc_client.trees.structure.hollow import (
+from storesvc_client.trees.structure.descriptions import reported_name
+from storesvc_client.trees.structure.limits import JSON, MAX_LEVELS
+from storesvc_client.trees.structure.metadata import portable
+from storesvc_client.trees.structure.skeleton import (
     NODES,
     RESERVED,
     STATE,
-    hollow,
     portable_key,
     setup_flags,
+    skeleton_of,
 )
-from storesvc_client.trees.structure.limits import JSON, MAX_LEVELS
-from storesvc_client.trees.structure.metadata import portable
 from storesvc_client.trees.structure.values import ValueEncoder
 
 FORMAT: Final = "storesvc.structure/1"
@@ -49,23 +49,23 @@ CONTAINERS: Final[dict[str, type[Any]]] = {
     "state": nnx.State,
     "tuple": tuple,
 }
-"""Containers that documents know beside NamedTuples."""
+"""Containers that documents support in addition to NamedTuples."""
 
 _CONTAINER_NAMES: Final = {cls: name for name, cls in CONTAINERS.items()}
-_UNUSUAL: Final = "make it of flax.nnx modules, Variables, lists and dicts"
+_UNUSUAL: Final = "build it from flax.nnx modules, Variables, lists and dicts"
 
 
 def encode_graphdef(graphdef: "nnx.GraphDef[Any]") -> dict[str, JSON]:
-    """Returns a structure as a document, which JSON can hold.
+    """Returns a structure as a JSON document.
 
-    The document is the same for the same model in another process, on another mesh,
-    with another seed, or made by ``nnx.eval_shape``. Parts of it are shared: copy it
-    before you change it.
+    The document is equal for the same model in another process, on another mesh, with
+    another seed, or made by ``nnx.eval_shape``. Parts of it are shared objects: copy it
+    before you modify it.
 
     Raises:
-        UnsupportedLeafError: It holds Variables of hijax, or is nested too deeply.
+        UnsupportedLeafError: It has hijax Variables, or is nested too deeply.
     """
-    root, leaves = hollow(graphdef)
+    root, leaves = skeleton_of(graphdef)
     encoder = _Encoder({id(leaf) for leaf in leaves})
     document = encoder.child(root)
     if encoder.found != len(leaves):
@@ -77,16 +77,16 @@ def encode_graphdef(graphdef: "nnx.GraphDef[Any]") -> dict[str, JSON]:
 
 
 def key_order(key: int | str) -> tuple[bool, int | str]:
-    """Returns by what flax sorts the keys of a module: numbers, then names."""
+    """Returns flax's sort key for the keys of a module: numbers, then names."""
     return isinstance(key, str), key
 
 
 class _Encoder:
-    """Walks a hollow module."""
+    """Encodes a skeleton module by walking it."""
 
     def __init__(self, leaves: set[int]) -> None:
         self.found = 0
-        """Placeholders met so far."""
+        """Placeholders found so far."""
         self._leaves = leaves
         self._values = ValueEncoder()
         self._seen: dict[int, dict[str, JSON]] = {}
@@ -98,7 +98,7 @@ class _Encoder:
         self._cached: dict[tuple[type[Any], Any], bool] = {}
 
     def child(self, value: Any) -> dict[str, JSON]:
-        """Returns what a module or container holds, as JSON."""
+        """Returns a child of a module or container as JSON."""
         kind = self._kinds.get(type(value))
         if kind is None:
             kind = self._kinds[type(value)] = _kind_of(value)
@@ -127,8 +127,8 @@ class _Encoder:
         metadata = portable(variable.get_metadata())
         if metadata.get("hijax") or id(variable.get_raw_value()) not in self._leaves:
             raise UnsupportedLeafError(
-                f"{self._place()}: expected a Variable whose value is its own, got one "
-                "of hijax, or one in a static attribute; make it an nnx.Param"
+                f"{self._place()}: expected a Variable with its own value, got one of "
+                "hijax or in a static attribute; make it an nnx.Param"
             )
         self.found += 1
         encode = self._values.encode
@@ -159,7 +159,7 @@ class _Encoder:
         return document
 
     def _data(self, cls: type[Any], flags: Any) -> JSON:
-        """Which attributes are data; layers of one kind share their lists."""
+        """Returns which attributes are data; layers of one class share the result."""
         known = self._flags.get((id(flags), cls))
         if known is None:
             keyed = {
@@ -172,7 +172,7 @@ class _Encoder:
         return known
 
     def _is_cached(self, cls: type[Any], key: Any) -> bool:
-        """Whether an attribute is there only if someone has asked for it."""
+        """Returns whether an attribute exists only after its first use."""
         known = self._cached.get((cls, key))
         if known is None:
             known = isinstance(key, str) and is_cached(cls, key)
@@ -186,14 +186,14 @@ class _Encoder:
         elif isinstance(value, tuple) and hasattr(value, "_fields"):
             kind = {"named_tuple": name_of(type(value))}
         else:
-            kind = {"opaque": {"class": soft_name(type(value))}}
+            kind = {"opaque": {"class": reported_name(type(value))}}
         return {"container": kind, "items": self._children(_items(value))}
 
     def _children(self, attributes: dict[Any, Any]) -> list[JSON]:
         if len(self._path) >= MAX_LEVELS:
             raise UnsupportedLeafError(
-                f"{self._place()}: expected at most {MAX_LEVELS} modules within each "
-                "other, got more; keep them side by side in an nnx.List"
+                f"{self._place()}: expected at most {MAX_LEVELS} nested modules, got "
+                "more; put them into one nnx.List"
             )
         children: list[JSON] = []
         for key in sorted(attributes, key=key_order):
@@ -209,11 +209,13 @@ class _Encoder:
         return children
 
     def _is_inhabited(self, value: Any) -> bool:
-        """Whether modules, Variables or leaves are in a container."""
+        """Returns whether a container holds modules, Variables or leaves."""
         return any(
             isinstance(item, (nnx.Variable, nnx.Pytree, jax.ShapeDtypeStruct))
             or id(item) in self._leaves
-            for item in jax.tree.leaves(value, is_leaf=_is_graph_node)
+            for item in jax.tree.leaves(
+                value, is_leaf=lambda node: isinstance(node, (nnx.Variable, nnx.Pytree))
+            )
         )
 
     def _place(self) -> str:
@@ -221,7 +223,7 @@ class _Encoder:
 
 
 class _Kind(enum.Enum):
-    """What the values of one type are."""
+    """Kinds of values, by type."""
 
     ABSTRACT = enum.auto()
     CONTAINER = enum.auto()
@@ -240,10 +242,6 @@ def _kind_of(value: Any) -> _Kind:
     return _Kind.CONTAINER if _is_container(value) else _Kind.VALUE
 
 
-def _is_graph_node(value: Any) -> bool:
-    return isinstance(value, (nnx.Variable, nnx.Pytree))
-
-
 def _is_container(value: Any) -> bool:
     if value is None or type(value) in _CONTAINER_NAMES:
         return value is not None
@@ -251,7 +249,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _items(value: Any) -> dict[Any, Any]:
-    """What a container holds, by the keys that flax gives it."""
+    """Returns the items of a container by the keys that flax uses."""
     flat, _ = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda item: item is not value
     )
@@ -266,5 +264,5 @@ def _key(part: Any) -> Any:
             return part.key
         case GetAttrKey():
             return part.name
-        case _:  # of a class that somebody has registered with jax
+        case _:  # a class that the user registered with jax
             return str(part)

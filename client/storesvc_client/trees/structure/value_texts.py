@@ -1,6 +1,6 @@
-"""Values of a document in words, for comparing and for messages.
+"""Texts of a document's values, for comparisons and messages.
 
-A value has one text, if a short one says all; else it has parts.
+A value has one text if that is short; otherwise it has parts.
 """
 
 import hashlib
@@ -11,16 +11,21 @@ from typing import Any, Final
 
 from storesvc_client.trees.structure.limits import JSON
 from storesvc_client.trees.structure.plain import items_of, pairs_of, tag_of
-from storesvc_client.trees.structure.refusals import Place, escaped, refusal, shown
+from storesvc_client.trees.structure.structure_errors import (
+    Place,
+    escaped,
+    shown,
+    structure_error,
+)
 from storesvc_client.trees.structure.values import MAPPINGS
 
 MAX_TEXT: Final = 200
-"""Characters of one text; a longer value is told by its parts."""
+"""Maximum characters of one text; a longer value is described by its parts."""
 
 
 ARRAY: Final = "an array "
 DIGEST: Final = " of digest "
-"""How the text of an array begins, and what stands before its digest."""
+"""Start of an array's text, and the text in front of its digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,28 +33,29 @@ class Parts:
     """A value that has parts."""
 
     title: str
-    """Its own row; says how many there are, as an absent one is as good as None."""
+    """Text of the value's own row. It has no count of parts if an absent part equals
+    None."""
     pairs: list[tuple[Any, Any]]
     name: str
-    """What stands before the parts on a line."""
+    """Text in front of the parts if they are shown on one line."""
 
 
 class Texts:
-    """The texts of the values of one document, which is kept meanwhile."""
+    """Cached texts of the values of one document, which must stay alive."""
 
     def __init__(self) -> None:
-        # a value nested deeply is asked for at each level
+        # Without the cache, a deeply nested value would be rendered once per level.
         self._known: dict[int, str | None] = {}
 
     def text_of(self, value: JSON, place: Place) -> str | None:
-        """Returns a value as one text; None if it needs parts.
+        """Returns a value as one text, or None if it needs parts.
 
         Raises:
             StructureError: The value is malformed.
         """
         if not isinstance(value, dict):
             if isinstance(value, list):
-                raise refusal(place, "a value", shown(value))
+                raise structure_error(place, "a value", shown(value))
             return short(ascii(value))
         if id(value) not in self._known:
             self._known[id(value)] = self._text(value, place)
@@ -60,11 +66,12 @@ class Texts:
         if tag is not None:
             return _TEXTS[tag](value, place)
         if tag_of(value, PARTS) is None:
-            raise refusal(place, "a value", shown(value))
+            raise structure_error(place, "a value", shown(value))
         return self._line(value, place)
 
     def _line(self, value: dict[str, JSON], place: Place) -> str | None:
-        """The parts on one line; None if that is long, or a part has no text."""
+        """Returns the parts on one line; None if it is too long or a part has no
+        text."""
         if tag_of(value, _MANY_LINES):
             return None
         parts = parts_of(value, place)
@@ -82,14 +89,14 @@ class Texts:
 
 
 def parts_of(value: JSON, place: Place) -> Parts:
-    """Returns the parts of a value that has no text of its own; raises as it."""
+    """Returns the parts of a value that has no text of its own; see ``text_of``."""
     tag = tag_of(value, PARTS)
-    assert tag is not None  # all else has a text
+    assert tag is not None  # every other value has a text
     return PARTS[tag](value, place)
 
 
 def short(text: str) -> str:
-    """Returns a text that can be told from others, and shown."""
+    """Returns a text shortened for messages, with a digest that keeps it distinct."""
     plain = escaped(text[: MAX_TEXT + 1])
     if len(plain) <= MAX_TEXT:
         return plain
@@ -99,7 +106,7 @@ def short(text: str) -> str:
 
 def _name(value: JSON, place: Place) -> str:
     if not isinstance(value, str):
-        raise refusal(place, "a name", shown(value))
+        raise structure_error(place, "a name", shown(value))
     return value.replace(":", ".")
 
 
@@ -108,7 +115,7 @@ def _named_text(tag: str) -> Callable[[JSON, Place], str]:
 
 
 def _enum_text(value: JSON, place: Place) -> str:
-    if isinstance(value.get("value"), str):  # what JSON leaves of it
+    if isinstance(value.get("value"), str):  # the form that JSON keeps
         return short(ascii(value["value"]))
     member = _name(value.get("member"), place)
     return short(f"{_name(value['enum'], place)}.{member}")
@@ -177,7 +184,7 @@ def _partial(value: JSON, place: Place) -> Parts:
 def _opaque(value: JSON, place: Place) -> Parts:
     described = value["opaque"]
     if not isinstance(described, dict):
-        raise refusal(place, "a description", shown(described))
+        raise structure_error(place, "a description", shown(described))
     end = " (cut short)" if described.get("cut") else ""
     if "digest" in described:
         end += f"{DIGEST}{_name(described['digest'], place)[:16]}"
@@ -187,7 +194,7 @@ def _opaque(value: JSON, place: Place) -> Parts:
         title = f"{ARRAY}{shown(described['array'])} ({shape}){end}"
         return _titled(short(title), parts)
     name = _name(described.get("function") or described.get("class"), place)
-    # a wrapper often bears the name of what it wraps
+    # A wrapper often has the name of the function that it wraps.
     title = short(f"described {name}{end}")
     return _titled(title, parts)
 
@@ -218,6 +225,6 @@ PARTS: Final[dict[str, Callable[[JSON, Place], Parts]]] = {
     **{tag: _mapping(tag) for tag in MAPPINGS},
     **{tag: _ordered(tag) for tag in ("ordered_dict", "state_axes")},
 }
-"""The values that have parts, by tag."""
+"""Parts of a value, by tag."""
 
 _MANY_LINES: Final = frozenset({"dict", "linen", "opaque", *MAPPINGS})

@@ -10,7 +10,7 @@ The tree, by what a caller would do::
     ├── NotFoundError           (LookupError)      ask for what exists
     ├── AlreadyExistsError                         save another step
     ├── ConflictError                              begin the save again
-    ├── GivenUpError                               mend the process that it names
+    ├── PeerFailedError                               mend the process that it names
     ├── PreconditionError                          do first what is missing
     ├── DataLossError                              use another checkpoint
     ├── LimitError                                 free space, or send less
@@ -84,7 +84,7 @@ class ConflictError(StoreError):
     """Another call changed the same object, or took the step over."""
 
 
-class GivenUpError(StoreError):
+class PeerFailedError(StoreError):
     """Another process of the job has given up its part of a save or a restore; it says
     why, and raises that itself."""
 

@@ -67,7 +67,7 @@ class Run(
             DataLossError: Its manifest is damaged.
             UnavailableError: It does not come in time, or a process of the job does not
                 open it; names it.
-            GivenUpError: Other processes of the job have failed; says why.
+            PeerFailedError: Other processes of the job have failed; says why.
         """
         with self._together(processes) as joint:
             ends = self._ends(deadline)
@@ -148,7 +148,7 @@ class Run(
             DataLossError: Stored bytes are damaged; names leaf and chunk.
             UnavailableError: It is not done at the deadline; lists what is
                 outstanding. Or a process of the job does not restore; names it.
-            GivenUpError: Other processes of the job have failed, or are not done at the
+            PeerFailedError: Other processes of the job have failed, or are not done at the
                 deadline; names them, and says why, or what they lack.
         """
         with self._together(processes) as joint:

@@ -35,7 +35,7 @@ from storesvc_client._values.options import IfBusy, Processes, SnapshotMode
 from storesvc_client._values.progress import Meter, OnProgress
 from storesvc_client.errors import (
     ConflictError,
-    GivenUpError,
+    PeerFailedError,
     InvalidRequestError,
     UnavailableError,
 )
@@ -282,7 +282,7 @@ class RunSaving(SessionRun):
         while self._under_way and self._under_way[0].done():
             try:
                 self._end_first()
-            except GivenUpError as e:
+            except PeerFailedError as e:
                 # Raised here, it would fail the save that begins, for the others, who
                 # would raise that at their next one, and so on for ever.
                 _log.warning("%s", e)

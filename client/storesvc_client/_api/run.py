@@ -148,8 +148,8 @@ class Run(
             DataLossError: Stored bytes are damaged; names leaf and chunk.
             UnavailableError: It is not done at the deadline; lists what is
                 outstanding. Or a process of the job does not restore; names it.
-            PeerFailedError: Other processes of the job have failed, or are not done at the
-                deadline; names them, and says why, or what they lack.
+            PeerFailedError: Other processes of the job have failed, or are not done at
+                the deadline; names them, and says why, or what they lack.
         """
         with self._together(processes) as joint:
             ends = self._ends(deadline)

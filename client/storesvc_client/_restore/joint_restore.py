@@ -33,8 +33,8 @@ from storesvc_client._restore.joint_outcomes import (
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client._values.values import ProcessReading
 from storesvc_client.errors import (
-    PeerFailedError,
     InvalidRequestError,
+    PeerFailedError,
     StoreError,
     UnavailableError,
 )
@@ -203,8 +203,8 @@ class JointRestore:
             seconds: How long the others may take.
 
         Raises:
-            PeerFailedError: Some have failed, or have not ended in that time; names them,
-                and what they lack.
+            PeerFailedError: Some have failed, or have not ended in that time; names
+                them, and what they lack.
         """
         end = time.monotonic() + seconds + GRACE_SECONDS
         if self.job.index == 0:

@@ -35,8 +35,8 @@ from storesvc_client._values.options import IfBusy, Processes, SnapshotMode
 from storesvc_client._values.progress import Meter, OnProgress
 from storesvc_client.errors import (
     ConflictError,
-    PeerFailedError,
     InvalidRequestError,
+    PeerFailedError,
     UnavailableError,
 )
 

@@ -351,13 +351,13 @@ def differ(target: str) -> dict[str, Any]:
         options: dict[str, Any] = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
         if index != 1:
             seconds = timedelta(seconds=2)
-            run.restore(0, like=like, missing="init", deadline=seconds, **options)
+            run.restore(0, like=like, missing="keep", deadline=seconds, **options)
 
     def initial() -> list[bool]:
         like = {"new": jax.numpy.arange(6.0), "key": jax.random.key(1)}
         options: dict[str, Any] = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
         back = run.restore(
-            3, like={"w": np.zeros(3), **like}, missing="init", **options
+            3, like={"w": np.zeros(3), **like}, missing="keep", **options
         )
         host = {key: back[key].addressable_data(0) for key in like}
         return [

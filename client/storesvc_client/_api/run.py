@@ -85,7 +85,7 @@ class Run(
         rules: "Rules | None" = None,
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
-        missing: Literal["error", "init"] = "error",
+        missing: Literal["error", "keep"] = "error",
         processes: Processes = "all",
         spread: bool | None = None,
         deadline: timedelta = DEFAULT_DEADLINE,

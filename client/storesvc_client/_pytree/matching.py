@@ -37,7 +37,10 @@ Build: TypeAlias = Callable[[dict[int, Any]], Any]
 """Makes the tree to return, of its leaves by row."""
 
 _SELECT: Final = "select= leaves out leaves that like= has not"
-_MISSING: Final = "missing='init' keeps what like= has of leaves that are not there"
+_MISSING: Final = (
+    "missing='keep' keeps the value in like= of leaves that the checkpoint lacks "
+    "(easydel: missing='init')"
+)
 _CAST: Final = "cast='{}' casts leaves to what like= has"
 
 _ARRAY_KINDS: Final = frozenset(

@@ -147,7 +147,7 @@ class OpenCheckpoint:
         rules: "Rules | None" = None,
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
-        missing: Literal["error", "init"] = "error",
+        missing: Literal["error", "keep"] = "error",
         spread: bool | None = None,
         deadline: timedelta = DEFAULT_DEADLINE,
         progress: OnProgress | None = None,

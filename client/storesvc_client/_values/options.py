@@ -38,7 +38,7 @@ class TargetOptions(TypedDict):
     mesh: "Mesh | None"
     rules: "Rules | None"
     cast: "DTypeLike | None"
-    missing: Literal["error", "init"]
+    missing: Literal["error", "keep"]
 
 
 class ReadOptions(TypedDict, total=False):

@@ -552,7 +552,8 @@ def test_a_restore_like_tracers_is_refused_with_what_to_do(run: store.Run) -> No
         ({"a": np.zeros(3)}, "select= leaves out leaves that like= has not"),
         (
             {"a": np.zeros(3), "b": np.ones(2, np.int32), "c": np.zeros(1)},
-            "missing='keep' keeps the value in like= of leaves that the checkpoint lacks",
+            "missing='keep' keeps the value in like= of leaves that the checkpoint lacks, "
+            "easydel's missing='init' initialises them",
         ),
         (
             {"a": np.zeros(3, np.float32), "b": np.ones(2, np.int32)},

@@ -38,8 +38,8 @@ Build: TypeAlias = Callable[[dict[int, Any]], Any]
 
 _SELECT: Final = "select= leaves out leaves that like= has not"
 _MISSING: Final = (
-    "missing='keep' keeps the value in like= of leaves that the checkpoint lacks "
-    "(easydel: missing='init')"
+    "missing='keep' keeps the value in like= of leaves that the checkpoint lacks, "
+    "easydel's missing='init' initialises them"
 )
 _CAST: Final = "cast='{}' casts leaves to what like= has"
 

@@ -26,6 +26,7 @@ SnapshotMode: TypeAlias = Literal["host", "device", "auto", "none"]
 IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
 Processes: TypeAlias = Literal["all", "this"]
 Rehearse: TypeAlias = Literal["warn", "strict", "off"]
+OnMismatch: TypeAlias = Literal["raise", "log"]
 
 DEFAULT_DEADLINE: Final = timedelta(hours=1)
 """How long a restore may take."""

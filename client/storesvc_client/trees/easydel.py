@@ -27,6 +27,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
+from storesvc_client._values.options import OnMismatch
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.casting import cast_floating
 from storesvc_client.trees.nnx.graphs import (
@@ -382,9 +383,9 @@ class EasyDeLState(struct.PyTreeNode):
         mesh: Mesh | None = None,
         partition_rules: "Rules | Literal['recorded'] | None" = None,
         opt_state: Literal["restore", "skip"] = "restore",
-        dtype: Any = None,
+        cast: Any = None,
         missing: Literal["error", "init"] = "error",
-        structure: Literal["check", "report"] = "check",
+        on_mismatch: OnMismatch = "raise",
     ) -> Self:
         """Returns a state that ``save_state`` saved.
 
@@ -397,9 +398,9 @@ class EasyDeLState(struct.PyTreeNode):
             mesh: The devices.
             partition_rules: How the leaves are spread over them.
             opt_state: As of ``restore_state``.
-            dtype: As of ``restore_state``.
+            cast: As of ``restore_state``.
             missing: As of ``restore_state``.
-            structure: As of ``restore_state``.
+            on_mismatch: As of ``restore_state``.
 
         Raises:
             FileNotFoundError: The directory holds no state.
@@ -414,9 +415,9 @@ class EasyDeLState(struct.PyTreeNode):
                 mesh=mesh,
                 rules=partition_rules,
                 opt_state=opt_state,
-                dtype=dtype,
+                cast=cast,
                 missing=missing,
-                structure=structure,
+                on_mismatch=on_mismatch,
                 state_class=cls,
             )
             return state

@@ -6,9 +6,10 @@ They quote what somebody stored, so they are made safe to print.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Protocol
 
 from storesvc_client._pytree.leaves import list_problems
+from storesvc_client._values.options import OnMismatch
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import MismatchError, StructureError
 from storesvc_client.trees.nnx.recipes import Recipe
@@ -19,10 +20,7 @@ from storesvc_client.trees.structure import (
     merge_layers,
 )
 
-__all__ = ["Stored", "Structure", "compare", "recipe_of", "refuse", "report_as_saved"]
-
-Structure: TypeAlias = Literal["check", "report"]
-"""Whether differences are refused, or logged."""
+__all__ = ["Stored", "compare", "recipe_of", "refuse", "report_as_saved"]
 
 
 class Stored(Protocol):
@@ -50,7 +48,7 @@ _SHOWN: Final = 5
 _log = logging.getLogger("storesvc_client")
 
 
-def recipe_of(stored: Stored, structure: Structure) -> Recipe | None:
+def recipe_of(stored: Stored, on_mismatch: OnMismatch) -> Recipe | None:
     """Returns what a checkpoint tells of its model; None where it tells nothing.
 
     Raises:
@@ -61,7 +59,7 @@ def recipe_of(stored: Stored, structure: Structure) -> Recipe | None:
     try:
         return Recipe.unpack(stored.structure)
     except StructureError as e:
-        if structure == "check":
+        if on_mismatch == "raise":
             raise
         _log.warning("%s: nothing is compared with its model: %s", stored.name, e)
         return None
@@ -72,7 +70,7 @@ def compare(
     recipe: Recipe | None,
     target: Recipe,
     *,
-    structure: Structure,
+    on_mismatch: OnMismatch,
     casting: bool,
 ) -> None:
     """Refuses a model or an optimizer that is not the one that was saved.
@@ -81,7 +79,7 @@ def compare(
         stored: The checkpoint.
         recipe: What it tells of its model; None: nothing.
         target: What is about to be built.
-        structure: Whether to refuse a difference, or to log it. One in the config
+        on_mismatch: Whether to refuse a difference, or to log it. One in the config
             alone, which may say what no computation depends on, is logged.
         casting: Whether parameters are cast to another dtype.
 
@@ -104,8 +102,8 @@ def compare(
     if config and len(found) > _SHOWN:
         # the config names in the caller's words what the structure shows everywhere
         found[_SHOWN:] = [f"and {len(found) - _SHOWN} more places of the structure"]
-    if found and structure == "check":
-        advice = "mend what is given, or restore with structure='report' what fits"
+    if found and on_mismatch == "raise":
+        advice = "mend what is given, or restore with on_mismatch='log' what fits"
         refuse(stored, [*config, *found], advice=advice)
     if config or found:
         _log.warning(

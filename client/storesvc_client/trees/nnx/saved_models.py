@@ -25,6 +25,7 @@ from storesvc_client._save.handle import Save
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
     DEFAULT_DEADLINE,
+    OnMismatch,
     Processes,
     ReadOptions,
     Rehearse,
@@ -180,9 +181,9 @@ def restore_state(
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
     opt_state: Literal["restore", "skip"] = "restore",
-    dtype: "DTypeLike | None" = None,
+    cast: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
-    structure: Literal["check", "report"] = "check",
+    on_mismatch: OnMismatch = "raise",
     state_class: Any = None,
     **options: Unpack[RestoreOptions],
 ) -> Any:
@@ -196,9 +197,9 @@ def restore_state(
         mesh: As there.
         rules: As there.
         opt_state: As there.
-        dtype: As there.
+        cast: As there.
         missing: As there.
-        structure: As there.
+        on_mismatch: As there.
         state_class: The class to build by its ``create``; None where there is no
             ``model``.
         options: As there.
@@ -217,9 +218,9 @@ def restore_state(
     wanted = rebuild.Options(
         mesh=mesh,
         rules=rules,
-        dtype=dtype,
+        cast=cast,
         missing=missing,
-        structure=structure,
+        on_mismatch=on_mismatch,
         opt_state=opt_state,
         reading=reading,
     )
@@ -238,9 +239,9 @@ def restore_model(
     allow: Any = (),
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
-    dtype: "DTypeLike | None" = None,
+    cast: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
-    structure: Literal["check", "report"] = "check",
+    on_mismatch: OnMismatch = "raise",
     **options: Unpack[RestoreOptions],
 ) -> Any:
     """Returns the module of a checkpoint of a module, or of a state.
@@ -255,9 +256,9 @@ def restore_model(
             may name.
         mesh: As of ``restore_state``.
         rules: As of ``restore_state``.
-        dtype: As of ``restore_state``.
+        cast: As of ``restore_state``.
         missing: As of ``restore_state``.
-        structure: As of ``restore_state``.
+        on_mismatch: As of ``restore_state``.
         options: As of ``restore_state``.
 
     Raises:
@@ -277,9 +278,9 @@ def restore_model(
     wanted = rebuild.Options(
         mesh=mesh,
         rules=rules,
-        dtype=dtype,
+        cast=cast,
         missing=missing,
-        structure=structure,
+        on_mismatch=on_mismatch,
         opt_state="skip",
         reading=reading,
     )

@@ -189,7 +189,7 @@ def test_a_closed_client_says_so(server_address: str) -> None:
         {"metrics": {"a" * 257: 1.0}},
         {"metrics": {str(n): 1.0 for n in range(65)}},
         {"metrics": [1.0]},
-        {"structure": "text"},
+        {"document": "text"},
     ],
     ids=ascii,
 )
@@ -552,8 +552,10 @@ def test_a_restore_like_tracers_is_refused_with_what_to_do(run: store.Run) -> No
         ({"a": np.zeros(3)}, "select= leaves out leaves that like= has not"),
         (
             {"a": np.zeros(3), "b": np.ones(2, np.int32), "c": np.zeros(1)},
-            "missing='keep' keeps the value in like= of leaves that the checkpoint lacks, "
-            "easydel's missing='init' initialises them",
+            (
+                "missing='keep' keeps the value in like= of leaves that the checkpoint "
+                "lacks, easydel's missing='init' initialises them"
+            ),
         ),
         (
             {"a": np.zeros(3, np.float32), "b": np.ones(2, np.int32)},

@@ -387,13 +387,13 @@ def test_what_is_empty_comes_back_where_it_is_selected(run: store.Run) -> None:
     }
     with pytest.raises(store.NotFoundError, match="no leaf of"):
         run.restore(0, select="empty/c")
-    assert run.open(0).structure == b""
+    assert run.open(0).document == b""
 
 
 def test_a_document_of_the_caller_is_kept_as_it_is(run: store.Run) -> None:
-    run.save(0, {"a": (1, None)}, structure=b"mine").result()
+    run.save(0, {"a": (1, None)}, document=b"mine").result()
 
-    assert b"mine" == run.open(0).structure
+    assert b"mine" == run.open(0).document
     assert {"a": [1]} == run.restore(0)
 
 
@@ -409,7 +409,7 @@ def test_a_malformed_document_of_containers_is_refused(run: store.Run) -> None:
         None,
     ):
         document = CONTAINERS + pack_document({"containers": rows})
-        run.save(run_step := _numbers(), {"a": 1}, structure=document).result()
+        run.save(run_step := _numbers(), {"a": 1}, document=document).result()
         with pytest.raises(store.StructureError, match="restore with like="):
             run.restore(run_step)
         assert {"a": 1} == run.restore(run_step, like={"a": 0})

@@ -482,7 +482,7 @@ def test_a_state_without_a_recipe_is_restored_by_its_leaves(
 def test_a_document_that_is_no_recipe_is_refused(
     run: store.Run, state: EasyDeLState, document: bytes
 ) -> None:
-    run.save(2, state, structure=document).result()
+    run.save(2, state, document=document).result()
 
     with pytest.raises(store.StoreError, match="structure of the checkpoint: expected"):
         restore_state(run, model=make_model, tx=TX)
@@ -601,7 +601,7 @@ def test_an_optimizer_begins_anew_where_none_was_saved(run: store.Run) -> None:
 def test_a_broken_document_stops_nobody_who_has_the_code(
     run: store.Run, state: EasyDeLState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run.save(2, state, structure=b"garbage").result()
+    run.save(2, state, document=b"garbage").result()
 
     back = restore_state(run, model=make_model, tx=TX, on_mismatch="log")
 

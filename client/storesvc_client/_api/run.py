@@ -110,7 +110,7 @@ class Run(
                 goes to the default device, whole. None returns the dicts, lists,
                 tuples and Nones that were saved, dicts or lists for containers of
                 other kinds, and texts for keys that are neither text nor integer.
-                A checkpoint with a ``structure=`` of its own, or from an earlier
+                A checkpoint with a ``document=`` of its own, or from an earlier
                 release, does not hold which containers were tuples, None or empty.
             mesh: Where to put device arrays, instead of where ``like`` or, without
                 it, the saved sharding would put them.

@@ -134,10 +134,10 @@ class OpenCheckpoint:
         return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
 
     @property
-    def structure(self) -> bytes:
+    def document(self) -> bytes:
         """The document about the tree that was saved with it; b"" without one."""
-        document = self._manifest.tree.structure
-        return b"" if document.startswith(CONTAINERS) else document
+        found = self._manifest.tree.structure
+        return b"" if found.startswith(CONTAINERS) else found
 
     def restore(
         self,

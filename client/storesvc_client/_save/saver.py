@@ -86,7 +86,7 @@ class RunSaving(SessionRun):
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
         labels: Mapping[str, str] | None = None,
-        structure: bytes = b"",
+        document: bytes = b"",
         base: Which | None = "latest",
         snapshot: SnapshotMode = "auto",
         if_busy: IfBusy = "wait",
@@ -119,7 +119,7 @@ class RunSaving(SessionRun):
                 NumPy scalars, and Python ``bool``, ``int``, ``float``, ``complex``.
             metrics: Numbers to find the checkpoint by.
             labels: Texts to find the checkpoint by.
-            structure: A document about the tree to keep with it, at most 16 MiB;
+            document: A document about the tree to keep with it, at most 16 MiB;
                 ``storesvc_client.easydel`` keeps there what a model was.
             base: A checkpoint of the run, by step, "latest" or tag: chunks that are
                 as they were there are neither sent nor stored again. None sends all.
@@ -152,7 +152,7 @@ class RunSaving(SessionRun):
             UnsupportedLeafError: The tree holds something else, or two paths that
                 would share a key; names them all.
             InvalidRequestError: The step, a metric or a label breaks the rules, or
-                the structure is no bytes.
+                the document is no bytes.
             ConflictError: A save is under way, and this was to be refused then.
             UnavailableError: The coordination service of the job is.
             StoreError: What the save before failed with, if nobody has seen it; where
@@ -161,7 +161,7 @@ class RunSaving(SessionRun):
         return self.begin_save(
             step,
             tree,
-            structure=structure,
+            document=document,
             check=None,
             metrics=metrics,
             labels=labels,
@@ -178,7 +178,7 @@ class RunSaving(SessionRun):
         step: SupportsIndex,
         tree: Any,
         *,
-        structure: bytes,
+        document: bytes,
         check: "Callable[[Plan], None] | None",
         metrics: Mapping[str, SupportsFloat] | None = None,
         labels: Mapping[str, str] | None = None,
@@ -199,17 +199,17 @@ class RunSaving(SessionRun):
             checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
             checked_choice(f"save to {self.name}: if_busy=", if_busy, IfBusy)
             description = self._describe(number, metrics, labels, base, lease)
-            if not isinstance(structure, bytes):
+            if not isinstance(document, bytes):
                 raise InvalidRequestError(
-                    f"save to {self.name}: expected bytes in structure=, got "
-                    f"{type(structure).__name__}"
+                    f"save to {self.name}: expected bytes in document=, got "
+                    f"{type(document).__name__}"
                 )
             meter = Meter("save", str(description), progress)
             with self._lock:
                 self._make_way(if_busy, must_end=snapshot == "none")
                 planner = self._planner(joint.job if joint else None)
                 with meter.phase("plan"):
-                    plan, values = planner.plan(tree, structure)
+                    plan, values = planner.plan(tree, document)
                 if check is not None:
                     check(plan)
                 save, outbox = self._start(

@@ -126,7 +126,7 @@ def _contents(opened: "OpenCheckpoint") -> dict[str, Any]:
         "kinds": Counter(leaf.kind for leaf in leaves),
         "dtypes": Counter(map(dtype_text, leaves)),
         "meshes": sorted({_mesh_text(leaf.sharding) for leaf in leaves} - {ABSENT}),
-        "model": _model(opened.structure),
+        "model": _model(opened.document),
     }
 
 

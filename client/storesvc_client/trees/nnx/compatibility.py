@@ -31,7 +31,7 @@ class Stored(Protocol):
         """The name of the checkpoint, for messages."""
 
     @property
-    def structure(self) -> bytes:
+    def document(self) -> bytes:
         """The document about its tree; b"" without one."""
 
     @property
@@ -54,10 +54,10 @@ def recipe_of(stored: Stored, on_mismatch: OnMismatch) -> Recipe | None:
     Raises:
         StructureError: It is damaged, and differences are to be refused.
     """
-    if not stored.structure:
+    if not stored.document:
         return None
     try:
-        return Recipe.unpack(stored.structure)
+        return Recipe.unpack(stored.document)
     except StructureError as e:
         if on_mismatch == "raise":
             raise

@@ -77,7 +77,7 @@ class _Planned:
     tree: Tree
 
     @property
-    def structure(self) -> bytes:
+    def document(self) -> bytes:
         return self.tree.structure
 
     @cached_property
@@ -216,7 +216,7 @@ class Rehearser:
 
 def _needs_arguments(cls: type[Any], stored: _Planned) -> bool:
     """Whether a class needs what no checkpoint has: then its owner has a factory."""
-    recipe = Recipe.unpack(stored.structure)
+    recipe = Recipe.unpack(stored.document)
     has_config = recipe.config is not None and takes_config(cls, recipe)
     given = {"rngs", "config"} if has_config else {"rngs"}
     return not given.issuperset(needed_arguments(cls))

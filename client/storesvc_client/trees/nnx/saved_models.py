@@ -153,11 +153,11 @@ def _begun(
     options: SaveOptions,
 ) -> Save:
     """A save that has begun, and its rehearsal."""
-    structure = recipe.pack()
+    document = recipe.pack()
     if rehearser is None:
-        return run.save(step, tree, structure=structure, **options)
+        return run.save(step, tree, document=document, **options)
     save = run.begin_save(
-        step, tree, structure=structure, check=rehearser.check, **options
+        step, tree, document=document, check=rehearser.check, **options
     )
     save.rehearsal = rehearser.after(save)
     return save

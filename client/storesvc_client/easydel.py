@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from storesvc.format.names import Which
 from storesvc_client._api.run import Run
-from storesvc_client._values.options import OnMismatch, RestoreOptions
+from storesvc_client._values.options import ModelRestoreKeywords, OnMismatch
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx import saved_models
 from storesvc_client.trees.nnx.saved_models import (
@@ -48,7 +48,7 @@ def restore_state(
     missing: Literal["error", "init"] = "error",
     on_mismatch: OnMismatch = "raise",
     state_class: Any = None,
-    **options: Unpack[RestoreOptions],
+    **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
     """Returns the state of a checkpoint, on the mesh given.
 
@@ -84,7 +84,7 @@ def restore_state(
             leaves must fit in any case.
         state_class: The class to build by its ``create``; None: this library's
             ``EasyDeLState``.
-        options: As of ``Run.restore``: ``processes``, ``spread``, ``deadline`` and
+        options: As of ``Run.restore``: ``distributed``, ``deadline`` and
             ``progress``.
 
     Raises:

@@ -221,7 +221,7 @@ def test_the_saved_sharding_is_the_default_where_it_fits(run: store.Run) -> None
 def test_a_leaf_of_many_chunks_comes_back_on_other_shards(run: store.Run) -> None:
     values = np.random.default_rng(0).integers(0, 2**31, (4_099, 4_096), np.int32)
     run.save(0, {"x": values}).result()
-    assert run.leaves(0)["x"].chunk_count > 3
+    assert run.open(0).leaves["x"].chunk_count > 3
 
     for sizes, spec in ((1, P()), (8, P(None, "a"))):
         target = NamedSharding(mesh(sizes), spec)

@@ -61,7 +61,7 @@ def stored_bytes(run: store.Run, prefix: str = "") -> int:
     return sum(
         leaf.chunk_count
         * (math.prod(leaf.chunk_shape) * DTYPES[leaf.dtype].itemsize + 4)
-        for key, leaf in run.leaves(SAVED_STEP).items()
+        for key, leaf in run.open(SAVED_STEP).leaves.items()
         if key.startswith(prefix)
     )
 

@@ -369,7 +369,9 @@ def test_nothing_is_exchanged_after_an_exchange_that_was_left(
 
     for each in told:
         assert isinstance(each, store.UnavailableError), each
-        assert "start the job again, or restore with spread=False" in str(each)
+        assert "start the job again, or restore with Distributed(spread=False)" in str(
+            each
+        )
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("no device")], ids=str)

@@ -93,8 +93,8 @@ def test_what_is_no_glob_is_refused(run: store.Run, select: Any) -> None:
     ):
         run.restore(0, select=select)
     with pytest.raises(store.InvalidRequestError, match="keys: expected texts, got"):
-        list(run.read(0, select))
-    ((leaf, array),) = run.read(0, "loss")
+        list(run.open(0).read(select))
+    ((leaf, array),) = run.open(0).read("loss")
     assert ("loss", 0.125) == (leaf.key, float(array))
 
 

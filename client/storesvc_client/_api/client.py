@@ -4,31 +4,42 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from datetime import timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from storesvc.format.names import RunName
-from storesvc_client._api.collection import ClientCollection
+from storesvc_client._api.collection import Collected, collect
 from storesvc_client._api.run import Run
-from storesvc_client._api.uploads import ClientUploads
+from storesvc_client._api.uploads import list_uploads
 from storesvc_client._api.watch import watch
 from storesvc_client._rpc.connection import Connection, open_connection
 from storesvc_client._rpc.paging import OnDamage, rows
+from storesvc_client._save.saver import RunSaver
 from storesvc_client._session import DEFAULT_STAGING_BYTES, Session, new_staging
 from storesvc_client._storage.root import check_root, direct_root
-from storesvc_client._values.resource_names import namespace_resource, run_name
-from storesvc_client._values.values import Event, RunInfo, ServerInfo
-from storesvc_client.errors import UnavailableError
+from storesvc_client._values.durations import DurationLike, checked_duration
+from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
+from storesvc_client._values.resource_names import (
+    namespace_resource,
+    parent_resource,
+    run_name,
+)
+from storesvc_client._values.values import Event, RunInfo, ServerInfo, UploadInfo
+from storesvc_client.errors import InvalidRequestError, UnavailableError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 
-DEFAULT_TIMEOUT = 60.0
+DEFAULT_TIMEOUT: Final = 60.0
 """Seconds that a call may take."""
+
+MAX_TIMEOUT: Final = timedelta(days=365)
+"""Longest timeout of a call; gRPC ignores timeouts that overflow its counter."""
 
 
 def connect(
@@ -38,7 +49,7 @@ def connect(
     cert: "str | PathLike[str] | None" = None,
     key: "str | PathLike[str] | None" = None,
     insecure: bool = False,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: DurationLike = DEFAULT_TIMEOUT,
     direct: str | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
 ) -> "Client":
@@ -59,9 +70,9 @@ def connect(
         insecure: Whether to speak plaintext to another machine. To this machine
             it is spoken anyway, unless ``ca`` or ``cert`` is given. Neither this nor
             certificates go with a root.
-        timeout: Seconds, above 0, that a call may take, and to open a root in this
-            process. Saves and restores may take longer, but not stall for longer than
-            the server's limit.
+        timeout: How long a call, or opening a root in this process, may take: a
+            ``timedelta`` or seconds, above 0. Saves and restores may take longer, but
+            not stall for longer than the server's limit.
         direct: The root of the store that the server serves, ``file:///PATH`` where
             this machine has it too, ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``:
             then saves and restores write and read its data files by themselves,
@@ -78,19 +89,21 @@ def connect(
         PreconditionError: The bucket lets the store, or this process, not in.
     """
     staging = new_staging(staging_bytes)
+    limit = checked_duration("connect: timeout=", timeout, most=MAX_TIMEOUT)
+    seconds = limit.total_seconds()
     connection = open_connection(
         target,
         ca=Path(ca) if ca is not None else None,
         cert=Path(cert) if cert is not None else None,
         key=Path(key) if key is not None else None,
         insecure=insecure,
-        timeout=timeout,
+        timeout=seconds,
     )
     try:
         info = _greeted(connection)
         root = direct_root(target, direct)
         if root is not None:
-            check_root(root, store_uid=info.store_uid, timeout=timeout)
+            check_root(root, store_uid=info.store_uid, timeout=seconds)
         return Client(Session(connection, staging, root))
     except BaseException:
         connection.close()
@@ -113,14 +126,19 @@ def _info(connection: Connection, ask: Callable[..., Any]) -> ServerInfo:
     return ServerInfo(version=answer.version, store_uid=answer.store_uid)
 
 
-class Client(ClientCollection, ClientUploads):
-    """A connection to one store; made by ``connect``. Threads may share it."""
+class Client:
+    """A connection to one store; returned by ``connect``. Threads may share it.
+
+    >>> with connect("file:///tmp/ckpts") as client:
+    ...     state = client.run("prod/llama-8b").restore()
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._connection = session.connection
         self._stub = CheckpointServiceStub(session.connection.channel)
-        self._runs: dict[RunName, Run] = {}
+        self._savers: dict[RunName, RunSaver] = {}
+        self._runs: dict[tuple[RunName, SaveOptions], Run] = {}
         _close_at_exit(weakref.ref(self))
 
     def info(self) -> ServerInfo:
@@ -131,15 +149,25 @@ class Client(ClientCollection, ClientUploads):
         """
         return _info(self._connection, self._connection.ask)
 
-    def run(self, name: str) -> Run:
-        """Returns the run called ``namespace/run``; asks the server nothing.
+    def run(self, name: str, *, save: SaveOptions = DEFAULT_SAVE) -> Run:
+        """Returns a run; sends nothing to the server.
+
+        Args:
+            name: ``namespace/run``. The first save creates the run.
+            save: Defaults for ``snapshot=`` and ``if_busy=`` of ``Run.save``.
 
         Raises:
-            InvalidRequestError: The name breaks the rules.
+            InvalidRequestError: The name is not valid.
         """
         parsed = run_name(name)
-        # one object a run, so that its saves wait for each other
-        return self._runs.setdefault(parsed, Run(self._session, parsed))
+        if not isinstance(save, SaveOptions):
+            raise InvalidRequestError(
+                f"run {parsed}: save=: expected SaveOptions, got {save!r}"
+            )
+        # one saver for each run, so that its saves wait for each other
+        saver = self._savers.setdefault(parsed, RunSaver(self._session, parsed))
+        run = Run(self._session, parsed, saver, save)
+        return self._runs.setdefault((parsed, save), run)
 
     def runs(
         self, namespace: str | None = None, *, on_damage: OnDamage = None
@@ -169,6 +197,55 @@ class Client(ClientCollection, ClientUploads):
             on_damage,
         )
         yield from map(RunInfo.from_message, found)
+
+    def uploads(
+        self, parent: str | None = None, *, on_damage: OnDamage = None
+    ) -> Iterator[UploadInfo]:
+        """Yields live uploads, by run and id; none for a run that does not exist.
+
+        Args:
+            parent: A run, a namespace, or None for all. Uploads of a run that has no
+                checkpoint yet, which is in no list of runs, are included.
+            on_damage: Called with a ``DataLossError`` for each upload whose records are
+                damaged; None raises the error in its place.
+
+        Raises:
+            InvalidRequestError: ``parent`` is neither a run nor a namespace.
+            DataLossError: The records of the next upload are damaged.
+            UnavailableError: The server does not answer for longer than a restart
+                takes.
+        """
+        resource = parent_resource(parent)
+        return list_uploads(self._connection, resource, on_damage=on_damage)
+
+    def collect(
+        self,
+        parent: str | None = None,
+        *,
+        grace: DurationLike | None = None,
+        dry_run: bool = False,
+    ) -> Iterator[Collected]:
+        """Collects garbage run by run, and yields what was done in each.
+
+        Servers do the same by themselves at intervals. Data of checkpoints, holds and
+        live uploads is never deleted, whatever runs at the same time. The iterator
+        drives the collection: runs that it does not reach are left for the next one. A
+        collection that is interrupted, as by a restart of the server, starts again, and
+        reports for the current run only what it did after that.
+
+        Args:
+            parent: A run, a namespace, or None for all.
+            grace: Minimum time since something became garbage, a ``timedelta`` or
+                seconds; None: an hour. With less, readers without a hold may lose what
+                they read.
+            dry_run: Yields what would be done, and changes nothing.
+
+        Raises:
+            NotFoundError: There is no such run.
+            InvalidRequestError: ``parent`` is neither a run nor a namespace, or
+                ``grace`` is negative.
+        """
+        return collect(self._connection, parent, grace=grace, dry_run=dry_run)
 
     def watch(self, namespace: str, since: str = "now") -> Generator[Event]:
         """Returns an iterator over what happens to the checkpoints of all runs of a
@@ -201,16 +278,16 @@ class Client(ClientCollection, ClientUploads):
         """
         errors = []
         try:
-            for run in list(self._runs.values()):
+            for saver in list(self._savers.values()):
                 try:
-                    run.wait()
+                    saver.wait()
                 except Exception as e:  # noqa: BLE001 - every other save must end too
                     errors.append(e)
         except KeyboardInterrupt as e:
             for other in errors:
                 e.add_note(f"a save in the background failed: {other}")
-            for run in list(self._runs.values()):
-                for name in run._forget():  # noqa: SLF001 - of no use to others
+            for saver in list(self._savers.values()):
+                for name in saver.forget():
                     e.add_note(
                         f"the save of {name} was given up; where the step is saved "
                         "again it goes on from what was stored"

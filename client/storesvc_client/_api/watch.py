@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Final, Protocol, cast
 
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._values.resource_names import is_text
 from storesvc_client._values.values import Event
 from storesvc_client.errors import (
@@ -25,36 +24,6 @@ from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 _COMMITTED: Final = api.CheckpointEvent.KIND_COMMITTED
 
 
-class RunWatch(RunBase):
-    """Watches the checkpoints of a run."""
-
-    def watch(self, since: str = "now") -> Generator[Event]:
-        """Returns an iterator over what happens to the checkpoints of the run, from
-        this call on and without an end.
-
-        It goes on through restarts of the server; each checkpoint comes once. Close
-        it to end the call.
-
-        >>> for event in run.watch():
-        ...     if event.kind == "committed":
-        ...         evaluate(run.restore(event.step))
-
-        Args:
-            since: "now"; "latest", which first brings the newest checkpoint, if there
-                is one; or an ``Event.resume_token``, which goes on after that event.
-
-        Raises:
-            InvalidRequestError: The token is not one of a watch of this run.
-            PreconditionError: The events after the token are gone.
-            UnavailableError: The server does not answer, for longer than a restart
-                takes; the iterator raises it too.
-            DataLossError: By the iterator: what happened next cannot be told, because
-                its record is damaged. ``metadata["resume_token"]`` goes on after it.
-        """
-        parent = self._name.resource
-        return watch(self._connection, parent, since, latest_of=[parent])
-
-
 def watch(
     connection: Connection, parent: str, since: str, *, latest_of: Iterable[str]
 ) -> Generator[Event]:
@@ -68,7 +37,7 @@ def watch(
             then.
 
     Raises:
-        StoreError: As ``RunWatch.watch``.
+        StoreError: As ``Run.watch``.
     """
     name = parent.removeprefix("namespaces/").replace("/runs/", "/")
     wrong = (

@@ -144,7 +144,8 @@ class SpreadSource:
         if not may_spread():
             raise UnavailableError(
                 f"restore of {self._name}: an exchange of an earlier restore of this "
-                "job has not ended; start the job again, or restore with spread=False"
+                "job has not ended; start the job again, or restore with "
+                "Distributed(spread=False)"
             )
 
     def _take_part(

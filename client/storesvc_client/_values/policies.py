@@ -20,7 +20,7 @@ from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Final, Literal, SupportsIndex, TypeAlias, get_args, overload
 
-from storesvc_client._values.durations import MAX_DURATION, is_duration
+from storesvc_client._values.durations import DurationLike, as_timedelta
 from storesvc_client._values.resource_names import is_text
 from storesvc_client.errors import InvalidRequestError
 
@@ -68,13 +68,20 @@ class KeepEvery(RetentionPolicy):
     @overload
     def __init__(self, *, steps: SupportsIndex) -> None: ...
     @overload
-    def __init__(self, *, duration: timedelta) -> None: ...
+    def __init__(self, *, duration: DurationLike) -> None: ...
     def __init__(
-        self, *, steps: SupportsIndex | None = None, duration: timedelta | None = None
+        self,
+        *,
+        steps: SupportsIndex | None = None,
+        duration: DurationLike | None = None,
     ) -> None:
         if (steps is None) == (duration is None):
             raise InvalidRequestError("KeepEvery: expected either steps= or duration=")
-        interval = _length(self, duration) if steps is None else _whole(self, steps)
+        interval: int | timedelta
+        if steps is None:
+            interval = as_timedelta("KeepEvery(duration=)", duration)
+        else:
+            interval = _whole(self, steps)
         object.__setattr__(self, "interval", interval)
 
     def __repr__(self) -> str:
@@ -82,14 +89,15 @@ class KeepEvery(RetentionPolicy):
         return f"KeepEvery({name}={self.interval!r})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class KeepNewerThan(RetentionPolicy):
     """Keeps the checkpoints that were committed within a time before now."""
 
     duration: timedelta
 
-    def __post_init__(self) -> None:
-        _length(self, self.duration)
+    def __init__(self, duration: DurationLike) -> None:
+        found = as_timedelta("KeepNewerThan(duration=)", duration)
+        object.__setattr__(self, "duration", found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +211,6 @@ def _whole(rule: RetentionPolicy, value: object) -> int:
     if isinstance(value, bool) or abs(number) > _MAX_WHOLE:
         raise _invalid(rule, f"a whole number up to {_MAX_WHOLE}", value)
     return number
-
-
-def _length(rule: RetentionPolicy, value: object) -> timedelta:
-    if not isinstance(value, timedelta) or not is_duration(value):
-        most = f"a timedelta of at most {MAX_DURATION.days} days"
-        raise _invalid(rule, most, value)
-    return value
 
 
 def _invalid(rule: RetentionPolicy, expected: str, got: object) -> InvalidRequestError:

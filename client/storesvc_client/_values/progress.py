@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Self, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
 INTERVAL_SECONDS: Final = 0.1
 """How long a callback is left alone at least."""
@@ -57,7 +57,19 @@ class Progress:
         return self.done_bytes / self.seconds if self.seconds else 0.0
 
 
-OnProgress: TypeAlias = Callable[[Progress], object]
+class ProgressCallback(Protocol):
+    """A callable for ``progress=`` of saves and restores.
+
+    It is called at most ten times a second, by any thread but by one at a time, and
+    once at the end. An exception that it raises ends a restore; a save commits without
+    it, and then its handle raises the exception.
+
+    >>> def show(progress: Progress) -> None:
+    ...     print(f"{progress.done_bytes} of {progress.total_bytes} bytes")
+    """
+
+    def __call__(self, progress: Progress, /) -> object:
+        """Receives the progress; the result is ignored."""
 
 
 class Ended(NamedTuple):
@@ -75,7 +87,7 @@ class Meter:
         self,
         what: Literal["save", "restore"],
         name: str,
-        callback: OnProgress | None = None,
+        callback: ProgressCallback | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
         within: "Meter | None" = None,
@@ -185,7 +197,7 @@ class Meter:
         ):
             raise self._error from None
 
-    def _tell(self, callback: OnProgress) -> None:
+    def _tell(self, callback: ProgressCallback) -> None:
         """Calls the callback, if it is time to and nobody else does."""
         if self._error is None:
             if self.clock() - self._told < INTERVAL_SECONDS:
@@ -201,7 +213,7 @@ class Meter:
         if self._error is not None and self._what == "restore":
             raise CallbackFailedError
 
-    def _call(self, callback: OnProgress, *, is_done: bool) -> None:
+    def _call(self, callback: ProgressCallback, *, is_done: bool) -> None:
         try:
             callback(self._progress(is_done=is_done))
         except BaseException as e:  # noqa: BLE001 - it is raised again in the end

@@ -3,13 +3,13 @@
 import sys
 from typing import TYPE_CHECKING
 
-from storesvc_client._values.progress import OnProgress, Progress
+from storesvc_client._values.progress import Progress, ProgressCallback
 
 if TYPE_CHECKING:
     from tqdm.std import tqdm
 
 
-def progress_bar() -> OnProgress:
+def progress_bar() -> ProgressCallback:
     """Returns a callback for ``progress=`` that draws a bar on stderr.
 
     It draws in a terminal and in a notebook, elsewhere nothing. One callback serves

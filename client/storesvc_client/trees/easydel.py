@@ -27,7 +27,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
-from storesvc_client._values.options import OnMismatch
+from storesvc_client._values.options import ALL_PROCESSES, OnMismatch
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.casting import cast_floating
 from storesvc_client.trees.nnx.graphs import (
@@ -442,7 +442,7 @@ class EasyDeLState(struct.PyTreeNode):
         if self.tx is None:
             raise AssertionError("expected a state with tx to load for, got none")
         with opened_run(load_directory, client=client) as (run, which):
-            opened = run.open(which, processes="all")
+            opened = run.open(which, distributed=ALL_PROCESSES)
             return self.replace(opt_state=restore_opt_state(opened, self))
 
     def _sharded(self, state: Self, rules: Rules | None, mesh: Mesh | None) -> Self:

@@ -141,7 +141,7 @@ class Rehearser:
             rehearse: "strict" refuses the save before it begins.
             is_state: Whether it is a state.
         """
-        self._known = _Known.of(run._connection)  # noqa: SLF001 - of this library
+        self._known = _Known.of(run._session.connection)  # noqa: SLF001 - not public
         self._run = run.name
         self._saved = _Saved.of(saved, is_state=is_state)
         self._is_strict = rehearse == "strict"
@@ -177,7 +177,8 @@ class Rehearser:
         if is_new:
 
             def rehearse() -> None:
-                save.wait()  # a training loop may be waiting for it, too
+                # unlike save.exception(), this leaves the error to the caller
+                save._pending.wait()  # noqa: SLF001 - not public
                 found = self._rehearsed(plan)
                 if not found.ok:
                     _log.warning("%s: %s", self._run, found.message)

@@ -23,7 +23,7 @@ from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.gc_pause import collector_paused
-from storesvc_client._values.options import OnMismatch, ReadOptions, TargetOptions
+from storesvc_client._values.options import OnMismatch, ReadKeywords, TargetOptions
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.nnx.blueprints import (
     Blueprint,
@@ -79,7 +79,7 @@ class Options:
     missing: Literal["error", "init"] = "error"
     on_mismatch: OnMismatch = "raise"
     opt_state: Literal["restore", "skip"] = "restore"
-    reading: ReadOptions = field(default_factory=ReadOptions)
+    reading: ReadKeywords = field(default_factory=ReadKeywords)
 
     @property
     def initialises(self) -> bool:
@@ -291,7 +291,7 @@ def plan_opt_state(
     Raises:
         MismatchError: The checkpoint holds none, or one of other containers.
     """
-    recipe = recipe_of(stored, "check")
+    recipe = recipe_of(stored, "raise")
     if not _holds_optimizer(stored, recipe):
         raise MismatchError(
             f"{stored.name}: expected the state of an optimizer, got a checkpoint "

@@ -20,17 +20,18 @@ from typing import (
 )
 
 from storesvc.format.names import Which
-from storesvc_client._api.run import Run
+from storesvc_client._api.run import Run, save_checked
 from storesvc_client._save.handle import Save
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
+    ALL_PROCESSES,
     DEFAULT_DEADLINE,
+    Distributed,
+    ModelRestoreKeywords,
     OnMismatch,
-    Processes,
-    ReadOptions,
+    ReadKeywords,
     Rehearse,
-    RestoreOptions,
-    SaveOptions,
+    SaveKeywords,
 )
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_client.trees.nnx import restore_model as rebuild
@@ -64,7 +65,7 @@ def save_state(
     state: Any,
     *,
     rehearse: Rehearse = "warn",
-    **options: Unpack[SaveOptions],
+    **options: Unpack[SaveKeywords],
 ) -> Save:
     """Starts a save of the state at its own step; see ``Run.save``.
 
@@ -81,7 +82,7 @@ def save_state(
             "strict", before it, refuses to save; "off" does not try.
             ``Save.rehearsal`` has what came of it.
         options: As of ``Run.save``: ``metrics``, ``labels``, ``base``, ``snapshot``,
-            ``if_busy``, ``processes``, ``lease`` and ``progress``.
+            ``if_busy``, ``distributed`` and ``progress``.
 
     Raises:
         MismatchError: With ``rehearse="strict"``: it could not be restored.
@@ -110,7 +111,7 @@ def save_model(
     model: Any,
     *,
     rehearse: Rehearse = "warn",
-    **options: Unpack[SaveOptions],
+    **options: Unpack[SaveKeywords],
 ) -> Save:
     """Starts a save of a module without optimizer and step; see ``Run.save``.
 
@@ -150,14 +151,14 @@ def _begun(
     tree: Any,
     recipe: Recipe,
     rehearser: Rehearser | None,
-    options: SaveOptions,
+    options: SaveKeywords,
 ) -> Save:
     """A save that has begun, and its rehearsal."""
     document = recipe.pack()
     if rehearser is None:
         return run.save(step, tree, document=document, **options)
-    save = run.begin_save(
-        step, tree, document=document, check=rehearser.check, **options
+    save = save_checked(
+        run, step, tree, document=document, check=rehearser.check, **options
     )
     save.rehearsal = rehearser.after(save)
     return save
@@ -185,7 +186,7 @@ def restore_state(
     missing: Literal["error", "init"] = "error",
     on_mismatch: OnMismatch = "raise",
     state_class: Any = None,
-    **options: Unpack[RestoreOptions],
+    **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``.
 
@@ -214,7 +215,7 @@ def restore_state(
             "state_class: expected a class with the create() of EasyDeLState, got "
             f"{state_class!r}"
         )
-    processes, reading = _reading(options)
+    distributed, reading = _reading(options)
     wanted = rebuild.Options(
         mesh=mesh,
         rules=rules,
@@ -225,7 +226,7 @@ def restore_state(
         reading=reading,
     )
     return rebuild.restore_state(
-        _opened(run, which, processes, reading),
+        _opened(run, which, distributed, reading),
         rebuild.Request(model=model, tx=tx, options=wanted),
         state_class,
     )
@@ -242,7 +243,7 @@ def restore_model(
     cast: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
     on_mismatch: OnMismatch = "raise",
-    **options: Unpack[RestoreOptions],
+    **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
     """Returns the module of a checkpoint of a module, or of a state.
 
@@ -274,7 +275,7 @@ def restore_model(
         raise InvalidRequestError(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
-    processes, reading = _reading(options)
+    distributed, reading = _reading(options)
     wanted = rebuild.Options(
         mesh=mesh,
         rules=rules,
@@ -285,22 +286,22 @@ def restore_model(
         reading=reading,
     )
     return rebuild.restore_module(
-        _opened(run, which, processes, reading),
+        _opened(run, which, distributed, reading),
         rebuild.Request(model=model, allow=allow, options=wanted),
     )
 
 
-def _reading(options: RestoreOptions) -> tuple[Processes, ReadOptions]:
-    """Who restores, and how."""
+def _reading(options: ModelRestoreKeywords) -> tuple[Distributed, ReadKeywords]:
+    """Splits the options of ``Run.open`` from those of ``OpenCheckpoint.restore``."""
     reading: Any = dict(options)
-    return reading.pop("processes", "all"), reading
+    return reading.pop("distributed", ALL_PROCESSES), reading
 
 
 def _opened(
-    run: Run, which: Which, processes: Processes, reading: ReadOptions
+    run: Run, which: Which, distributed: Distributed, reading: ReadKeywords
 ) -> "OpenCheckpoint":
     deadline = reading.get("deadline", DEFAULT_DEADLINE)
-    return run.open(which, processes=processes, deadline=deadline)
+    return run.open(which, distributed=distributed, deadline=deadline)
 
 
 @contextmanager

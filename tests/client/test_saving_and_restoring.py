@@ -248,7 +248,7 @@ WRONG: dict[str, Callable[[Any], object]] = {
     "since of a run": lambda client: client.run("a/b").watch(since=5),
     "half a character": lambda client: client.run("a/b").watch(since="\ud800"),
     "diff": lambda client: client.run("a/b").diff(1, of="a/b"),
-    "purge delay": lambda client: client.run("a/b").configure(purge_delay=5),
+    "purge delay": lambda client: client.run("a/b").configure(purge_delay="5"),
     "labels": lambda client: client.run("a/b").configure(labels={"a": "\ud800"}),
     "upload": lambda client: client.run("a/b").uploads.get(5),
 }

@@ -21,7 +21,7 @@ class Retention:
     """The retention policy of a run; ``run.retention``.
 
     >>> policy = KeepLatest(3) | KeepEvery(steps=10_000)
-    >>> deleted = [d.step for d in run.retention.preview(policy) if not d.keep]
+    >>> deleted = [d.step for d in run.retention.preview(policy) if not d.kept]
     >>> run.retention.set(policy, purge_delay=3 * 86_400)
     """
 

@@ -141,6 +141,9 @@ class Client:
         self._runs: dict[tuple[RunName, SaveOptions], Run] = {}
         _close_at_exit(weakref.ref(self))
 
+    def __repr__(self) -> str:
+        return f"<Client of {self._connection.address}>"
+
     def info(self) -> ServerInfo:
         """Returns what the server is.
 

@@ -84,5 +84,5 @@ def test_a_spread_restore_by_one_process_of_a_job_alone_is_refused(
 
     for opened_alone, restored_alone, apart in told:
         assert "InvalidRequestError: restore of" in opened_alone
-        assert "with processes='all'" in restored_alone
+        assert "with Distributed(processes='all')" in restored_alone
         assert "" == apart

@@ -181,7 +181,7 @@ def _span_problem(value: Any, *, is_alone: bool) -> str | None:
     if is_alone:
         return (
             "its array spans other processes; let all processes of the job save it, "
-            "with processes='all'"
+            "with Distributed(processes='all')"
         )
     return _elsewhere_problem(value.sharding)
 
@@ -201,7 +201,7 @@ def _elsewhere_problem(sharding: jax.sharding.Sharding) -> str | None:
     return (
         "expected an array on devices of several processes, or of process 0, got one "
         f"on those of process {process} alone; place it on more devices, or let "
-        "that process save it by itself, with processes='this'"
+        "that process save it by itself, with Distributed(processes='this')"
     )
 
 

@@ -238,7 +238,8 @@ class OpenCheckpoint:
             raise InvalidRequestError(
                 f"restore of {self.name}: expected spread= with all processes of the "
                 "job, got a restore by this process alone; open the checkpoint, or "
-                "restore it, with processes='all' in each of them, or leave spread= out"
+                "restore it, with Distributed(processes='all') in each of them, or "
+                "leave spread= out"
             )
 
     def read(self, keys: Iterable[str]) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":

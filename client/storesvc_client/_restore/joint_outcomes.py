@@ -36,7 +36,7 @@ def absent(what: str, who: str, seconds: float) -> Outcome:
     """Returns the verdict where a process does not ask in time."""
     return Outcome(
         failure=f"restore of {what}: {who} has not asked for it in {seconds:g} s; "
-        "restore in all processes of the job, or with processes='this'",
+        "restore in all processes of the job, or with Distributed(processes='this')",
         kind=UnavailableError.__name__,
     )
 

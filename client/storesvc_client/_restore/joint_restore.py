@@ -158,7 +158,7 @@ class JointRestore:
             raise InvalidRequestError(
                 f"restore of {asked}: {self._name(0)} asks for {told.asked} at the "
                 "same time; ask for the same in all processes of the job, or with "
-                "processes='this'"
+                "Distributed(processes='this')"
             )
         return told.name
 
@@ -408,7 +408,7 @@ class JointRestore:
                     failure=f"restore of {self._what}: "
                     f"{self._name(index)} asks for other leaves, shardings "
                     f"or another checkpoint than {self._name(0)}; restore "
-                    "alike in all processes, or with processes='this'",
+                    "alike in all processes, or with Distributed(processes='this')",
                     kind=InvalidRequestError.__name__,
                 )
         return Outcome(name=choice)

@@ -277,6 +277,6 @@ def _warn_of_heartbeat(lease_seconds: float) -> None:
         "this job's saves name a process that died after their lease of %g s, but jax "
         "aborts the other processes sooner, after heartbeat_timeout_seconds (%g unless "
         "set): pass jax.distributed.initialize a longer one, or save with a shorter "
-        "lease=; ignore this where you did",
+        "Distributed(lease=); ignore this where you did",
         *(lease_seconds, HEARTBEAT_SECONDS),
     )

@@ -1,4 +1,4 @@
-"""A connection to a store."""
+"""Connects to a store: ``connect`` and ``Client``."""
 
 import sys
 import threading
@@ -53,40 +53,42 @@ def connect(
     direct: str | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
 ) -> "Client":
-    """Returns a client of the store at a target, once the store has answered.
+    """Connects to a store, and returns its client once the store has answered.
+
+    >>> with connect("ckpt.example:7070", ca="ca.pem") as client:
+    ...     run = client.run("prod/llama-8b")
 
     Args:
         target: ``HOST:PORT`` of a server, or the root of a store, which a server
-            inside this process then serves: ``file:///PATH``, ``memory://``,
-            ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``. Of servers that serve
-            one store, the calls go to those that say that they serve, in turn: of all
-            addresses that the name has, or of all in a list, ``HOST:PORT,HOST:PORT``.
-        ca: A PEM file with the authorities to trust; None trusts the system's. Each
-            server of a list must have a certificate for the first of them.
-        cert: A PEM file with this client's own certificate, where the server asks
-            for one. This file and the other two are read again when they change:
-            calls that begin then use what they hold.
-        key: A PEM file with its private key, without a password.
-        insecure: Whether to speak plaintext to another machine. To this machine
-            it is spoken anyway, unless ``ca`` or ``cert`` is given. Neither this nor
-            certificates go with a root.
+            in this process then serves: ``file:///PATH``, ``memory://``,
+            ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``. If several replicas serve
+            one store, calls go round-robin to those that report healthy: to all
+            addresses of the name, or of a list, ``HOST:PORT,HOST:PORT``.
+        ca: PEM file of the certificate authorities to trust; None trusts those of the
+            system. Each server of a list must have a certificate for the first name.
+        cert: PEM file of this client's certificate, if the server requires one. The
+            three files are read again when they change; later calls use the new ones.
+        key: PEM file of its private key, without a password.
+        insecure: Whether to use plaintext to another machine. Connections to this
+            machine use plaintext unless ``ca`` or ``cert`` is given. Neither this nor
+            certificates can be given with a root.
         timeout: How long a call, or opening a root in this process, may take: a
             ``timedelta`` or seconds, above 0. Saves and restores may take longer, but
             not stall for longer than the server's limit.
-        direct: The root of the store that the server serves, ``file:///PATH`` where
-            this machine has it too, ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``:
-            then saves and restores write and read its data files by themselves,
-            several times as fast, and the server is told, and tells, only what they
-            hold. A target that is such a root implies it.
-        staging_bytes: Host memory that saves may take to copy trees into; it is kept
-            for the next save. At least 128 MiB.
+        direct: Root of the store that the server serves: ``file:///PATH`` if this
+            machine mounts it, ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``. Saves
+            and restores then write and read its data files in this process, several
+            times as fast, and exchange only metadata with the server. A target that is
+            such a root implies it.
+        staging_bytes: Maximum host memory for the copies of saves, in bytes, at least
+            128 MiB; it is kept for the next save.
 
     Raises:
         InvalidRequestError: The target, a certificate or the timeout is not usable, or
-            another store, or none, is at ``direct``.
-        UnavailableError: The store does not answer, or its certificate or that of this
-            client is refused.
-        PreconditionError: The bucket lets the store, or this process, not in.
+            ``direct`` is not the root of this store.
+        UnavailableError: The store does not answer, or one side rejects the certificate
+            of the other.
+        PreconditionError: The bucket denies access to the store, or to this process.
     """
     staging = new_staging(staging_bytes)
     limit = checked_duration("connect: timeout=", timeout, most=MAX_TIMEOUT)
@@ -111,7 +113,7 @@ def connect(
 
 
 def _greeted(connection: Connection) -> ServerInfo:
-    """What the server is, told at once or not at all: who connects may mistype."""
+    """Returns the server's info without retries, as the target may be mistyped."""
     try:
         return _info(connection, connection.call)
     except UnavailableError as e:
@@ -145,10 +147,10 @@ class Client:
         return f"<Client of {self._connection.address}>"
 
     def info(self) -> ServerInfo:
-        """Returns what the server is.
+        """Returns the version and the store of the server.
 
         Raises:
-            UnavailableError: It does not answer, for longer than a restart takes.
+            UnavailableError: It does not answer for longer than a restart takes.
         """
         return _info(self._connection, self._connection.ask)
 
@@ -175,15 +177,15 @@ class Client:
     def runs(
         self, namespace: str | None = None, *, on_damage: OnDamage = None
     ) -> Iterator[RunInfo]:
-        """Yields the runs of a namespace, or of all, by name.
+        """Yields the runs of one namespace or of all, by name.
 
         Args:
-            namespace: Of this one; None: of all.
-            on_damage: Called, with the error, for each run whose record is damaged;
-                None raises it in its place.
+            namespace: The namespace; None: all namespaces.
+            on_damage: Called with a ``DataLossError`` for each run whose record is
+                damaged; None raises the error in its place.
 
         Raises:
-            InvalidRequestError: The namespace breaks the rules.
+            InvalidRequestError: The name of the namespace is not valid.
             DataLossError: The record of the next run, or of its newest checkpoint, is
                 damaged.
             UnavailableError: The server does not answer, for longer than a restart
@@ -251,33 +253,34 @@ class Client:
         return collect(self._connection, parent, grace=grace, dry_run=dry_run)
 
     def watch(self, namespace: str, since: str = "now") -> Generator[Event]:
-        """Returns an iterator over what happens to the checkpoints of all runs of a
-        namespace, those included that come later; see ``Run.watch``.
+        """Returns an endless iterator over the changes of checkpoints in a namespace.
+
+        It includes runs that are created later; see ``Run.watch``.
 
         Args:
             namespace: The namespace.
-            since: "now"; "latest", which first brings the newest checkpoint of each
+            since: "now"; "latest", which first yields the newest checkpoint of each
                 run; or an ``Event.resume_token`` of such a watch.
 
         Raises:
-            InvalidRequestError: The namespace breaks the rules, or the token is not
-                one of a watch of it.
-            PreconditionError: The events after the token are gone.
+            InvalidRequestError: The name of the namespace is not valid, or the token
+                does not belong to a watch of it.
+            PreconditionError: The events after the token were dropped.
             UnavailableError: The server does not answer.
         """
         parent = namespace_resource(namespace)
-        # a generator: the runs are listed only where they are asked for
+        # a generator: only "latest" needs the list of runs
         newest = (RunName.parse(run.name).resource for run in self.runs(namespace))
         return watch(self._connection, parent, since, latest_of=newest)
 
     def close(self) -> None:
-        """Waits for saves in the background, then ends the connection.
+        """Waits for the saves in the background, then closes the connection.
 
-        It ends whatever the saves come to. Ctrl-C gives them up, which a note of its
-        ``KeyboardInterrupt`` tells.
+        The connection is closed even if saves fail. Ctrl-C abandons running saves; a
+        note of the ``KeyboardInterrupt`` names their checkpoints.
 
         Raises:
-            StoreError: What a save failed with, if nobody has seen it.
+            StoreError: A save failed, and its error was not raised yet.
         """
         errors = []
         try:
@@ -292,8 +295,8 @@ class Client:
             for saver in list(self._savers.values()):
                 for name in saver.forget():
                     e.add_note(
-                        f"the save of {name} was given up; where the step is saved "
-                        "again it goes on from what was stored"
+                        f"the save of {name} was abandoned; a save of the same step "
+                        "resumes it"
                     )
             raise
         finally:
@@ -315,7 +318,7 @@ class Client:
         if error is None:
             self.close()
             return
-        # the error that ends the block is the one to see
+        # the error that ended the block has precedence
         try:
             self.close()
         except Exception as unseen:  # noqa: BLE001 - it must not hide the first
@@ -328,7 +331,7 @@ class Client:
 
 
 def _close_at_exit(reference: "weakref.ref[Client]") -> None:
-    """Lets saves in the background end before the interpreter does."""
+    """Waits for saves in the background before the interpreter exits."""
 
     def close() -> None:
         client = reference()
@@ -341,5 +344,5 @@ def _close_at_exit(reference: "weakref.ref[Client]") -> None:
                 for note in getattr(e, "__notes__", []):
                     print(f"storesvc_client: {note}", file=sys.stderr)
 
-    # Not atexit: that comes after executors refuse work, and a save needs them.
+    # Not atexit: by then executors reject work, and a running save needs them.
     threading._register_atexit(close)  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public hook so early

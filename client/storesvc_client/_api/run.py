@@ -1,7 +1,6 @@
 """A training run: saves and restores state, and manages its checkpoints."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -10,7 +9,7 @@ from typing import (
     Unpack,
 )
 
-from storesvc.format.names import CheckpointName, RunName, Which
+from storesvc.format.names import RunName, Which
 from storesvc_client._api.collection import Usage, usage_of
 from storesvc_client._api.holds import Holds
 from storesvc_client._api.inspection import diff_checkpoints, verify_checkpoint
@@ -20,6 +19,7 @@ from storesvc_client._api.lifecycle import (
     undelete_checkpoint,
     update_checkpoint,
 )
+from storesvc_client._api.opening import opening
 from storesvc_client._api.retention import (
     Retention,
     get_run,
@@ -35,11 +35,7 @@ from storesvc_client._save.handle import Save
 from storesvc_client._save.saver import RunSaver
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import checked_labels
-from storesvc_client._values.durations import (
-    Deadline,
-    DurationLike,
-    checked_duration,
-)
+from storesvc_client._values.durations import DurationLike
 from storesvc_client._values.findings import Diff, Verification
 from storesvc_client._values.options import (
     ALL_PROCESSES,
@@ -52,7 +48,6 @@ from storesvc_client._values.options import (
     SaveKeywords,
     SaveOptions,
     SnapshotMode,
-    checked_distributed,
 )
 from storesvc_client._values.progress import ProgressCallback
 from storesvc_client._values.values import Checkpoint, Event, RunInfo
@@ -60,10 +55,8 @@ from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
-    from storesvc_client._job.job import Job
     from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint
-    from storesvc_client._restore.joint_restore import JointRestore
 
 
 class Run:
@@ -273,9 +266,8 @@ class Run:
             PeerFailedError: Other processes of the job failed, or exceeded the
                 deadline; names them and the cause.
         """
-        with self._together(distributed) as joint:
-            ends = self._ends(deadline)
-            opened = self._opened(which, joint, ends, distributed.spread)
+        with opening(self._session, self._stub, distributed) as open_in_time:
+            opened, joint, ends = open_in_time(which, deadline)
             return opened._restored(  # noqa: SLF001 - within the rendezvous of `open`
                 joint, ends, **options
             )
@@ -310,48 +302,11 @@ class Run:
                 join; names it.
             PeerFailedError: Other processes of the job failed; names the cause.
         """
-        with self._together(distributed) as joint:
-            ends = self._ends(deadline)
-            opened = self._opened(which, joint, ends, distributed.spread)
+        with opening(self._session, self._stub, distributed) as open_in_time:
+            opened, joint, _ = open_in_time(which, deadline)
             if joint is not None:
                 joint.check(opened.info.uid, "")
         return opened
-
-    @contextmanager
-    def _together(self, distributed: Distributed) -> "Generator[JointRestore | None]":
-        """Yields the restore of all processes of the job; None for this one alone."""
-        processes = checked_distributed(self.name, distributed).processes
-        job = _job() if processes == "all" else None
-        # Late, as it imports NumPy: lists of checkpoints must not wait for it.
-        from storesvc_client._restore.joint_restore import together
-
-        with together(job, self.name) as joint:
-            yield joint
-
-    def _ends(self, deadline: DurationLike) -> Deadline:
-        length = checked_duration(f"{self.name}: deadline=", deadline)
-        return Deadline.after(length.total_seconds())
-
-    def _opened(
-        self,
-        which: Which,
-        joint: "JointRestore | None",
-        deadline: Deadline,
-        spread: "bool | None",
-    ) -> "OpenCheckpoint":
-        """Opens a checkpoint; in a job the one that process 0 resolves."""
-        from storesvc_client._restore.open import open_checkpoint
-
-        stub = self._stub
-        name, job = stub.checkpoint_name(which), None
-        if joint is not None:
-            found = joint.begin(
-                str(name), lambda: stub.step_name(which, deadline).resource, deadline
-            )
-            name, job = CheckpointName.from_resource(found), joint.job
-        return open_checkpoint(
-            self._session, name, job=job, spread=spread, deadline=deadline
-        )
 
     def checkpoint(self, which: Which) -> Checkpoint:
         """Returns a checkpoint: its step, metrics, labels, times and sizes.
@@ -658,10 +613,3 @@ def save_checked(
     return run._begin(  # noqa: SLF001 - not public, as plans are not
         step, tree, check, document=document, **options
     )
-
-
-def _job() -> "Job | None":
-    """Returns the job of this process; None if it is alone."""
-    from storesvc_client._pytree.jax_job import job_of_process  # it needs jax
-
-    return job_of_process()

@@ -306,7 +306,7 @@ def test_a_malformed_config_is_rejected_where_it_is_compared(
     recipe = Recipe.of(*nnx.split(model, nnx.Param, ...))
     state = {"graphstate": model.linear.kernel[...]}
     document = replace(recipe, config=config).pack()
-    run.save(1, state, structure=document).result()
+    run.save(1, state, document=document).result()
 
     with pytest.raises(store.StoreError):
         restore_model(run, model=model)

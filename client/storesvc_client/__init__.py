@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from storesvc_client._api.client import Client, connect
     from storesvc_client._api.collection import Collected, Usage
-    from storesvc_client._api.hold import Hold
+    from storesvc_client._api.holds import Hold
     from storesvc_client._api.run import Run
     from storesvc_client._restore.checkpoint import OpenCheckpoint
     from storesvc_client._save.handle import Save
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         LeafDifference,
         Verification,
     )
+    from storesvc_client._values.options import Distributed, SaveOptions
     from storesvc_client._values.policies import (
         KeepBest,
         KeepEvery,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
         RetentionPolicy,
     )
     from storesvc_client._values.policy_text import format_policy, parse_policy
-    from storesvc_client._values.progress import Progress
+    from storesvc_client._values.progress import Progress, ProgressCallback
     from storesvc_client._values.progress_bar import progress_bar
     from storesvc_client._values.values import (
         Checkpoint,
@@ -54,11 +55,11 @@ if TYPE_CHECKING:
         AlreadyExistsError,
         ConflictError,
         DataLossError,
-        GivenUpError,
         InvalidRequestError,
         LimitError,
         MismatchError,
         NotFoundError,
+        PeerFailedError,
         PreconditionError,
         StoreError,
         StructureError,
@@ -75,8 +76,8 @@ __all__ = [
     "Damage",
     "DataLossError",
     "Diff",
+    "Distributed",
     "Event",
-    "GivenUpError",
     "Hold",
     "HoldInfo",
     "InvalidRequestError",
@@ -93,15 +94,18 @@ __all__ = [
     "MismatchError",
     "NotFoundError",
     "OpenCheckpoint",
+    "PeerFailedError",
     "PreconditionError",
     "ProcessReading",
     "Progress",
+    "ProgressCallback",
     "RestoreReport",
     "RetentionDecision",
     "RetentionPolicy",
     "Run",
     "RunInfo",
     "Save",
+    "SaveOptions",
     "SaveReport",
     "ServerInfo",
     "StoreError",
@@ -122,9 +126,10 @@ _HOMES: Final = {
     "Client": "_api.client",
     "connect": "_api.client",
     **dict.fromkeys(("Collected", "Usage"), "_api.collection"),
-    "Hold": "_api.hold",
+    "Hold": "_api.holds",
     "OpenCheckpoint": "_restore.checkpoint",
-    "Progress": "_values.progress",
+    **dict.fromkeys(("Distributed", "SaveOptions"), "_values.options"),
+    **dict.fromkeys(("Progress", "ProgressCallback"), "_values.progress"),
     "progress_bar": "_values.progress_bar",
     "Run": "_api.run",
     "Save": "_save.handle",
@@ -163,11 +168,11 @@ _HOMES: Final = {
         "_values.values",
     ),
 }
-"""Modules of the public names; those that are not here are errors."""
+"""Module of each public name; all other names are in ``errors``."""
 
 
 def __getattr__(name: str) -> object:
-    """Imports what is asked for: gRPC and NumPy take longer than storectl may."""
+    """Imports a public name on first use, so that storectl starts without gRPC."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_HOMES.get(name, 'errors')}")

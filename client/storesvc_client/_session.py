@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from storesvc.format.names import RunName
 from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES, Staging
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -45,11 +43,3 @@ def new_staging(budget_bytes: int) -> Staging:
             f"staging_bytes: expected at least {MIN_BUDGET_BYTES}, got {budget_bytes}"
         )
     return Staging(budget_bytes)
-
-
-class SessionRun(RunBase):
-    """A run whose methods save, restore or hold."""
-
-    def __init__(self, session: Session, name: RunName) -> None:
-        super().__init__(session.connection, name)
-        self._session = session

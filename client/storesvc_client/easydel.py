@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from storesvc.format.names import Which
 from storesvc_client._api.run import Run
-from storesvc_client._values.options import RestoreOptions
+from storesvc_client._values.options import ModelRestoreKeywords, OnMismatch
 from storesvc_client.trees.easydel import EasyDeLState
 from storesvc_client.trees.nnx import saved_models
 from storesvc_client.trees.nnx.saved_models import (
@@ -44,11 +44,11 @@ def restore_state(
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
     opt_state: Literal["restore", "skip"] = "restore",
-    dtype: "DTypeLike | None" = None,
+    cast: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
-    structure: Literal["check", "report"] = "check",
+    on_mismatch: OnMismatch = "raise",
     state_class: Any = None,
-    **options: Unpack[RestoreOptions],
+    **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
     """Returns the state of a checkpoint, on the mesh given.
 
@@ -71,7 +71,7 @@ def restore_state(
             axes that do not divide a leaf are dropped, which is logged. Or
             "recorded", as it was saved. None: the rules that the model knows.
         opt_state: Whether to restore the optimizer's state; inference skips it.
-        dtype: A floating-point dtype for the parameters, ``graphstate``, and for the
+        cast: A floating-point dtype for the parameters, ``graphstate``, and for the
             moments that ``tx`` keeps of them; it is the ``param_dtype`` of a model
             that comes as a class. None: as they were saved.
         missing: Whether Variables that the checkpoint lacks, such as those of LoRA,
@@ -79,11 +79,12 @@ def restore_state(
             may also have become a frozen Variable of ``graphother``, or vice versa.
             Where adapters wrap their layers, as EasyDeL's do, restore the model
             without them, and apply them to it.
-        structure: Whether another config, structure or optimizer than the saved one
-            is an error, or is logged. Leaves must fit in any case.
+        on_mismatch: What to do if the config, the structure or the optimizer differs
+            from the saved one: "raise" a ``MismatchError``, or "log" a warning. The
+            leaves must fit in any case.
         state_class: The class to build by its ``create``; None: this library's
             ``EasyDeLState``.
-        options: As of ``Run.restore``: ``processes``, ``spread``, ``deadline`` and
+        options: As of ``Run.restore``: ``distributed``, ``deadline`` and
             ``progress``.
 
     Raises:
@@ -102,9 +103,9 @@ def restore_state(
         mesh=mesh,
         rules=rules,
         opt_state=opt_state,
-        dtype=dtype,
+        cast=cast,
         missing=missing,
-        structure=structure,
+        on_mismatch=on_mismatch,
         state_class=state_class,
         **options,
     )

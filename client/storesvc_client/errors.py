@@ -1,24 +1,24 @@
 """Every error this library raises.
 
-The tree, by what a caller would do::
+The tree, with what a caller would do::
 
     StoreError
-    ├── InvalidRequestError     (ValueError)       mend the call
-    ├── UnsupportedLeafError    (TypeError)        mend the tree
-    ├── MismatchError           (ValueError)       mend the restore target
-    ├── StructureError          (ValueError)       restore by the model's code
-    ├── NotFoundError           (LookupError)      ask for what exists
+    ├── InvalidRequestError     (ValueError)       correct the call
+    ├── UnsupportedLeafError    (TypeError)        correct the tree
+    ├── MismatchError           (ValueError)       correct the restore target
+    ├── StructureError          (ValueError)       restore with the model's code
+    ├── NotFoundError           (LookupError)      name an object that exists
     ├── AlreadyExistsError                         save another step
-    ├── ConflictError                              begin the save again
-    ├── GivenUpError                               mend the process that it names
-    ├── PreconditionError                          do first what is missing
+    ├── ConflictError                              start the save again
+    ├── PeerFailedError                            look at the process that it names
+    ├── PreconditionError                          do the missing step first
     ├── DataLossError                              use another checkpoint
     ├── LimitError                                 free space, or send less
-    └── UnavailableError        (ConnectionError)  try again later
+    └── UnavailableError        (ConnectionError)  retry later
 
-``StoreError.reason`` holds the precise cause: the name of an ``ErrorReason`` of
-the contract (``proto/storesvc/v1/errors.proto``), or "" for causes on this side.
-Messages are for people; no program needs to read them.
+``StoreError.reason`` has the precise cause: the name of an ``ErrorReason`` of the
+contract (``proto/storesvc/v1/errors.proto``), or "" for causes in the client. Messages
+are for people; programs use ``reason`` and ``metadata``.
 """
 
 import logging
@@ -35,7 +35,13 @@ _log = logging.getLogger(__name__)
 
 
 class StoreError(Exception):
-    """Base of every error of this library."""
+    """Base of all errors of this library.
+
+    >>> try:
+    ...     state = run.restore()
+    ... except StoreError as error:
+    ...     print(error.reason, error)
+    """
 
     def __init__(
         self,
@@ -47,62 +53,64 @@ class StoreError(Exception):
     ) -> None:
         super().__init__(message)
         self.reason = reason
-        """The name of an ``ErrorReason`` without its prefix, or ""."""
+        """Name of an ``ErrorReason`` without its prefix, or ""."""
         self.metadata = metadata
-        """What the message mentions, for programs."""
+        """Values that the message mentions, for programs."""
         self.retry_seconds = retry_seconds
-        """After how long the server expects that a retry may succeed; None: it did not
-        say."""
+        """Seconds after which the server expects a retry to succeed; None if it gave
+        none."""
 
 
 class InvalidRequestError(StoreError, ValueError):
-    """An argument, or what it says to the server, breaks a rule."""
+    """An argument has another type, or is out of range."""
 
 
 class UnsupportedLeafError(StoreError, TypeError):
-    """A tree holds something that a checkpoint cannot."""
+    """A tree has leaves that a checkpoint cannot store; lists them."""
 
 
 class MismatchError(StoreError, ValueError):
-    """A checkpoint does not fit the target of a restore; lists every leaf."""
+    """A checkpoint does not match the target of a restore; lists every leaf."""
 
 
 class StructureError(StoreError, ValueError):
-    """The structure of a model that a checkpoint holds is damaged, names what was
-    not allowed, or lacks what no document can hold."""
+    """The saved structure of a model is damaged, names classes or functions that are
+    not allowed, or lacks values that cannot be stored, such as closures."""
 
 
 class NotFoundError(StoreError, LookupError):
-    """There is no such run, checkpoint, tag, hold or leaf."""
+    """There is no such run, checkpoint, tag, hold, upload or leaf."""
 
 
 class AlreadyExistsError(StoreError):
-    """The step is committed, and checkpoints are write-once."""
+    """The step is committed already; a step is written once."""
 
 
 class ConflictError(StoreError):
-    """Another call changed the same object, or took the step over."""
+    """Another call changed the same object, or another upload took the step."""
 
 
-class GivenUpError(StoreError):
-    """Another process of the job has given up its part of a save or a restore; it says
-    why, and raises that itself."""
+class PeerFailedError(StoreError):
+    """Another process of the job failed its part of a save or a restore.
+
+    The message names the process and the cause, which that process raises itself.
+    """
 
 
 class PreconditionError(StoreError):
-    """Something has to be done before this call."""
+    """A precondition of the call does not hold; names what to do first."""
 
 
 class DataLossError(StoreError):
-    """Stored bytes are missing, or are not those that were saved."""
+    """Stored bytes are missing or corrupt."""
 
 
 class LimitError(StoreError):
-    """A limit of the server or of its storage."""
+    """A limit of the server, or of its storage, is exceeded."""
 
 
 class UnavailableError(StoreError, ConnectionError):
-    """The server could not be reached, or did not answer in time."""
+    """The server cannot be reached, or does not answer before a timeout."""
 
 
 BY_REASON: Final[Mapping[str, type[StoreError]]] = {
@@ -141,7 +149,7 @@ BY_REASON: Final[Mapping[str, type[StoreError]]] = {
     "STORAGE_UNAVAILABLE": UnavailableError,
     "STALLED": UnavailableError,
 }
-"""The error of each reason of the contract."""
+"""Error class of each reason of the contract."""
 
 _BY_CODE: Final[Mapping[grpc.StatusCode, type[StoreError]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
@@ -152,23 +160,23 @@ _BY_CODE: Final[Mapping[grpc.StatusCode, type[StoreError]]] = {
     grpc.StatusCode.DATA_LOSS: DataLossError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: LimitError,
 }
-"""For reasons that this release does not know, and answers that have none."""
+"""Error classes for unknown reasons, and for responses without a reason."""
 
 
 @contextmanager
 def translated(address: str) -> Generator[None]:
-    """Raises this library's error for any ``grpc.RpcError`` raised inside.
+    """Translates each ``grpc.RpcError`` raised inside into an error of this library.
 
-    Use it around the iteration of a stream too: a stream fails late. What gRPC raised
-    is not chained to it: the sentence has its cause, and a user reads one traceback. It
-    is in the log at level DEBUG.
+    Use it around the iteration of a stream, too: a stream fails late. The gRPC error is
+    not chained, as the message has its cause and users read one traceback; it is logged
+    at level DEBUG.
     """
     try:
         yield
     except grpc.RpcError as e:
         _log.debug("call of %s failed", address, exc_info=e)
         raise _error(e, address) from None
-    except ValueError as e:  # what gRPC says of a channel that was closed
+    except ValueError as e:  # raised by gRPC for a closed channel
         if "closed" not in str(e):
             raise
         raise InvalidRequestError(
@@ -198,7 +206,7 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
         return UnavailableError(
             f"store {address} did not answer in time; try again, or allow more time"
         )
-    if e.code() is grpc.StatusCode.CANCELLED:  # by the server: it ends its calls
+    if e.code() is grpc.StatusCode.CANCELLED:  # a server that stops cancels its calls
         return UnavailableError(
             f"store {address} ended the call, as a server does that stops; try again"
         )
@@ -209,11 +217,11 @@ def _error(e: grpc.RpcError, address: str) -> StoreError:
 def _details(
     e: grpc.Call,
 ) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
-    """The ``ErrorInfo`` of an answer of a storesvc server, and its retry delay in
-    seconds."""
+    """Returns the ``ErrorInfo`` of a storesvc server's response, and its retry delay in
+    seconds; None where the response has none."""
     try:
         status = rpc_status.from_call(e)
-    except ValueError:  # details that contradict the status: not from our server
+    except ValueError:  # details that contradict the status: not sent by storesvc
         return None, None
     found, seconds = None, None
     for detail in status.details if status else ():

@@ -194,7 +194,7 @@ def tasks_of(
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yields what is measured, by name; changes the layers between saves."""
     yield "save", lambda: run.save(0, layers).result()
-    yield "list leaves", lambda: run.leaves(0)
+    yield "list leaves", lambda: run.open(0).leaves
     yield "restore like", lambda: run.restore(0, like=layers)
     layers[7]["bias"] = layers[7]["bias"] + 1
     yield "save, one leaf changed", lambda: run.save(1, layers).result()

@@ -110,7 +110,7 @@ def test_a_damaged_latest_is_told_and_never_an_older_one_instead(
     found, error = told(client.runs)
     assert [OTHER] == [other.name for other in found]
     assert "tests/damaged@3 is damaged" in str(error)
-    assert [] == list(run.tags())  # the run is there
+    assert [] == list(run.tags.list())  # the run is there
 
     run.save(4, tree(4)).result()
     assert 4 == run.restore("latest")["step"][0]
@@ -187,11 +187,11 @@ def test_a_damaged_run_is_told_after_all_others(
 def test_a_damaged_tag_is_named_wherever_it_stands_in_the_way(
     root: Path, run: store.Run
 ) -> None:
-    run.tag("best", 1)
-    run.tag("good", 2)
+    run.tags.set("best", 1)
+    run.tags.set("good", 2)
     file = damage(root, PLACES.tag("best"))
 
-    found, error = told(run.tags)
+    found, error = told(run.tags.list)
     assert ["good"] == [tag.name for tag in found]
     named = "the record of tag tests/damaged@best is damaged"
     assert named in str(error)
@@ -205,20 +205,20 @@ def test_a_damaged_tag_is_named_wherever_it_stands_in_the_way(
 
     file.unlink()
     run.delete(0)
-    run.tag("best", 1)
-    assert ["best", "good"] == [tag.name for tag in run.tags()]
+    run.tags.set("best", 1)
+    assert ["best", "good"] == [tag.name for tag in run.tags.list()]
 
 
 def test_a_damaged_hold_can_be_ended(
     root: Path, server: InProcessServer, run: store.Run
 ) -> None:
-    held = run.hold(0, ttl=timedelta(days=1))
-    (listed,) = run.holds()
-    with run.hold(1, ttl=timedelta(days=1)):
+    held = run.holds.create(0, ttl=timedelta(days=1))
+    (listed,) = run.holds.list()
+    with run.holds.create(1, ttl=timedelta(days=1)):
         damage(root, PLACES.hold(listed.id))
         run.delete(2)
 
-        found, error = told(run.holds)
+        found, error = told(run.holds.list)
         assert [1] == [hold.step for hold in found]
         named = f"the record of tests/damaged hold {listed.id} is damaged"
         assert named in str(error)
@@ -240,7 +240,7 @@ def test_a_damaged_upload_is_told_after_all_others(
         ids.append(name.rpartition("/")[2])
     damage(root, PLACES.upload(ids[0]))
 
-    found, error = told(run.uploads)
+    found, error = told(run.uploads.list)
     assert [ids[1]] == [upload.id for upload in found]
     assert PLACES.upload(ids[0]) in str(error)
 

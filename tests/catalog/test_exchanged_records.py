@@ -49,10 +49,10 @@ def prepared(
             run = client.run(str(name))
             for step in (1, 2, 3, 4):
                 run.save(step, {"x": np.full(9, step)}).result()
-            run.tag("prod", 1)
-            run.tag("canary", 3)
-            run.hold(1, ttl=DAY)
-            run.hold(2, ttl=DAY)
+            run.tags.set("prod", 1)
+            run.tags.set("canary", 3)
+            run.holds.create(1, ttl=DAY)
+            run.holds.create(2, ttl=DAY)
     for name in (ONE, OTHER):
         for step in (5, 6):
             writer = Writer(server.address, str(name), step, writers=2)
@@ -169,7 +169,7 @@ def test_exchanged_tags_name_nothing(root: Path, client: store.Client) -> None:
             f"{ONE}@{tag} up" == told
         )
     damaged: list[store.DataLossError] = []
-    assert [] == list(run.tags(on_damage=damaged.append))
+    assert [] == list(run.tags.list(on_damage=damaged.append))
     assert 2 == len(damaged)
     refused(lambda: run.delete(4))  # it may be what a tag names
 
@@ -180,7 +180,7 @@ def test_exchanged_tags_name_nothing(root: Path, client: store.Client) -> None:
 def test_exchanged_runs_lose_nothing_by_the_policy_of_the_other(
     root: Path, client: store.Client
 ) -> None:
-    client.run(str(OTHER)).retain(store.KeepLatest(1), purge_delay=timedelta(0))
+    client.run(str(OTHER)).retention.set(store.KeepLatest(1), purge_delay=timedelta(0))
     exchange(root, layout.run_record(ONE), layout.run_record(OTHER))
 
     for _ in range(2):
@@ -213,11 +213,11 @@ def test_exchanged_holds_are_damage_and_still_keep_all(
     root: Path, client: store.Client
 ) -> None:
     run = client.run(str(ONE))
-    holds = [hold.id for hold in run.holds()]
+    holds = [hold.id for hold in run.holds.list()]
     exchange(root, *(RunPlaces(ONE).hold(hold) for hold in holds))
 
     damaged: list[store.DataLossError] = []
-    assert [] == list(run.holds(on_damage=damaged.append))
+    assert [] == list(run.holds.list(on_damage=damaged.append))
     assert all("got the hold record of" in str(error) for error in damaged)
     run.delete(4)
     assert "hold record" in refused(lambda: run.purge(4))
@@ -262,10 +262,10 @@ def test_exchanged_announcements_are_damage_and_the_watch_goes_on_after_them(
 ) -> None:
     run = client.run(str(ONE))
     with closing(run.watch()) as events:
-        run.tag("prod", 2)
+        run.tags.set("prod", 2)
         token = next(events).resume_token
         for step in (3, 4, 1):
-            run.tag("prod", step)
+            run.tags.set("prod", step)
     numbers = sorted((root / layout.journal("tests")).iterdir())[-3:]
     exchange(root, *(n.relative_to(root).as_posix() for n in numbers[:2]))
 

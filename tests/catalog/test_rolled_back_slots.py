@@ -424,7 +424,7 @@ def test_a_client_is_shown_the_slot_that_was_put_back(
     writer.finish(sums(0, 1, 2))
     before = (server.root / place).read_bytes()
     writer.commit()
-    run.tag("best", 1)
+    run.tags.set("best", 1)
     after = (server.root / place).read_bytes()
     (server.root / place).write_bytes(before)
 

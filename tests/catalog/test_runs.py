@@ -65,23 +65,23 @@ def test_a_run_is_set_up_before_its_first_save(
 
 
 def test_what_is_not_named_stays(run: store.Run) -> None:
-    run.retain(store.KeepLatest(2), purge_delay=timedelta(days=1))
+    run.retention.set(store.KeepLatest(2), purge_delay=timedelta(days=1))
     run.configure(labels={"a": "1", "b": "2"})
     run.configure(labels={"b": "3"})
 
     info = run.info()
     assert {"b": "3"} == info.labels
     assert timedelta(days=1) == info.purge_delay
-    assert store.KeepLatest(2) == run.retention()
-    run.retain(None)
-    assert None is run.retention()
+    assert store.KeepLatest(2) == run.retention.get()
+    run.retention.set(None)
+    assert None is run.retention.get()
     assert timedelta(days=1) == run.info().purge_delay
 
 
 def test_a_field_that_is_named_and_not_given_is_cleared(
     stub: CheckpointServiceStub, run: store.Run
 ) -> None:
-    run.retain(store.KeepLatest(2), purge_delay=timedelta(days=1))
+    run.retention.set(store.KeepLatest(2), purge_delay=timedelta(days=1))
     run.configure(labels={"a": "1"})
 
     # what is given and not named is not looked at
@@ -104,7 +104,7 @@ def test_a_stale_etag_is_refused_and_changes_nothing(run: store.Run) -> None:
         run.configure(labels={"n": "3"}, etag=first.etag)
     assert "ETAG_MISMATCH" == caught.value.reason
     with pytest.raises(store.ConflictError):
-        run.retain(None, etag=first.etag)
+        run.retention.set(None, etag=first.etag)
     assert second == run.info()
 
 
@@ -190,7 +190,7 @@ def test_wrong_types_are_refused_before_anything_is_sent(run: store.Run) -> None
         lambda: caller.configure(labels={"a": "\ud800"}),
         lambda: caller.configure(purge_delay=3),
         lambda: caller.configure(purge_delay=timedelta.max),
-        lambda: caller.retain("latest(3)"),
+        lambda: caller.retention.set("latest(3)"),
     ]
     for call in calls:
         with pytest.raises(store.InvalidRequestError, match="expected"):
@@ -206,12 +206,12 @@ def test_a_run_survives_a_restart_of_its_server(
     server = start_server()
     with store.connect(server.address) as client:
         run = client.run("a/b")
-        info = run.retain(store.KeepLatest(2) | store.KeepPinned())
+        info = run.retention.set(store.KeepLatest(2) | store.KeepPinned())
         server.kill()
         server.start()
 
         assert info == run.info()
-        assert store.KeepLatest(2) | store.KeepPinned() == run.retention()
+        assert store.KeepLatest(2) | store.KeepPinned() == run.retention.get()
 
 
 # --- several at once --------------------------------------------------------------

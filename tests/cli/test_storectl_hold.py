@@ -57,7 +57,7 @@ def start(server_address: str) -> Iterator[Callable[..., "subprocess.Popen[str]"
 def test_a_checkpoint_is_held_while_a_command_runs_and_no_longer(
     server_address: str, saved: store.Run, start: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
-    saved.tag("best", 1)
+    saved.tags.set("best", 1)
     script = 'echo "$STORECTL_HELD"; read line; exit 7'
     arguments = (f"{saved.name}@best", "--owner", "eval 1")
     process = subprocess.Popen(
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_held_while_a_command_runs_and_no_longer(
 
     header, row = table(printed(server_address, "hold", saved.name))
     (found,) = document(server_address, "hold", saved.name)
-    saved.untag("best")
+    saved.tags.delete("best")
     kept = refusal(server_address, "rm", "--purge", f"{saved.name}@1")
     process.communicate("\n")
 
@@ -186,8 +186,8 @@ def test_a_hold_that_did_not_last_is_told(
         "import storesvc_client as store, time\n"
         f"with store.connect({server_address!r}) as client:\n"
         f"    run = client.run({name!r})\n"
-        "    (hold,) = run.holds()\n"
-        "    run.end_hold(hold.id)\n"
+        "    (hold,) = run.holds.list()\n"
+        "    run.holds.release(hold.id)\n"
         "time.sleep(1.5)"
     )
 
@@ -261,7 +261,7 @@ def test_a_hold_lasts_through_a_restart_of_the_server(
         client.run("prod/tiny").save(1, {"w": 1}).result()
         hold = ("prod/tiny@1", "--ttl", "6s", "--", "sleep", "4")
         process = start(*hold, address=server.address)
-        until(lambda: bool(list(client.run("prod/tiny").holds())))
+        until(lambda: bool(list(client.run("prod/tiny").holds.list())))
         server.kill()
         server.start()
 

@@ -239,7 +239,7 @@ def test_rm_says_until_when_and_how_to_take_it_back(
 def test_rm_takes_several_and_goes_on_after_a_refusal(
     server_address: str, saved: store.Run, ask: Callable[..., Any]
 ) -> None:
-    saved.tag("best", 10)
+    saved.tags.set("best", 10)
     paths = [f"{saved.name}@{step}" for step in (10, 20, 25, 30)]
 
     result = storectl(server_address, "rm", *paths, "--json")
@@ -258,7 +258,7 @@ def test_what_is_pinned_or_tagged_is_not_deleted(
     saved: store.Run, refused: Callable[..., str]
 ) -> None:
     saved.update(10, pinned=True)
-    saved.tag("best", 20)
+    saved.tags.set("best", 20)
 
     for options in [], ["--purge"]:
         assert "is kept by a pin" in refused("rm", f"{saved.name}@10", *options)
@@ -306,7 +306,7 @@ def test_a_purge_of_what_is_held_leaves_it_deleted(
 ) -> None:
     path = f"{saved.name}@20"
 
-    with saved.hold(20, owner="eval"):
+    with saved.holds.create(20, owner="eval"):
         sentence = refused("rm", "--purge", path)
 
     assert sentence.startswith(f"{path} is kept by hold ")
@@ -355,8 +355,8 @@ def test_stat_tells_what_is_known_of_a_checkpoint(
     saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     path = f"{saved.name}@20"
-    saved.tag("good", 20)
-    saved.tag("best", 20)
+    saved.tags.set("good", 20)
+    saved.tags.set("best", 20)
     saved.update(20, pinned=True, labels={"stage": "final"})
 
     rows = dict(row for row in table(tell("stat", path))[1:])

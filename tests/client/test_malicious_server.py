@@ -78,7 +78,7 @@ def test_what_no_server_means_is_a_typed_error_of_a_read(case: str) -> None:
         store.connect(address, timeout=20) as client,
         pytest.raises(error, match=said),
     ):
-        list(client.run("ns/r").read(1, ["x"]))
+        list(client.run("ns/r").open(1).read(["x"]))
 
 
 @pytest.mark.parametrize("name", ["", "namespaces/../runs/x\x1b[2J/checkpoints/1"])

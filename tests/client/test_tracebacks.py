@@ -16,14 +16,14 @@ CALLS: dict[str, Callable[[store.Client], object]] = {
     "checkpoints": lambda client: list(client.run("a/b").checkpoints()),
     "latest": lambda client: client.run("a/b").latest(),
     "restore": lambda client: client.run("a/b").restore(3),
-    "read": lambda client: list(client.run("a/b").read(3, ["w"])),
+    "read": lambda client: list(client.run("a/b").open(3).read(["w"])),
     "save": lambda client: client.run("a/b").save(0, TREE).result(),
     "report": lambda client: client.run("a/b").save(0, TREE).report(),
     "delete": lambda client: client.run("a/b").delete(3),
-    "tag": lambda client: client.run("a/b").tag("best", 3),
+    "tag": lambda client: client.run("a/b").tags.set("best", 3),
     "verify": lambda client: client.run("a/b").verify(3),
     "diff": lambda client: client.run("a/b").diff(3, 4),
-    "preview": lambda client: client.run("no/such").preview_retention(
+    "preview": lambda client: client.run("no/such").retention.preview(
         store.KeepLatest(1)
     ),
     "collect": lambda client: list(client.collect("no/such")),

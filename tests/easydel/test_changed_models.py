@@ -149,7 +149,7 @@ def test_a_model_that_easydel_loaded_comes_back_by_class(
 def test_a_cast_gives_the_module_its_param_dtype(run: store.Run) -> None:
     save_state(run, EasyDeLState.create(model=plain())).result()
 
-    back = restore_model(run, model=ed.LlamaForCausalLM, dtype="bfloat16")
+    back = restore_model(run, model=ed.LlamaForCausalLM, cast="bfloat16")
 
     assert jnp.bfloat16 == back.param_dtype
     assert {jnp.dtype("bfloat16")} == {

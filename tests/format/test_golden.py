@@ -76,8 +76,12 @@ def test_all_kinds_of_records_of_version_2_are_read(tmp_path: Path) -> None:
     shutil.copytree(HERE / "v2", root)
     with store.connect(root.as_uri()) as client:
         run = client.run("golden/run")
-        (tag,), (hold,), (upload,) = run.tags(), run.holds(), run.uploads()
-        policy = run.retention()
+        (tag,), (hold,), (upload,) = (
+            run.tags.list(),
+            run.holds.list(),
+            run.uploads.list(),
+        )
+        policy = run.retention.get()
 
     assert ("best", 1234) == (tag.name, tag.step)
     assert (1234, "golden") == (hold.step, hold.owner)
@@ -95,10 +99,10 @@ def test_records_of_version_1_are_read_and_the_next_write_binds_them(
     with store.connect(root.as_uri()) as client:
         run = client.run("golden/run")
         assert 1234 == run.restore("best")["a"]["step"]
-        (hold,) = run.holds()
+        (hold,) = run.holds.list()
         assert "golden" == hold.owner
-        assert store.KeepLatest(3) == run.retention()
-        run.tag("best", 1234, protected=True)
+        assert store.KeepLatest(3) == run.retention.get()
+        run.tags.set("best", 1234, protected=True)
         run.update(1234, labels={"note": "bound"})
 
     places = RunPlaces(RunName("golden", "run"))
@@ -162,9 +166,9 @@ def write(target: Path) -> None:
     with store.connect(server.address) as client:
         run = client.run("golden/run")
         run.save(1234, the_tree(), metrics={"loss": 0.5}, labels={"note": "é"}).result()
-        run.tag("best", 1234)
-        run.retain(store.KeepLatest(3))
-        run.hold(1234, ttl=timedelta(days=1), owner="golden")
+        run.tags.set("best", 1234)
+        run.retention.set(store.KeepLatest(3))
+        run.holds.create(1234, ttl=timedelta(days=1), owner="golden")
     writer = Writer(server.address, "golden/run", 1235)
     writer.begin()
     writer.write(frame(0))

@@ -47,7 +47,7 @@ def test_a_client_frees_what_nothing_shares(
     for step in (0, 1, 2):
         run.delete(step, purge_delay=NOW)
 
-    (told,) = client.preview_collection(run.name, grace=NOW)
+    (told,) = client.collect(run.name, grace=NOW, dry_run=True)
     assert (3, 0) == (told.purged_checkpoint_count, told.deleted_object_count)
     assert size <= sum(path.stat().st_size for path in files_below(server, run))
     (done,) = client.collect(run.name, grace=NOW)
@@ -67,7 +67,7 @@ def test_a_client_collects_all_runs_of_a_namespace(client: store.Client) -> None
         client.run(name).save(0, tree(0)).result()
 
     assert ["gcns/a", "gcns/b"] == [one.run for one in client.collect("gcns")]
-    assert {"gcns/a", "gcns/b"} <= {one.run for one in client.preview_collection()}
+    assert {"gcns/a", "gcns/b"} <= {one.run for one in client.collect(dry_run=True)}
 
 
 def test_a_run_or_a_grace_that_there_is_not_is_refused(client: store.Client) -> None:
@@ -82,7 +82,7 @@ def test_a_run_or_a_grace_that_there_is_not_is_refused(client: store.Client) -> 
 def test_retention_is_applied_soon_after_a_commit(
     run: store.Run,
 ) -> None:
-    run.retain(store.KeepLatest(1))
+    run.retention.set(store.KeepLatest(1))
     for step in range(3):
         run.save(step, tree(step)).result()
 

@@ -104,8 +104,8 @@ def test_a_deleted_checkpoint_is_shown_only_on_request(
 
     assert [2, 1] == [c.step for c in run.checkpoints()]
     assert 2 == run.latest().step
-    assert [deleted] == list(run.deleted())
-    for call in (run.checkpoint, run.restore, run.leaves, run.hold):
+    assert [deleted] == list(run.checkpoints(deleted=True))
+    for call in (run.checkpoint, run.restore, run.open, run.holds.create):
         with pytest.raises(store.NotFoundError, match=r"@3 was deleted; undelete") as e:
             call(3)
         assert "CHECKPOINT_DELETED" == e.value.reason
@@ -140,7 +140,7 @@ def test_a_purged_checkpoint_is_gone_and_its_step_free(run: store.Run) -> None:
 
     run.purge(3)
 
-    assert [] == list(run.deleted())
+    assert [] == list(run.checkpoints(deleted=True))
     for call in (run.checkpoint, run.purge, run.undelete, run.delete):
         with pytest.raises(store.NotFoundError, match="@3 does not exist") as caught:
             call(3)
@@ -168,7 +168,7 @@ def test_a_change_whose_answer_was_lost_is_asked_for_again_and_done(
         run.purge(1)
 
         assert [2] == [checkpoint.step for checkpoint in run.checkpoints()]
-        assert [] == list(run.deleted())
+        assert [] == list(run.checkpoints(deleted=True))
         with pytest.raises(store.NotFoundError):
             run.purge(1)
 
@@ -189,7 +189,7 @@ def test_a_run_whose_checkpoints_are_all_deleted_is_not_listed(
 
     assert run.name not in [r.name for r in client.runs()]
     assert [] == list(run.checkpoints())
-    assert [3, 2, 1] == [c.step for c in run.deleted()]
+    assert [3, 2, 1] == [c.step for c in run.checkpoints(deleted=True)]
     run.undelete(2)
     assert 2 == run.latest().step
 
@@ -202,7 +202,7 @@ def test_an_opened_checkpoint_is_read_until_it_is_purged_though_it_was_deleted(
 
     np.testing.assert_array_equal(TREE["x"], opened.restore()["x"])
     assert ["y"] == [leaf.key for leaf, _ in opened.read(["y"])]
-    assert [] == list(run.holds())
+    assert [] == list(run.holds.list())
 
 
 def test_an_opened_checkpoint_that_is_purged_fails_before_the_first_byte(
@@ -237,11 +237,11 @@ def test_what_is_meant_by_its_uid_is_not_taken_for_another_at_its_step(
         with pytest.raises(store.NotFoundError, match="was replaced") as caught:
             call(3, uid=first.uid)
         assert "CHECKPOINT_NOT_FOUND" == caught.value.reason
-    assert [deleted] == list(run.deleted())
+    assert [deleted] == list(run.checkpoints(deleted=True))
 
 
 def test_what_is_being_read_is_not_purged(run: store.Run) -> None:
-    reading = run.read(3, ["x", "y"])
+    reading = run.open(3).read(["x", "y"])
     next(reading)
     run.delete(3)
 
@@ -255,14 +255,14 @@ def test_what_is_being_read_is_not_purged(run: store.Run) -> None:
 
 def test_reads_and_restores_leave_no_hold_behind(run: store.Run) -> None:
     run.restore(2)
-    dict(run.read(2, ["x"]))
-    broken = run.read(2, ["x", "y"])
+    dict(run.open(2).read(["x"]))
+    broken = run.open(2).read(["x", "y"])
     next(broken)
     broken.close()  # type: ignore[attr-defined]  # it is a generator
     with pytest.raises(store.NotFoundError):
         run.restore(2, select="nothing/**")
 
-    assert [] == list(run.holds())
+    assert [] == list(run.holds.list())
 
 
 def test_a_full_storage_can_be_restored_from(
@@ -430,10 +430,10 @@ def test_what_is_no_text_is_refused_before_anything_is_asked(
         lambda: settled.undelete(2, uid=text),
         lambda: settled.purge(2, uid=text),
         lambda: settled.purge(2, etag=text),
-        lambda: settled.tag("best", 1, etag=text),
-        lambda: settled.untag("best", etag=text),
-        lambda: settled.hold(1, owner=text),
-        lambda: settled.retain(None, etag=text),
+        lambda: settled.tags.set("best", 1, etag=text),
+        lambda: settled.tags.delete("best", etag=text),
+        lambda: settled.holds.create(1, owner=text),
+        lambda: settled.retention.set(None, etag=text),
         lambda: settled.configure(labels={}, etag=text),
     ]
     with unchanged(server.root):
@@ -448,7 +448,7 @@ def test_a_tag_is_protected_or_not(settled: store.Run) -> None:
     protected: Any = "yes"
 
     with pytest.raises(store.InvalidRequestError, match="protected=: expected a bool"):
-        settled.tag("best", 1, protected=protected)
+        settled.tags.set("best", 1, protected=protected)
 
 
 def test_an_update_takes_every_kind_of_number(run: store.Run) -> None:

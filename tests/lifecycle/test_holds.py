@@ -83,7 +83,7 @@ def create(run: store.Run, step: int | str, **fields: Any) -> api.CreateHoldRequ
 
 
 def test_what_is_held_may_be_deleted_and_read_but_not_purged(run: store.Run) -> None:
-    with run.hold(2, owner="eval-1") as hold:
+    with run.holds.create(2, owner="eval-1") as hold:
         run.delete(2)
 
         assert 2 == hold.checkpoint.step
@@ -94,25 +94,25 @@ def test_what_is_held_may_be_deleted_and_read_but_not_purged(run: store.Run) -> 
         with pytest.raises(store.PreconditionError, match="by eval-1; end that") as e:
             run.purge(2)
         assert "CHECKPOINT_IN_USE" == e.value.reason
-        assert [2] == [c.step for c in run.deleted()]
+        assert [2] == [c.step for c in run.checkpoints(deleted=True)]
     run.purge(2)
 
 
 def test_a_hold_names_its_checkpoint_and_its_expire_time(run: store.Run) -> None:
-    with run.hold(owner="eval-1", ttl=timedelta(hours=1)) as hold:
-        (info,) = run.holds()
+    with run.holds.create(owner="eval-1", ttl=timedelta(hours=1)) as hold:
+        (info,) = run.holds.list()
 
         assert (2, run.latest().uid) == (info.step, info.uid)
         assert ("eval-1", timedelta(hours=1)) == (info.owner, info.ttl)
         assert info.create_time + info.ttl == info.expire_time == hold.expire_time
         assert run.latest() == hold.checkpoint
         assert "hold" in repr(hold).lower()
-    assert [] == list(run.holds())
+    assert [] == list(run.holds.list())
 
 
 @pytest.mark.slow
 def test_a_hold_lives_as_long_as_it_is_kept_open(run: store.Run) -> None:
-    with run.hold(2, ttl=timedelta(seconds=1)) as hold:
+    with run.holds.create(2, ttl=timedelta(seconds=1)) as hold:
         first = hold.expire_time
         run.delete(2)
         end = time.monotonic() + 2.5
@@ -128,8 +128,8 @@ def test_a_hold_lives_as_long_as_it_is_kept_open(run: store.Run) -> None:
 def test_a_hold_that_was_ended_behind_its_back_says_so(
     run: store.Run, stub: CheckpointServiceStub
 ) -> None:
-    hold = run.hold(2, ttl=timedelta(seconds=0.3))
-    (info,) = run.holds()
+    hold = run.holds.create(2, ttl=timedelta(seconds=0.3))
+    (info,) = run.holds.list()
     name = f"{RunName.parse(run.name).resource}/holds/{info.id}"
     stub.DeleteHold(api.DeleteHoldRequest(name=name))
     time.sleep(0.5)
@@ -141,17 +141,17 @@ def test_a_hold_that_was_ended_behind_its_back_says_so(
 
 
 def test_the_error_that_ends_a_block_is_the_one_to_see(run: store.Run) -> None:
-    with pytest.raises(ZeroDivisionError), run.hold(1):
+    with pytest.raises(ZeroDivisionError), run.holds.create(1):
         raise ZeroDivisionError
 
-    assert [] == list(run.holds())
+    assert [] == list(run.holds.list())
 
 
 def test_a_renewal_that_fails_for_a_passing_reason_is_tried_again(
     run: store.Run, server: ServerProcess
 ) -> None:
-    with run.hold(2, ttl=timedelta(seconds=0.3)) as hold:
-        (info,) = run.holds()
+    with run.holds.create(2, ttl=timedelta(seconds=0.3)) as hold:
+        (info,) = run.holds.list()
         (file,) = server.root.rglob(f"{info.id}*")
         good = file.read_bytes()
         file.write_bytes(b"damaged")
@@ -195,7 +195,7 @@ def test_a_hold_that_is_not_renewed_expires_and_keeps_nothing(
     ):
         stub.RenewHold(api.RenewHoldRequest(name=name))
     assert "HOLD_EXPIRED" == caught.value.reason
-    assert 1 == len(list(run.holds()))
+    assert 1 == len(list(run.holds.list()))
 
 
 def test_what_is_deleted_is_held_by_its_uid_until_it_is_purged(
@@ -215,7 +215,7 @@ def test_what_is_deleted_is_held_by_its_uid_until_it_is_purged(
     assert "CHECKPOINT_NOT_FOUND" == _refusal(stub, create(run, 2, uid=uid))
     run.save(2, TREE).result()
     assert "CHECKPOINT_NOT_FOUND" == _refusal(stub, create(run, 2, uid=uid))
-    assert [] == list(run.holds())
+    assert [] == list(run.holds.list())
 
 
 def _refusal(stub: CheckpointServiceStub, request: api.CreateHoldRequest) -> str:
@@ -235,7 +235,7 @@ def test_a_hold_that_is_asked_for_again_is_the_same_one(
 
     assert (first.name, first.uid) == (again.name, again.uid)
     assert again.expire_time.ToDatetime() >= first.expire_time.ToDatetime()
-    assert 1 == len(list(run.holds()))
+    assert 1 == len(list(run.holds.list()))
     with (
         pytest.raises(store.InvalidRequestError, match="take a new one") as caught,
         translated("here"),
@@ -299,7 +299,7 @@ def test_ending_a_hold_twice_changes_nothing(
     stub.DeleteHold(request)
     stub.DeleteHold(request)
 
-    assert [] == list(run.holds())
+    assert [] == list(run.holds.list())
 
 
 def test_holds_are_listed_page_by_page(
@@ -342,7 +342,7 @@ def test_a_hold_for_no_time_or_too_long_is_refused(
     settled: store.Run, ttl: timedelta
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match="ttl"):
-        settled.hold(ttl=ttl)
+        settled.holds.create(ttl=ttl)
 
 
 @pytest.mark.slow
@@ -353,7 +353,7 @@ def test_a_hold_outlives_the_server_that_made_it(
     with store.connect(first.address) as client:
         run = client.run("tests/restart")
         run.save(1, TREE).result()
-        with run.hold(1, ttl=timedelta(minutes=1)) as hold:
+        with run.holds.create(1, ttl=timedelta(minutes=1)) as hold:
             run.delete(1)
             first.kill()
             first.start()
@@ -549,7 +549,7 @@ def test_a_hold_that_was_not_renewed_in_time_says_so(
     with store.connect(server.address) as client:
         run = client.run("tests/late")
         run.save(1, {"x": np.ones(3)}).result()
-        hold = run.hold(1, ttl=timedelta(seconds=1))
+        hold = run.holds.create(1, ttl=timedelta(seconds=1))
         hold.check()
         server.kill()
         time.sleep(1.1)
@@ -561,7 +561,7 @@ def test_a_hold_that_was_not_renewed_in_time_says_so(
 
 def test_a_closed_hold_opens_nothing(run: store.Run) -> None:
     run.save(77, {"x": np.ones(3)}).result()
-    with run.hold(77) as hold:
+    with run.holds.create(77) as hold:
         opened = hold.open()
     with pytest.raises(store.InvalidRequestError, match="is closed"):
         hold.open()
@@ -597,7 +597,7 @@ class _LateRenewals(grpc.UnaryUnaryClientInterceptor):
 def test_a_hold_that_is_closed_during_a_renewal_is_not_renewed_after_it(
     run: store.Run, server_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold = run.hold(2, ttl=timedelta(seconds=3))
+    hold = run.holds.create(2, ttl=timedelta(seconds=3))
     calls = _LateRenewals()
     channel = grpc.intercept_channel(grpc.insecure_channel(server_address), calls)
     monkeypatch.setattr(hold._lease, "_stub", CheckpointServiceStub(channel))
@@ -608,7 +608,7 @@ def test_a_hold_that_is_closed_during_a_renewal_is_not_renewed_after_it(
 
     assert ["RenewHold", "answer", "DeleteHold", "answer"] == calls.made
     hold.check()
-    assert [] == list(run.holds())
+    assert [] == list(run.holds.list())
 
 
 class _CollectingRenewals(grpc.UnaryUnaryClientInterceptor):
@@ -631,14 +631,14 @@ class _CollectingRenewals(grpc.UnaryUnaryClientInterceptor):
 def test_a_lease_that_is_ended_within_its_own_renewal_ends(
     run: store.Run, server_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold = run.hold(2, ttl=timedelta(seconds=1))
+    hold = run.holds.create(2, ttl=timedelta(seconds=1))
     calls = _CollectingRenewals(hold._lease)
     channel = grpc.intercept_channel(grpc.insecure_channel(server_address), calls)
     monkeypatch.setattr(hold._lease, "_stub", CheckpointServiceStub(channel))
 
     assert calls.ended.wait(10)
     hold.close()
-    assert [] == list(run.holds())
+    assert [] == list(run.holds.list())
 
 
 @pytest.mark.slow
@@ -649,7 +649,7 @@ def test_a_hold_that_is_closed_too_late_says_so(
     with store.connect(server.address) as client:
         run = client.run("tests/late")
         run.save(1, {"x": np.ones(3)}).result()
-        hold = run.hold(1, ttl=timedelta(seconds=1))
+        hold = run.holds.create(1, ttl=timedelta(seconds=1))
         server.kill()
         time.sleep(1.1)  # its renewal is still being tried again
 

@@ -58,8 +58,8 @@ def settled(server_address: str) -> Iterator[store.Run]:
             run.save(step, TREE)
         run.wait()
         run.delete(2)
-        run.tag("best", 1)
-        run.tag("protected", 1, protected=True)
+        run.tags.set("best", 1)
+        run.tags.set("protected", 1, protected=True)
         yield run
 
 
@@ -69,48 +69,48 @@ def stub(server_address: str) -> CheckpointServiceStub:
 
 
 def test_a_tag_stands_for_a_step_wherever_one_does(run: store.Run) -> None:
-    tag = run.tag("best", 2)
+    tag = run.tags.set("best", 2)
 
     assert ("best", 2, run.checkpoint(2).uid) == (tag.name, tag.step, tag.uid)
     assert run.checkpoint(2) == run.checkpoint("best")
     assert TREE == run.restore("best")
     assert 2 == run.open("best").info.step
-    assert [tag] == list(run.tags())
+    assert [tag] == list(run.tags.list())
     assert 2 == run.update("best", labels={"a": "b"}).step
 
 
 def test_a_tag_moves_to_a_step_the_latest_or_another_tag(run: store.Run) -> None:
-    first = run.tag("best", 1)
-    latest = run.tag("best")
-    other = run.tag("other", 2)
-    moved = run.tag("best", "other")
+    first = run.tags.set("best", 1)
+    latest = run.tags.set("best")
+    other = run.tags.set("other", 2)
+    moved = run.tags.set("best", "other")
 
     assert [1, 3, 2] == [first.step, latest.step, moved.step]
     assert other.uid == moved.uid
     assert first.create_time == moved.create_time <= moved.update_time
     assert 3 == len({first.etag, latest.etag, moved.etag})
-    assert ["best", "other"] == [t.name for t in run.tags()]
+    assert ["best", "other"] == [t.name for t in run.tags.list()]
 
 
 def test_a_deleted_tag_is_gone_and_may_come_again(run: store.Run) -> None:
-    first = run.tag("best", 1)
-    run.untag("best")
+    first = run.tags.set("best", 1)
+    run.tags.delete("best")
 
-    assert [] == list(run.tags())
-    for call in (run.checkpoint, run.restore, run.untag):
+    assert [] == list(run.tags.list())
+    for call in (run.checkpoint, run.restore, run.tags.delete):
         with pytest.raises(store.NotFoundError, match="no tag best") as caught:
             call("best")
         assert "TAG_NOT_FOUND" == caught.value.reason
-    again = run.tag("best", 2)
+    again = run.tags.set("best", 2)
     assert again.create_time > first.create_time
     assert 2 == run.checkpoint("best").step
 
 
 def test_an_unknown_tag_is_named_with_those_most_like_it(run: store.Run) -> None:
     for name in ("best-loss", "best-bleu", "release"):
-        run.tag(name, 1)
-    run.tag("best-los", 1)
-    run.untag("best-los")
+        run.tags.set(name, 1)
+    run.tags.set("best-los", 1)
+    run.tags.delete("best-los")
 
     with pytest.raises(store.NotFoundError, match=r"no tag best-lost .*best-loss") as e:
         run.restore("best-lost")
@@ -118,28 +118,28 @@ def test_an_unknown_tag_is_named_with_those_most_like_it(run: store.Run) -> None
 
 
 def test_what_is_tagged_is_not_deleted(run: store.Run) -> None:
-    run.tag("best", 2)
+    run.tags.set("best", 2)
 
     with pytest.raises(store.PreconditionError, match="kept by tag best") as caught:
         run.delete(2)
     assert "CHECKPOINT_IN_USE" == caught.value.reason
     assert "tag best" == caught.value.metadata["by"]
-    run.tag("best", 3)
+    run.tags.set("best", 3)
     run.delete(2)
 
 
 def test_a_protected_tag_changes_only_with_its_etag(run: store.Run) -> None:
-    first = run.tag("prod", 1, protected=True)
+    first = run.tags.set("prod", 1, protected=True)
     assert first.protected
 
-    for call in (lambda: run.tag("prod", 2), lambda: run.untag("prod")):
+    for call in (lambda: run.tags.set("prod", 2), lambda: run.tags.delete("prod")):
         with pytest.raises(store.PreconditionError, match="give its etag") as caught:
             call()
         assert "TAG_PROTECTED" == caught.value.reason
-    second = run.tag("prod", 2, protected=True, etag=first.etag)
+    second = run.tags.set("prod", 2, protected=True, etag=first.etag)
     with pytest.raises(store.ConflictError):
-        run.untag("prod", etag=first.etag)
-    run.untag("prod", etag=second.etag)
+        run.tags.delete("prod", etag=first.etag)
+    run.tags.delete("prod", etag=second.etag)
 
 
 def test_many_tags_are_listed_by_name_page_by_page(
@@ -147,8 +147,8 @@ def test_many_tags_are_listed_by_name_page_by_page(
 ) -> None:
     names = ["a", "a-b", "a1", "b", "zz"]
     for name in reversed([*names, "gone"]):
-        run.tag(name, 1)
-    run.untag("gone")
+        run.tags.set(name, 1)
+    run.tags.delete("gone")
     parent = RunName.parse(run.name).resource
 
     listed, token = [], ""
@@ -251,7 +251,7 @@ def test_a_tag_that_is_set_or_deleted_again_is_announced_once(
 def test_what_is_no_tag_is_refused_before_anything_is_asked(
     settled: store.Run, name: Any
 ) -> None:
-    for call in (settled.tag, settled.untag):
+    for call in (settled.tags.set, settled.tags.delete):
         with pytest.raises(store.InvalidRequestError):
             call(name)
 
@@ -317,12 +317,12 @@ def test_what_a_tag_names_is_never_purged_whatever_the_order(
 
 
 def test_a_tag_that_moves_stays_as_protected_as_it_was(run: store.Run) -> None:
-    first = run.tag("keeps", 1, protected=True)
-    second = run.tag("keeps", 2, etag=first.etag)
-    third = run.tag("keeps", 1, protected=False, etag=second.etag)
+    first = run.tags.set("keeps", 1, protected=True)
+    second = run.tags.set("keeps", 2, etag=first.etag)
+    third = run.tags.set("keeps", 1, protected=False, etag=second.etag)
 
     assert [True, True, False] == [tag.protected for tag in (first, second, third)]
-    assert not run.tag("keeps", 2).protected
-    run.tag("keeps", 1, protected=True)
+    assert not run.tags.set("keeps", 2).protected
+    run.tags.set("keeps", 1, protected=True)
     with pytest.raises(store.PreconditionError):
-        run.untag("keeps")
+        run.tags.delete("keeps")

@@ -225,7 +225,7 @@ def test_the_saved_sharding_is_the_default_where_it_fits(run: store.Run) -> None
 def test_a_leaf_of_many_chunks_is_restored_on_other_shards(run: store.Run) -> None:
     values = np.random.default_rng(0).integers(0, 2**31, (4_099, 4_096), np.int32)
     run.save(0, {"x": values}).result()
-    assert run.leaves(0)["x"].chunk_count > 3
+    assert run.open(0).leaves["x"].chunk_count > 3
 
     for sizes, spec in ((1, P()), (8, P(None, "a"))):
         target = NamedSharding(mesh(sizes), spec)
@@ -393,13 +393,13 @@ def test_empty_containers_are_restored_if_selected(run: store.Run) -> None:
     }
     with pytest.raises(store.NotFoundError, match="no leaf of"):
         run.restore(0, select="empty/c")
-    assert run.open(0).structure == b""
+    assert run.open(0).document == b""
 
 
 def test_a_document_of_the_caller_is_stored_unchanged(run: store.Run) -> None:
-    run.save(0, {"a": (1, None)}, structure=b"mine").result()
+    run.save(0, {"a": (1, None)}, document=b"mine").result()
 
-    assert b"mine" == run.open(0).structure
+    assert b"mine" == run.open(0).document
     assert {"a": [1]} == run.restore(0)
 
 
@@ -415,7 +415,7 @@ def test_a_malformed_document_of_containers_is_rejected(run: store.Run) -> None:
         None,
     ):
         document = CONTAINERS + pack_document({"containers": rows})
-        run.save(run_step := _numbers(), {"a": 1}, structure=document).result()
+        run.save(run_step := _numbers(), {"a": 1}, document=document).result()
         with pytest.raises(store.StructureError, match="restore with like="):
             run.restore(run_step)
         assert {"a": 1} == run.restore(run_step, like={"a": 0})

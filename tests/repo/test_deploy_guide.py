@@ -65,7 +65,7 @@ def test_the_commands_of_the_guide_work_one_after_the_other(
     with store.connect(served.address) as client:
         run = client.run(RUN)
         assert [200, 100] == [found.step for found in run.checkpoints()]
-        assert "ended" == run.upload(upload).state
+        assert "ended" == run.uploads.get(upload).state
 
 
 def test_every_line_of_storectl_in_the_text_is_taken() -> None:

@@ -42,7 +42,9 @@ def test_a_restore_in_time_is_left_alone(run: Any) -> None:
     assert np.array_equal(np.arange(1 << 22), found["w"])
 
 
-@pytest.mark.parametrize("deadline", [0, timedelta(0), timedelta(seconds=-1)])
+@pytest.mark.parametrize(
+    "deadline", [0, -1.5, timedelta(0), timedelta(seconds=-1), "1s"]
+)
 def test_a_deadline_that_cannot_be_is_refused(run: Any, deadline: Any) -> None:
     with pytest.raises(store.InvalidRequestError, match="deadline="):
         run.restore(1, deadline=deadline)

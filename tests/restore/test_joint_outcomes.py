@@ -53,7 +53,7 @@ def test_a_process_that_fails_first_is_named_at_once() -> None:
         assert time.monotonic() - begun < 30
         for other in {0, 1, 2} - {index}:
             error = told[other]
-            assert isinstance(error, store.GivenUpError), error
+            assert isinstance(error, store.PeerFailedError), error
             assert f"process {index}: no such leaf" in str(error)
 
 
@@ -137,7 +137,7 @@ def test_a_process_that_fails_to_read_fails_the_others_by_name() -> None:
 
         for other in {0, 1, 2} - {index}:
             error = told[other]
-            assert isinstance(error, store.GivenUpError), error
+            assert isinstance(error, store.PeerFailedError), error
             assert f"process {index}: leaf 'w' is damaged" in str(error)
 
 
@@ -171,7 +171,7 @@ def test_a_failure_that_another_process_told_is_not_told_again() -> None:
         joint = restore_of(process)
         joint.check("plan", "")
         if process.index == 1:
-            joint.fail(store.GivenUpError("process 2 could not read its share"))
+            joint.fail(store.PeerFailedError("process 2 could not read its share"))
         elif process.index == 2:
             joint.fail(store.DataLossError("leaf 'w' is damaged"))
         else:
@@ -243,7 +243,7 @@ def test_a_failure_is_heard_of_while_others_are_slow(
     told = ThreadJob(4).run(part)
 
     for index in (0, 1, 3):
-        assert isinstance(told[index], store.GivenUpError), told
+        assert isinstance(told[index], store.PeerFailedError), told
         assert "process 2: leaf 'w' is damaged" in str(told[index])
 
 
@@ -258,7 +258,7 @@ def test_causes_come_before_those_who_are_merely_not_done(
         joint.check("plan", "")
         begun.wait(60)
         if process.index == 6:
-            joint.fail(store.GivenUpError("process 1 told: leaf 'w' is damaged"))
+            joint.fail(store.PeerFailedError("process 1 told: leaf 'w' is damaged"))
         elif process.index in (0, 7):
             joint.end(read_in(process, 1), seconds=0.1)
 
@@ -306,5 +306,5 @@ def test_the_last_word_of_a_progress_callback_is_before_the_end(tmp_path: Path) 
 
     assert isinstance(failed, BrokenPipeError), failed
     for other in (first, third):
-        assert isinstance(other, store.GivenUpError), other
+        assert isinstance(other, store.PeerFailedError), other
         assert "process 1: terminal closed" in str(other)

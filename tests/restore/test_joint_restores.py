@@ -51,7 +51,7 @@ def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not
     assert all("has not asked for it" in each for each in missing), missing
     late, others = too_late[1], [too_late[at] for at in (0, 2, 3)]
     assert late.startswith("UnavailableError"), late
-    assert all(each.startswith("GivenUpError") for each in others), others
+    assert all(each.startswith("PeerFailedError") for each in others), others
     for each in too_late:
         assert "data files are outstanding" in each
     assert all("job: process 1" in each for each in others), others
@@ -71,7 +71,7 @@ def test_a_process_that_cannot_read_its_share_is_named_to_all(tmp_path: Path) ->
     told = run_job("tests.support.job_parts:reads_damaged", 3, devices=1, target=target)
 
     readers = [each for each in told if each.startswith("DataLossError")]
-    others = [each for each in told if each.startswith("GivenUpError")]
+    others = [each for each in told if each.startswith("PeerFailedError")]
     assert 1 == len(readers), told
     assert 2 == len(others), told
     assert all("could not read its share" in each for each in others)
@@ -87,5 +87,5 @@ def test_a_spread_restore_by_one_process_of_a_job_alone_is_refused(
 
     for opened_alone, restored_alone, apart in told:
         assert "InvalidRequestError: restore of" in opened_alone
-        assert "with processes='all'" in restored_alone
+        assert "with Distributed(processes='all')" in restored_alone
         assert "" == apart

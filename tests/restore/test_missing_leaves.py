@@ -31,7 +31,7 @@ def like(**more: Any) -> dict[str, Any]:
 def test_a_leaf_that_is_missing_keeps_the_value_of_like(
     trained: store.Run, value: Any
 ) -> None:
-    back = trained.restore(0, like=like(new=value), missing="init")
+    back = trained.restore(0, like=like(new=value), missing="keep")
 
     assert back["new"] is value
     assert 3 == back["step"]
@@ -59,7 +59,7 @@ def test_all_that_has_no_value_is_refused_beside_all_that_does_not_fit(
     }
 
     with pytest.raises(store.MismatchError) as caught:
-        trained.restore(0, like=target, missing="init")
+        trained.restore(0, like=target, missing="keep")
 
     message = str(caught.value)
     for part in (
@@ -77,7 +77,7 @@ def test_another_dtype_is_not_taken_for_missing(trained: store.Run) -> None:
     target = {**like(), "params": {"kernel": jnp.zeros((8, 4), jnp.bfloat16)}}
 
     with pytest.raises(store.MismatchError, match="bfloat16, got "):
-        trained.restore(0, like=target, missing="init")
+        trained.restore(0, like=target, missing="keep")
 
 
 def test_kept_values_go_where_the_rules_say(trained: store.Run) -> None:
@@ -91,7 +91,7 @@ def test_kept_values_go_where_the_rules_say(trained: store.Run) -> None:
         like=target,
         mesh=mesh,
         rules=[("lora|kernel", PartitionSpec("fsdp")), ("", PartitionSpec())],
-        missing="init",
+        missing="keep",
     )
 
     assert NamedSharding(mesh, PartitionSpec("fsdp")) == back["lora"].sharding
@@ -108,7 +108,7 @@ def test_without_rules_kept_values_stay_where_they_lie(trained: store.Run) -> No
     there = SingleDeviceSharding(jax.devices()[2])
 
     back = trained.restore(
-        0, like=like(lora=jax.device_put(jnp.ones(2), there)), missing="init"
+        0, like=like(lora=jax.device_put(jnp.ones(2), there)), missing="keep"
     )
 
     assert there == back["lora"].sharding
@@ -123,7 +123,7 @@ def test_a_rule_that_is_missing_for_a_kept_value_is_told(trained: store.Run) -> 
             like=like(lora=jnp.ones(8)),
             mesh=mesh,
             rules=[("kernel", PartitionSpec())],
-            missing="init",
+            missing="keep",
         )
 
 
@@ -131,9 +131,9 @@ def test_what_came_from_like_is_told_in_one_line(
     trained: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "storesvc_client"):
-        trained.restore(0, like=like(), missing="init")
+        trained.restore(0, like=like(), missing="keep")
         assert [] == caplog.messages
-        trained.restore(0, like=like(new=list(range(7))), missing="init")
+        trained.restore(0, like=like(new=list(range(7))), missing="keep")
 
     line = (
         f"{trained.name}@0 lacks 7 of the leaves asked for, which keep the values of "
@@ -144,16 +144,16 @@ def test_what_came_from_like_is_told_in_one_line(
 
 def test_what_is_not_selected_is_not_missing(trained: store.Run) -> None:
     with pytest.raises(store.MismatchError, match="; select= leaves it out"):
-        trained.restore(0, like=like(new=1), select="params/**", missing="init")
+        trained.restore(0, like=like(new=1), select="params/**", missing="keep")
 
     target = {"params": like()["params"], "new": 1}
-    back = trained.restore(0, like=target, select="params/**", missing="init")
+    back = trained.restore(0, like=target, select="params/**", missing="keep")
 
     assert (1, 32.0) == (back["new"], float(back["params"]["kernel"].sum()))
 
 
 def test_values_to_keep_need_a_tree_that_has_them(trained: store.Run) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected like= with missing="):
-        trained.restore(0, missing="init")
-    with pytest.raises(store.InvalidRequestError, match="missing= 'error' or 'init'"):
+        trained.restore(0, missing="keep")
+    with pytest.raises(store.InvalidRequestError, match="missing= 'error' or 'keep'"):
         trained.restore(0, like=like(), missing="zeros")  # type: ignore[arg-type]  # no such choice

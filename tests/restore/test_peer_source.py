@@ -139,7 +139,7 @@ def test_who_cannot_use_what_comes_is_named_to_the_others_who_wait_for_it(
 
     assert isinstance(failed, kind), failed
     for other in (first, third):
-        assert isinstance(other, store.GivenUpError), other
+        assert isinstance(other, store.PeerFailedError), other
         assert "process 1" in str(other)
         assert told in str(other)
 
@@ -226,7 +226,7 @@ def test_ctrl_c_ends_a_process_after_a_round_and_the_others_with_it(
 
     assert isinstance(failed, KeyboardInterrupt), failed
     for other in (first, third):
-        assert isinstance(other, store.GivenUpError), other
+        assert isinstance(other, store.PeerFailedError), other
         assert "process 1" in str(other)
         assert "KeyboardInterrupt" in str(other)
 
@@ -246,7 +246,7 @@ def test_no_more_is_exchanged_once_a_process_has_failed(
 
         reading.source._gather = gather
         place: Any = {"place": out_of_memory} if job.index == 1 else {}
-        with pytest.raises((RuntimeError, store.GivenUpError)):
+        with pytest.raises((RuntimeError, store.PeerFailedError)):
             reading.read(**place)
         return rounds
 
@@ -287,7 +287,7 @@ def test_who_is_known_to_have_failed_is_not_waited_for(
     first, _, third = ThreadJob(COUNT).run(part)
 
     for told in (first, third):
-        assert isinstance(told, store.GivenUpError), told
+        assert isinstance(told, store.PeerFailedError), told
         assert "process 1: no device" in str(told)
     assert left.is_set()
 
@@ -370,7 +370,9 @@ def test_nothing_is_exchanged_after_an_exchange_that_was_left(
 
     for each in told:
         assert isinstance(each, store.UnavailableError), each
-        assert "start the job again, or restore with spread=False" in str(each)
+        assert "start the job again, or restore with Distributed(spread=False)" in str(
+            each
+        )
 
 
 @pytest.mark.slow

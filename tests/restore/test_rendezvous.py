@@ -160,7 +160,7 @@ def test_what_is_refused_in_one_process_is_told_to_all(refused: int) -> None:
     told = job.call(*ALL, other_caller=refused, refusal=REFUSED)
 
     for index in ALL:
-        kind = "InvalidRequestError" if index == refused else "GivenUpError"
+        kind = "InvalidRequestError" if index == refused else "PeerFailedError"
         assert told[index].startswith(kind), told
         assert "deadline= is not a length" in told[index]
         if index != refused:
@@ -176,7 +176,7 @@ def test_one_that_asks_for_something_else_is_told_to_all(other: int) -> None:
 
     assert told[other].startswith("InvalidRequestError: restore of x@6: process 0 asks")
     for index in {*ALL} - {other}:
-        assert told[index].startswith("GivenUpError: restore of x@5"), told
+        assert told[index].startswith("PeerFailedError: restore of x@5"), told
         assert f"process {other}: restore of x@6: process 0 asks for x@5" in told[index]
     assert ["x of 0"] * 3 == job.call(*ALL)
 
@@ -190,7 +190,8 @@ def test_who_is_interrupted_is_named_and_others_go_on_without_it_later(
     told = job.call(*ALL, other_caller=late, refusal=KeyboardInterrupt(), seconds=1)
 
     for index in {*ALL} - {late}:
-        assert told[index].startswith("GivenUpError") or "has not asked" in told[index]
+        failed = told[index].startswith("PeerFailedError")
+        assert failed or "has not asked" in told[index]
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
@@ -289,6 +290,6 @@ def test_who_fails_first_is_blamed_and_not_who_is_slow(
 
     assert "MismatchError: leaf w: shape" == told[1]
     for each in (told[0], told[2]):
-        assert each.startswith("GivenUpError") or "Mismatch" in each, told
+        assert each.startswith("PeerFailedError") or "Mismatch" in each, told
         assert "process 1: leaf w: shape" in each
         assert "not ready" not in each

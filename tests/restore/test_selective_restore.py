@@ -93,8 +93,8 @@ def test_what_is_no_glob_is_refused(run: store.Run, select: Any) -> None:
     ):
         run.restore(0, select=select)
     with pytest.raises(store.InvalidRequestError, match="keys: expected texts, got"):
-        list(run.read(0, select))
-    ((leaf, array),) = run.read(0, "loss")
+        list(run.open(0).read(select))
+    ((leaf, array),) = run.open(0).read("loss")
     assert ("loss", 0.125) == (leaf.key, float(array))
 
 
@@ -170,17 +170,17 @@ def test_what_holds_a_leaf_is_not_part_of_its_identity(run: store.Run) -> None:
 
 
 def test_an_open_checkpoint_stays_the_same_one(run: store.Run) -> None:
-    run.save(0, the_tree(), structure=b"a document").result()
+    run.save(0, the_tree(), document=b"a document").result()
     opened = run.open()
     run.save(1, {"x": jnp.ones(1)}).result()
 
     assert 0 == opened.info.step
     assert f"{run.name}@0" == opened.name
-    assert b"a document" == opened.structure
+    assert b"a document" == opened.document
     assert "loss" in opened.leaves
     assert {"loss": 0.125} == opened.restore(select="loss")
     assert [0.125] == [float(array) for _, array in opened.read(["loss"])]
-    assert b"" == run.open().structure
+    assert b"" == run.open().document
 
 
 def test_a_step_may_be_any_integer(run: store.Run) -> None:

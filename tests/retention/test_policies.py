@@ -5,6 +5,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from hypothesis import given, settings
@@ -599,7 +600,8 @@ WRONG: dict[str, Callable[[], object]] = {
     "large": lambda: untyped.KeepLatest(2**63),
     "no interval": untyped.KeepEvery,
     "two intervals": lambda: untyped.KeepEvery(steps=1, duration=DAY),
-    "number for a time": lambda: untyped.KeepEvery(duration=3),
+    "text for a duration": lambda: untyped.KeepEvery(duration="3"),
+    "bool for a duration": lambda: untyped.KeepNewerThan(True),
     "long": lambda: untyped.KeepNewerThan(timedelta.max),
     "number for a metric": lambda: untyped.KeepBest(1, metric=3, mode="min"),
     "surrogate": lambda: untyped.KeepBest(1, metric="\ud800", mode="min"),
@@ -654,12 +656,23 @@ def test_a_text_that_is_no_duration_is_refused(text: str) -> None:
         parse_duration(text)
 
 
-@pytest.mark.parametrize("length", [5, "3d", None, timedelta.max, timedelta.min])
+@pytest.mark.parametrize(
+    "length", ["3d", None, True, timedelta.max, timedelta.min, 1e12, math.nan]
+)
 def test_only_a_length_of_time_that_the_contract_can_say_is_sent(length: Any) -> None:
     with pytest.raises(
-        store.InvalidRequestError, match=r"^grace=: expected a timedelta of at most"
+        store.InvalidRequestError, match=r"^grace=: expected a timedelta or seconds of"
     ):
         duration_message(length, "grace=")
+
+
+def test_durations_may_be_seconds() -> None:
+    half, day = timedelta(seconds=0.5), 86_400
+
+    assert store.KeepNewerThan(half) == store.KeepNewerThan(0.5)
+    assert store.KeepEvery(duration=DAY) == store.KeepEvery(duration=day)
+    assert DAY == untyped.KeepEvery(duration=np.int64(day)).interval
+    assert half == duration_message(0.5, "grace=").ToTimedelta()
 
 
 def test_a_length_of_time_is_sent_to_the_microsecond() -> None:

@@ -73,24 +73,24 @@ def steps(run: store.Run) -> list[int]:
 def test_a_policy_can_be_set_before_the_first_save(run: store.Run) -> None:
     policy = store.KeepLatest(2) | store.KeepEvery(duration=timedelta(days=1))
 
-    run.retain(policy)
+    run.retention.set(policy)
 
-    assert policy == run.retention()
-    assert [] == run.preview_retention()
-    assert [] == run.apply_retention()
+    assert policy == run.retention.get()
+    assert [] == run.retention.preview()
+    assert [] == run.retention.apply()
     run.save(0, {"x": 1}).result()
-    assert policy == run.retention()
+    assert policy == run.retention.get()
     assert [0] == steps(run)
 
 
 def test_a_preview_tells_why_each_stays_and_deletes_nothing(
     server: ServerProcess, saved: store.Run
 ) -> None:
-    saved.tag("best", 10)
+    saved.tags.set("best", 10)
     saved.update(0, pinned=True)
     before = files_of(server, saved)
 
-    decisions = saved.preview_retention(
+    decisions = saved.retention.preview(
         store.KeepBest(2, metric="loss", mode="min") | store.KeepEvery(steps=20)
     )
 
@@ -107,31 +107,33 @@ def test_a_preview_tells_why_each_stays_and_deletes_nothing(
     assert all(decision.own_bytes > 0 for decision in decisions)
     assert saved.checkpoint(15).uid == decisions[3].uid
     assert before == files_of(server, saved)
-    assert None is saved.retention()
+    assert None is saved.retention.get()
 
 
 def test_what_is_deleted_is_what_was_predicted(saved: store.Run) -> None:
     policy = store.KeepLatest(1) | store.KeepSteps(10, 99)
-    predicted = [d.step for d in saved.preview_retention(policy) if d.kept]
+    predicted = [d.step for d in saved.retention.preview(policy) if d.kept]
 
-    saved.retain(policy, purge_delay=timedelta(hours=6))
-    applied = saved.apply_retention()
+    saved.retention.set(policy, purge_delay=timedelta(hours=6))
+    applied = saved.retention.apply()
 
     assert [40, 10] == predicted == steps(saved)
     assert predicted == [d.step for d in applied if d.kept]
-    assert {0, 15, 20, 30} == {deleted.step for deleted in saved.deleted()}
-    for deleted in saved.deleted():
+    assert {0, 15, 20, 30} == {
+        deleted.step for deleted in saved.checkpoints(deleted=True)
+    }
+    for deleted in saved.checkpoints(deleted=True):
         assert deleted.delete_time
         assert deleted.purge_time == deleted.delete_time + timedelta(hours=6)
     assert [(True, d.step) for d in applied if d.kept] == [
-        (d.kept, d.step) for d in saved.apply_retention()
+        (d.kept, d.step) for d in saved.retention.apply()
     ]
     saved.undelete(20)
     assert [40, 20, 10] == steps(saved)
 
 
 def test_without_a_policy_all_stay(saved: store.Run) -> None:
-    reasons = {decision.reasons for decision in saved.apply_retention()}
+    reasons = {decision.reasons for decision in saved.retention.apply()}
 
     assert {("no policy",), ("newest", "no policy")} == reasons
     assert sorted(LOSSES, reverse=True) == steps(saved)
@@ -151,23 +153,23 @@ def test_a_policy_that_nobody_can_mean_is_refused_and_not_stored(
     run: store.Run, policy: store.RetentionPolicy, reason: str
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match="retention policy") as caught:
-        run.retain(policy)
+        run.retention.set(policy)
     assert reason == caught.value.reason
     with pytest.raises(store.NotFoundError):
-        run.retention()
+        run.retention.get()
 
-    run.retain(store.KeepLatest(3))
+    run.retention.set(store.KeepLatest(3))
     with pytest.raises(store.InvalidRequestError):
-        run.retain(policy)
+        run.retention.set(policy)
     with pytest.raises(store.InvalidRequestError):
-        run.preview_retention(policy)
-    assert store.KeepLatest(3) == run.retention()
+        run.retention.preview(policy)
+    assert store.KeepLatest(3) == run.retention.get()
 
 
 def test_a_policy_is_only_applied_after_it_was_set(
     server_address: str, run: store.Run
 ) -> None:
-    run.retain(store.KeepLatest(1))
+    run.retention.set(store.KeepLatest(1))
     stub = CheckpointServiceStub(grpc.insecure_channel(server_address))
     request = api.ApplyRetentionRequest(
         name=f"namespaces/tests/runs/{run.name.rpartition('/')[2]}",
@@ -184,7 +186,7 @@ def test_a_policy_is_only_applied_after_it_was_set(
 def test_the_retention_of_a_run_that_does_not_exist_is_not_found(
     run: store.Run,
 ) -> None:
-    for call in (run.preview_retention, run.apply_retention, run.retention):
+    for call in (run.retention.preview, run.retention.apply, run.retention.get):
         with pytest.raises(store.NotFoundError) as caught:
             call()
         assert "RUN_NOT_FOUND" == caught.value.reason
@@ -211,14 +213,14 @@ def test_storectl_sets_and_shows_a_policy(
     shown = storectl(server_address, *arguments, "--purge-delay", "36h")
 
     assert f"{policy}\n" == shown.stdout
-    assert store.parse_policy(policy) == saved.retention()
+    assert store.parse_policy(policy) == saved.retention.get()
     document = json.loads(storectl(server_address, saved.name, "--json").stdout)
     assert (policy, "129600s") == (document["retention"], document["purge_delay"])
     storectl(server_address, saved.name, "--purge-delay", "1d")
     assert timedelta(days=1) == saved.info().purge_delay
-    assert store.parse_policy(policy) == saved.retention()
+    assert store.parse_policy(policy) == saved.retention.get()
     storectl(server_address, saved.name, "--clear")
-    assert None is saved.retention()
+    assert None is saved.retention.get()
 
 
 def test_storectl_tries_and_applies_a_policy(
@@ -447,9 +449,9 @@ def test_a_policy_is_still_there_after_a_restart_and_applied(
         run = client.run("a/b")
         for step in range(3):
             run.save(step, {"x": step}).result()
-        run.retain(store.KeepLatest(1))
+        run.retention.set(store.KeepLatest(1))
         server.kill()
         server.start()
-        run.apply_retention()
+        run.retention.apply()
 
         assert [2] == steps(run)

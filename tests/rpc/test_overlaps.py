@@ -454,7 +454,7 @@ def test_a_save_whose_step_is_freed_while_it_begins_begins_again(
         aborted = Writer(address, str(RUN), 1)
         aborted.begin()
         with store_client.connect(address) as client:
-            client.run(str(RUN)).abort(aborted.name.rpartition("/")[2])
+            client.run(str(RUN)).uploads.abort(aborted.name.rpartition("/")[2])
     with serving(tmp_path, plan) as address, store_client.connect(address) as client:
         client.run(str(RUN)).save(1, tree).result()
         assert np.array_equal(tree["x"], client.run(str(RUN)).restore(1)["x"])

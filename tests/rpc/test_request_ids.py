@@ -31,7 +31,7 @@ def run(run: store.Run) -> store.Run:
     for step in (1, 2):
         run.save(step, {"x": 1.0})
     run.wait()
-    run.tag("best", 1)
+    run.tags.set("best", 1)
     return run
 
 

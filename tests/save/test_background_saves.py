@@ -32,7 +32,7 @@ from storesvc_client._chunks.slabs import (
 from storesvc_client._chunks.staging_pool import BATCH_BYTES, MIN_BUDGET_BYTES, Staging
 from storesvc_client._pytree.save_plan import Planner
 from storesvc_client._pytree.tree_source import TreeSource
-from storesvc_client._save.handle import Save
+from storesvc_client._save.handle import PendingSave
 from storesvc_client._save.resend_window import Acknowledging
 from storesvc_client._save.slab_queue import Outbox, Wanted
 from storesvc_client._save.upload import Upload
@@ -144,7 +144,7 @@ def test_a_save_without_a_copy_keeps_nobody_else_from_the_run(
 ) -> None:
     with slow_commits(1), ThreadPoolExecutor(1) as pool:
         first = pool.submit(embedded.save, 1, TREE, snapshot="none")
-        while not embedded._under_way:
+        while not embedded._saver._under_way:
             time.sleep(0.01)
         with pytest.raises(store.ConflictError, match="step 1 is still under way"):
             embedded.save(2, TREE, if_busy="refuse")
@@ -202,14 +202,14 @@ def test_a_save_without_a_copy_that_is_interrupted_commits_nothing(
     being read."""
     tree = {f"x{n}": np.full(2 * MIB, n, np.uint32) for n in range(5)}
     is_reading, reading_ends = threading.Event(), threading.Event()
-    stored, wait = Filled.stored, Save.wait
+    stored, wait = Filled.stored, PendingSave.wait
 
     def slow(self: Filled, *args: Any) -> Any:
         is_reading.set()
         reading_ends.wait(60)
         return stored(self, *args)
 
-    def interrupted(self: Save) -> None:
+    def interrupted(self: PendingSave) -> None:
         if not self._observed:
             assert is_reading.wait(60)
             raise KeyboardInterrupt
@@ -218,15 +218,15 @@ def test_a_save_without_a_copy_that_is_interrupted_commits_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(Filled, "stored", slow)
-        patched.setattr(Save, "wait", interrupted)
+        patched.setattr(PendingSave, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             either.save(1, tree, snapshot="none")
 
-    assert either._under_way[0].done()
+    assert either._saver._under_way[0].is_done
     with pytest.raises(CancelledError):
-        either._under_way[0].result()
+        either._saver._under_way[0].result()
     either.wait()
-    assert [] == list(either.uploads())
+    assert [] == list(either.uploads.list())
     either.save(1, tree, snapshot="none").result()
 
 
@@ -275,7 +275,7 @@ def test_what_a_save_failed_with_is_told_at_the_next_call_and_on_its_handle(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("snapshot", "disk"), ("if_busy", "no"), ("if_busy", None)]
+    ("name", "value"), [("snapshot", "disk"), ("if_busy", "no"), ("if_busy", False)]
 )
 def test_a_wrong_choice_is_refused_with_the_right_ones(
     embedded: store.Run, name: str, value: Any
@@ -434,7 +434,7 @@ def test_a_snapshot_that_fails_leaves_no_upload_behind(
         with pytest.raises(MemoryError, match="as if"):
             either.save(1, tree)
     saved = either.save(1, tree).report()
-    assert [] == list(either.uploads())
+    assert [] == list(either.uploads.list())
     assert saved.total_bytes == saved.sent_bytes
 
 
@@ -526,7 +526,7 @@ def test_only_what_has_no_digest_before_it_is_copied_is_asked_about(
     tree: dict[str, Any] = {f"x{n}": np.full(2 * MIB, n, np.uint32) for n in range(20)}
     tree["odd"] = np.arange(2003 * 3001, dtype=np.uint32).reshape(2003, 3001)
     either.save(1, tree).result()
-    padded = either.leaves(1)["odd"].chunk_count
+    padded = either.open(1).leaves["odd"].chunk_count
     asked: list[int] = []
     found = Upload._found
 

@@ -32,7 +32,7 @@ def steps(client: store.Client) -> list[int]:
 
 
 def content(client: store.Client, step: int) -> bytes:
-    ((_, array),) = client.run(RUN).read(step, ["x"])
+    ((_, array),) = client.run(RUN).open(step).read(["x"])
     return array.tobytes()
 
 
@@ -189,7 +189,7 @@ def saver() -> Iterator[Saver]:
 
 def check(client: store.Client, step: int) -> None:
     run = client.run(RUN)
-    for i, (_, leaf) in enumerate(run.read(step, [f"leaf-{i}" for i in range(8)])):
+    for i, (_, leaf) in enumerate(run.open(step).read([f"leaf-{i}" for i in range(8)])):
         assert (leaf == step * 100 + i).all()
 
 

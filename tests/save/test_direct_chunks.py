@@ -106,7 +106,7 @@ def test_chunks_in_the_pool_are_acknowledged_found_and_committed(
     placer.writer.commit()
 
     run = client.run(placer.name)
-    ((_, array),) = run.read(1, ["x"])
+    ((_, array),) = run.open(1).read(["x"])
     assert elements(0) + elements(1) + elements(2) == array.tobytes()
     assert run.verify(1).ok
 
@@ -197,7 +197,7 @@ def test_bytes_that_are_not_what_the_table_says_are_found_by_their_reader(
     placer.writer.commit()
 
     with pytest.raises(store.DataLossError, match="leaf 'x' chunk 1"):
-        list(client.run(placer.name).read(1, ["x"]))
+        list(client.run(placer.name).open(1).read(["x"]))
     assert not client.run(placer.name).verify(1).ok
 
 

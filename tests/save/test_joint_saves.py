@@ -229,7 +229,7 @@ def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
     job.start()
     job.await_outcomes(0, 2, 3)
     with store.connect(target) as client:
-        unfinished = [u.step for u in client.run(job_parts.RUN).uploads()]
+        unfinished = [u.step for u in client.run(job_parts.RUN).uploads.list()]
         steps = [c.step for c in client.run(job_parts.RUN).checkpoints()]
 
     sent = run_job(

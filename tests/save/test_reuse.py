@@ -138,7 +138,7 @@ def test_a_chunk_is_claimed_by_its_row_in_the_receipt(
     writer.finish(mixed_sums({0: 0, 1: 1, 2: 0}))
     writer.commit()
 
-    ((_, array),) = client.run(name).read(2, ["x"])
+    ((_, array),) = client.run(name).open(2).read(["x"])
     assert elements(0) + elements(1, 1) + elements(2) == array.tobytes()
     assert 1004 == client.run(name).checkpoint(2).own_bytes
 
@@ -155,7 +155,7 @@ def test_a_chunk_that_was_sent_does_not_prevent_a_claim(
     writer.finish(sums(0, 1, 2))
     writer.commit()
 
-    ((_, array),) = client.run(name).read(2, ["x"])
+    ((_, array),) = client.run(name).open(2).read(["x"])
     assert b"".join(map(elements, range(3))) == array.tobytes()
 
 
@@ -345,7 +345,7 @@ class TestASaveThatWasCutOff:
         second.commit()
         with refused("CHECKPOINT_EXISTS"):
             first.write(frame(1))
-        ((_, array),) = client.run(name).read(1, ["x"])
+        ((_, array),) = client.run(name).open(1).read(["x"])
         assert elements(0) + elements(1) + elements(2) == array.tobytes()
 
     def test_goes_on_at_another_server(

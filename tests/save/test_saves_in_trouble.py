@@ -88,8 +88,8 @@ def test_ctrl_c_gives_a_save_up_that_is_waited_for_and_says_so_once(
     )
 
     said = (
-        "the save of tests/stopped@1 was given up; where the step is saved again it "
-        "goes on from what was stored\n"
+        "the save of tests/stopped@1 was abandoned; a save of the same step "
+        "resumes it\n"
     )
     if how == "exit":
         assert f"storesvc_client: {said}" == ended.stderr

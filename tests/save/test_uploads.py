@@ -51,7 +51,7 @@ def refused(reason: str, match: str | None = None) -> Iterator[None]:
 
 
 def content(client: store.Client, name: str, step: int = 1) -> bytes:
-    ((_, array),) = client.run(name).read(step, ["x"])
+    ((_, array),) = client.run(name).open(step).read(["x"])
     return array.tobytes()
 
 

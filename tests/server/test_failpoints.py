@@ -157,7 +157,7 @@ def check(root: Path, call: Callable[[Caller], None], *, acknowledged: bool) -> 
     with store.connect(root.as_uri()) as client:
         run = client.run(RUN)
         found = {c.step for c in run.checkpoints()}
-        deleted = {c.step for c in run.deleted()}
+        deleted = {c.step for c in run.checkpoints(deleted=True)}
         whole = {step for step in found if content(run, step) == WHOLE}
         assert found == whole
         assert run.latest().step == max(found)
@@ -190,7 +190,7 @@ def check(root: Path, call: Callable[[Caller], None], *, acknowledged: bool) -> 
 
 
 def content(run: store.Run, step: int) -> bytes:
-    ((_, array),) = run.read(step, ["x"])
+    ((_, array),) = run.open(step).read(["x"])
     return array.tobytes()
 
 

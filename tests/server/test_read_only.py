@@ -70,8 +70,8 @@ def test_what_would_write_to_a_read_only_storage_is_refused_at_once(
         calls: list[Callable[[], object]] = [
             lambda: run.save(2, {"x": 1}).result(),
             lambda: new.save(1, {"x": 1}).result(),
-            lambda: run.tag("best", 1),
-            lambda: run.hold(1),
+            lambda: run.tags.set("best", 1),
+            lambda: run.holds.create(1),
             lambda: run.delete(1),
         ]
         for call in calls:
@@ -134,7 +134,7 @@ def test_a_store_that_is_served_read_only_is_read_and_never_written(
         assert run.verify(1).ok
         calls: list[Callable[[], object]] = [
             lambda: run.save(2, {"x": 1}).result(),
-            lambda: run.tag("best", 1),
+            lambda: run.tags.set("best", 1),
             lambda: list(client.collect()),
         ]
         for call in calls:

@@ -108,7 +108,7 @@ def test_an_upload_that_one_began_others_write_finish_and_commit(
         writer.stub = UploadServiceStub(grpc.insecure_channel(replica.address))
         assert committed == writer.commit().checkpoint.uid
         with store.connect(replica.address) as client:
-            ((_, array),) = client.run("tests/pinned").read("latest", ["x"])
+            ((_, array),) = client.run("tests/pinned").open("latest").read(["x"])
             assert b"".join(map(elements, range(3))) == array.tobytes()
 
 
@@ -145,7 +145,7 @@ def test_a_restore_outlasts_a_kill_of_every_replica(
         run = client.run("tests/restore")
         tree = tree_of_step(0)
         run.save(0, tree).result()
-        leaves = run.read(0, tree)
+        leaves = run.open(0).read(tree)
         for replica in replicas:
             key, array = next(leaves)
             assert np.array_equal(tree[key.key], array)
@@ -170,16 +170,16 @@ def test_no_call_fails_for_a_replica_that_is_killed(
         def call_all(number: int) -> None:
             run.update(0, labels={"number": str(number)})
             assert {"number": str(number)} == dict(run.latest().labels)
-            run.tag("best", 0)
-            assert ["best"] == [tag.name for tag in run.tags()]
+            run.tags.set("best", 0)
+            assert ["best"] == [tag.name for tag in run.tags.list()]
             assert [0] == [checkpoint.step for checkpoint in run.checkpoints()]
             assert "tests/calls" in [found.name for found in client.runs()]
-            assert {"x"} == set(run.leaves("best"))
+            assert {"x"} == set(run.open("best").leaves)
             assert run.verify(0).ok
             assert not run.diff(0, "best").differences
             assert ["tests/calls"] == [c.run for c in client.collect("tests/calls")]
             assert 1 == run.usage().checkpoint_count
-            with run.hold("best") as hold:
+            with run.holds.create("best") as hold:
                 assert {"x": 1} == hold.open().restore()
             run.save(number, {"x": number}).result()
             run.delete(number)
@@ -211,7 +211,7 @@ def test_replicas_that_drain_one_after_another_fail_nothing(
         run = client.run("tests/drained")
         tree = tree_of_step(0)
         run.save(0, tree).result()
-        leaves = run.read(0, tree)
+        leaves = run.open(0).read(tree)
         for step, replica in enumerate(replicas, start=1):
             save = run.save(step, tree_of_step(step))
             key, array = next(leaves)

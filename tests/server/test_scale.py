@@ -261,7 +261,7 @@ def test_a_tree_of_many_leaves_comes_back(run: store.Run) -> None:
     changed = tree | {f"{long}{7:05d}": np.zeros(2, np.int32)}
     report = run.save(1, changed).report()
 
-    leaves = run.leaves(1)
+    leaves = run.open(1).leaves
     restored = run.restore(1)
 
     assert 2 * 4 + 4 == report.sent_bytes

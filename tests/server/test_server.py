@@ -133,7 +133,7 @@ def test_a_restore_goes_on_through_an_orderly_restart(
     with store.connect(server.address) as client:
         run = client.run("tests/drain")
         run.save(0, tree).result()
-        leaves = run.read(0, tree)
+        leaves = run.open(0).read(tree)
         assert (next(leaves)[1] == 0).all()
         server.stop()
         server.start()

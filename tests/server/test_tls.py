@@ -239,7 +239,7 @@ def test_a_client_goes_on_with_the_files_that_it_finds(
     with setting.connect(**options) as client:
         run = client.run("tests/changing")
         run.save(0, tree).result()
-        leaves = run.read(0, tree)
+        leaves = run.open(0).read(tree)
         assert (next(leaves)[1] == 0).all()
 
         # now both sides know another authority only

@@ -79,7 +79,7 @@ def test_calls_go_on_when_a_worker_is_killed_and_another_follows_it(
         run = client.run("tests/workers")
         run.save(0, tree).result()
         for killed in workers(server):
-            leaves = run.read(0, tree)
+            leaves = run.open(0).read(tree)
             assert (next(leaves)[1] == 0).all()
             os.kill(killed, signal.SIGKILL)
             for i, (_, array) in enumerate(leaves, start=1):

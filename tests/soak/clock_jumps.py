@@ -53,7 +53,7 @@ def clock_jumps() -> Outcome:
             found = sorted(checkpoint.step for checkpoint in run.checkpoints())
             if found != list(range(len(pairs))):
                 outcome.losses.append(f"expected {len(pairs)} steps, got {found}")
-            for _, array in (row for s in found for row in run.read(s, ["x"])):
+            for _, array in (row for s in found for row in run.open(s).read(["x"])):
                 if array.tobytes() != WHOLE:
                     outcome.losses.append("a step came back with other bytes")
     return outcome

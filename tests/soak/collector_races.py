@@ -88,7 +88,7 @@ class _Race:
     def _restore(self, client: store.Client) -> None:
         step = max(0, self._newest - self.points % KEPT)
         try:
-            with client.run(promises.RUN).hold(step, owner="soak") as hold:
+            with client.run(promises.RUN).holds.create(step, owner="soak") as hold:
                 time.sleep(0.05)
                 found = hold.open().restore()
         except store.NotFoundError:  # deleted before it could be held

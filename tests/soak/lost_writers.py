@@ -100,5 +100,5 @@ def _check(address: str, step: int, *, exists: bool) -> list[str]:
             writer.write(frame(*range(WRITERS)))
             writer.finish(sums(*range(WRITERS)))
             writer.commit()
-        ((_, array),) = run.read(step, ["x"])
+        ((_, array),) = run.open(step).read(["x"])
         return [] if array.tobytes() == WHOLE else ["it came back with other bytes"]

@@ -90,7 +90,7 @@ def test_a_denial_is_told_at_once_in_a_sentence_that_names_the_bucket(
         lambda: run.checkpoint(1),
         lambda: list(run.checkpoints()),
         lambda: list(client.runs()),
-        lambda: run.tag("best", 1),
+        lambda: run.tags.set("best", 1),
         lambda: run.delete(1),
         opened.restore,
         lambda: run.save(2, TREE).result(),
@@ -162,7 +162,7 @@ def test_who_may_only_read_reads_without_a_hold(
 
     with caplog.at_level(logging.WARNING, logger="storesvc_client"):
         back = run.restore(1)
-        leaves = dict(run.read(1, ["x"]))
+        leaves = dict(run.open(1).read(["x"]))
 
     np.testing.assert_array_equal(TREE["x"], back["x"])
     assert ["x"] == [leaf.key for leaf in leaves]

@@ -26,7 +26,7 @@ def root(gcs: FakeGcs) -> Iterator[str]:
     with store.connect(root) as client:
         run = client.run("prod/tiny")
         run.save(1, TREE).result()
-        run.tag("best", 1)
+        run.tags.set("best", 1)
     yield root
     gcs.clear()
 

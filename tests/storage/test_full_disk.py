@@ -57,7 +57,7 @@ def test_the_commands_that_the_error_names_free_space(
             run = client.run("prod/full")
             step, text = fill(run)
             # a save that was killed holds the rest of the space
-            uploads = [each.id for each in run.uploads()]
+            uploads = [each.id for each in run.uploads.list()]
 
             commands = re.findall(r"'storectl ([^']+)'", text)
             assert 3 == len(commands), text

@@ -22,6 +22,10 @@ from storesvc_client._pytree.jax_job import job_of_process
 
 RUN = "tests/job"
 MIB = 1 << 20
+ALL = store.Distributed()
+THIS = store.Distributed(processes="this")
+SPREAD = store.Distributed(spread=True)
+THIS_SPREAD = store.Distributed(processes="this", spread=True)
 
 
 def mesh(rows: int, columns: int) -> Mesh:
@@ -127,8 +131,8 @@ def restores(target: str, rows: int, columns: int, **options: Any) -> dict[str, 
     """Restores the state onto another mesh; returns what differs, and what was read."""
     expected = state_on(mesh(rows, columns))
     with store.connect(target) as client:
-        opened = client.run(RUN).open(1, processes="all")
-        found = opened.restore(like=expected, **options)
+        opened = client.run(RUN).open(1, distributed=store.Distributed(**options))
+        found = opened.restore(like=expected)
         assert opened.report is not None
         return {
             "wrong": differing(expected, found),
@@ -145,9 +149,9 @@ def spreads_alone(target: str) -> list[str]:
         like = {"w": np.zeros(8)}
         run.save(1, like).result()
         return [
-            _told(lambda: run.open(1).restore(like=like, spread=True)),
-            _told(lambda: run.restore(1, like=like, spread=True, processes="this")),
-            _told(lambda: run.open(1).restore(like=like, spread=False)),
+            _told(lambda: run.open(1, distributed=THIS_SPREAD).restore(like=like)),
+            _told(lambda: run.restore(1, like=like, distributed=THIS_SPREAD)),
+            _told(lambda: run.open(1).restore(like=like)),
         ]
 
 
@@ -164,9 +168,9 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
     def latest() -> int:
         if index == 1:
             time.sleep(0.5)  # meanwhile, process 0 finds it and makes another
-        opened = run.open("latest", processes="all")
+        opened = run.open("latest", distributed=ALL)
         if index == 0:
-            run.save(2, {"x": 1}, processes="this").result()
+            run.save(2, {"x": 1}, distributed=THIS).result()
         return opened.info.step
 
     def otherwise() -> None:
@@ -178,7 +182,8 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
             run.restore(1, like=expected, deadline=timedelta(seconds=2))
 
     def too_late() -> None:
-        opened: Any = run.open(1, processes="all")
+        apart = store.Distributed(spread=False)
+        opened: Any = run.open(1, distributed=apart)
         files, deadline = opened._source, timedelta(minutes=5)
 
         def slow() -> object:
@@ -187,13 +192,13 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
 
         if index == 1:
             opened._source, deadline = slow, timedelta(seconds=5)
-        opened.restore(like=expected, spread=False, deadline=deadline)
+        opened.restore(like=expected, deadline=deadline)
 
     with store.connect(target) as client:
         run = client.run(RUN)
         for spread in (True, False, None):
-            opened = run.open(1, processes="all")
-            found = opened.restore(like=expected, spread=spread)
+            opened = run.open(1, distributed=store.Distributed(spread=spread))
+            found = opened.restore(like=expected)
             assert opened.report is not None
             outcome["wrong"] += differing(expected, found)
             outcome["read_bytes"].append(opened.report.read_bytes)
@@ -214,7 +219,9 @@ def reads_damaged(target: str) -> str:
     with store.connect(target) as client:
         run = client.run(RUN)
         rules = [("", PartitionSpec())]
-        return _told(lambda: run.restore(1, mesh=where, rules=rules, spread=True))
+        return _told(
+            lambda: run.restore(1, mesh=where, rules=rules, distributed=SPREAD)
+        )
 
 
 def warns(target: str) -> list[str]:
@@ -228,8 +235,8 @@ def warns(target: str) -> list[str]:
     with store.connect(target) as client:
         run = client.run(RUN)
         for step, seconds in enumerate((30, 200, 200)):
-            lease = timedelta(seconds=seconds)
-            run.save(step, {"w": np.zeros(8)}, lease=lease).result()
+            leased = store.Distributed(lease=seconds)
+            run.save(step, {"w": np.zeros(8)}, distributed=leased).result()
             found = [line for line in logged if "heartbeat_timeout_seconds" in line]
             counts.append(f"{len(found)} after a lease of {seconds} s")
     return counts
@@ -239,7 +246,7 @@ def fails(target: str) -> list[str]:
     """Saves what cannot be saved, in several ways, and then what can; returns what this
     process was told each time."""
     index, where = jax.process_index(), mesh(jax.process_count(), 1)
-    lease = timedelta(seconds=3)
+    leased = store.Distributed(lease=3)
 
     def leaf(columns: int) -> Any:
         sharding = NamedSharding(where, PartitionSpec("row"))
@@ -248,43 +255,45 @@ def fails(target: str) -> list[str]:
 
     def another_plan() -> None:
         tree = {"w": leaf(8), "z": np.zeros(4 if index == 2 else 3)}
-        run.save(1, tree, lease=lease).result()
+        run.save(1, tree, distributed=leased).result()
 
     def unsupported() -> None:
         odd = {"odd": object()} if index == 1 else {}
-        run.save(2, {"w": leaf(8), **odd}, lease=lease).result()
+        run.save(2, {"w": leaf(8), **odd}, distributed=leased).result()
 
     def refused() -> None:
         labels: Any = {"odd": object()} if index == 1 else {}
-        run.save(7, {"w": leaf(8)}, labels=labels, lease=timedelta(hours=1)).result()
+        run.save(
+            7, {"w": leaf(8)}, labels=labels, distributed=store.Distributed(lease=3600)
+        ).result()
 
     def not_refused() -> None:
-        run.save(7, {"w": leaf(8)}, lease=lease).result()
+        run.save(7, {"w": leaf(8)}, distributed=leased).result()
 
     def never_begun() -> None:
         if index != 0:
-            run.save(3, {"w": leaf(8)}, lease=lease).result()
+            run.save(3, {"w": leaf(8)}, distributed=leased).result()
 
     def never_called() -> None:
         if index != 2:
-            run.save(4, {"w": leaf(8)}, lease=lease).result()
+            run.save(4, {"w": leaf(8)}, distributed=leased).result()
 
     def other_steps() -> None:
-        run.save(8 + index, {"w": leaf(8)}, lease=lease).result()
+        run.save(8 + index, {"w": leaf(8)}, distributed=leased).result()
 
     def exists() -> None:
-        run.save(0, {"w": leaf(8)}, lease=lease).result()
+        run.save(0, {"w": leaf(8)}, distributed=leased).result()
 
     def alone() -> None:
-        run.save(100 + index, {"w": leaf(8)}, processes="this")
+        run.save(100 + index, {"w": leaf(8)}, distributed=THIS)
 
     def well() -> None:
-        run.save(5, {"w": leaf(8)}, lease=lease).result()
+        run.save(5, {"w": leaf(8)}, distributed=leased).result()
 
     def elsewhere() -> None:
         with store.connect("memory://") as other:
             chosen = other if index == 1 else client
-            chosen.run(RUN).save(6, {"w": leaf(8)}, lease=lease).result()
+            chosen.run(RUN).save(6, {"w": leaf(8)}, distributed=leased).result()
 
     with store.connect(target) as client:
         run = client.run(RUN)
@@ -304,7 +313,7 @@ def dies(target: str, seconds: float) -> list[str]:
     """Saves, while process 1 is killed before its part is done; returns what the others
     are told, of this save and of the next, and by what joins their devices."""
     state = state_on(mesh(jax.process_count(), 1))
-    lease = timedelta(seconds=seconds)
+    leased = store.Distributed(lease=seconds)
     with store.connect(target) as client:
         run = client.run(RUN)
         run.save(1, state).result()
@@ -313,8 +322,8 @@ def dies(target: str, seconds: float) -> list[str]:
             all_gather(own, [0, 1])
         if index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        first = run.save(2, state, base=None, lease=lease)
-        second = run.save(3, state, base=None, lease=lease)
+        first = run.save(2, state, base=None, distributed=leased)
+        second = run.save(3, state, base=None, distributed=leased)
         assert not first.done(), "the next save was held up"
         told = [_told(first.result), _told(second.result)]
         unjoined = _told(lambda: all_gather(own, [0, 1])) if index == 0 else ""
@@ -326,7 +335,7 @@ def differ(target: str) -> dict[str, Any]:
     that one of them failed; returns what came of it."""
     index = jax.process_index()
     full = values((5 * MIB, 2), 3, "int32")
-    lease = timedelta(seconds=20)
+    leased = store.Distributed(lease=20)
 
     def on(*processes: int) -> Any:
         devices = [d for d in jax.devices() if d.process_index in processes]
@@ -335,8 +344,8 @@ def differ(target: str) -> dict[str, Any]:
             full.shape, sharding, lambda at: full[at], dtype=full.dtype
         )
 
-    def is_back(**options: Any) -> bool:
-        back = run.restore(0, like={"w": some}, **options)["w"]
+    def is_back(distributed: store.Distributed) -> bool:
+        back = run.restore(0, like={"w": some}, distributed=distributed)["w"]
         return len(back.addressable_shards) == (index != 0) and all(
             np.array_equal(shard.data, full[shard.index])
             for shard in back.addressable_shards
@@ -344,20 +353,20 @@ def differ(target: str) -> dict[str, Any]:
 
     def fails_once() -> None:
         odd = {"odd": object()} if index == 1 else {}
-        run.save(2, {"w": np.zeros(3), **odd}, lease=lease)
+        run.save(2, {"w": np.zeros(3), **odd}, distributed=leased)
 
     def never_called() -> None:
         like = {"w": full, "new": jax.numpy.arange(4.0), "key": jax.random.key(1)}
         options: dict[str, Any] = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
         if index != 1:
             seconds = timedelta(seconds=2)
-            run.restore(0, like=like, missing="init", deadline=seconds, **options)
+            run.restore(0, like=like, missing="keep", deadline=seconds, **options)
 
     def initial() -> list[bool]:
         like = {"new": jax.numpy.arange(6.0), "key": jax.random.key(1)}
         options: dict[str, Any] = {"mesh": mesh(3, 1), "rules": [("", PartitionSpec())]}
         back = run.restore(
-            3, like={"w": np.zeros(3), **like}, missing="init", **options
+            3, like={"w": np.zeros(3), **like}, missing="keep", **options
         )
         host = {key: back[key].addressable_data(0) for key in like}
         return [
@@ -374,16 +383,16 @@ def differ(target: str) -> dict[str, Any]:
     some = on(1, 2)
     with store.connect(target) as client:
         run = client.run(RUN)
-        run.save(0, {"w": some}, lease=lease, snapshot="device").result()
-        ((_, saved),) = run.read(0, ["w"])
-        lone = _told(lambda: run.save(1, {"w": on(2)}, lease=lease).result())
-        restored = [is_back(spread=True), is_back(spread=False)]
+        run.save(0, {"w": some}, distributed=leased, snapshot="device").result()
+        ((_, saved),) = run.open(0).read(["w"])
+        lone = _told(lambda: run.save(1, {"w": on(2)}, distributed=leased).result())
+        restored = [is_back(SPREAD), is_back(store.Distributed(spread=False))]
         sync_global_devices("failing")
         told = _told(fails_once)
         sync_global_devices("failed")
         for step in (3, 4, 5):
-            save = run.save(step, {"w": np.zeros(3)}, lease=lease)
-            save.wait()
+            save = run.save(step, {"w": np.zeros(3)}, distributed=leased)
+            save.exception()
         kept = initial()
         sync_global_devices("alone")
         alone = _told(never_called)
@@ -429,7 +438,7 @@ def saves_on(target: str, steps: int, told: str) -> None:
     with store.connect(target) as client, Path(told).open("a") as notes:
         run = client.run(RUN)
         try:
-            first = run.open(processes="all").info.step + 1
+            first = run.open(distributed=ALL).info.step + 1
         except store.NotFoundError:
             first = 0
         for step in range(first, steps):
@@ -447,7 +456,7 @@ def disagrees(target: str) -> list[str]:
     after another, then one that is the same everywhere; returns what each save raised
     here."""
     index, where = jax.process_index(), mesh(jax.process_count(), 1)
-    lease = timedelta(seconds=20)
+    leased = store.Distributed(lease=20)
 
     def replicated(full: np.ndarray) -> jax.Array:
         sharding = NamedSharding(where, PartitionSpec())
@@ -482,6 +491,6 @@ def disagrees(target: str) -> list[str]:
         def raised(step: int, name: str) -> str:
             sync_global_devices(name)
             tree = {"rng": leaves[name](), "w": replicated(np.arange(8))}
-            return _told(lambda: run.save(step, tree, lease=lease).result())
+            return _told(lambda: run.save(step, tree, distributed=leased).result())
 
         return [raised(step, name) for step, name in enumerate(leaves)]

@@ -47,7 +47,7 @@ def test_a_directory_holds_the_steps_of_a_state(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_client_is_named_with_or_without_a_step(run: store.Run) -> None:
-    client = store.connect(run._connection.address)
+    client = store.connect(run._session.connection.address)
     state().save_state(run.name, client=client)
     advanced(state()).save_state(run, metrics={"loss": 1.0})
 
@@ -68,7 +68,7 @@ def test_a_run_of_a_client_is_named_with_or_without_a_step(run: store.Run) -> No
 def test_parameters_are_saved_in_another_dtype_when_asked(tmp_path: Path) -> None:
     state().save_state(tmp_path, jnp.bfloat16, save_optimizer=False)
 
-    back = EasyDeLState.load_state(tmp_path, model=Model, dtype=jnp.bfloat16)
+    back = EasyDeLState.load_state(tmp_path, model=Model, cast=jnp.bfloat16)
 
     assert (jnp.bfloat16, None) == (kernel(back).dtype, back.opt_state)
 

@@ -253,7 +253,7 @@ def test_parameters_are_restored_in_another_dtype(
 ) -> None:
     save_state(run, state).result()
 
-    back: Any = restore_state(run, model=make_model, tx=TX, dtype=jnp.bfloat16)
+    back: Any = restore_state(run, model=make_model, tx=TX, cast=jnp.bfloat16)
 
     kernel = back.graphstate["fc1"]["kernel"].get_value()
     moment = back.opt_state[1][0].mu["fc1"]["kernel"].get_value()
@@ -283,7 +283,7 @@ def test_another_dtype_without_a_cast_is_rejected(
             run,
             model=lambda: make_model(dtype=jnp.bfloat16),
             tx=TX,
-            structure="report",
+            on_mismatch="log",
         )
 
 
@@ -293,7 +293,7 @@ def test_a_difference_may_be_reported_instead(
     save_state(run, state).result()
 
     back = restore_state(
-        run, model=lambda: make_model(epsilon=1e-3), tx=TX, structure="report"
+        run, model=lambda: make_model(epsilon=1e-3), tx=TX, on_mismatch="log"
     )
 
     assert leaves(state) == leaves(back)
@@ -402,8 +402,8 @@ def test_adapters_that_were_added_are_initialised_when_asked(run: store.Run) -> 
     with pytest.raises(
         store.MismatchError, match=r"lora_a/value': expected .*, got none"
     ):
-        restore_state(run, model=Adapted, structure="report")
-    back = restore_state(run, model=Adapted, missing="init", structure="report")
+        restore_state(run, model=Adapted, on_mismatch="log")
+    back = restore_state(run, model=Adapted, missing="init", on_mismatch="log")
 
     fresh: Any = Adapted(rngs=nnx.Rngs(0))
     assert {"lora_a", "lora_b"} == set(back.graphstate["linear"]["lora"])
@@ -437,7 +437,7 @@ def test_another_class_is_built_by_its_create(
     assert leaves(state) == leaves(EasyDeLState.create(**back.fields))
 
 
-@pytest.mark.parametrize("option", ["missing", "structure", "opt_state"])
+@pytest.mark.parametrize("option", ["missing", "on_mismatch", "opt_state"])
 def test_invalid_options_are_rejected(run: store.Run, option: str) -> None:
     save_model(run, 0, Plain(rngs=nnx.Rngs(0))).result()
 
@@ -482,7 +482,7 @@ def test_a_state_without_a_recipe_is_restored_by_its_leaves(
 def test_a_document_that_is_not_a_recipe_is_rejected(
     run: store.Run, state: EasyDeLState, document: bytes
 ) -> None:
-    run.save(2, state, structure=document).result()
+    run.save(2, state, document=document).result()
 
     with pytest.raises(store.StoreError, match="structure of the checkpoint: expected"):
         restore_state(run, model=make_model, tx=TX)
@@ -575,7 +575,7 @@ def test_scalars_of_an_optimizer_keep_their_dtype_in_a_cast(run: store.Run) -> N
     made = EasyDeLState.create(model=make_model(), tx=tx, init_opt_state=True)
     save_state(run, made).result()
 
-    back: Any = restore_state(run, model=make_model, tx=tx, dtype=jnp.bfloat16)
+    back: Any = restore_state(run, model=make_model, tx=tx, cast=jnp.bfloat16)
 
     assert jnp.float32 == back.opt_state.hyperparams["b2"].dtype
     assert np.float32(0.999) == float(back.opt_state.hyperparams["b2"])
@@ -601,9 +601,9 @@ def test_an_optimizer_is_initialised_if_none_was_saved(run: store.Run) -> None:
 def test_a_corrupt_document_does_not_block_a_restore_with_code(
     run: store.Run, state: EasyDeLState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run.save(2, state, structure=b"garbage").result()
+    run.save(2, state, document=b"garbage").result()
 
-    back = restore_state(run, model=make_model, tx=TX, structure="report")
+    back = restore_state(run, model=make_model, tx=TX, on_mismatch="log")
 
     assert leaves(state) == leaves(back)
     assert "its model is not compared" in caplog.text

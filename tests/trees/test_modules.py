@@ -100,7 +100,7 @@ def test_a_module_is_restored_on_a_mesh_in_another_dtype(run: store.Run) -> None
         allow=case.allow,
         mesh=mesh,
         rules=[("kernel", P("a", "b")), ("", P())],
-        dtype=jnp.bfloat16,
+        cast=jnp.bfloat16,
     )
 
     kernel = back.first.kernel.get_value()

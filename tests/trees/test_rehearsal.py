@@ -134,7 +134,7 @@ def test_a_strict_rehearsal_rejects_the_save_and_changes_nothing(
             save_state(run, other, rehearse="strict")
 
     assert [1] == [checkpoint.step for checkpoint in run.checkpoints()]
-    assert [] == [*run.uploads()]
+    assert [] == [*run.uploads.list()]
     save_state(run, other, rehearse="off").result()
     assert [2, 1] == [checkpoint.step for checkpoint in run.checkpoints()]
 

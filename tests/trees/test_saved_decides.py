@@ -101,7 +101,7 @@ def test_a_cast_decides_where_it_is_asked_for(run: store.Run) -> None:
     save_state(run, trained(jnp.float32)).result()
 
     back = restore_state(
-        run, model=Model, tx=optax.adamw(1e-3), dtype="float16", structure="report"
+        run, model=Model, tx=optax.adamw(1e-3), cast="float16", on_mismatch="log"
     )
 
     assert {"int32", "float16"} == dtypes_of(back.opt_state)

@@ -40,9 +40,9 @@ def test_a_watch_reports_the_changes_of_a_run(
     assert ("committed", run.name, 2) == (event.kind, event.run, event.step)
     assert (saved, saved.uid, None) == (event.checkpoint, event.uid, event.tag)
 
-    run.tag("best", 2)
-    run.tag("best", 1)
-    run.untag("best")
+    run.tags.set("best", 2)
+    run.tags.set("best", 1)
+    run.tags.delete("best")
     run.delete(1)
     run.undelete(1)
     seen = [(e.kind, e.step, e.tag) for e in islice(events, 5)]
@@ -325,7 +325,7 @@ def test_storectl_prints_a_line_an_event_as_they_come(
     assert process.stdout is not None
     assert f"committed  {run.name}@1  " in process.stdout.readline()
     save(run, 2)
-    run.tag("best", 2)
+    run.tags.set("best", 2)
     out, err = ended(process)
 
     committed, tagged = out.splitlines()

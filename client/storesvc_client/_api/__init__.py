@@ -1,7 +1,9 @@
-"""Implements the public classes: `connect`, `Client`, `Run` and `Hold`.
+"""Implements the public classes: `connect`, `Client`, `Run`, its groups, and `Hold`.
 
-It may import `storesvc_client._save`, `storesvc_client._restore` and what lies below
+It may import `storesvc_client._save`, `storesvc_client._restore` and the layers below
 them; it imports neither `trees` nor jax.
 
-Begin with `client.py` and `run.py`; the other modules are the parts of a run by topic.
+Begin with `client.py` and `run.py`. `tags.py`, `holds.py`, `retention.py` and
+`uploads.py` are the groups of a run (`run.tags.set`); the other modules are functions
+that `Client` and `Run` call.
 """

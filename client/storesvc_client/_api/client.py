@@ -1,34 +1,45 @@
-"""A connection to a store."""
+"""Connects to a store: ``connect`` and ``Client``."""
 
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from datetime import timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from storesvc.format.names import RunName
-from storesvc_client._api.collection import ClientCollection
+from storesvc_client._api.collection import Collected, collect
 from storesvc_client._api.run import Run
-from storesvc_client._api.uploads import ClientUploads
+from storesvc_client._api.uploads import list_uploads
 from storesvc_client._api.watch import watch
 from storesvc_client._rpc.connection import Connection, open_connection
 from storesvc_client._rpc.paging import OnDamage, rows
+from storesvc_client._save.saver import RunSaver
 from storesvc_client._session import DEFAULT_STAGING_BYTES, Session, new_staging
 from storesvc_client._storage.root import check_root, direct_root
-from storesvc_client._values.resource_names import namespace_resource, run_name
-from storesvc_client._values.values import Event, RunInfo, ServerInfo
-from storesvc_client.errors import UnavailableError
+from storesvc_client._values.durations import DurationLike, checked_duration
+from storesvc_client._values.options import DEFAULT_SAVE, SaveOptions
+from storesvc_client._values.resource_names import (
+    namespace_resource,
+    parent_resource,
+    run_name,
+)
+from storesvc_client._values.values import Event, RunInfo, ServerInfo, UploadInfo
+from storesvc_client.errors import InvalidRequestError, UnavailableError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStub
 
-DEFAULT_TIMEOUT = 60.0
+DEFAULT_TIMEOUT: Final = 60.0
 """Seconds that a call may take."""
+
+MAX_TIMEOUT: Final = timedelta(days=365)
+"""Longest timeout of a call; gRPC ignores timeouts that overflow its counter."""
 
 
 def connect(
@@ -38,59 +49,63 @@ def connect(
     cert: "str | PathLike[str] | None" = None,
     key: "str | PathLike[str] | None" = None,
     insecure: bool = False,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: DurationLike = DEFAULT_TIMEOUT,
     direct: str | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
 ) -> "Client":
-    """Returns a client of the store at a target, once the store has answered.
+    """Connects to a store, and returns its client once the store has answered.
+
+    >>> with connect("ckpt.example:7070", ca="ca.pem") as client:
+    ...     run = client.run("prod/llama-8b")
 
     Args:
         target: ``HOST:PORT`` of a server, or the root of a store, which a server
-            inside this process then serves: ``file:///PATH``, ``memory://``,
-            ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``. Of servers that serve
-            one store, the calls go to those that say that they serve, in turn: of all
-            addresses that the name has, or of all in a list, ``HOST:PORT,HOST:PORT``.
-        ca: A PEM file with the authorities to trust; None trusts the system's. Each
-            server of a list must have a certificate for the first of them.
-        cert: A PEM file with this client's own certificate, where the server asks
-            for one. This file and the other two are read again when they change:
-            calls that begin then use what they hold.
-        key: A PEM file with its private key, without a password.
-        insecure: Whether to speak plaintext to another machine. To this machine
-            it is spoken anyway, unless ``ca`` or ``cert`` is given. Neither this nor
-            certificates go with a root.
-        timeout: Seconds, above 0, that a call may take, and to open a root in this
-            process. Saves and restores may take longer, but not stall for longer than
-            the server's limit.
-        direct: The root of the store that the server serves, ``file:///PATH`` where
-            this machine has it too, ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``:
-            then saves and restores write and read its data files by themselves,
-            several times as fast, and the server is told, and tells, only what they
-            hold. A target that is such a root implies it.
-        staging_bytes: Host memory that saves may take to copy trees into; it is kept
-            for the next save. At least 128 MiB.
+            in this process then serves: ``file:///PATH``, ``memory://``,
+            ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``. If several replicas serve
+            one store, calls go round-robin to those that report healthy: to all
+            addresses of the name, or of a list, ``HOST:PORT,HOST:PORT``.
+        ca: PEM file of the certificate authorities to trust; None trusts those of the
+            system. Each server of a list must have a certificate for the first name.
+        cert: PEM file of this client's certificate, if the server requires one. The
+            three files are read again when they change; later calls use the new ones.
+        key: PEM file of its private key, without a password.
+        insecure: Whether to use plaintext to another machine. Connections to this
+            machine use plaintext unless ``ca`` or ``cert`` is given. Neither this nor
+            certificates can be given with a root.
+        timeout: How long a call, or opening a root in this process, may take: a
+            ``timedelta`` or seconds, above 0. Saves and restores may take longer, but
+            not stall for longer than the server's limit.
+        direct: Root of the store that the server serves: ``file:///PATH`` if this
+            machine mounts it, ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``. Saves
+            and restores then write and read its data files in this process, several
+            times as fast, and exchange only metadata with the server. A target that is
+            such a root implies it.
+        staging_bytes: Maximum host memory for the copies of saves, in bytes, at least
+            128 MiB; it is kept for the next save.
 
     Raises:
         InvalidRequestError: The target, a certificate or the timeout is not usable, or
-            another store, or none, is at ``direct``.
-        UnavailableError: The store does not answer, or its certificate or that of this
-            client is refused.
-        PreconditionError: The bucket lets the store, or this process, not in.
+            ``direct`` is not the root of this store.
+        UnavailableError: The store does not answer, or one side rejects the certificate
+            of the other.
+        PreconditionError: The bucket denies access to the store, or to this process.
     """
     staging = new_staging(staging_bytes)
+    limit = checked_duration("connect: timeout=", timeout, most=MAX_TIMEOUT)
+    seconds = limit.total_seconds()
     connection = open_connection(
         target,
         ca=Path(ca) if ca is not None else None,
         cert=Path(cert) if cert is not None else None,
         key=Path(key) if key is not None else None,
         insecure=insecure,
-        timeout=timeout,
+        timeout=seconds,
     )
     try:
         info = _greeted(connection)
         root = direct_root(target, direct)
         if root is not None:
-            check_root(root, store_uid=info.store_uid, timeout=timeout)
+            check_root(root, store_uid=info.store_uid, timeout=seconds)
         return Client(Session(connection, staging, root))
     except BaseException:
         connection.close()
@@ -98,7 +113,7 @@ def connect(
 
 
 def _greeted(connection: Connection) -> ServerInfo:
-    """What the server is, told at once or not at all: who connects may mistype."""
+    """Returns the server's info without retries, as the target may be mistyped."""
     try:
         return _info(connection, connection.call)
     except UnavailableError as e:
@@ -113,46 +128,64 @@ def _info(connection: Connection, ask: Callable[..., Any]) -> ServerInfo:
     return ServerInfo(version=answer.version, store_uid=answer.store_uid)
 
 
-class Client(ClientCollection, ClientUploads):
-    """A connection to one store; made by ``connect``. Threads may share it."""
+class Client:
+    """A connection to one store; returned by ``connect``. Threads may share it.
+
+    >>> with connect("file:///tmp/ckpts") as client:
+    ...     state = client.run("prod/llama-8b").restore()
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._connection = session.connection
         self._stub = CheckpointServiceStub(session.connection.channel)
-        self._runs: dict[RunName, Run] = {}
+        self._savers: dict[RunName, RunSaver] = {}
+        self._runs: dict[tuple[RunName, SaveOptions], Run] = {}
         _close_at_exit(weakref.ref(self))
 
+    def __repr__(self) -> str:
+        return f"<Client of {self._connection.address}>"
+
     def info(self) -> ServerInfo:
-        """Returns what the server is.
+        """Returns the version and the store of the server.
 
         Raises:
-            UnavailableError: It does not answer, for longer than a restart takes.
+            UnavailableError: It does not answer for longer than a restart takes.
         """
         return _info(self._connection, self._connection.ask)
 
-    def run(self, name: str) -> Run:
-        """Returns the run called ``namespace/run``; asks the server nothing.
+    def run(self, name: str, *, save: SaveOptions = DEFAULT_SAVE) -> Run:
+        """Returns a run; sends nothing to the server.
+
+        Args:
+            name: ``namespace/run``. The first save creates the run.
+            save: Defaults for ``snapshot=`` and ``if_busy=`` of ``Run.save``.
 
         Raises:
-            InvalidRequestError: The name breaks the rules.
+            InvalidRequestError: The name is not valid.
         """
         parsed = run_name(name)
-        # one object a run, so that its saves wait for each other
-        return self._runs.setdefault(parsed, Run(self._session, parsed))
+        if not isinstance(save, SaveOptions):
+            raise InvalidRequestError(
+                f"run {parsed}: save=: expected SaveOptions, got {save!r}"
+            )
+        # one saver for each run, so that its saves wait for each other
+        saver = self._savers.setdefault(parsed, RunSaver(self._session, parsed))
+        run = Run(self._session, parsed, saver, save)
+        return self._runs.setdefault((parsed, save), run)
 
     def runs(
         self, namespace: str | None = None, *, on_damage: OnDamage = None
     ) -> Iterator[RunInfo]:
-        """Yields the runs of a namespace, or of all, by name.
+        """Yields the runs of one namespace or of all, by name.
 
         Args:
-            namespace: Of this one; None: of all.
-            on_damage: Called, with the error, for each run whose record is damaged;
-                None raises it in its place.
+            namespace: The namespace; None: all namespaces.
+            on_damage: Called with a ``DataLossError`` for each run whose record is
+                damaged; None raises the error in its place.
 
         Raises:
-            InvalidRequestError: The namespace breaks the rules.
+            InvalidRequestError: The name of the namespace is not valid.
             DataLossError: The record of the next run, or of its newest checkpoint, is
                 damaged.
             UnavailableError: The server does not answer, for longer than a restart
@@ -170,50 +203,100 @@ class Client(ClientCollection, ClientUploads):
         )
         yield from map(RunInfo.from_message, found)
 
+    def uploads(
+        self, parent: str | None = None, *, on_damage: OnDamage = None
+    ) -> Iterator[UploadInfo]:
+        """Yields live uploads, by run and id; none for a run that does not exist.
+
+        Args:
+            parent: A run, a namespace, or None for all. Uploads of a run that has no
+                checkpoint yet, which is in no list of runs, are included.
+            on_damage: Called with a ``DataLossError`` for each upload whose records are
+                damaged; None raises the error in its place.
+
+        Raises:
+            InvalidRequestError: ``parent`` is neither a run nor a namespace.
+            DataLossError: The records of the next upload are damaged.
+            UnavailableError: The server does not answer for longer than a restart
+                takes.
+        """
+        resource = parent_resource(parent)
+        return list_uploads(self._connection, resource, on_damage=on_damage)
+
+    def collect(
+        self,
+        parent: str | None = None,
+        *,
+        grace: DurationLike | None = None,
+        dry_run: bool = False,
+    ) -> Iterator[Collected]:
+        """Collects garbage run by run, and yields what was done in each.
+
+        Servers do the same by themselves at intervals. Data of checkpoints, holds and
+        live uploads is never deleted, whatever runs at the same time. The iterator
+        drives the collection: runs that it does not reach are left for the next one. A
+        collection that is interrupted, as by a restart of the server, starts again, and
+        reports for the current run only what it did after that.
+
+        Args:
+            parent: A run, a namespace, or None for all.
+            grace: Minimum time since something became garbage, a ``timedelta`` or
+                seconds; None: an hour. With less, readers without a hold may lose what
+                they read.
+            dry_run: Yields what would be done, and changes nothing.
+
+        Raises:
+            NotFoundError: There is no such run.
+            InvalidRequestError: ``parent`` is neither a run nor a namespace, or
+                ``grace`` is negative.
+        """
+        return collect(self._connection, parent, grace=grace, dry_run=dry_run)
+
     def watch(self, namespace: str, since: str = "now") -> Generator[Event]:
-        """Returns an iterator over what happens to the checkpoints of all runs of a
-        namespace, those included that come later; see ``Run.watch``.
+        """Returns an endless iterator over the changes of checkpoints in a namespace.
+
+        It includes runs that are created later; see ``Run.watch``.
 
         Args:
             namespace: The namespace.
-            since: "now"; "latest", which first brings the newest checkpoint of each
+            since: "now"; "latest", which first yields the newest checkpoint of each
                 run; or an ``Event.resume_token`` of such a watch.
 
         Raises:
-            InvalidRequestError: The namespace breaks the rules, or the token is not
-                one of a watch of it.
-            PreconditionError: The events after the token are gone.
+            InvalidRequestError: The name of the namespace is not valid, or the token
+                does not belong to a watch of it.
+            PreconditionError: The events after the token were dropped.
             UnavailableError: The server does not answer.
         """
         parent = namespace_resource(namespace)
-        # a generator: the runs are listed only where they are asked for
+        # a generator: only "latest" needs the list of runs
         newest = (RunName.parse(run.name).resource for run in self.runs(namespace))
         return watch(self._connection, parent, since, latest_of=newest)
 
     def close(self) -> None:
-        """Waits for saves in the background, then ends the connection.
+        """Waits for the saves in the background, then closes the connection.
 
-        It ends whatever the saves come to. Ctrl-C gives them up, which a note of its
-        ``KeyboardInterrupt`` tells.
+        The connection is closed even if saves fail. Ctrl-C abandons running saves; a
+        note of the ``KeyboardInterrupt`` names their checkpoints.
 
         Raises:
-            StoreError: What a save failed with, if nobody has seen it.
+            StoreError: A save failed, and its error was not raised yet.
         """
         errors = []
         try:
-            for run in list(self._runs.values()):
+            for saver in list(self._savers.values()):
                 try:
-                    run.wait()
+                    saver.wait()
                 except Exception as e:  # noqa: BLE001 - every other save must end too
                     errors.append(e)
         except KeyboardInterrupt as e:
             for other in errors:
                 e.add_note(f"a save in the background failed: {other}")
-            for run in list(self._runs.values()):
-                for name in run._forget():  # noqa: SLF001 - of no use to others
+            for saver in list(self._savers.values()):
+                for name in saver.forget():
                     e.add_note(
-                        f"the save of {name} was given up; where the step is saved "
-                        "again it goes on from what was stored"
+                        f"the save of {name} was abandoned; a save of the same step "
+                        "resumes it"
                     )
             raise
         finally:
@@ -235,7 +318,7 @@ class Client(ClientCollection, ClientUploads):
         if error is None:
             self.close()
             return
-        # the error that ends the block is the one to see
+        # the error that ended the block has precedence
         try:
             self.close()
         except Exception as unseen:  # noqa: BLE001 - it must not hide the first
@@ -248,7 +331,7 @@ class Client(ClientCollection, ClientUploads):
 
 
 def _close_at_exit(reference: "weakref.ref[Client]") -> None:
-    """Lets saves in the background end before the interpreter does."""
+    """Waits for saves in the background before the interpreter exits."""
 
     def close() -> None:
         client = reference()
@@ -261,5 +344,5 @@ def _close_at_exit(reference: "weakref.ref[Client]") -> None:
                 for note in getattr(e, "__notes__", []):
                     print(f"storesvc_client: {note}", file=sys.stderr)
 
-    # Not atexit: that comes after executors refuse work, and a save needs them.
+    # Not atexit: by then executors reject work, and a running save needs them.
     threading._register_atexit(close)  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public hook so early

@@ -1,173 +1,160 @@
-"""What a run keeps: its retention policy, its purge delay, its labels."""
+"""Retention of a run: which checkpoints stay; and changes of the run's record."""
 
 import uuid
-from collections.abc import Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Iterator
 from typing import Final
 
-from google.protobuf.duration_pb2 import Duration
-
-from storesvc_client._rpc.run_stub import RunBase
-from storesvc_client._values.arguments import checked_labels, checked_text
-from storesvc_client._values.durations import duration_message
+from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._values.arguments import checked_text
+from storesvc_client._values.durations import DurationLike, duration_message
 from storesvc_client._values.policies import RetentionPolicy
 from storesvc_client._values.policy_messages import policy_message, policy_of
 from storesvc_client._values.values import RetentionDecision, RunInfo
-from storesvc_client.errors import InvalidRequestError, translated
+from storesvc_client.errors import translated
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 APPLY_SECONDS: Final = 3600.0
-"""How long a policy may take to be applied: it may delete thousands."""
+"""Timeout of a call that applies a policy; it may delete thousands of checkpoints."""
 
 
-class RunRetention(RunBase):
-    """The part of a run that sets it up."""
+class Retention:
+    """The retention policy of a run; ``run.retention``.
 
-    def info(self) -> RunInfo:
-        """Returns what is known of the run.
+    >>> policy = KeepLatest(3) | KeepEvery(steps=10_000)
+    >>> deleted = [d.step for d in run.retention.preview(policy) if not d.kept]
+    >>> run.retention.set(policy, purge_delay=3 * 86_400)
+    """
+
+    def __init__(self, stub: RunStub) -> None:
+        self._stub = stub
+
+    def __repr__(self) -> str:
+        return f"<Retention of {self._stub.name}>"
+
+    def get(self) -> RetentionPolicy | None:
+        """Returns the policy of the run; None if all checkpoints stay.
 
         Raises:
             NotFoundError: There is no such run.
         """
-        return RunInfo.from_message(self._get())
-
-    def retention(self) -> RetentionPolicy | None:
-        """Returns the policy that says which checkpoints stay; None: all do.
-
-        Raises:
-            NotFoundError: There is no such run.
-        """
-        run = self._get()
+        run = get_run(self._stub)
         return policy_of(run.retention) if run.HasField("retention") else None
 
-    def retain(
+    def set(
         self,
         policy: RetentionPolicy | None,
         *,
-        purge_delay: timedelta | None = None,
+        purge_delay: DurationLike | None = None,
         etag: str | None = None,
     ) -> RunInfo:
-        """Makes a policy that of the run, and returns the run; creates it where it does
-        not exist.
+        """Sets the policy of the run, and returns the run; creates it if necessary.
 
-        The store deletes by itself, from time to time, what the policy does not keep.
-        ``preview_retention`` tells beforehand what that will be.
+        From then on the server deletes, at intervals, the checkpoints that the policy
+        does not keep; ``preview`` lists them in advance.
 
         Args:
             policy: Such as ``KeepLatest(3) | KeepEvery(steps=10_000)``; None keeps
                 all checkpoints.
-            purge_delay: How long a deleted checkpoint can be undeleted; None leaves it
-                as it is.
-            etag: ``RunInfo.etag``: refuses a run that has changed since.
+            purge_delay: How long a deleted checkpoint can be undeleted, a ``timedelta``
+                or seconds; None leaves it unchanged.
+            etag: ``RunInfo.etag``: rejects the change if the run changed since.
 
         Raises:
             InvalidRequestError: The policy contradicts itself, or keeps nothing.
-            ConflictError: The run has another etag.
+            ConflictError: The run changed since the etag was read.
         """
         message, paths = api.Run(), ["retention"]
         if policy is not None:
             message.retention.CopyFrom(policy_message(policy))
         if purge_delay is not None:
             paths.append("purge_delay")
-            message.purge_delay.CopyFrom(self._delay_message(purge_delay))
-        return self._update(message, paths, etag)
+            set_purge_delay(self._stub, message, purge_delay)
+        return update_run(self._stub, message, paths, etag)
 
-    def configure(
-        self,
-        *,
-        labels: Mapping[str, str] | None = None,
-        purge_delay: timedelta | None = None,
-        etag: str | None = None,
-    ) -> RunInfo:
-        """Sets labels or the purge delay of the run, and returns it; creates it where
-        it does not exist.
+    def preview(self, policy: RetentionPolicy | None = None) -> list[RetentionDecision]:
+        """Returns what a policy would keep and delete; deletes nothing.
 
         Args:
-            labels: All of them; None leaves them as they are.
-            purge_delay: How long a deleted checkpoint can be undeleted; None leaves it
-                as it is.
-            etag: ``RunInfo.etag``: refuses a run that has changed since.
+            policy: The policy to evaluate; None: the policy of the run.
 
-        Raises:
-            InvalidRequestError: Nothing is to be set, or it breaks a bound.
-            ConflictError: The run has another etag.
-        """
-        message, paths = api.Run(), []
-        if labels is not None:
-            paths.append("labels")
-            message.labels.update(checked_labels(self.name, labels))
-        if purge_delay is not None:
-            paths.append("purge_delay")
-            message.purge_delay.CopyFrom(self._delay_message(purge_delay))
-        if not paths:
-            raise InvalidRequestError(
-                f"{self.name}: expected labels= or purge_delay= to configure, got none"
-            )
-        return self._update(message, paths, etag)
-
-    def preview_retention(
-        self, policy: RetentionPolicy | None = None
-    ) -> list[RetentionDecision]:
-        """Returns what would become of each checkpoint, newest step first; deletes
-        nothing.
-
-        Args:
-            policy: One to try; None: that of the run.
+        Returns:
+            A decision for each checkpoint, the highest step first.
 
         Raises:
             InvalidRequestError: The policy contradicts itself, or keeps nothing.
             NotFoundError: There is no such run.
         """
         request = api.ApplyRetentionRequest(
-            name=self._name.resource, validate_only=True
+            name=self._stub.name.resource, validate_only=True
         )
         if policy is not None:
             request.policy.CopyFrom(policy_message(policy))
-        for attempt in self._connection.attempts("ApplyRetention"):
+        for attempt in self._stub.connection.attempts("ApplyRetention"):
             with attempt:
                 decisions = list(self._decisions(request))
         return decisions
 
-    def apply_retention(self) -> list[RetentionDecision]:
-        """Deletes, softly, what the policy of the run does not keep, at once, and
-        returns what became of each checkpoint, newest step first.
+    def apply(self) -> list[RetentionDecision]:
+        """Deletes the checkpoints that the policy of the run does not keep, at once.
 
-        What changes meanwhile is left for the next time. After an
-        ``UnavailableError`` some may be deleted; it is safe to call again.
+        They can be undeleted until their ``purge_time``. After an ``UnavailableError``
+        some may be deleted; it is safe to call this again.
+
+        Returns:
+            A decision for each checkpoint, the highest step first.
 
         Raises:
             NotFoundError: There is no such run.
         """
-        self._get()  # of a server that comes back now, patiently: the next call is not
-        request = api.ApplyRetentionRequest(name=self._name.resource)
+        # The deleting call is not retried, so a server that restarts is awaited here.
+        get_run(self._stub)
+        request = api.ApplyRetentionRequest(name=self._stub.name.resource)
         return list(self._decisions(request))
 
     def _decisions(
         self, request: api.ApplyRetentionRequest
     ) -> Iterator[RetentionDecision]:
-        with translated(self._connection.address):
-            for page in self._stub.ApplyRetention(request, timeout=APPLY_SECONDS):
+        method = self._stub.service.ApplyRetention
+        with translated(self._stub.connection.address):
+            for page in method(request, timeout=APPLY_SECONDS):
                 yield from map(RetentionDecision.from_message, page.decisions)
 
-    def _get(self) -> api.Run:
-        request = api.GetRunRequest(name=self._name.resource)
-        return self._ask(self._stub.GetRun, request).run
 
-    def _update(self, run: api.Run, paths: list[str], etag: str | None) -> RunInfo:
-        run.name = self._name.resource
-        request = api.UpdateRunRequest(
-            run=run,
-            etag=checked_text(f"{self.name}: etag=", etag),
-            request_id=str(uuid.uuid4()),
-        )
-        request.update_mask.paths.extend(paths)
-        # the same request each time: the store tells a repetition by its id
-        for attempt in self._connection.attempts("UpdateRun"):
-            with attempt, translated(self._connection.address):
-                response = self._stub.UpdateRun(
-                    request, timeout=self._connection.timeout
-                )
-        return RunInfo.from_message(response.run)
+def get_run(stub: RunStub) -> api.Run:
+    """Returns the record of a run.
 
-    def _delay_message(self, delay: timedelta) -> Duration:
-        return duration_message(delay, f"purge_delay= of {self.name}")
+    Raises:
+        NotFoundError: There is no such run.
+    """
+    request = api.GetRunRequest(name=stub.name.resource)
+    return stub.ask(stub.service.GetRun, request).run
+
+
+def update_run(
+    stub: RunStub, message: api.Run, paths: list[str], etag: str | None
+) -> RunInfo:
+    """Sets the fields of a run at ``paths``, and returns the run.
+
+    Raises:
+        InvalidRequestError: A value is out of range.
+        ConflictError: The run has another etag.
+    """
+    message.name = stub.name.resource
+    request = api.UpdateRunRequest(
+        run=message,
+        etag=checked_text(f"{stub.name}: etag=", etag),
+        request_id=str(uuid.uuid4()),
+    )
+    request.update_mask.paths.extend(paths)
+    # The request id makes retries of this request idempotent.
+    return RunInfo.from_message(stub.ask(stub.service.UpdateRun, request).run)
+
+
+def set_purge_delay(stub: RunStub, message: api.Run, delay: DurationLike) -> None:
+    """Sets the purge delay in the message of a run.
+
+    Raises:
+        InvalidRequestError: It is no duration.
+    """
+    what = f"purge_delay= of {stub.name}"
+    message.purge_delay.CopyFrom(duration_message(delay, what))

@@ -1,274 +1,615 @@
-"""A training run: its checkpoints, and how state goes in and out."""
+"""A training run: saves and restores state, and manages its checkpoints."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    SupportsFloat,
+    SupportsIndex,
+    Unpack,
+)
 
-from storesvc.format.names import CheckpointName, Which
-from storesvc_client._api.collection import RunUsage
-from storesvc_client._api.inspection import RunInspection
-from storesvc_client._api.lifecycle import RunLife
-from storesvc_client._api.retention import RunRetention
-from storesvc_client._api.uploads import RunUploads
-from storesvc_client._api.watch import RunWatch
+from storesvc.format.names import RunName, Which
+from storesvc_client._api.collection import Usage, usage_of
+from storesvc_client._api.holds import Holds
+from storesvc_client._api.inspection import diff_checkpoints, verify_checkpoint
+from storesvc_client._api.lifecycle import (
+    delete_checkpoint,
+    purge_checkpoint,
+    undelete_checkpoint,
+    update_checkpoint,
+)
+from storesvc_client._api.opening import opening
+from storesvc_client._api.retention import (
+    Retention,
+    get_run,
+    set_purge_delay,
+    update_run,
+)
+from storesvc_client._api.tags import Tags
+from storesvc_client._api.uploads import Uploads
+from storesvc_client._api.watch import watch
 from storesvc_client._rpc.paging import OnDamage
-from storesvc_client._rpc.run_stub import RunBase
-from storesvc_client._save.saver import RunSaving
-from storesvc_client._values.arguments import checked_choice
-from storesvc_client._values.durations import Deadline, checked_length
-from storesvc_client._values.key_patterns import Patterns
-from storesvc_client._values.options import DEFAULT_DEADLINE, Processes
-from storesvc_client._values.progress import OnProgress
-from storesvc_client._values.values import Checkpoint, LeafInfo
+from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._save.handle import Save
+from storesvc_client._save.saver import RunSaver
+from storesvc_client._session import Session
+from storesvc_client._values.arguments import checked_labels
+from storesvc_client._values.durations import DurationLike
+from storesvc_client._values.findings import Diff, Verification
+from storesvc_client._values.options import (
+    ALL_PROCESSES,
+    DEFAULT_DEADLINE,
+    THIS_PROCESS,
+    Distributed,
+    IfBusy,
+    OneSaveKeywords,
+    RestoreKeywords,
+    SaveKeywords,
+    SaveOptions,
+    SnapshotMode,
+)
+from storesvc_client._values.progress import ProgressCallback
+from storesvc_client._values.values import Checkpoint, Event, RunInfo
+from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-    from numpy.typing import DTypeLike, NDArray
-
-    from storesvc_client._job.job import Job
+    from storesvc_client._pytree.save_plan import Plan
     from storesvc_client._restore.checkpoint import OpenCheckpoint
-    from storesvc_client._restore.joint_restore import JointRestore
-    from storesvc_client._values.options import Rules
 
 
-class Run(
-    RunInspection,
-    RunLife,
-    RunRetention,
-    RunSaving,
-    RunUploads,
-    RunUsage,
-    RunWatch,
-    RunBase,
-):
-    """One training run of a store; made by ``Client.run``. Threads may share it."""
+class Run:
+    """One training run of a store; returned by ``Client.run``. Threads may share it.
 
-    def open(
+    >>> run = client.run("prod/llama-8b")
+    >>> run.save(100, state, metrics={"loss": 2.31}).result().step
+    100
+    >>> state = run.restore("latest", like=state)
+    """
+
+    def __init__(
+        self, session: Session, name: RunName, saver: RunSaver, defaults: SaveOptions
+    ) -> None:
+        stub = RunStub(session.connection, name)
+        self.name = str(name)
+        """Name of the run, ``namespace/run``."""
+        self.tags = Tags(stub)
+        """Tags: ``set``, ``delete``, ``list``."""
+        self.holds = Holds(session, stub)
+        """Holds: ``create``, ``release``, ``list``."""
+        self.retention = Retention(stub)
+        """Retention policy: ``get``, ``set``, ``preview``, ``apply``."""
+        self.uploads = Uploads(stub)
+        """Uploads: ``list``, ``get``, ``abort``."""
+        self._session = session
+        self._stub = stub
+        self._saver = saver
+        self._defaults = defaults
+
+    def __repr__(self) -> str:
+        return f"<Run {self.name} of {self._session.connection.address}>"
+
+    def save(
         self,
-        which: Which = "latest",
+        step: SupportsIndex,
+        tree: Any,
         *,
-        processes: Processes = "this",
-        deadline: timedelta = DEFAULT_DEADLINE,
-    ) -> "OpenCheckpoint":
-        """Returns a checkpoint, resolved, its manifest read; for several reads of it.
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        labels: Mapping[str, str] | None = None,
+        document: bytes = b"",
+        base: Which | None = "latest",
+        snapshot: SnapshotMode | None = None,
+        if_busy: IfBusy | None = None,
+        distributed: Distributed = ALL_PROCESSES,
+        progress: ProgressCallback | None = None,
+    ) -> Save:
+        """Starts to save a tree, and returns as soon as the tree may change again.
+
+        The bytes are copied before this returns, so the caller may donate or overwrite
+        every array. The save continues in the background: wait for it with
+        ``Save.result``, or close the client, before the process ends. Copies on the
+        host stay within ``connect(staging_bytes=)``: if the tree is larger, or other
+        saves use that memory, this waits until enough of it is written.
+
+        In a ``jax.distributed`` job every process calls this with the same tree. Each
+        writes a part of what its devices hold, every byte once, and the checkpoint is
+        committed when the last process has finished. Labels, metrics and base are those
+        of process 0. NumPy arrays, Python numbers and replicated arrays must be equal
+        in all processes: a difference from process 0 is rejected with the leaf and the
+        processes. Replicated arrays of more than 1 MiB are not compared, nor are arrays
+        that are replicated over some axes of a mesh and sharded over others.
 
         Args:
-            which: A step, "latest", or a tag.
-            processes: Whether "all" processes of a ``jax.distributed`` job open the
-                same checkpoint, and restore it together, or "this" one reads it alone.
-            deadline: How long it may take; five minutes at most, how long to wait for a
-                process that does not open it.
+            step: Training step, >= 0; each step is written once.
+            tree: Any pytree of ``jax.Array``, typed PRNG keys, ``numpy.ndarray``,
+                NumPy scalars, and Python ``bool``, ``int``, ``float``, ``complex``.
+            metrics: Numbers to keep with the checkpoint, at most 64; retention policies
+                can rank by them.
+            labels: Texts to keep with the checkpoint, at most 64.
+            document: Bytes about the tree to keep with it, at most 16 MiB;
+                ``storesvc_client.easydel`` keeps the structure of a model in it.
+            base: A checkpoint of this run, by step, "latest" or tag: chunks that are
+                equal in it are neither sent nor stored again. None sends all chunks. A
+                save of the same step that was interrupted is resumed in any case.
+            snapshot: Where the bytes are copied to while the caller waits. "host";
+                "device", which needs as much device memory as the tree has there, and
+                less time; "auto": the device if its memory is known to suffice. "none"
+                copies nothing that is on the host as it is stored, and the rest through
+                at most 512 MiB, and returns once the save has ended: for the last save
+                of a process, or if there is no memory for a copy. None: the default of
+                the run (``client.run(save=)``), else "auto".
+            if_busy: What to do while an earlier save of this run is running: "wait" for
+                it, "queue" behind it, or "refuse". If that save waits for a server that
+                does not answer, "wait" starts no save: this is logged, and the handle
+                raises ``UnavailableError``. None: the default of the run, else "wait".
+            distributed: Which processes of a job take part, and the lease of the
+                upload.
+            progress: Called with a ``Progress``; see ``ProgressCallback``.
+
+        Returns:
+            A handle; ``result`` waits for the commit.
 
         Raises:
-            NotFoundError: There is no such run or checkpoint.
-            InvalidRequestError: An argument is not usable, or process 0 opens another.
-            DataLossError: Its manifest is damaged.
-            UnavailableError: It does not come in time, or a process of the job does not
-                open it; names it.
-            GivenUpError: Other processes of the job have failed; says why.
+            UnsupportedLeafError: The tree has leaves of other types, or two paths with
+                one key; the message lists them all.
+            InvalidRequestError: An argument is out of range.
+            ConflictError: An earlier save is running, and ``if_busy`` is "refuse".
+            UnavailableError: The coordination service of the job does not answer.
+            StoreError: The save before failed, and its error was not raised yet; an
+                error of another process of the job is only logged.
         """
-        with self._together(processes) as joint:
-            ends = self._ends(deadline)
-            opened = self._opened(which, joint, ends)
-            if joint is not None:
-                joint.check(opened.info.uid, "")
-        return opened
+        return self._begin(
+            step,
+            tree,
+            None,
+            document=document,
+            metrics=metrics,
+            labels=labels,
+            base=base,
+            snapshot=snapshot,
+            if_busy=if_busy,
+            distributed=distributed,
+            progress=progress,
+        )
+
+    def wait(self) -> None:
+        """Waits for the saves in the background.
+
+        Raises:
+            StoreError: A save failed, and its error was not raised yet.
+        """
+        self._saver.wait()
+
+    def _begin(
+        self,
+        step: SupportsIndex,
+        tree: Any,
+        check: "Callable[[Plan], None] | None",
+        *,
+        document: bytes,
+        snapshot: SnapshotMode | None = None,
+        if_busy: IfBusy | None = None,
+        **options: Unpack[OneSaveKeywords],
+    ) -> Save:
+        """Starts a save once ``check`` accepts its plan; see ``RunSaver.begin``."""
+        pending = self._saver.begin(
+            step,
+            tree,
+            check=check,
+            document=document,
+            snapshot=self._defaults.snapshot if snapshot is None else snapshot,
+            if_busy=self._defaults.if_busy if if_busy is None else if_busy,
+            **options,
+        )
+        return Save(pending)
 
     def restore(
         self,
         which: Which = "latest",
         *,
-        like: Any = None,
-        mesh: "Mesh | None" = None,
-        rules: "Rules | None" = None,
-        select: Patterns | None = None,
-        cast: "DTypeLike | None" = None,
-        missing: Literal["error", "init"] = "error",
-        processes: Processes = "all",
-        spread: bool | None = None,
-        deadline: timedelta = DEFAULT_DEADLINE,
-        progress: OnProgress | None = None,
+        distributed: Distributed = ALL_PROCESSES,
+        deadline: DurationLike = DEFAULT_DEADLINE,
+        **options: Unpack[RestoreKeywords],
     ) -> Any:
-        """Returns the state of a checkpoint, every bit as it was saved.
+        """Returns the state of a checkpoint, with every bit as it was saved.
 
-        Only jax's mark of a weak type is not kept: there is no public way to set it.
-
-        Shards stream straight into one buffer each, and from there onto their
-        devices; nothing that no local device needs is read.
+        It is ``run.open(which).restore(...)`` in one call. Shards stream into one
+        buffer each, and from there onto their devices; no byte is read that no local
+        device needs. Only jax's flag of weak types is lost: no public function sets it.
 
         In a ``jax.distributed`` job every process calls this, for the same leaves and
-        shardings. All restore the checkpoint that process 0 finds, and it ends well in
-        all of them or in none.
+        shardings. All restore the checkpoint that process 0 resolves, and the call
+        succeeds in all of them or in none.
 
         Args:
             which: A step, "latest", or a tag.
+            distributed: Which processes of a job take part, and whether they read every
+                stored byte only once.
+            deadline: Maximum duration, a ``timedelta`` or seconds. Processes that do
+                not join are waited for until then, and for five minutes at most.
+            **options: The options below.
             like: A pytree of the structure to return. ``jax.Array`` and
-                ``jax.ShapeDtypeStruct`` become device arrays on their sharding,
-                NumPy arrays host arrays. A ``ShapeDtypeStruct`` without a sharding
-                goes to the default device, whole. None returns the dicts, lists,
-                tuples and Nones that were saved, dicts or lists for containers of
-                other kinds, and texts for keys that are neither text nor integer.
-                A checkpoint with a ``structure=`` of its own, or from an earlier
-                release, does not hold which containers were tuples, None or empty.
-            mesh: Where to put device arrays, instead of where ``like`` or, without
-                it, the saved sharding would put them.
-            rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first
-                whose regular expression is found in a leaf's key applies. Axes
-                that do not divide a leaf are dropped, and that is logged. Or
-                "recorded": each leaf as it lay, as far as the mesh has the axes.
+                ``jax.ShapeDtypeStruct`` leaves become device arrays on their sharding,
+                NumPy arrays become host arrays. A ``ShapeDtypeStruct`` without a
+                sharding is placed on the default device. None returns the dicts, lists,
+                tuples and Nones that were saved, dicts or lists for containers of other
+                types, and texts for keys that are neither text nor integer. A
+                checkpoint with a ``document=`` of its own, or of an earlier release,
+                does not record which containers were tuples, None or empty.
+            mesh: Mesh to place device arrays on, instead of the sharding of ``like`` or
+                the saved sharding.
+            rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first whose
+                regular expression is found in the key of a leaf applies. Axes that do
+                not divide a leaf are dropped, which is logged. Or "recorded": the saved
+                sharding, as far as the mesh has its axes.
             select: Globs of leaf keys, such as "params/**", or compiled regular
-                expressions, found anywhere in a key as those of ``rules`` are, or
-                both; the other leaves are not read, and ``like`` has none of them.
-                None: all leaves.
-            cast: A floating-point dtype. Floating-point leaves come back in it:
-                those for which ``like`` has it, without ``like`` all.
-            missing: Whether leaves of ``like`` that the checkpoint lacks are an
-                error, or keep the value that ``like`` has there, which must be a
-                real one: on the mesh given, or else where it lies. How many did so
-                is logged. What is there must fit either way.
-            processes: Whether "all" processes of the job restore together, or "this"
-                one does, alone. Of no matter outside of a job.
-            spread: Whether each stored byte that several processes need is read by one
-                of them, and goes to the others between their devices. None: where that
-                saves more than 64 MiB of reads from far.
-            deadline: How long all of it may take, and, five minutes at most, how long
-                to wait for a process that does not restore.
-            progress: Called with a ``Progress`` at most ten times a second, from any
-                thread but by one at a time, and once at the end. What it raises ends
-                the restore.
+                expressions, which may match anywhere in a key, or both. Other leaves
+                are not read, and must not be in ``like``. None: all leaves.
+            cast: A floating-point dtype. Floating-point leaves are returned in it: with
+                ``like`` those that have this dtype there, without ``like`` all.
+            missing: What to do with leaves of ``like`` that the checkpoint lacks:
+                "error", or "keep" the value in ``like``, which must be a real array, on
+                the given mesh or where it is. Their number is logged. All other leaves
+                must match in any case.
+            progress: Called with a ``Progress``; see ``ProgressCallback``.
 
         Raises:
-            NotFoundError: There is no such run or checkpoint, or no leaf that a
-                glob or an expression matches.
-            InvalidRequestError: An argument is not usable, or the processes of the job
-                ask for different checkpoints, leaves or shardings; names them.
-            MismatchError: The checkpoint does not fit; lists every leaf.
-            DataLossError: Stored bytes are damaged; names leaf and chunk.
-            UnavailableError: It is not done at the deadline; lists what is
-                outstanding. Or a process of the job does not restore; names it.
-            GivenUpError: Other processes of the job have failed, or are not done at the
-                deadline; names them, and says why, or what they lack.
+            NotFoundError: There is no such run or checkpoint, or no leaf matches a
+                pattern of ``select``.
+            InvalidRequestError: An argument is out of range, or the processes of the
+                job ask for different checkpoints, leaves or shardings; lists them.
+            MismatchError: The checkpoint does not match ``like``; lists every leaf.
+            DataLossError: Stored bytes are damaged; the message names leaf and chunk.
+            UnavailableError: The deadline is exceeded; lists what is outstanding. Or a
+                process of the job did not join; names it.
+            PeerFailedError: Other processes of the job failed, or exceeded the
+                deadline; names them and the cause.
         """
-        with self._together(processes) as joint:
-            ends = self._ends(deadline)
-            return self._opened(which, joint, ends).restored(
-                joint,
-                ends,
-                select=select,
-                spread=spread,
-                progress=progress,
-                like=like,
-                mesh=mesh,
-                rules=rules,
-                cast=cast,
-                missing=missing,
+        with opening(self._session, self._stub, distributed) as open_in_time:
+            opened, joint, ends = open_in_time(which, deadline)
+            return opened._restored(  # noqa: SLF001 - within the rendezvous of `open`
+                joint, ends, **options
             )
 
-    @contextmanager
-    def _together(self, processes: Processes) -> "Generator[JointRestore | None]":
-        """The restore of all processes of the job; None: of this one alone."""
-        checked_choice(f"{self.name}: processes=", processes, Processes)
-        job = _job() if processes == "all" else None
-        # Late, as all that needs NumPy: lists of checkpoints must not wait for it.
-        from storesvc_client._restore.joint_restore import together
-
-        with together(job, self.name) as joint:
-            yield joint
-
-    def _ends(self, deadline: timedelta) -> Deadline:
-        length = checked_length(f"{self.name}: deadline=", deadline)
-        return Deadline.after(length.total_seconds())
-
-    def _opened(
-        self, which: Which, joint: "JointRestore | None", deadline: Deadline
+    def open(
+        self,
+        which: Which = "latest",
+        *,
+        distributed: Distributed = THIS_PROCESS,
+        deadline: DurationLike = DEFAULT_DEADLINE,
     ) -> "OpenCheckpoint":
-        """A checkpoint, which in a job is that of process 0."""
-        from storesvc_client._restore.open import open_checkpoint
+        """Resolves a checkpoint and reads its manifest; for several reads of it.
 
-        name, job = self._checkpoint_name(which), None
-        if joint is not None:
-            found = joint.begin(
-                str(name), lambda: self._fixed_name(which, deadline).resource, deadline
-            )
-            name, job = CheckpointName.from_resource(found), joint.job
-        return open_checkpoint(self._session, name, job=job, deadline=deadline)
-
-    def checkpoints(self, *, on_damage: OnDamage = None) -> Iterator[Checkpoint]:
-        """Yields the checkpoints, newest first.
+        >>> opened = run.open("latest")
+        >>> [leaf.shape for leaf in opened.leaves.values()]
+        [(512, 512)]
 
         Args:
-            on_damage: Called, with the error, for each one whose record is damaged;
-                None raises it in its place.
+            which: A step, "latest", or a tag.
+            distributed: Which processes of a job open and restore the checkpoint
+                together, and whether they read every stored byte only once. By default
+                this process reads alone.
+            deadline: Maximum duration, a ``timedelta`` or seconds. Processes that do
+                not join are waited for until then, and for five minutes at most.
 
         Raises:
-            NotFoundError: There is no such run.
-            DataLossError: The record of the next one is damaged.
+            NotFoundError: There is no such run or checkpoint.
+            InvalidRequestError: An argument is out of range, or process 0 opens another
+                checkpoint.
+            DataLossError: The manifest is damaged.
+            UnavailableError: The deadline is exceeded, or a process of the job did not
+                join; names it.
+            PeerFailedError: Other processes of the job failed; names the cause.
         """
-        found = self._rows(
-            self._stub.ListCheckpoints,
-            api.ListCheckpointsRequest(parent=self._name.resource),
-            lambda page: page.checkpoints,
-            on_damage,
-        )
-        yield from map(Checkpoint.from_message, found)
+        with opening(self._session, self._stub, distributed) as open_in_time:
+            opened, joint, _ = open_in_time(which, deadline)
+            if joint is not None:
+                joint.check(opened.info.uid, "")
+        return opened
+
+    def checkpoint(self, which: Which) -> Checkpoint:
+        """Returns a checkpoint: its step, metrics, labels, times and sizes.
+
+        Args:
+            which: A step, "latest", or a tag.
+
+        Raises:
+            NotFoundError: There is no such checkpoint; names the nearest steps.
+        """
+        name = self._stub.checkpoint_name(which)
+        request = api.GetCheckpointRequest(name=name.resource)
+        response = self._stub.ask(self._stub.service.GetCheckpoint, request)
+        return Checkpoint.from_message(response.checkpoint)
 
     def latest(self) -> Checkpoint:
         """Returns the newest checkpoint.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: The run has no checkpoint.
         """
         return self.checkpoint("latest")
 
-    def checkpoint(self, which: Which) -> Checkpoint:
-        """Returns a checkpoint.
+    def latest_step(self) -> int | None:
+        """Returns the newest committed step; None if the run has no checkpoint.
 
-        Args:
-            which: A step, "latest", or a tag.
+        >>> start = 0 if run.latest_step() is None else run.latest_step() + 1
+        """
+        try:
+            return self.latest().step
+        except NotFoundError:
+            return None
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, ascending; none if there is no such run.
 
         Raises:
-            NotFoundError: There is none; the message names the nearest.
+            DataLossError: The record of a checkpoint is damaged; ``checkpoints`` can
+                list the others.
         """
-        name = self._checkpoint_name(which)
-        request = api.GetCheckpointRequest(name=name.resource)
-        response = self._ask(self._stub.GetCheckpoint, request)
-        return Checkpoint.from_message(response.checkpoint)
+        try:
+            return sorted(found.step for found in self.checkpoints())
+        except NotFoundError:
+            return []
 
-    def leaves(self, which: Which = "latest") -> Mapping[str, LeafInfo]:
-        """Returns the leaves of a checkpoint by key, in the order of keys.
+    def checkpoints(
+        self, *, deleted: bool = False, on_damage: OnDamage = None
+    ) -> Iterator[Checkpoint]:
+        """Yields the checkpoints, the highest step first.
+
+        Args:
+            deleted: Lists the deleted checkpoints that can be undeleted, instead of the
+                others.
+            on_damage: Called with a ``DataLossError`` for each checkpoint whose record
+                is damaged; None raises the error in its place.
+
+        Raises:
+            NotFoundError: There is no such run.
+            DataLossError: The record of the next checkpoint is damaged.
+        """
+        request = api.ListCheckpointsRequest(
+            parent=self._stub.name.resource, show_deleted=deleted
+        )
+        for message in self._stub.rows(
+            self._stub.service.ListCheckpoints,
+            request,
+            lambda page: page.checkpoints,
+            on_damage,
+        ):
+            if message.HasField("delete_time") == deleted:
+                yield Checkpoint.from_message(message)
+
+    def update(
+        self,
+        which: Which,
+        *,
+        labels: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        pinned: bool | None = None,
+        etag: str | None = None,
+    ) -> Checkpoint:
+        """Sets labels, metrics or the pin of a checkpoint, and returns it.
+
+        Args:
+            which: A step, "latest" or a tag.
+            labels: All labels of the checkpoint; None leaves them unchanged.
+            metrics: All metrics of the checkpoint; None leaves them unchanged.
+            pinned: Whether the checkpoint cannot be deleted; None leaves it unchanged.
+            etag: ``Checkpoint.etag``: rejects the change if the checkpoint changed
+                since.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or it was deleted.
+            ConflictError: It changed since the etag was read.
+            InvalidRequestError: Nothing is to be set, or a value is out of range.
+        """
+        return update_checkpoint(
+            self._stub,
+            which,
+            labels=labels,
+            metrics=metrics,
+            pinned=pinned,
+            etag=etag,
+        )
+
+    def delete(
+        self,
+        step: int,
+        *,
+        uid: str | None = None,
+        etag: str | None = None,
+        purge_delay: DurationLike | None = None,
+    ) -> Checkpoint:
+        """Deletes a checkpoint, and returns it with its ``purge_time``.
+
+        Until then it can be undeleted. Deleting it again changes nothing.
+
+        Args:
+            step: Step of the checkpoint.
+            uid: ``Checkpoint.uid``: rejects another checkpoint at the same step.
+            etag: ``Checkpoint.etag``: rejects the deletion if it changed since.
+            purge_delay: How long it can be undeleted, a ``timedelta`` or seconds; None:
+                the purge delay of the run.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or its uid is another one.
+            PreconditionError: It is pinned or has a tag.
+            ConflictError: It changed since the etag was read.
+        """
+        return delete_checkpoint(
+            self._stub, step, uid=uid, etag=etag, purge_delay=purge_delay
+        )
+
+    def undelete(self, step: int, *, uid: str | None = None) -> Checkpoint:
+        """Restores a deleted checkpoint to the list of the run, and returns it.
+
+        Args:
+            step: Step of the checkpoint.
+            uid: ``Checkpoint.uid``: rejects another checkpoint at the same step.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, its uid is another one, or it
+                was purged.
+            ConflictError: It is being purged.
+        """
+        return undelete_checkpoint(self._stub, step, uid=uid)
+
+    def purge(
+        self, step: int, *, uid: str | None = None, etag: str | None = None
+    ) -> None:
+        """Removes a deleted checkpoint for good, and frees its step.
+
+        Args:
+            step: Step of the checkpoint.
+            uid: ``Checkpoint.uid``: rejects another checkpoint at the same step.
+            etag: ``Checkpoint.etag``: rejects the purge if it changed since.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or its uid is another one.
+            PreconditionError: It is not deleted, or a hold or an upload needs it.
+            ConflictError: It changed since the etag was read.
+        """
+        purge_checkpoint(self._stub, step, uid=uid, etag=etag)
+
+    def info(self) -> RunInfo:
+        """Returns the run's record: uid, labels, purge delay, etag.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        return RunInfo.from_message(get_run(self._stub))
+
+    def configure(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        purge_delay: DurationLike | None = None,
+        etag: str | None = None,
+    ) -> RunInfo:
+        """Sets labels or the purge delay of the run, and returns it; creates the run
+        if necessary.
+
+        Args:
+            labels: All labels of the run; None leaves them unchanged.
+            purge_delay: How long a deleted checkpoint can be undeleted, a ``timedelta``
+                or seconds; None leaves it unchanged.
+            etag: ``RunInfo.etag``: rejects the change if the run changed since.
+
+        Raises:
+            InvalidRequestError: Nothing is to be set, or a value is out of range.
+            ConflictError: The run changed since the etag was read.
+        """
+        message, paths = api.Run(), []
+        if labels is not None:
+            paths.append("labels")
+            message.labels.update(checked_labels(self.name, labels))
+        if purge_delay is not None:
+            paths.append("purge_delay")
+            set_purge_delay(self._stub, message, purge_delay)
+        if not paths:
+            raise InvalidRequestError(
+                f"{self.name}: expected labels= or purge_delay= to configure, got none"
+            )
+        return update_run(self._stub, message, paths, etag)
+
+    def usage(self) -> Usage:
+        """Returns how many bytes and data files the run uses.
+
+        Raises:
+            NotFoundError: There is no such run.
+        """
+        return usage_of(self._stub)
+
+    def verify(
+        self,
+        which: Which = "latest",
+        *,
+        progress: Callable[[Verification], object] | None = None,
+    ) -> Verification:
+        """Reads every byte of a checkpoint on the server, and returns the damage.
+
+        Only the findings are sent. A verification that is interrupted, as by a restart
+        of the server, starts again.
 
         Args:
             which: A step, "latest", or a tag.
+            progress: Called about once a second with the findings so far.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or it was purged in the
+                meantime.
+            DataLossError: The manifest itself is damaged.
+            UnavailableError: The server, or its storage, does not answer.
+        """
+        return verify_checkpoint(self._stub, which, progress=progress)
+
+    def diff(
+        self, base: Which, which: Which = "latest", *, of: "Run | None" = None
+    ) -> Diff:
+        """Returns the differences between two checkpoints, leaf by leaf.
+
+        They follow from the digests of the chunks: no data is read.
+
+        Args:
+            base: The earlier checkpoint: a step, "latest", or a tag.
+            which: The later checkpoint.
+            of: The run of the later checkpoint; None: this run.
 
         Raises:
             NotFoundError: There is no such run or checkpoint.
+            DataLossError: A manifest is damaged.
+            InvalidRequestError: The other run belongs to another client.
         """
-        return self.open(which).leaves
+        other = self._stub if of is None else getattr(of, "_stub", None)
+        if other is None or other.connection is not self._stub.connection:
+            raise InvalidRequestError(
+                f"diff of {self.name}: expected a run of the same client, got {of!r}"
+            )
+        return diff_checkpoints(
+            self._stub,
+            self._stub.checkpoint_name(base),
+            other.checkpoint_name(which),
+        )
 
-    def read(
-        self, which: Which, keys: Iterable[str]
-    ) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
-        """Returns an iterator over leaves as host arrays, in the order of the keys.
+    def watch(self, since: str = "now") -> Generator[Event]:
+        """Returns an endless iterator over the changes of the run's checkpoints.
 
-        Needs no jax.
+        It starts with this call, continues through restarts of the server, and yields
+        each commit once. Close it to end the call.
 
-        Holds one leaf at a time in memory, or as many small ones as 64 MiB take.
+        >>> for event in run.watch():
+        ...     if event.kind == "committed":
+        ...         evaluate(run.restore(event.step))
 
         Args:
-            which: A step, "latest", or a tag; resolved once, for all keys.
-            keys: Of the leaves; each is read once.
+            since: "now"; "latest", which first yields the newest checkpoint, if there
+                is one; or an ``Event.resume_token``, which continues after that event.
 
         Raises:
-            NotFoundError: There is no such run, checkpoint or leaf.
-            DataLossError: Stored bytes are damaged; names leaf and chunk.
+            InvalidRequestError: The token does not belong to a watch of this run.
+            PreconditionError: The events after the token were dropped.
+            UnavailableError: The server does not answer for longer than a restart
+                takes; the iterator raises it, too.
+            DataLossError: The iterator raises it if the record of the next event is
+                damaged. ``metadata["resume_token"]`` continues after it.
         """
-        return self.open(which).read(keys)
+        parent = self._stub.name.resource
+        return watch(self._session.connection, parent, since, latest_of=[parent])
 
 
-def _job() -> "Job | None":
-    """The job that this process is of; None: it is alone."""
-    from storesvc_client._pytree.jax_job import job_of_process  # it needs jax
+def save_checked(
+    run: Run,
+    step: SupportsIndex,
+    tree: Any,
+    *,
+    document: bytes,
+    check: "Callable[[Plan], None]",
+    **options: Unpack[SaveKeywords],
+) -> Save:
+    """Saves as ``Run.save``, once ``check`` accepts the plan of the save.
 
-    return job_of_process()
+    What ``check`` raises is raised here, and nothing is saved.
+    """
+    return run._begin(  # noqa: SLF001 - not public, as plans are not
+        step, tree, check, document=document, **options
+    )

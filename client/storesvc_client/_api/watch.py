@@ -1,7 +1,7 @@
-"""Watching what happens to checkpoints, through every restart of the server.
+"""Watches the changes of checkpoints across restarts of the server.
 
-A watch is a stream of events, each with a token that goes on after it. A stream that
-breaks is opened again from the last token, so no event is missed and none repeated.
+A watch is a stream of events, each with a resume token. A broken stream is opened again
+from the last token, so no event is missed or repeated.
 """
 
 from collections.abc import Generator, Iterable
@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Final, Protocol, cast
 
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._rpc.run_stub import RunBase
 from storesvc_client._values.resource_names import is_text
 from storesvc_client._values.values import Event
 from storesvc_client.errors import (
@@ -25,50 +24,20 @@ from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 _COMMITTED: Final = api.CheckpointEvent.KIND_COMMITTED
 
 
-class RunWatch(RunBase):
-    """Watches the checkpoints of a run."""
-
-    def watch(self, since: str = "now") -> Generator[Event]:
-        """Returns an iterator over what happens to the checkpoints of the run, from
-        this call on and without an end.
-
-        It goes on through restarts of the server; each checkpoint comes once. Close
-        it to end the call.
-
-        >>> for event in run.watch():
-        ...     if event.kind == "committed":
-        ...         evaluate(run.restore(event.step))
-
-        Args:
-            since: "now"; "latest", which first brings the newest checkpoint, if there
-                is one; or an ``Event.resume_token``, which goes on after that event.
-
-        Raises:
-            InvalidRequestError: The token is not one of a watch of this run.
-            PreconditionError: The events after the token are gone.
-            UnavailableError: The server does not answer, for longer than a restart
-                takes; the iterator raises it too.
-            DataLossError: By the iterator: what happened next cannot be told, because
-                its record is damaged. ``metadata["resume_token"]`` goes on after it.
-        """
-        parent = self._name.resource
-        return watch(self._connection, parent, since, latest_of=[parent])
-
-
 def watch(
     connection: Connection, parent: str, since: str, *, latest_of: Iterable[str]
 ) -> Generator[Event]:
-    """Returns an iterator over events.
+    """Returns an endless iterator over events.
 
     Args:
-        connection: To the store.
-        parent: The run or the namespace.
-        since: Where to begin.
-        latest_of: The runs whose newest checkpoints "latest" means; asked for only
-            then.
+        connection: Connection to the store.
+        parent: Resource name of the run or the namespace.
+        since: "now", "latest" or a resume token.
+        latest_of: Runs whose newest checkpoints "latest" yields first; iterated only
+            for "latest".
 
     Raises:
-        StoreError: As ``RunWatch.watch``.
+        StoreError: As for ``Run.watch``.
     """
     name = parent.removeprefix("namespaces/").replace("/runs/", "/")
     wrong = (
@@ -78,8 +47,8 @@ def watch(
     if not is_text(since) or not since:
         raise InvalidRequestError(wrong)
     events = _events(connection, parent, since, latest_of)
-    # As far as the beginning: what happens after this call is seen, and closing a
-    # generator ends the call only where the generator has begun.
+    # Runs to the first yield, so that the watch includes all changes after this call,
+    # and close() reaches the `finally` of the generator.
     try:
         next(events)
     except InvalidRequestError as e:
@@ -92,12 +61,12 @@ def watch(
 def _events(
     connection: Connection, parent: str, since: str, latest_of: Iterable[str]
 ) -> Generator[Event | None]:
-    """Yields None once the watch has begun, and then events."""
+    """Yields None once the server has started the watch, and then events."""
     stream = _Stream(connection, parent, "" if since in ("now", "latest") else since)
     try:
         stream.next()
         shown = {}
-        if since == "latest":  # what is committed from here on comes by the stream too
+        if since == "latest":  # the stream yields later commits, too
             newest = [_newest(connection, run) for run in latest_of]
             shown = {message.uid: message for message in newest if message is not None}
         yield None
@@ -105,48 +74,48 @@ def _events(
             event = api.CheckpointEvent(kind=_COMMITTED, checkpoint=message)
             yield Event.from_message(event, stream.token)
         while True:
-            told = stream.next()
-            if told is None:
+            change = stream.next()
+            if change is None:
                 continue
-            is_new = told.kind != _COMMITTED or told.checkpoint.uid not in shown
+            is_new = change.kind != _COMMITTED or change.checkpoint.uid not in shown
             if is_new:
-                yield Event.from_message(told, stream.token)
+                yield Event.from_message(change, stream.token)
             else:
-                del shown[told.checkpoint.uid]
+                del shown[change.checkpoint.uid]
     finally:
         stream.close()
 
 
 class _Call(Protocol):
-    """A stream of answers."""
+    """A stream of responses."""
 
     def __next__(self) -> api.WatchCheckpointsResponse:
-        """Waits for the next one."""
+        """Waits for the next response."""
 
     def cancel(self) -> bool:
-        """Ends it."""
+        """Ends the call."""
 
 
 class _Stream:
-    """``WatchCheckpoints``, over as many calls as it takes."""
+    """Reads ``WatchCheckpoints``; calls it again after transient errors."""
 
     def __init__(self, connection: Connection, parent: str, token: str) -> None:
         self.token = token
-        """Goes on after the last message."""
+        """Resume token of the last message."""
         self._connection = connection
         self._parent = parent
         self._stub = CheckpointServiceStub(connection.channel)
         self._call: _Call | None = None
 
     def next(self) -> api.CheckpointEvent | None:
-        """Returns the next event; None: there is only a new token.
+        """Returns the next event; None for a message with only a new token.
 
         Raises:
             UnavailableError: The server cannot be reached.
-            DataLossError: With the token that goes on after the damage.
+            DataLossError: A record is damaged; ``metadata`` has the token after it.
         """
-        # To wait for an event is not to wait for the server: patience begins where
-        # a stream breaks, and the first message of the next one comes at once.
+        # An idle stream is not a stalled server: the deadline of retries starts when a
+        # stream breaks, and a new stream sends its first message at once.
         if self._call is not None:
             try:
                 return self._read(self._call)
@@ -179,8 +148,8 @@ class _Stream:
         try:
             with translated(self._connection.address):
                 response = next(call, None)
-        except DataLossError as e:  # the last message brought a token past it
-            raise _passable(e, self.token) from e
+        except DataLossError as e:  # the last message had a token after it
+            raise _with_token(e, self.token) from e
         if response is None:
             raise UnavailableError(
                 f"store {self._connection.address} ended a watch; try again"
@@ -189,17 +158,17 @@ class _Stream:
         return response.event if response.HasField("event") else None
 
 
-def _passable(e: DataLossError, token: str) -> DataLossError:
-    """The error, and how to watch on."""
+def _with_token(e: DataLossError, token: str) -> DataLossError:
+    """Adds the token that continues the watch to an error."""
     return DataLossError(
-        f"{e}; to go on after it, watch since the error's resume_token",
+        f"{e}; to continue after it, watch since the error's resume_token",
         reason=e.reason,
         metadata={**e.metadata, "resume_token": token},
     )
 
 
 def _newest(connection: Connection, run: str) -> api.Checkpoint | None:
-    """The newest checkpoint of a run, if it has one."""
+    """Returns the newest checkpoint of a run; None if it has none."""
     stub = CheckpointServiceStub(connection.channel)
     request = api.GetCheckpointRequest(name=f"{run}/checkpoints/latest")
     with suppress(NotFoundError):

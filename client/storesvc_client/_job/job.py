@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Final, Protocol, Self
 
-from storesvc_client.errors import GivenUpError, StoreError
+from storesvc_client.errors import PeerFailedError, StoreError
 
 _HOST: Final = "storesvc/host/{}"
 
@@ -74,7 +74,7 @@ class Outcome:
     @property
     def error(self) -> StoreError:
         """Of its failure."""
-        return _KINDS.get(self.kind, GivenUpError)(self.failure, reason=self.reason)
+        return _KINDS.get(self.kind, PeerFailedError)(self.failure, reason=self.reason)
 
 
 class JointSave:

@@ -184,7 +184,8 @@ def _span_problem(value: Any, *, is_alone: bool) -> str | None:
     if is_alone:
         return (
             "expected an array of this process alone, got one that spans other "
-            "processes; let all processes of the job save it, with processes='all'"
+            "processes; let all processes of the job save it, with "
+            "Distributed(processes='all')"
         )
     return _single_process_problem(value.sharding)
 
@@ -204,7 +205,7 @@ def _single_process_problem(sharding: jax.sharding.Sharding) -> str | None:
     return (
         "expected an array on devices of several processes, or of process 0, got one "
         f"on those of process {process} alone; place it on more devices, or let "
-        "that process save it by itself, with processes='this'"
+        "that process save it by itself, with Distributed(processes='this')"
     )
 
 

@@ -37,7 +37,8 @@ Build: TypeAlias = Callable[[dict[int, Any]], Any]
 
 _SELECT: Final = "select= excludes leaves that like= does not have"
 _MISSING: Final = (
-    "missing='init' keeps the values of like= for leaves that the checkpoint lacks"
+    "missing='keep' keeps the values of like= for leaves that the checkpoint lacks, "
+    "easydel's missing='init' initialises them"
 )
 _CAST: Final = "cast='{}' casts leaves to the dtype of like="
 

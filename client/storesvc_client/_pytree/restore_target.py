@@ -117,7 +117,7 @@ class Target:
         mesh: Mesh | None,
         rules: "Rules | Literal['recorded'] | None",
         cast: Any,
-        missing: Literal["error", "init"] = "error",
+        missing: Literal["error", "keep"] = "error",
     ) -> "Target":
         """Returns the target of a restore.
 
@@ -147,7 +147,7 @@ class Target:
         if like is None:
             match = match_all(tree, rows, cast=dtype, containers=containers)
         else:
-            keeping = missing == "init"
+            keeping = missing == "keep"
             match = match_like(tree, like, rows, cast=dtype, keeping=keeping)
         problems = list(match.problems)
         pending, kept = [], {}
@@ -260,13 +260,13 @@ def _needed(
 
 
 def _check_missing(missing: object, like: object) -> None:
-    if missing not in ("error", "init"):
+    if missing not in ("error", "keep"):
         raise InvalidRequestError(
-            f"restore: expected missing= 'error' or 'init', got {missing!r}"
+            f"restore: expected missing= 'error' or 'keep', got {missing!r}"
         )
-    if missing == "init" and like is None:
+    if missing == "keep" and like is None:
         raise InvalidRequestError(
-            "restore: expected like= with missing='init', got None; pass like= with "
+            "restore: expected like= with missing='keep', got None; pass like= with "
             "values for the leaves that the checkpoint lacks"
         )
 

@@ -12,7 +12,6 @@ from collections.abc import (
 )
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
@@ -36,7 +35,12 @@ from storesvc_client._restore.server_source import StreamedSource
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import checked_patterns, checked_texts
 from storesvc_client._values.documents import CONTAINERS
-from storesvc_client._values.durations import NEVER, Deadline, checked_length
+from storesvc_client._values.durations import (
+    NEVER,
+    Deadline,
+    DurationLike,
+    checked_duration,
+)
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.key_patterns import (
     Pattern,
@@ -45,7 +49,7 @@ from storesvc_client._values.key_patterns import (
     nearest_keys,
 )
 from storesvc_client._values.options import DEFAULT_DEADLINE
-from storesvc_client._values.progress import Meter, OnProgress
+from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client._values.values import (
     Checkpoint,
     LeafInfo,
@@ -66,7 +70,7 @@ if TYPE_CHECKING:
 
     from storesvc_client._pytree.plain_containers import Container
     from storesvc_client._pytree.restore_target import Target
-    from storesvc_client._values.options import Rules, TargetOptions
+    from storesvc_client._values.options import RestoreKeywords, Rules
 
 READ_AT_ONCE_BYTES: Final = 64 << 20
 """Leaves that ``read`` has in memory."""
@@ -91,10 +95,15 @@ _log = logging.getLogger(__name__)
 
 
 class OpenCheckpoint:
-    """One checkpoint, resolved once; made by ``Run.open``. Threads may share it.
+    """One checkpoint whose manifest was read; returned by ``Run.open``.
 
-    However "latest" moves meanwhile, all that is asked of this object is answered
-    about the same checkpoint.
+    All its methods read the same checkpoint, even if "latest" or a tag moves in the
+    meantime. Threads may share it.
+
+    >>> opened = run.open("best")
+    >>> opened.leaves["params/kernel"].shape
+    (512, 512)
+    >>> state = opened.restore(like=state)
     """
 
     def __init__(
@@ -106,94 +115,85 @@ class OpenCheckpoint:
         *,
         held_by: Lease | None = None,
         job: Job | None = None,
+        spread: bool | None = None,
     ) -> None:
         self.info = info
-        """What the catalogue tells of it."""
+        """The checkpoint as the catalog had it when it was opened."""
         self._held_by = held_by
         self._job = job
+        self._spread = spread
         self._session = session
         self._connection = session.connection
         self._name = CheckpointName(run, info.step)
         self._manifest = manifest
         self.report: RestoreReport | None = None
-        """Of the last restore that ended well; None: there was none."""
+        """Report of the last restore that succeeded; None if there was none."""
 
     def __repr__(self) -> str:
         return f"<OpenCheckpoint {self._name}>"
 
     @property
     def name(self) -> str:
-        """``namespace/run@step``."""
+        """Name of the checkpoint, ``namespace/run@step``."""
         return str(self._name)
 
     @cached_property
     def leaves(self) -> Mapping[str, LeafInfo]:
-        """Its leaves by key, in the order of keys."""
+        """Leaves by key, in the order of keys: shapes, dtypes, sizes and shardings."""
         tree = self._manifest.tree
         rows = zip(tree.leaves, tree.grids, strict=True)
         return {leaf.key: LeafInfo.from_row(leaf, grid) for leaf, grid in rows}
 
     @property
-    def structure(self) -> bytes:
-        """The document about the tree that was saved with it; b"" without one."""
-        document = self._manifest.tree.structure
-        return b"" if document.startswith(CONTAINERS) else document
+    def document(self) -> bytes:
+        """Bytes that ``run.save(document=)`` kept with the tree; b"" if there are
+        none."""
+        found = self._manifest.tree.structure
+        return b"" if found.startswith(CONTAINERS) else found
 
     def restore(
         self,
+        *,
+        deadline: DurationLike = DEFAULT_DEADLINE,
+        **options: "Unpack[RestoreKeywords]",
+    ) -> Any:
+        """Returns the state of this checkpoint; ``report`` then has the timings.
+
+        If all processes of a job opened the checkpoint together, all of them call this,
+        with the same leaves and shardings.
+
+        Args:
+            deadline: Maximum duration, a ``timedelta`` or seconds.
+            **options: ``like``, ``mesh``, ``rules``, ``select``, ``cast``, ``missing``
+                and ``progress``, as for ``Run.restore``.
+
+        Raises:
+            StoreError: As for ``Run.restore``.
+        """
+        with together(self._job, str(self._name.run)) as joint:
+            what = f"restore of {self.name}: deadline="
+            ends = Deadline.after(checked_duration(what, deadline).total_seconds())
+            if joint is not None:
+                joint.begin(self.name, lambda: self._name.resource, ends)
+            return self._restored(joint, ends, **options)
+
+    def _restored(
+        self,
+        joint: JointRestore | None,
+        deadline: Deadline,
         *,
         like: Any = None,
         mesh: "Mesh | None" = None,
         rules: "Rules | None" = None,
         select: Patterns | None = None,
         cast: "DTypeLike | None" = None,
-        missing: Literal["error", "init"] = "error",
-        spread: bool | None = None,
-        deadline: timedelta = DEFAULT_DEADLINE,
-        progress: OnProgress | None = None,
+        missing: Literal["error", "keep"] = "error",
+        progress: ProgressCallback | None = None,
     ) -> Any:
-        """Returns its state; see ``Run.restore``. Then ``report`` tells of it."""
-        with together(self._job, str(self._name.run)) as joint:
-            what = f"restore of {self.name}: deadline="
-            ends = Deadline.after(checked_length(what, deadline).total_seconds())
-            if joint is not None:
-                joint.begin(self.name, lambda: self._name.resource, ends)
-            return self.restored(
-                joint,
-                ends,
-                select=select,
-                spread=spread,
-                progress=progress,
-                like=like,
-                mesh=mesh,
-                rules=rules,
-                cast=cast,
-                missing=missing,
-            )
-
-    def restored(
-        self,
-        joint: JointRestore | None,
-        deadline: Deadline,
-        *,
-        select: Patterns | None,
-        spread: bool | None,
-        progress: OnProgress | None,
-        **options: "Unpack[TargetOptions]",
-    ) -> Any:
-        """Returns its state, of a restore that all processes have begun.
-
-        Args:
-            joint: Of them; None: this process restores alone.
-            deadline: Of all of it.
-            select: See ``Run.restore``, here and below.
-            spread: ...
-            progress: ...
-            **options: ...
-        """
+        """Restores, once all processes of ``joint`` have agreed on the checkpoint."""
         from storesvc_client._pytree.restore_target import Target
 
-        if joint is None and spread:
+        if joint is None and self._spread:
             self._check_alone()
         chosen = None
         if select is not None:
@@ -201,13 +201,16 @@ class OpenCheckpoint:
         with Meter("restore", self.name, progress) as meter:
             with meter.phase("plan"):
                 rows = self._rows(chosen)
-                is_free = options.get("like") is None
                 target = Target.choose(
                     self._manifest.tree,
                     self.name,
                     rows=rows,
-                    containers=self._containers(chosen) if is_free else (),
-                    **options,
+                    containers=self._containers(chosen) if like is None else (),
+                    like=like,
+                    mesh=mesh,
+                    rules=rules,
+                    cast=cast,
+                    missing=missing,
                 )
             with self._held():
                 assembly = self._assembly(
@@ -216,7 +219,7 @@ class OpenCheckpoint:
                 source = self._source()
                 if joint is not None:  # last: others wait from here on
                     with meter.phase("await others"):
-                        source = self._shared_source(source, target, joint, spread)
+                        source = self._shared_source(source, target, joint)
                 since = meter.seconds
                 with joint.telling(assembly.news) if joint else nullcontext():
                     source.read(assembly.missing, assembly)
@@ -235,11 +238,22 @@ class OpenCheckpoint:
             raise InvalidRequestError(
                 f"restore of {self.name}: expected spread= with all processes of the "
                 "job, got a restore by this process alone; open the checkpoint, or "
-                "restore it, with processes='all' in each of them, or leave spread= out"
+                "restore it, with Distributed(processes='all') in each of them, or "
+                "leave spread= out"
             )
 
     def read(self, keys: Iterable[str]) -> "Iterator[tuple[LeafInfo, NDArray[Any]]]":
-        """Yields leaves as host arrays; see ``Run.read``."""
+        """Yields leaves as host arrays, in the order of the keys. Needs no jax.
+
+        One leaf at a time is in memory, or as many small ones as 64 MiB hold.
+
+        Args:
+            keys: Keys of leaves; each leaf is read once.
+
+        Raises:
+            NotFoundError: The checkpoint has no such leaf.
+            DataLossError: Stored bytes are damaged; the message names leaf and chunk.
+        """
         tree = self._manifest.tree
         wanted = checked_texts(f"read of {self.name}: keys", keys)
         rows = [self._row(key) for key in dict.fromkeys(wanted)]
@@ -380,7 +394,6 @@ class OpenCheckpoint:
         source: ChunkSource,
         target: "Target",
         joint: JointRestore,
-        spread: bool | None,  # noqa: FBT001 - as it was asked for
     ) -> ChunkSource:
         """Where chunks come from, once all processes are about to read the same."""
         from storesvc_client._pytree.all_gather import all_gather
@@ -389,6 +402,7 @@ class OpenCheckpoint:
         plan = Spread(self._manifest, needed, count=joint.job.count)
         # what lies on this machine's disk is as near as the other processes are
         is_far = not isinstance(self._session.data_root, Path)
+        spread = self._spread
         is_worth_it = is_far and plan.saved_bytes >= SPREAD_BYTES and may_spread()
         # one may reach the disk and another not, so what process 0 finds counts for all
         choice = joint.check(

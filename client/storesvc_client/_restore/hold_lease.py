@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 import uuid
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from platform import node
 from types import TracebackType
 from typing import Final, Self
@@ -12,7 +12,7 @@ from typing import Final, Self
 from storesvc.format.names import CheckpointName
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._values.arguments import checked_text
-from storesvc_client._values.durations import Deadline, duration_message
+from storesvc_client._values.durations import Deadline, DurationLike, duration_message
 from storesvc_client._values.resource_names import received
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -47,7 +47,7 @@ class Lease:
         *,
         uid: str = "",
         owner: str | None = None,
-        ttl: timedelta | None = None,
+        ttl: DurationLike | None = None,
     ) -> None:
         """Takes a lease.
 

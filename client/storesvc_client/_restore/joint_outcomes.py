@@ -7,7 +7,7 @@ from typing import Final
 
 from storesvc_client._job.job import Outcome
 from storesvc_client._values.values import ProcessReading
-from storesvc_client.errors import GivenUpError, UnavailableError
+from storesvc_client.errors import PeerFailedError, UnavailableError
 
 _SHOWN: Final = 4
 """Processes that a message lists."""
@@ -28,7 +28,7 @@ def failed(what: str, told: Sequence[str]) -> Outcome:
     return Outcome(
         failure=f"restore of {what} was given up by another process of the job: "
         f"{listed(told)}",
-        kind=GivenUpError.__name__,
+        kind=PeerFailedError.__name__,
     )
 
 
@@ -36,7 +36,7 @@ def absent(what: str, who: str, seconds: float) -> Outcome:
     """Returns the verdict where a process does not ask in time."""
     return Outcome(
         failure=f"restore of {what}: {who} has not asked for it in {seconds:g} s; "
-        "restore in all processes of the job, or with processes='this'",
+        "restore in all processes of the job, or with Distributed(processes='this')",
         kind=UnavailableError.__name__,
     )
 

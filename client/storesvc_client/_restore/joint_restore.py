@@ -33,8 +33,8 @@ from storesvc_client._restore.joint_outcomes import (
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client._values.values import ProcessReading
 from storesvc_client.errors import (
-    GivenUpError,
     InvalidRequestError,
+    PeerFailedError,
     StoreError,
     UnavailableError,
 )
@@ -158,7 +158,7 @@ class JointRestore:
             raise InvalidRequestError(
                 f"restore of {asked}: {self._name(0)} asks for {told.asked} at the "
                 "same time; ask for the same in all processes of the job, or with "
-                "processes='this'"
+                "Distributed(processes='this')"
             )
         return told.name
 
@@ -172,7 +172,7 @@ class JointRestore:
 
         Raises:
             InvalidRequestError: One has planned otherwise; names it.
-            GivenUpError: One has failed; says why.
+            PeerFailedError: One has failed; says why.
             UnavailableError: One does not read; names it.
         """
         if self.job.index == 0:
@@ -203,8 +203,8 @@ class JointRestore:
             seconds: How long the others may take.
 
         Raises:
-            GivenUpError: Some have failed, or have not ended in that time; names them,
-                and what they lack.
+            PeerFailedError: Some have failed, or have not ended in that time; names
+                them, and what they lack.
         """
         end = time.monotonic() + seconds + GRACE_SECONDS
         if self.job.index == 0:
@@ -222,7 +222,7 @@ class JointRestore:
             else:
                 verdict = Outcome.of_text(text)
         if verdict.failure:
-            raise GivenUpError(verdict.failure)
+            raise PeerFailedError(verdict.failure)
         return ProcessReading(**json.loads(verdict.name))
 
     def failure(self) -> str:
@@ -243,7 +243,7 @@ class JointRestore:
             if not self._place and not self._met_late(error):
                 return ""
             told = self._own_failure(error)
-            is_second_hand = isinstance(error, GivenUpError)
+            is_second_hand = isinstance(error, PeerFailedError)
             if not is_second_hand:
                 self.job.tell(self._failure_key, told)
             is_first = self.job.index == 0
@@ -408,7 +408,7 @@ class JointRestore:
                     failure=f"restore of {self._what}: "
                     f"{self._name(index)} asks for other leaves, shardings "
                     f"or another checkpoint than {self._name(0)}; restore "
-                    "alike in all processes, or with processes='this'",
+                    "alike in all processes, or with Distributed(processes='this')",
                     kind=InvalidRequestError.__name__,
                 )
         return Outcome(name=choice)

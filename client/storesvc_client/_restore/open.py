@@ -30,6 +30,7 @@ def open_checkpoint(
     uid: str = "",
     held_by: Lease | None = None,
     job: Job | None = None,
+    spread: bool | None = None,
     deadline: Deadline = NEVER,
 ) -> OpenCheckpoint:
     """Returns a checkpoint with its manifest.
@@ -40,6 +41,7 @@ def open_checkpoint(
         uid: The very one of this uid, also where it was deleted; "": any.
         held_by: What holds it; None: each read holds it for itself.
         job: Whose processes read it together; None: this one does.
+        spread: As for ``Distributed``.
         deadline: By when.
 
     Raises:
@@ -59,7 +61,9 @@ def open_checkpoint(
             "allow more time"
         ) from e
     info = Checkpoint.from_message(message)
-    return OpenCheckpoint(session, name.run, info, manifest, held_by=held_by, job=job)
+    return OpenCheckpoint(
+        session, name.run, info, manifest, held_by=held_by, job=job, spread=spread
+    )
 
 
 def _manifest_of(

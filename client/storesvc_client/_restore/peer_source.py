@@ -32,7 +32,7 @@ from storesvc_client._chunks.buffer_layout import Bytes, allocate
 from storesvc_client._job.job import Job, process_name
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.peer_plan import Exchange, Spread
-from storesvc_client.errors import GivenUpError, UnavailableError
+from storesvc_client.errors import PeerFailedError, UnavailableError
 
 TURN_SECONDS: Final = 1.0
 """How often it is looked whether a round is still worth to be waited for."""
@@ -144,7 +144,8 @@ class SpreadSource:
         if not may_spread():
             raise UnavailableError(
                 f"restore of {self._name}: an exchange of an earlier restore of this "
-                "job has not ended; start the job again, or restore with spread=False"
+                "job has not ended; start the job again, or restore with "
+                "Distributed(spread=False)"
             )
 
     def _take_part(
@@ -178,7 +179,7 @@ class SpreadSource:
 
         Raises:
             UnavailableError: The deadline has passed, and nothing came.
-            GivenUpError: Another process has failed, and does not take part.
+            PeerFailedError: Another process has failed, and does not take part.
         """
         gathering: Future[Sequence[Bytes]] = Future()
 
@@ -215,7 +216,7 @@ class SpreadSource:
                 )
             failure = self._failure()
             if failure and time.monotonic() >= patience_ends:
-                raise GivenUpError(
+                raise PeerFailedError(
                     f"restore of {self._name} was given up by another process of the "
                     f"job: {failure}"
                 )
@@ -314,7 +315,7 @@ class SpreadSource:
         """Puts what a process brought to where it goes."""
         if part[0]:
             told = bytes(part[:HEADER_BYTES]).rstrip(b"\0").decode(errors="replace")
-            self._error = self._error or GivenUpError(
+            self._error = self._error or PeerFailedError(
                 f"restore of {self._name}: {process_name(self._job, process)} could "
                 f"not read its share, or use what came: {told}"
             )

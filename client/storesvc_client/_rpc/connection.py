@@ -5,7 +5,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -43,9 +42,6 @@ MAX_FRAME_BYTES: Final = 2 << 20
 
 _PROBE_SECONDS: Final = 0.5
 """How long a server may take to answer whether it is there."""
-
-MAX_TIMEOUT: Final = 365 * 24 * 3600
-"""Seconds that a call may be given: what gRPC cannot count, it takes for none."""
 
 _RETRIED: Final = [
     {"service": f"storesvc.v1.{service}", "method": method}
@@ -301,18 +297,9 @@ def open_connection(
 
     Raises:
         InvalidRequestError: The target is neither a root nor HOST:PORT, a certificate
-            cannot be used, or what is given for servers is given for a root, or the
-            timeout is none.
+            cannot be used, or what is given for servers is given for a root.
         UnavailableError: A name in a list of servers has no address.
     """
-    if (
-        not isinstance(timeout, Real)
-        or isinstance(timeout, bool)
-        or not 0 < timeout <= MAX_TIMEOUT
-    ):
-        raise InvalidRequestError(
-            f"timeout: expected seconds above 0, at most {MAX_TIMEOUT}, got {timeout!r}"
-        )
     if is_root(target):
         _check_bare(target, ca=ca, cert=cert, key=key, insecure=insecure)
         server = start_embedded(target, timeout=timeout)

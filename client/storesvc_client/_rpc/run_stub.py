@@ -1,4 +1,4 @@
-"""What every part of a run knows: its name, and how to reach its store."""
+"""Calls the methods of a store on one run, and checks the names of its checkpoints."""
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -20,26 +20,26 @@ T = TypeVar("T", bound=Message)
 R = TypeVar("R")
 
 
-class RunBase:
-    """A run, and a connection to its store."""
+class RunStub:
+    """One run, and a connection to its store."""
 
     def __init__(self, connection: Connection, name: RunName) -> None:
-        self.name = str(name)
-        """``namespace/run``."""
-        self._name = name
-        self._connection = connection
-        self._stub = CheckpointServiceStub(connection.channel)
+        self.name = name
+        self.connection = connection
+        self.service = CheckpointServiceStub(connection.channel)
 
-    def __repr__(self) -> str:
-        return f"<Run {self.name} of {self._connection.address}>"
+    def checkpoint_name(self, which: Which) -> CheckpointName:
+        """Returns the name of a checkpoint, which "latest" and tags leave open.
 
-    def _checkpoint_name(self, which: Which) -> CheckpointName:
+        Raises:
+            InvalidRequestError: It is neither a step nor the name of a tag.
+        """
         try:
             if isinstance(which, str):
-                return CheckpointName(self._name, which)
+                return CheckpointName(self.name, which)
             if isinstance(which, bool):
                 raise TypeError
-            return CheckpointName(self._name, operator.index(which))
+            return CheckpointName(self.name, operator.index(which))
         except TypeError as e:
             raise InvalidRequestError(
                 f"{self.name}: expected a step (int), 'latest' or a tag, got {which!r}"
@@ -47,27 +47,31 @@ class RunBase:
         except InvalidNameError as e:
             raise InvalidRequestError(str(e)) from None
 
-    def _fixed_name(self, which: Which, deadline: Deadline = NEVER) -> CheckpointName:
-        """The name of a checkpoint by its step."""
-        name = self._checkpoint_name(which)
+    def step_name(self, which: Which, deadline: Deadline = NEVER) -> CheckpointName:
+        """Returns the name of a checkpoint by step; resolves "latest" and tags.
+
+        Raises:
+            NotFoundError: There is no such checkpoint.
+            UnavailableError: The server does not answer before the deadline.
+        """
+        name = self.checkpoint_name(which)
         if isinstance(name.which, int):
             return name
         request = api.GetCheckpointRequest(name=name.resource)
-        ask = self._connection.ask
-        found = ask(self._stub.GetCheckpoint, request, deadline).checkpoint
+        ask = self.connection.ask
+        found = ask(self.service.GetCheckpoint, request, deadline).checkpoint
         return received(CheckpointName.from_resource, found.name)
 
-    def _ask(self, method: Callable[..., T], request: Message) -> T:
-        """The answer to a request that may be repeated, as it only asks, or its id
-        tells it."""
-        return self._connection.ask(method, request)
+    def ask(self, method: Callable[..., T], request: Message) -> T:
+        """Returns the response to an idempotent request; retries transient errors."""
+        return self.connection.ask(method, request)
 
-    def _rows(
+    def rows(
         self,
         method: Callable[..., T],
         request: Any,
         rows_of: Callable[[T], Sequence[R]],
         on_damage: OnDamage,
     ) -> Iterator[R]:
-        """The rows of a list, page by page."""
-        return rows(partial(self._ask, method), request, rows_of, on_damage)
+        """Yields the rows of a list call, page by page."""
+        return rows(partial(self.ask, method), request, rows_of, on_damage)

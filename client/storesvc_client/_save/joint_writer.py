@@ -27,7 +27,7 @@ from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
     AlreadyExistsError,
     ConflictError,
-    GivenUpError,
+    PeerFailedError,
     StoreError,
     UnavailableError,
     translated,
@@ -89,7 +89,7 @@ class JointPart(Part):
         Raises:
             StoreError: As the contract says of BeginUpload and JoinUpload.
             UnavailableError: Process 0 has not begun it in time.
-            GivenUpError: It has failed.
+            PeerFailedError: It has failed.
             ConflictError: It began it in another store.
         """
         if self.writer == 0:
@@ -137,7 +137,7 @@ class JointPart(Part):
 
         Raises:
             StoreError: As the contract says of CommitUpload.
-            GivenUpError: Another process has failed; says why.
+            PeerFailedError: Another process has failed; says why.
             UnavailableError: Nothing was heard of those that have not finished for as
                 long as the lease is; names them.
         """
@@ -247,7 +247,7 @@ class JointPart(Part):
 
     def _check(self, outcome: Outcome) -> None:
         if outcome.failure:
-            raise GivenUpError(
+            raise PeerFailedError(
                 f"save of {self.described} was given up by another process of the job: "
                 f"{outcome.failure}"
             )
@@ -277,6 +277,6 @@ def _warn_of_heartbeat(lease_seconds: float) -> None:
         "this job's saves name a process that died after their lease of %g s, but jax "
         "aborts the other processes sooner, after heartbeat_timeout_seconds (%g unless "
         "set): pass jax.distributed.initialize a longer one, or save with a shorter "
-        "lease=; ignore this where you did",
+        "Distributed(lease=); ignore this where you did",
         *(lease_seconds, HEARTBEAT_SECONDS),
     )

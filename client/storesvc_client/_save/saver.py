@@ -23,20 +23,27 @@ from typing import (
 
 from storesvc.format.names import MAX_STEP, CheckpointName, RunName, Which
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._save.handle import Save
-from storesvc_client._session import Session, SessionRun
+from storesvc_client._rpc.run_stub import RunStub
+from storesvc_client._save.handle import PendingSave
+from storesvc_client._session import Session
 from storesvc_client._values.arguments import (
     checked_choice,
     checked_labels,
     checked_metrics,
 )
-from storesvc_client._values.durations import checked_length
-from storesvc_client._values.options import IfBusy, Processes, SnapshotMode
-from storesvc_client._values.progress import Meter, OnProgress
+from storesvc_client._values.durations import as_timedelta
+from storesvc_client._values.options import (
+    ALL_PROCESSES,
+    Distributed,
+    IfBusy,
+    SnapshotMode,
+    checked_distributed,
+)
+from storesvc_client._values.progress import Meter, ProgressCallback
 from storesvc_client.errors import (
     ConflictError,
-    GivenUpError,
     InvalidRequestError,
+    PeerFailedError,
     UnavailableError,
 )
 
@@ -48,12 +55,6 @@ if TYPE_CHECKING:
     from storesvc_client._save.upload import Saved, Upload
     from storesvc_client._save.writer import Description, Part
 
-DEFAULT_LEASE: Final = timedelta(minutes=10)
-"""How long an upload is kept after its last sign of life."""
-
-MAX_LEASE: Final = timedelta(days=30)
-"""The longest that the contract allows."""
-
 _LOOK_SECONDS: Final = 0.1
 """How often, while one save waits for another, it is looked whether that one waits for
 its server."""
@@ -64,152 +65,67 @@ _AWAITED: Final = 32
 _log = logging.getLogger(__name__)
 
 
-class RunSaving(SessionRun):
-    """Saves, and keeps the saves apart."""
+class RunSaver:
+    """The saves of one run; all ``Run`` objects of a client for that run share it."""
 
     def __init__(self, session: Session, name: RunName) -> None:
-        super().__init__(session, name)
+        self.name = str(name)
+        """``namespace/run``."""
+        self._name = name
+        self._session = session
+        self._connection = session.connection
+        self._stub = RunStub(session.connection, name)
         self._lock = Lock()
         self._saver: ThreadPoolExecutor | None = None
         self._copier: ThreadPoolExecutor | None = None
         self._waiter: ThreadPoolExecutor | None = None
-        self._under_way: deque[Save] = deque()
-        """Saves whose errors may not have been seen, the oldest first."""
+        self._under_way: deque[PendingSave] = deque()
+        """Saves whose errors may not have been raised yet, the oldest first."""
         self._planners: dict[bool, Planner] = {}
-        """Of saves by this process alone, and by all."""
+        """Planners of saves by this process alone, and by all processes."""
         self._last_saved: tuple[Plan, Saved] | None = None
 
-    def save(
+    def begin(
         self,
         step: SupportsIndex,
         tree: Any,
         *,
+        check: "Callable[[Plan], None] | None" = None,
+        document: bytes = b"",
         metrics: Mapping[str, SupportsFloat] | None = None,
         labels: Mapping[str, str] | None = None,
-        structure: bytes = b"",
         base: Which | None = "latest",
         snapshot: SnapshotMode = "auto",
         if_busy: IfBusy = "wait",
-        processes: Processes = "all",
-        lease: timedelta = DEFAULT_LEASE,
-        progress: OnProgress | None = None,
-    ) -> Save:
-        """Begins to save a tree, and returns once the tree may change again.
+        distributed: Distributed = ALL_PROCESSES,
+        progress: ProgressCallback | None = None,
+    ) -> PendingSave:
+        """Starts a save, with the options of ``Run.save``.
 
-        The bytes are copied before this returns, so the caller may donate or overwrite
-        every array. The save goes on in the background: wait for it with ``result()``,
-        or close the client, before the process ends.
-
-        To the host they are copied within ``connect(staging_bytes=)``: where the tree
-        is larger, or other saves hold that memory, this waits until enough of it is
-        written.
-
-        In a ``jax.distributed`` job every process calls this, with the same tree: each
-        writes a part of what its devices hold, every byte once, and the checkpoint is
-        there when the last one is done. Labels, metrics and base are those of process
-        0. What every process holds for itself, as NumPy arrays, Python numbers and
-        arrays on its own devices, must be the same in all of them, and so must
-        replicated arrays: a value that differs from that of process 0 is refused by
-        leaf and processes. Replicated arrays of more than 1 MiB are not compared, nor
-        are those that are replicated over some axes of a mesh and sharded over others.
-
-        Args:
-            step: The training step, >= 0; written once.
-            tree: Any pytree of ``jax.Array``, typed PRNG keys, ``numpy.ndarray``,
-                NumPy scalars, and Python ``bool``, ``int``, ``float``, ``complex``.
-            metrics: Numbers to find the checkpoint by.
-            labels: Texts to find the checkpoint by.
-            structure: A document about the tree to keep with it, at most 16 MiB;
-                ``storesvc_client.easydel`` keeps there what a model was.
-            base: A checkpoint of the run, by step, "latest" or tag: chunks that are
-                as they were there are neither sent nor stored again. None sends all.
-                A save of the same step that was cut off goes on where it stopped
-                either way.
-            snapshot: Where the bytes are copied to while the caller waits: "host";
-                "device", which takes as much of its memory as the tree has there, and
-                less time; or "auto": the device where its memory is known to suffice.
-                "none" copies nothing that lies on the host as it is stored, the
-                rest through 512 MiB at most, and returns once the save has ended: for a
-                last save before the process does, or where there is no memory for a
-                copy.
-            if_busy: What to do while a save of this run is under way: "wait" for it,
-                "queue" behind it, or "refuse". While that save waits for a server that
-                does not answer, "wait" does not: this one is not begun then, which is
-                logged, and its handle raises ``UnavailableError``.
-            processes: Whether "all" processes of the job save this, or "this" one does,
-                alone, what its own devices hold. Of no matter outside of a job.
-            lease: How long a save is kept after its last sign of life: a process that
-                waits for others gives up then, and the same step, saved again, goes
-                on where this one stopped.
-            progress: Called with a ``Progress`` at most ten times a second, from any
-                thread but by one at a time, and once at the end. If it raises, the
-                save goes on and commits without it; the handle raises that then.
-
-        Returns:
-            A handle; ``result()`` waits for the commit.
-
-        Raises:
-            UnsupportedLeafError: The tree holds something else, or two paths that
-                would share a key; names them all.
-            InvalidRequestError: The step, a metric or a label breaks the rules, or
-                the structure is no bytes.
-            ConflictError: A save is under way, and this was to be refused then.
-            UnavailableError: The coordination service of the job is.
-            StoreError: What the save before failed with, if nobody has seen it; where
-                another process of the job failed it, that is only logged.
+        ``check`` is called with the plan of the save before anything is sent; what it
+        raises is raised here, and nothing is saved.
         """
-        return self.begin_save(
-            step,
-            tree,
-            structure=structure,
-            check=None,
-            metrics=metrics,
-            labels=labels,
-            base=base,
-            snapshot=snapshot,
-            if_busy=if_busy,
-            processes=processes,
-            lease=lease,
-            progress=progress,
-        )
-
-    def begin_save(
-        self,
-        step: SupportsIndex,
-        tree: Any,
-        *,
-        structure: bytes,
-        check: "Callable[[Plan], None] | None",
-        metrics: Mapping[str, SupportsFloat] | None = None,
-        labels: Mapping[str, str] | None = None,
-        base: Which | None = "latest",
-        snapshot: SnapshotMode = "auto",
-        if_busy: IfBusy = "wait",
-        processes: Processes = "all",
-        lease: timedelta = DEFAULT_LEASE,
-        progress: OnProgress | None = None,
-    ) -> Save:
-        """Begins a save as ``save`` does, once its plan has passed a check: what that
-        raises is raised here, and nothing is saved."""
-        checked_choice(f"save to {self.name}: processes=", processes, Processes)
+        checked_distributed(f"save to {self.name}", distributed)
         number = self._checked_step(step)
-        joint = _joint_save(self.name, number) if processes == "all" else None
+        takes_all = distributed.processes == "all"
+        joint = _joint_save(self.name, number) if takes_all else None
         try:
             self._connection.check_open()
             checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
             checked_choice(f"save to {self.name}: if_busy=", if_busy, IfBusy)
+            lease = as_timedelta("Distributed: lease=", distributed.lease)
             description = self._describe(number, metrics, labels, base, lease)
-            if not isinstance(structure, bytes):
+            if not isinstance(document, bytes):
                 raise InvalidRequestError(
-                    f"save to {self.name}: expected bytes in structure=, got "
-                    f"{type(structure).__name__}"
+                    f"save to {self.name}: expected bytes in document=, got "
+                    f"{type(document).__name__}"
                 )
             meter = Meter("save", str(description), progress)
             with self._lock:
                 self._make_way(if_busy, must_end=snapshot == "none")
                 planner = self._planner(joint.job if joint else None)
                 with meter.phase("plan"):
-                    plan, values = planner.plan(tree, structure)
+                    plan, values = planner.plan(tree, document)
                 if check is not None:
                     check(plan)
                 save, outbox = self._start(
@@ -236,20 +152,23 @@ class RunSaving(SessionRun):
         return save
 
     def wait(self) -> None:
-        """Waits for a save in the background.
+        """Waits for the saves in the background.
 
         Raises:
-            StoreError: What it failed with, if nobody has seen it.
+            StoreError: A save failed, and its error was not raised yet.
         """
         with self._lock:
             self._wait()
 
-    def _forget(self) -> list[str]:
-        """Forgets the saves that are under way, as their connection ends; returns of
-        what checkpoints they are."""
-        forgotten = [save for save in self._under_way if not save.done()]
+    def forget(self) -> list[str]:
+        """Ignores the errors of the running saves, because their connection is closed.
+
+        Returns:
+            The names of their checkpoints, ``namespace/run@step``.
+        """
+        forgotten = [save for save in self._under_way if not save.is_done]
         for save in forgotten:
-            save.forget()
+            save.ignore_error()
         return [f"{self.name}@{save.step}" for save in forgotten]
 
     def _wait(self) -> None:
@@ -273,21 +192,21 @@ class RunSaving(SessionRun):
         try:
             first.raise_unseen()
         finally:
-            if first.done():
+            if first.is_done:
                 self._under_way.popleft()
 
     def _end_done(self) -> None:
         """Ends with the first saves that are done already; raises what this process
         failed with."""
-        while self._under_way and self._under_way[0].done():
+        while self._under_way and self._under_way[0].is_done:
             try:
                 self._end_first()
-            except GivenUpError as e:
+            except PeerFailedError as e:
                 # Raised here, it would fail the save that begins, for the others, who
                 # would raise that at their next one, and so on for ever.
                 _log.warning("%s", e)
 
-    def _not_begun(self, step: int, stalled: "_StalledError") -> Save:
+    def _not_begun(self, step: int, stalled: "_StalledError") -> PendingSave:
         """The handle of a save for which the one before made no way: its owner, who
         decides what to do, must not wait for a server."""
         error = UnavailableError(
@@ -296,7 +215,7 @@ class RunSaving(SessionRun):
             "step, or use if_busy='queue', which keeps a copy in memory until then"
         )
         _log.warning("%s", error)
-        return Save.failed(step, error)
+        return PendingSave.failed(step, error)
 
     def _make_way(self, if_busy: IfBusy, *, must_end: bool) -> None:
         self._end_done()
@@ -335,7 +254,7 @@ class RunSaving(SessionRun):
         values: list[Any],
         mode: SnapshotMode,
         meter: Meter,
-    ) -> "tuple[Save, Outbox]":
+    ) -> "tuple[PendingSave, Outbox]":
         """Begins a save in the background, and takes the snapshot for it."""
         from storesvc_client._chunks.staging_pool import STREAM_BYTES, Staging
         from storesvc_client._pytree.device_copies import copied_on_device
@@ -373,19 +292,19 @@ class RunSaving(SessionRun):
 
     def _submit(
         self, upload: "Upload", part: "Part", plan: "Plan", base: str, meter: Meter
-    ) -> Save:
+    ) -> PendingSave:
         """Has a save written behind those before it, and committed; one that waits for
         other processes does so aside."""
         if self._saver is None:
             self._saver = ThreadPoolExecutor(1, f"storesvc-save-{self._name.run}")
         if part.writer_count == 1:
             future = self._saver.submit(self._saved, upload, plan, base, meter)
-            return Save(part.described.step, future)
+            return PendingSave(part.described.step, future)
         if self._waiter is None:
             self._waiter = ThreadPoolExecutor(_AWAITED, "storesvc-await")
         written = self._saver.submit(self._written, upload, base)
         future = self._waiter.submit(self._awaited, written, upload, plan, meter)
-        return Save(part.described.step, future, written)
+        return PendingSave(part.described.step, future, written)
 
     def _saved(
         self, upload: "Upload", plan: "Plan", base: str, meter: Meter
@@ -459,8 +378,8 @@ class RunSaving(SessionRun):
             step=step,
             labels=checked_labels(f"save to {self.name}", labels),
             metrics=checked_metrics(f"save to {self.name}", metrics),
-            base=None if base is None else self._checkpoint_name(base),
-            lease=checked_length(f"save to {self.name}: lease=", lease, most=MAX_LEASE),
+            base=None if base is None else self._stub.checkpoint_name(base),
+            lease=lease,
         )
 
 

@@ -1,5 +1,4 @@
-"""Labels, metrics and single values as people give them, checked before anything is
-sent."""
+"""Checks labels, metrics and single arguments before anything is sent."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,24 +9,24 @@ from storesvc_client._values.resource_names import is_text
 from storesvc_client.errors import InvalidRequestError
 
 MAX_ENTRIES: Final = 64
-"""Labels, and metrics, of a checkpoint or a run."""
+"""Maximum labels, and maximum metrics, of a checkpoint or a run."""
 
 MAX_TEXT_BYTES: Final = 256
-"""Of a label's key and value, and of a metric's key."""
+"""Maximum UTF-8 bytes of a label's key and value, and of a metric's key."""
 
 _SHOWN: Final = 60
-"""Characters of something that a message repeats."""
+"""Maximum characters of an argument that a message repeats."""
 
 
 def checked_labels(place: str, labels: object) -> dict[str, str]:
-    """Returns labels.
+    """Returns labels as a dict.
 
     Args:
-        place: What they are for, such as "save to prod/llama-8b".
-        labels: Texts by key; None: there are none.
+        place: Call, for the message: "save to prod/llama-8b".
+        labels: Texts by key, or None.
 
     Raises:
-        InvalidRequestError: They are something else, too many or too long.
+        InvalidRequestError: They are of another type, too many or too long.
     """
     found = {}
     for key, text in _entries(f"{place}: labels=", labels).items():
@@ -41,19 +40,19 @@ def checked_labels(place: str, labels: object) -> dict[str, str]:
 
 
 def checked_metrics(place: str, metrics: object) -> dict[str, float]:
-    """Returns metrics.
+    """Returns metrics as a dict of floats.
 
     Args:
-        place: What they are for, such as "save to prod/llama-8b".
-        metrics: Numbers by key; None: there are none.
+        place: Call, for the message: "save to prod/llama-8b".
+        metrics: Numbers by key, or None.
 
     Raises:
-        InvalidRequestError: They are something else, too many, or a key is too long.
+        InvalidRequestError: They are of another type, too many, or a key is too long.
     """
     found = {}
     for key, value in _entries(f"{place}: metrics=", metrics).items():
         try:
-            if isinstance(value, str | bytes | bytearray):  # which float() would read
+            if isinstance(value, str | bytes | bytearray):  # float() would parse it
                 raise TypeError
             found[key] = float(value)
         except (TypeError, ValueError, OverflowError) as e:
@@ -64,14 +63,14 @@ def checked_metrics(place: str, metrics: object) -> dict[str, float]:
 
 
 def checked_texts(place: str, texts: object) -> list[str]:
-    """Returns texts, one or several, in their order.
+    """Returns one or several texts as a list.
 
     Args:
-        place: What they are, such as "restore of prod/llama-8b@500: select=".
-        texts: What was given.
+        place: Argument, for the message: "restore of prod/llama-8b@500: select=".
+        texts: A text, or an iterable of texts.
 
     Raises:
-        InvalidRequestError: They are something else.
+        InvalidRequestError: They are of another type.
     """
     if isinstance(texts, str):
         return [texts]
@@ -85,14 +84,14 @@ def checked_texts(place: str, texts: object) -> list[str]:
 
 
 def checked_patterns(place: str, patterns: object) -> list[Pattern]:
-    """Returns globs and compiled regular expressions, one or several, in their order.
+    """Returns one or several globs or compiled regular expressions as a list.
 
     Args:
-        place: What they are, such as "restore of prod/llama-8b@500: select=".
-        patterns: What was given.
+        place: Argument, for the message: "restore of prod/llama-8b@500: select=".
+        patterns: A pattern, or an iterable of patterns.
 
     Raises:
-        InvalidRequestError: They are something else.
+        InvalidRequestError: They are of another type.
     """
     given: Iterable[Any] = [patterns]
     if isinstance(patterns, Iterable) and not isinstance(
@@ -101,7 +100,7 @@ def checked_patterns(place: str, patterns: object) -> list[Pattern]:
         given = patterns
     found: list[Pattern] = []
     for pattern in given:
-        # of bytes there are regular expressions too
+        # an expression may be one of bytes
         text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
         if not isinstance(text, str):
             raise InvalidRequestError(
@@ -116,11 +115,11 @@ def checked_text(place: str, text: object) -> str:
     """Returns a text; "" for None.
 
     Args:
-        place: What it is, such as "update of prod/llama-8b: etag=".
-        text: What was given.
+        place: Argument, for the message: "update of prod/llama-8b: etag=".
+        text: The text, or None.
 
     Raises:
-        InvalidRequestError: It is something else.
+        InvalidRequestError: It is of another type.
     """
     if text is None:
         return ""
@@ -130,14 +129,14 @@ def checked_text(place: str, text: object) -> str:
 
 
 def checked_flag(place: str, flag: object) -> bool | None:
-    """Returns yes, no, or, where nothing was said, None.
+    """Returns a bool, or None.
 
     Args:
-        place: What it is, such as "update of prod/llama-8b: pinned=".
-        flag: What was given.
+        place: Argument, for the message: "update of prod/llama-8b: pinned=".
+        flag: The bool, or None.
 
     Raises:
-        InvalidRequestError: It is something else.
+        InvalidRequestError: It is of another type.
     """
     if flag is not None and not isinstance(flag, bool):
         raise InvalidRequestError(f"{place}: expected a bool, got {_shown(flag)}")
@@ -145,10 +144,10 @@ def checked_flag(place: str, flag: object) -> bool | None:
 
 
 def checked_choice(place: str, value: object, choices: Any) -> None:
-    """Refuses what is none of the values of a ``Literal``.
+    """Raises an error if a value is none of those of a ``Literal``.
 
     Raises:
-        InvalidRequestError: It is none.
+        InvalidRequestError: It is none of them.
     """
     if value not in get_args(choices):
         expected = ", ".join(map(repr, get_args(choices)))

@@ -1,7 +1,7 @@
-"""Documents about trees: JSON objects, compressed by zlib.
+"""Packs documents about trees: JSON objects, compressed by zlib.
 
-They are ``LeafTable.structure`` of a checkpoint. What is in one, a client wrote; it
-is data for the reader, whatever it says.
+A document is stored in ``LeafTable.structure`` of a checkpoint. Any client may have
+written it, so sizes are checked before it is parsed, and it is never executed.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any, Final
 from storesvc_client.errors import StructureError
 
 CONTAINERS: Final = b"storesvc.containers/1\n"
-"""What a document begins with that describes containers, and is not the caller's."""
+"""Prefix of documents that describe containers, and are not the caller's own."""
 
 MAX_BYTES: Final = 128 << 20
-"""Of a document, decompressed: few bytes must not become all of the memory."""
+"""Maximum bytes of a decompressed document, against decompression bombs."""
 
 MAX_TOKENS: Final = 5_000_000
-"""Commas, colons and opening brackets: each may become an object of Python, of 80 bytes
-on average. A module of 40,000 small layers has as many."""
+"""Maximum commas, colons and opening brackets: each may become a Python object, of 80
+bytes on average. A module of 40,000 small layers has as many."""
 
 _PLACE: Final = "structure of the checkpoint"
 _ADVICE: Final = "use run.restore(like=), or another checkpoint"
@@ -29,7 +29,7 @@ def pack_document(fields: Mapping[str, Any]) -> bytes:
     """Returns a document.
 
     Raises:
-        StructureError: It is so large that no reader would take it.
+        StructureError: It is larger than readers accept.
     """
     text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     _check_size(text)
@@ -40,7 +40,7 @@ def unpack_document(document: bytes) -> dict[str, Any]:
     """Returns the fields of a document.
 
     Raises:
-        StructureError: It is none, or too large.
+        StructureError: It is no document, or too large.
     """
     try:
         text = _decompressed(document)
@@ -92,5 +92,5 @@ def _check_size(text: bytes) -> None:
             f"{_PLACE}: too large: expected at most {MAX_TOKENS} values, got {tokens}; "
             f"{_ADVICE}"
         )
-    if not text.isascii():  # a text of one other character takes four times the memory
+    if not text.isascii():  # one other character makes Python use 4 bytes each
         raise StructureError(f"{_PLACE}: expected ASCII, got other bytes; {_ADVICE}")

@@ -1,5 +1,7 @@
-"""Lengths of time: as the contract has them, and as people write them: "3 days",
-"90m", "0.5 seconds".
+"""Durations: checked arguments, protobuf messages, deadlines, and texts ("90m").
+
+Public functions take a duration as a ``timedelta`` or as a number of seconds;
+``as_timedelta`` and ``checked_duration`` are the only code that reads either.
 
 >>> duration_text(parse_duration("36h"))
 '36 hours'
@@ -8,16 +10,21 @@
 import math
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, Self
+from numbers import Real
+from typing import Final, Self, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
 from storesvc_client.errors import InvalidRequestError
 
+DurationLike: TypeAlias = timedelta | float
+"""A duration as callers give it: a ``timedelta``, or seconds."""
+
 MAX_DURATION: Final = timedelta(days=3_652_500)
-"""The most that the contract can say."""
+"""Longest duration that a protobuf ``Duration`` can hold, about 10,000 years."""
 
 _MICROSECONDS: Final = {
     "day": 86_400_000_000,
@@ -37,75 +44,97 @@ _DURATION: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """By when something must be done."""
+    """Point in time by which an operation must end."""
 
     seconds: float
-    """How long it may take, from its beginning."""
+    """Seconds that the operation may take in all."""
     end: float
-    """When that is over, of ``time.monotonic()``."""
+    """Value of ``time.monotonic()`` at which it is exceeded."""
 
     @classmethod
     def after(cls, seconds: float) -> Self:
-        """Returns the deadline of what begins now."""
+        """Returns the deadline of an operation that begins now."""
         return cls(seconds, time.monotonic() + seconds)
 
     @property
     def left(self) -> float:
-        """Seconds that are left; below 0 where it is over."""
+        """Seconds until the deadline; negative once it is exceeded."""
         return self.end - time.monotonic()
 
 
 NEVER: Final = Deadline(math.inf, math.inf)
 
 
-def is_duration(value: object) -> bool:
-    """Returns whether something is a length of time that can be sent."""
-    return isinstance(value, timedelta) and abs(value) <= MAX_DURATION
+def as_timedelta(what: str, length: object) -> timedelta:
+    """Returns a duration that the contract can hold, rounded to microseconds.
+
+    Args:
+        what: Name of the argument, for the message: "purge_delay= of prod/llama-8b".
+        length: A ``timedelta``, or a number of seconds; may be 0 or negative.
+
+    Raises:
+        InvalidRequestError: It is neither, not finite, or longer than MAX_DURATION.
+    """
+    found = length if isinstance(length, timedelta) else None
+    if isinstance(length, Real) and not isinstance(length, bool):
+        with suppress(ValueError, OverflowError):  # NaN, infinite or too large
+            found = timedelta(seconds=float(length))
+    if found is None or abs(found) > MAX_DURATION:
+        raise _unusable(what, f"of at most {MAX_DURATION.days} days", length)
+    return found
 
 
-def checked_length(
-    what: str, length: timedelta, *, most: timedelta = MAX_DURATION
+def checked_duration(
+    what: str, length: object, *, most: timedelta = MAX_DURATION
 ) -> timedelta:
-    """Returns a length of time, above 0.
+    """Returns a duration above 0.
 
     Args:
-        what: What it is, for people: "lease= of prod/llama-8b".
-        length: How long.
-        most: The longest that it may be.
+        what: Name of the argument, for the message: "lease= of prod/llama-8b".
+        length: A ``timedelta``, or a number of seconds.
+        most: Maximum duration.
 
     Raises:
-        InvalidRequestError: It is something else.
+        InvalidRequestError: It is no duration, not above 0, or longer than ``most``.
     """
-    if not is_duration(length) or not timedelta(0) < length <= most:
-        raise InvalidRequestError(
-            f"{what} expected a timedelta above 0, of at most {most.days} days, got "
-            f"{length!r}"
-        )
-    return length
+    found = as_timedelta(what, length)
+    if not timedelta(0) < found <= most:
+        raise _unusable(what, f"above 0, of at most {most.days} days", length)
+    return found
 
 
-def duration_message(length: timedelta, what: str) -> Duration:
-    """Returns the message of a length of time.
+def seconds_or_none(what: str, length: DurationLike | None) -> float | None:
+    """Returns the seconds of a timeout; None, which waits without a limit, unchanged.
+
+    Raises:
+        InvalidRequestError: It is no duration.
+    """
+    return None if length is None else as_timedelta(what, length).total_seconds()
+
+
+def _unusable(what: str, bounds: str, got: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{what}: expected a timedelta or seconds {bounds}, got {got!r}"
+    )
+
+
+def duration_message(length: DurationLike, what: str) -> Duration:
+    """Returns the protobuf message of a duration.
 
     Args:
-        length: How long.
-        what: What it is, for people: "purge_delay= of prod/llama-8b".
+        length: The duration.
+        what: Name of the argument, for the message: "purge_delay= of prod/llama-8b".
 
     Raises:
-        InvalidRequestError: It is something else.
+        InvalidRequestError: It is no duration, or longer than MAX_DURATION.
     """
-    if not is_duration(length):
-        raise InvalidRequestError(
-            f"{what}: expected a timedelta of at most {MAX_DURATION.days} days, got "
-            f"{length!r}"
-        )
     message = Duration()
-    message.FromTimedelta(length)
+    message.FromTimedelta(as_timedelta(what, length))
     return message
 
 
 def duration_text(length: timedelta) -> str:
-    """Returns the text of a duration, in the largest unit that makes it whole."""
+    """Returns the text of a duration in the largest unit that divides it."""
     count = length // timedelta(microseconds=1)
     for unit, size in _MICROSECONDS.items():
         if count % size == 0:
@@ -116,11 +145,12 @@ def duration_text(length: timedelta) -> str:
 
 
 def parse_duration(text: str) -> timedelta:
-    """Returns the duration of a text: a number and a unit, days to seconds, of which
-    the first letter will do.
+    """Returns the duration of a text: a number and a unit, days to seconds.
+
+    The first letter of the unit is enough: "36h", "12 hours", "0.5 seconds".
 
     Raises:
-        InvalidRequestError: It is something else, or finer than a microsecond.
+        InvalidRequestError: The text is no duration, or finer than a microsecond.
     """
     found = _DURATION.fullmatch(text.strip())
     if found:

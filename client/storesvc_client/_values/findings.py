@@ -1,4 +1,4 @@
-"""What inspections find: damage of a checkpoint, and differences between two."""
+"""Results of inspections: damage of a checkpoint, differences between two."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,7 +17,7 @@ DAMAGE_KINDS: Final = MappingProxyType(
         maintenance_api.Damage.KIND_FILE_TABLE: "file_table",
     }
 )
-"""What ``Damage.kind`` says."""
+"""Texts of ``Damage.kind``."""
 
 DIFFERENCE_KINDS: Final = MappingProxyType(
     {
@@ -29,25 +29,26 @@ DIFFERENCE_KINDS: Final = MappingProxyType(
         api.LeafDifference.KIND_UNKNOWN: "unknown",
     }
 )
-"""What ``LeafDifference.kind`` says."""
+"""Texts of ``LeafDifference.kind``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Something in a checkpoint that is not what was saved."""
+    """One part of a checkpoint whose bytes are missing or differ from those saved."""
 
     key: str
-    """Of the leaf; "" where it is the checkpoint as a whole."""
+    """Key of the leaf; "" for the checkpoint as a whole."""
     index: tuple[int, ...]
-    """Of the chunk in the leaf's grid; () too where it is the leaf as a whole."""
+    """Index of the chunk in the grid of the leaf; () also for the leaf as a whole."""
     kind: str
-    """One of ``DAMAGE_KINDS``, or "unknown" for those of a newer server."""
+    """"missing", "checksum", "digest", "key_space" or "file_table"; "unknown": a kind
+    of a newer server."""
     message: str
-    """Names the leaf and the chunk, if it is of one, and says what is wrong."""
+    """Leaf, chunk and damage, for people."""
 
     @classmethod
     def from_message(cls, message: maintenance_api.Damage) -> "Damage":
-        """Returns a damage of the contract."""
+        """Returns the value of a protobuf message."""
         return cls(
             key=message.key,
             index=tuple(message.index),
@@ -58,45 +59,49 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What a verification has found, so far or in the end."""
+    """Findings of ``Run.verify``, so far or in the end."""
 
     checkpoint: Checkpoint
+    """The verified checkpoint."""
     chunk_count: int
     """Chunks that were read."""
     stored_bytes: int
-    """Their bytes, as stored."""
+    """Bytes that were read."""
     damages: tuple[Damage, ...]
+    """All damage found, in the order of keys."""
 
     @property
     def ok(self) -> bool:
-        """Whether all that was read is what was saved."""
+        """True if no damage was found."""
         return not self.damages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafDifference:
-    """How a leaf differs."""
+    """Difference of one leaf between two checkpoints; from ``Diff.differences``."""
 
     key: str
+    """Key of the leaf."""
     kind: str
-    """One of ``DIFFERENCE_KINDS``: the first that does. "unknown": the same shape and
-    dtype in other chunks, so that the digests do not tell."""
+    """The first that applies of "added", "removed", "shape", "dtype", "content";
+    "unknown": same shape and dtype, but other chunks, so that digests cannot decide."""
     base_dtype: str | None
-    """Before; None where it was added. Of PRNG keys with their implementation, such
-    as "key<threefry2x32>"."""
+    """Dtype in the earlier checkpoint, None if the leaf was added; of PRNG keys with
+    their implementation, such as "key<threefry2x32>"."""
     base_shape: tuple[int, ...] | None
-    """Before; of PRNG keys, that of the array of keys."""
+    """Shape in the earlier checkpoint; for PRNG keys that of the array of keys."""
     dtype: str | None
-    """After; None where it was removed."""
+    """Dtype in the later checkpoint; None if the leaf was removed."""
     shape: tuple[int, ...] | None
+    """Shape in the later checkpoint; None if the leaf was removed."""
     changed_chunk_count: int
-    """With "content": chunks whose bytes differ."""
+    """Chunks whose bytes differ, for "content"."""
     chunk_count: int
-    """Chunks after or, where it was removed, before."""
+    """Chunks in the later checkpoint; in the earlier one if the leaf was removed."""
 
     @classmethod
     def from_message(cls, message: api.LeafDifference) -> "LeafDifference":
-        """Returns a difference of the contract."""
+        """Returns the value of a protobuf message."""
         added, removed = not message.base_dtype, not message.dtype
         return cls(
             key=message.key,
@@ -112,17 +117,18 @@ class LeafDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
-    """What differs between two checkpoints."""
+    """Differences between two checkpoints; from ``Run.diff``."""
 
     base: Checkpoint
-    """The one before."""
+    """The earlier checkpoint."""
     checkpoint: Checkpoint
-    """The one after."""
+    """The later checkpoint."""
     same_leaf_count: int
+    """Number of leaves that are equal."""
     differences: tuple[LeafDifference, ...]
-    """In the order of keys."""
+    """The other leaves, in the order of keys."""
 
     @property
     def is_same(self) -> bool:
-        """Whether both hold the same leaves, to the byte."""
+        """True if both have the same leaves, byte for byte."""
         return not self.differences

@@ -1,9 +1,9 @@
-"""Pauses of Python's garbage collector, while many objects are made that stay.
+"""Pauses Python's garbage collector while many long-lived objects are created.
 
-It goes through all objects of a process whenever a quarter more have come to stay:
-for a tree of 100,000 leaves that takes longer than to make them. A pause ends as it
-found things, whatever other threads do meanwhile, and frees by counting references
-as ever; it is for seconds of work that waits for nothing.
+The collector traverses all objects whenever their number has grown by a quarter: for a
+tree of 100,000 leaves that takes longer than creating them. The last pause of all
+threads that ends restores the collector's state; reference counting continues. Use it
+for work of seconds that waits for nothing.
 
 >>> with collector_paused():
 ...     leaves = [[number] for number in range(100_000)]
@@ -18,7 +18,7 @@ __all__ = ["collector_paused"]
 
 
 class _Pauses:
-    """Those under way in all threads."""
+    """Number of active pauses, over all threads."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -44,7 +44,7 @@ _pauses = _Pauses()
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Runs what is inside, or the function that it decorates, without collections."""
+    """Disables the collector within the context, or the decorated function."""
     _pauses.begin()
     try:
         yield

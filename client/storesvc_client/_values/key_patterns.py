@@ -1,15 +1,15 @@
-"""Globs of leaf keys, and regular expressions.
+"""Matches leaf keys with globs and regular expressions.
 
-A glob is matched part by part, parts being what "/" divides. Within a part, ``*``
-is any text, ``?`` one character, ``[a-z]`` one of them, ``[!a-z]`` one of the
-others. The part ``**`` is any number of parts, also none. Letters are matched by
-case, and keys stand as they are listed (escaped).
+A glob is matched part by part; "/" separates parts. Within a part, ``*`` matches any
+text, ``?`` one character, ``[a-z]`` one of a set, ``[!a-z]`` one outside of it. The
+part ``**`` matches any number of parts, including none. Matching is case-sensitive, on
+keys as they are listed (escaped).
 
-A glob that is the key of a leaf, letter for letter, names that leaf alone; so a
-key that holds brackets needs no quoting.
+A glob that equals the key of a leaf matches only that leaf, so keys with brackets need
+no quoting.
 
-A compiled regular expression names the keys in which it is found, anywhere, as those
-of partition rules do: ``^`` and ``$`` tie it to the ends.
+A compiled regular expression matches the keys in which it is found, at any position, as
+in partition rules: ``^`` and ``$`` anchor it.
 
 >>> matching_keys("layers/**/kernel", ["layers/0/kernel", "layers/0/bias"])
 ['layers/0/kernel']
@@ -27,38 +27,38 @@ Pattern: TypeAlias = str | re.Pattern[str]
 """A glob, or a compiled regular expression."""
 
 Patterns: TypeAlias = Pattern | Iterable[Pattern]
-"""One or several; a key is named where one of them names it."""
+"""One or several patterns; a key matches if one of them matches."""
 
 
 def matching_keys(glob: Pattern, keys: Collection[str]) -> list[str]:
-    """Returns the keys that the glob, or the expression, names, in their order."""
+    """Returns the keys that match the glob or the expression, in their order."""
     if isinstance(glob, re.Pattern):
         return [key for key in keys if glob.search(key)]
     if glob in keys:
         return [glob]
     pattern = _parts(glob)
     start = _past_stars({0}, pattern=pattern)
-    # All readings of the pattern are followed side by side, so that none takes
-    # long; and keys share most of their parts, so that few steps are new.
+    # All states of the pattern advance together (an NFA), which bounds the time; keys
+    # share most of their parts, so the cache answers most steps.
     follow = cache(partial(_follow, pattern=pattern))
     return [key for key in keys if len(pattern) in reduce(follow, _parts(key), start)]
 
 
 def nearest_keys(glob: Pattern, keys: Collection[str]) -> list[str]:
-    """Returns up to three keys that look most like the glob, best first."""
+    """Returns up to three keys that are most similar to the glob, best first."""
     import difflib
 
     if isinstance(glob, re.Pattern):
         glob = glob.pattern
-    # Comparing is quadratic in length, and a tree may have very many leaves:
-    # those that share most of the letters are compared in full.
+    # The comparison is quadratic in length, and a tree may have very many leaves: only
+    # those that share the most letters are compared.
     letters = set(glob)
     candidates = sorted(keys, key=lambda key: len(letters ^ set(key)))[:500]
     return difflib.get_close_matches(glob, candidates, n=3, cutoff=0.4)
 
 
 def keys_below(glob: str, keys: Collection[str]) -> list[str]:
-    """Returns the keys of the subtree that the text names, if it names one."""
+    """Returns the keys of the subtree below a key, if there is one."""
     return [key for key in keys if key.startswith(glob.rstrip("/") + "/")]
 
 
@@ -69,7 +69,7 @@ def _parts(key: str) -> tuple[str, ...]:
 def _follow(
     reached: frozenset[int], part: str, *, pattern: tuple[str, ...]
 ) -> frozenset[int]:
-    """Returns where in the pattern one may be behind one more part of a key."""
+    """Returns the positions in the pattern after one more part of a key."""
     stays = {at for at in reached if pattern[at : at + 1] == ("**",)}
     moves = {
         at + 1
@@ -80,7 +80,7 @@ def _follow(
 
 
 def _past_stars(reached: set[int], *, pattern: tuple[str, ...]) -> frozenset[int]:
-    """Returns also the places behind "**", which may be no part at all."""
+    """Adds the positions after each "**", which may match no part."""
     for at, part in enumerate(pattern):
         if part == "**" and at in reached:
             reached = reached | {at + 1}

@@ -1,7 +1,11 @@
-"""Options of saves and restores, as ``Run`` takes them and those pass on who call
-it."""
+"""Options of saves and restores: public value classes, and keyword arguments by type.
+
+A ``TypedDict`` lists the keyword arguments that several functions share; type checkers
+read it through ``Unpack``, and one function in each list has the defaults.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import (
     TYPE_CHECKING,
@@ -14,7 +18,11 @@ from typing import (
 )
 
 from storesvc.format.names import Which
-from storesvc_client._values.progress import OnProgress
+from storesvc_client._values.arguments import checked_choice, checked_flag
+from storesvc_client._values.durations import DurationLike, checked_duration
+from storesvc_client._values.key_patterns import Patterns
+from storesvc_client._values.progress import ProgressCallback
+from storesvc_client.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
@@ -26,43 +34,140 @@ SnapshotMode: TypeAlias = Literal["host", "device", "auto", "none"]
 IfBusy: TypeAlias = Literal["wait", "queue", "refuse"]
 Processes: TypeAlias = Literal["all", "this"]
 Rehearse: TypeAlias = Literal["warn", "strict", "off"]
+OnMismatch: TypeAlias = Literal["raise", "log"]
 
 DEFAULT_DEADLINE: Final = timedelta(hours=1)
 """How long a restore may take."""
 
+DEFAULT_LEASE: Final = timedelta(minutes=10)
+"""How long the server keeps an upload that its writers do not renew."""
+
+MAX_LEASE: Final = timedelta(days=30)
+"""Longest lease that the contract allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distributed:
+    """How the processes of a ``jax.distributed`` job save or restore a checkpoint.
+
+    One value serves saves and restores. Outside of a job only ``lease`` has an effect.
+
+    >>> alone = Distributed(processes="this")
+    >>> together = Distributed(spread=True, lease=1800)
+
+    Raises:
+        InvalidRequestError: A field has another type, or is out of range.
+    """
+
+    processes: Processes = "all"
+    """``"all"``: every process of the job makes the same call, and the call succeeds in
+    all of them or in none. ``"this"``: this process saves what its own devices hold, or
+    restores, alone."""
+    spread: bool | None = None
+    """Restores: whether each stored byte that several processes need is read by one of
+    them and sent to the others between their devices. None does so where it saves more
+    than 64 MiB of reads from a remote storage. Saves ignore it."""
+    lease: DurationLike = DEFAULT_LEASE
+    """Saves: how long the server keeps an upload that its writers do not renew, a
+    ``timedelta`` or seconds, at most 30 days. A process that waits for others stops
+    waiting then; a later save of the same step reuses what was written. Restores ignore
+    it."""
+
+    def __post_init__(self) -> None:
+        checked_choice("Distributed: processes=", self.processes, Processes)
+        checked_flag("Distributed: spread=", self.spread)
+        lease = checked_duration("Distributed: lease=", self.lease, most=MAX_LEASE)
+        object.__setattr__(self, "lease", lease)
+
+
+def checked_distributed(place: str, value: object) -> Distributed:
+    """Returns the value of ``distributed=``.
+
+    Raises:
+        InvalidRequestError: It is no ``Distributed``.
+    """
+    if not isinstance(value, Distributed):
+        raise InvalidRequestError(
+            f"{place}: distributed=: expected a Distributed, such as "
+            f"Distributed(processes='this'), got {value!r}"
+        )
+    return value
+
+
+ALL_PROCESSES: Final = Distributed()
+THIS_PROCESS: Final = Distributed(processes="this")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Defaults for the saves of a run; see ``Client.run`` and ``Run.save``.
+
+    >>> run = client.run("prod/llama-8b", save=SaveOptions(if_busy="queue"))
+
+    Raises:
+        InvalidRequestError: A field has another value.
+    """
+
+    snapshot: SnapshotMode = "auto"
+    """Where the bytes of a tree are copied to before ``Run.save`` returns."""
+    if_busy: IfBusy = "wait"
+    """What ``Run.save`` does while an earlier save of the run is running."""
+
+    def __post_init__(self) -> None:
+        checked_choice("SaveOptions: snapshot=", self.snapshot, SnapshotMode)
+        checked_choice("SaveOptions: if_busy=", self.if_busy, IfBusy)
+
+
+DEFAULT_SAVE: Final = SaveOptions()
+
+
+class OneSaveKeywords(TypedDict, total=False):
+    """Keyword arguments of ``Run.save`` for which a run has no defaults."""
+
+    metrics: Mapping[str, SupportsFloat] | None
+    labels: Mapping[str, str] | None
+    base: Which | None
+    distributed: Distributed
+    progress: ProgressCallback | None
+
+
+class SaveKeywords(OneSaveKeywords, total=False):
+    """Keyword arguments of ``Run.save``, without ``document``."""
+
+    snapshot: SnapshotMode | None
+    if_busy: IfBusy | None
+
 
 class TargetOptions(TypedDict):
-    """See ``Run.restore``."""
+    """Arguments of ``Run.restore`` that say what to build from the leaves."""
 
     like: Any
     mesh: "Mesh | None"
     rules: "Rules | None"
     cast: "DTypeLike | None"
-    missing: Literal["error", "init"]
+    missing: Literal["error", "keep"]
 
 
-class ReadOptions(TypedDict, total=False):
-    """See ``Run.restore``."""
+class RestoreKeywords(TypedDict, total=False):
+    """Keyword arguments of ``Run.restore`` and ``OpenCheckpoint.restore``."""
 
-    spread: bool | None
-    deadline: timedelta
-    progress: OnProgress | None
-
-
-class RestoreOptions(ReadOptions, total=False):
-    """See ``Run.restore``."""
-
-    processes: Processes
+    like: Any
+    mesh: "Mesh | None"
+    rules: "Rules | None"
+    select: Patterns | None
+    cast: "DTypeLike | None"
+    missing: Literal["error", "keep"]
+    progress: ProgressCallback | None
 
 
-class SaveOptions(TypedDict, total=False):
-    """See ``Run.save``."""
+class ReadKeywords(TypedDict, total=False):
+    """Arguments of a restore that do not change its result."""
 
-    metrics: Mapping[str, SupportsFloat] | None
-    labels: Mapping[str, str] | None
-    base: Which | None
-    snapshot: SnapshotMode
-    if_busy: IfBusy
-    processes: Processes
-    lease: timedelta
-    progress: OnProgress | None
+    deadline: DurationLike
+    progress: ProgressCallback | None
+
+
+class ModelRestoreKeywords(ReadKeywords, total=False):
+    """Keyword arguments that restores of models share with ``Run.restore``."""
+
+    distributed: Distributed

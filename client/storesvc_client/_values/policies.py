@@ -1,7 +1,8 @@
 """Retention policies: which checkpoints of a run stay.
 
 Rules are values; ``|`` keeps what either keeps, ``&`` what both keep, ``~`` what a
-rule does not keep. The text of a policy, which storectl takes, says the same:
+rule does not keep. ``format_policy`` and ``parse_policy`` convert policies to and from
+the text that storectl takes:
 
 >>> policy = KeepLatest(3) | KeepEvery(steps=10_000) | KeepTagged() & ~KeepPinned()
 >>> format_policy(policy)
@@ -11,8 +12,8 @@ rule does not keep. The text of a policy, which storectl takes, says the same:
 ... )
 True
 
-Here only types are checked: whether a policy makes sense, the store says, where it is
-given to a run.
+Only types are checked here; the server rejects policies that keep nothing when they are
+set on a run.
 """
 
 import operator
@@ -20,7 +21,7 @@ from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Final, Literal, SupportsIndex, TypeAlias, get_args, overload
 
-from storesvc_client._values.durations import MAX_DURATION, is_duration
+from storesvc_client._values.durations import DurationLike, as_timedelta
 from storesvc_client._values.resource_names import is_text
 from storesvc_client.errors import InvalidRequestError
 
@@ -28,12 +29,17 @@ Mode: TypeAlias = Literal["min", "max"]
 WithoutMetric: TypeAlias = Literal["drop", "keep"]
 
 _MAX_WHOLE: Final = 2**63 - 1
-"""The most that the contract can say."""
+"""Largest integer of the contract (int64)."""
 
 
 class RetentionPolicy:
-    """Says which checkpoints of a run stay. Whatever it says, the newest one stays,
-    and so do those that are pinned or tagged."""
+    """Base of the rules that decide which checkpoints of a run stay.
+
+    Rules combine by ``|``, ``&`` and ``~``. The newest checkpoint always stays, and so
+    do pinned and tagged checkpoints.
+
+    >>> policy = KeepLatest(3) | KeepEvery(steps=10_000) & ~KeepPinned()
+    """
 
     __slots__ = ()
 
@@ -49,7 +55,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class KeepLatest(RetentionPolicy):
-    """Keeps the checkpoints of the highest steps."""
+    """Keeps the ``count`` checkpoints with the highest steps."""
 
     count: int
 
@@ -59,22 +65,32 @@ class KeepLatest(RetentionPolicy):
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class KeepEvery(RetentionPolicy):
-    """Keeps the checkpoints at every so many steps, or the first one of each span of
-    time."""
+    """Keeps the checkpoints whose step is a multiple of ``steps``, or the first one of
+    each time span of ``duration``.
+
+    >>> KeepEvery(steps=10_000) | KeepEvery(duration=timedelta(hours=6))
+    """
 
     interval: int | timedelta
-    """Steps, or the length of a span; spans are counted from 1970-01-01, UTC."""
+    """Steps, or the length of a time span; spans start at 1970-01-01, UTC."""
 
     @overload
     def __init__(self, *, steps: SupportsIndex) -> None: ...
     @overload
-    def __init__(self, *, duration: timedelta) -> None: ...
+    def __init__(self, *, duration: DurationLike) -> None: ...
     def __init__(
-        self, *, steps: SupportsIndex | None = None, duration: timedelta | None = None
+        self,
+        *,
+        steps: SupportsIndex | None = None,
+        duration: DurationLike | None = None,
     ) -> None:
         if (steps is None) == (duration is None):
             raise InvalidRequestError("KeepEvery: expected either steps= or duration=")
-        interval = _length(self, duration) if steps is None else _whole(self, steps)
+        interval: int | timedelta
+        if steps is None:
+            interval = as_timedelta("KeepEvery(duration=)", duration)
+        else:
+            interval = _whole(self, steps)
         object.__setattr__(self, "interval", interval)
 
     def __repr__(self) -> str:
@@ -82,28 +98,34 @@ class KeepEvery(RetentionPolicy):
         return f"KeepEvery({name}={self.interval!r})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class KeepNewerThan(RetentionPolicy):
-    """Keeps the checkpoints that were committed within a time before now."""
+    """Keeps the checkpoints committed within ``duration``, a ``timedelta`` or seconds,
+    before now."""
 
     duration: timedelta
 
-    def __post_init__(self) -> None:
-        _length(self, self.duration)
+    def __init__(self, duration: DurationLike) -> None:
+        found = as_timedelta("KeepNewerThan(duration=)", duration)
+        object.__setattr__(self, "duration", found)
 
 
 @dataclass(frozen=True, slots=True)
 class KeepBest(RetentionPolicy):
-    """Keeps the checkpoints with the best values of a metric. NaN is worse than every
-    number; of equal values the higher step is better."""
+    """Keeps the ``count`` checkpoints with the best values of a metric.
+
+    NaN is worse than every number; of equal values the higher step is better.
+
+    >>> KeepBest(2, metric="loss", mode="min")
+    """
 
     count: int
     _: KW_ONLY
     metric: str
     mode: Mode
-    """Which value is better: the lower or the higher one."""
+    """"min" if lower values are better, "max" if higher ones are."""
     without_metric: WithoutMetric = "drop"
-    """Whether those without the metric are kept too, beside the best."""
+    """Whether to keep or drop checkpoints without the metric."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "count", _whole(self, self.count))
@@ -117,7 +139,7 @@ class KeepBest(RetentionPolicy):
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class KeepSteps(RetentionPolicy):
-    """Keeps the checkpoints at certain steps."""
+    """Keeps the checkpoints at the given steps."""
 
     steps: tuple[int, ...]
 
@@ -130,7 +152,7 @@ class KeepSteps(RetentionPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepTagged(RetentionPolicy):
-    """Keeps the checkpoints that a tag names."""
+    """Keeps the checkpoints that have a tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +162,21 @@ class KeepPinned(RetentionPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepAny(RetentionPolicy):
-    """``a | b``: keeps what at least one policy keeps."""
+    """``a | b``: keeps the checkpoints that at least one of the policies keeps."""
 
     policies: tuple[RetentionPolicy, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KeepAll(RetentionPolicy):
-    """``a & b``: keeps what each policy keeps."""
+    """``a & b``: keeps the checkpoints that each of the policies keeps."""
 
     policies: tuple[RetentionPolicy, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KeepNot(RetentionPolicy):
-    """``~a``: keeps what a policy does not keep."""
+    """``~a``: keeps the checkpoints that the policy does not keep."""
 
     policy: RetentionPolicy
 
@@ -171,14 +193,14 @@ Rule: TypeAlias = (
     | KeepAll
     | KeepNot
 )
-"""All kinds of policies that there are."""
+"""Union of all kinds of policies."""
 
 
 def rule_of(policy: RetentionPolicy) -> Rule:
-    """Returns a policy as one of the kinds that there are.
+    """Returns a policy as a member of the union of all kinds.
 
     Raises:
-        InvalidRequestError: It is of none of them.
+        InvalidRequestError: It is of another type.
     """
     if not isinstance(policy, Rule):
         raise InvalidRequestError(
@@ -190,7 +212,7 @@ def rule_of(policy: RetentionPolicy) -> Rule:
 def _members(
     kind: type[KeepAny | KeepAll], policy: RetentionPolicy
 ) -> tuple[RetentionPolicy, ...]:
-    """Returns what a policy adds to a combination of a kind, without its nesting."""
+    """Returns the members of a policy of this kind, or the policy alone."""
     rule = rule_of(policy)
     return rule.policies if isinstance(rule, kind) else (rule,)
 
@@ -203,13 +225,6 @@ def _whole(rule: RetentionPolicy, value: object) -> int:
     if isinstance(value, bool) or abs(number) > _MAX_WHOLE:
         raise _invalid(rule, f"a whole number up to {_MAX_WHOLE}", value)
     return number
-
-
-def _length(rule: RetentionPolicy, value: object) -> timedelta:
-    if not isinstance(value, timedelta) or not is_duration(value):
-        most = f"a timedelta of at most {MAX_DURATION.days} days"
-        raise _invalid(rule, most, value)
-    return value
 
 
 def _invalid(rule: RetentionPolicy, expected: str, got: object) -> InvalidRequestError:

@@ -1,4 +1,4 @@
-"""Retention policies in the terms of the contract."""
+"""Converts retention policies to protobuf messages and back."""
 
 import operator
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
     """Returns the message of a policy.
 
     Raises:
-        InvalidRequestError: It is of no kind that there is.
+        InvalidRequestError: It is of an unknown kind.
     """
     match rule_of(policy):
         case KeepLatest(count):
@@ -67,11 +67,10 @@ def policy_message(policy: RetentionPolicy) -> pb.RetentionPolicy:
 
 
 def policy_of(message: pb.RetentionPolicy) -> RetentionPolicy:
-    """Returns the policy of a message; equal policies are equal values, however the
-    message nests them.
+    """Returns the policy of a message, without redundant nesting.
 
     Raises:
-        InvalidRequestError: It has a rule that this release does not know.
+        InvalidRequestError: It has a rule that this release lacks.
     """
     match message.WhichOneof("rule"):
         case "latest":
@@ -97,7 +96,7 @@ def policy_of(message: pb.RetentionPolicy) -> RetentionPolicy:
         case "not":
             return ~policy_of(getattr(message, "not"))
         case "best" | "any" | "all" | None:
-            pass  # a mode of another release, or a combination of no rules
+            pass  # a mode of a newer release, or an empty combination
         case rule:
             assert_never(rule)
     raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Retention policies as people write them.
+"""Parses and formats retention policies as text.
 
 ::
 
@@ -9,10 +9,10 @@
              | "newer-than(" DURATION ")" | "steps(" STEP { "," STEP } ")"
              | "best(" COUNT "," METRIC "," "min" | "max" [ "," "or-without" ] ")"
              | "tagged" | "pinned"
-    DURATION = one as in ``durations``: "7 days", "90m"
+    DURATION = a text for ``durations.parse_duration``: "7 days", "90m"
     METRIC   = a word, or a JSON string
 
-What is printed is read again as the same policy, and any of it can be printed.
+``parse_policy(format_policy(policy)) == policy`` for every policy.
 """
 
 import json
@@ -42,10 +42,10 @@ from storesvc_client._values.policies import (
 from storesvc_client.errors import InvalidRequestError
 
 MAX_NESTING: Final = 32
-"""Parentheses and negations within each other; the store allows less."""
+"""Maximum depth of parentheses and negations; the server allows less."""
 
 _SHOWN: Final = 60
-"""Characters of a text that a message repeats."""
+"""Maximum characters of a text that a message repeats."""
 
 _WORD: Final = re.compile(r'[^\s()|&~,"]+')
 _TOKEN: Final = re.compile(rf'"(?:[^"\\]|\\.)*"|[()|&~,"]|{_WORD.pattern}')
@@ -59,8 +59,11 @@ _RULES: Final = (
 def format_policy(policy: RetentionPolicy) -> str:
     """Returns the text of a policy, which ``parse_policy`` reads.
 
+    >>> format_policy(KeepLatest(3) | KeepEvery(steps=10_000))
+    'latest(3) | every(10000 steps)'
+
     Raises:
-        InvalidRequestError: It is of no kind that there is.
+        InvalidRequestError: It is no retention policy.
     """
     match rule_of(policy):
         case KeepLatest(count):

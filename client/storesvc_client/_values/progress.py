@@ -1,12 +1,11 @@
-"""The progress of a save or a restore: how far it is, and what took how long.
+"""Measures the progress and the timings of a save or a restore.
 
-A ``Meter`` is fed by all threads of one save or restore. Its times are sums over these
-threads, and no part of a thread's time counts twice: phases do not hold one another.
+All threads of one save or restore report to one ``Meter``. Its times are sums over the
+threads, and no second of a thread counts twice: phases are not nested.
 
-Whoever asked for it is told now and then, by one thread at a time, whichever is at
-hand, and once more at the end. What their callback raises ends a restore, whose caller
-has lost nothing by that; a save goes on without it and raises it once it is committed,
-as a checkpoint is worth more than the news of it.
+A callback is called at intervals, by one thread at a time, and once at the end. An
+exception of the callback ends a restore, which loses nothing; a save commits without
+the callback and raises the exception afterwards.
 
 Example:
     >>> meter = Meter("save", "docs/example@0")
@@ -22,72 +21,88 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Self, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
 INTERVAL_SECONDS: Final = 0.1
-"""How long a callback is left alone at least."""
+"""Minimum seconds between two calls of a callback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a save or a restore is."""
+    """Progress of a save or a restore; the argument of a ``ProgressCallback``."""
 
     what: Literal["save", "restore"]
+    """The operation."""
     name: str
-    """``namespace/run@step``."""
+    """Name of the checkpoint, ``namespace/run@step``."""
     done_bytes: int
-    """Of stored chunks: of a save those that are written, on their way to the server,
-    or there already; of a restore those that are checked and in place."""
+    """Bytes of stored chunks: for a save those written, in flight to the server, or
+    stored already; for a restore those verified and in their buffer."""
     total_bytes: int
+    """Bytes of all stored chunks of the operation, as far as they are known."""
     seconds: float
-    """Since it began."""
+    """Seconds since the start."""
     timings: Mapping[str, float]
-    """Seconds by phase, over all threads."""
+    """Seconds by phase, summed over all threads."""
     slowest: str
-    """What has been under way the longest by now, a data file, a stream or a phase; "":
-    nothing is."""
+    """Data file, stream or phase that has been running for the longest time; "" if none
+    is."""
     slowest_seconds: float
-    """How long it has been."""
+    """Seconds that it has been running."""
     is_done: bool
-    """Whether this is the last word, be it of success or of failure."""
+    """Whether this is the last call, after success or failure."""
 
     @property
     def rate_bytes_per_second(self) -> float:
-        """The mean since it began."""
+        """Mean bytes per second since the start."""
         return self.done_bytes / self.seconds if self.seconds else 0.0
 
 
-OnProgress: TypeAlias = Callable[[Progress], object]
+class ProgressCallback(Protocol):
+    """A callable for ``progress=`` of saves and restores.
+
+    It is called at most ten times a second, by any thread but by one at a time, and
+    once at the end. An exception that it raises ends a restore; a save commits without
+    it, and then its handle raises the exception.
+
+    >>> def show(progress: Progress) -> None:
+    ...     print(f"{progress.done_bytes} of {progress.total_bytes} bytes")
+    """
+
+    def __call__(self, progress: Progress, /) -> object:
+        """Receives the progress; the result is ignored."""
 
 
 class Ended(NamedTuple):
-    """A part that has ended."""
+    """A part that has ended, and its duration."""
 
     name: str
     seconds: float
 
 
 class Meter:
-    """What the threads of one save or restore have done. As a context: all of it, from
-    the first byte to the last."""
+    """Bytes and times of all threads of one save or restore.
+
+    As a context manager it spans the operation, and calls the callback at its end.
+    """
 
     def __init__(
         self,
         what: Literal["save", "restore"],
         name: str,
-        callback: OnProgress | None = None,
+        callback: ProgressCallback | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
         within: "Meter | None" = None,
     ) -> None:
-        """Begins now.
+        """Starts the measurement.
 
         Args:
-            what: Is under way.
-            name: Of the checkpoint.
-            callback: Is told of it; None: nobody is.
-            clock: Tells seconds.
-            within: A meter for which all of this counts too, but for the bytes.
+            what: The operation.
+            name: Name of the checkpoint.
+            callback: Called with the progress; None: no callback.
+            clock: Returns seconds.
+            within: A meter to which the times are added, too, but not the bytes.
         """
         self._what = what
         self._name = name
@@ -99,27 +114,27 @@ class Meter:
         self._telling = threading.Lock()
         self._within = within
         self.under_way: dict[int, _Span] = within.under_way if within else {}
-        """What began and has not ended, by id, in the order of beginning."""
+        """Running parts and phases by id, in the order of their start."""
         self.slowest = Ended("", 0.0)
-        """The part that was under way the longest, of those that have ended."""
+        """Longest of the parts that have ended."""
         self.threads: list[Mapping[str, float]] = within.threads if within else []
-        """Seconds by phase, of each thread."""
+        """Seconds by phase, for each thread."""
         self._own = _Own(self.threads)
         self._error: BaseException | None = None
         self.done_bytes = 0
         self.total_bytes = 0
-        """As far as it is known yet."""
+        """Total, as far as it is known."""
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the start."""
         return self.clock() - self._since
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds by phase, over all threads."""
+        """Seconds by phase, summed over all threads."""
         total: dict[str, float] = {}
-        # copies: the threads go on meanwhile
+        # copies, as the threads continue
         for spent in list(self.threads):
             for phase, seconds in dict(spent).items():
                 total[phase] = total.get(phase, 0.0) + seconds
@@ -127,15 +142,15 @@ class Meter:
 
     @property
     def times(self) -> defaultdict[str, float]:
-        """Seconds by phase of the thread that asks, to add to where a context for each
-        small chunk would cost too much."""
+        """Seconds by phase of the calling thread, to add to directly where a context
+        for each small chunk would cost too much."""
         return self._own.times
 
     def add(self, size_bytes: int) -> None:
-        """Takes note that so many more bytes are done.
+        """Adds bytes that are done, and calls the callback if it is due.
 
         Raises:
-            CallbackFailedError: This restore is to end.
+            CallbackFailedError: The callback of a restore failed.
         """
         with self._lock:
             self.done_bytes += size_bytes
@@ -143,15 +158,15 @@ class Meter:
             self._tell(self._callback)
 
     def phase(self, name: str) -> "_Phase":
-        """Returns a context whose time counts for a phase; it may hold no other."""
+        """Returns a context whose time is added to a phase; phases are not nested."""
         return _Phase(self, name)
 
     def part(self, name: str) -> "_Part":
-        """Returns a context in which a part, such as a data file, is under way."""
+        """Returns a context that measures a part, such as one data file."""
         return _Part(self, name)
 
     def end_part(self, name: str, seconds: float) -> None:
-        """Takes note of a part that has ended."""
+        """Records the duration of a part."""
         with self._lock:
             if seconds > self.slowest.seconds:
                 self.slowest = Ended(name, seconds)
@@ -160,7 +175,7 @@ class Meter:
 
     @property
     def part_under_way(self) -> str:
-        """What has been under way the longest by now, of parts, for people; "": none
+        """Part that has been running for the longest time, for people; "" if none
         is."""
         for span in list(self.under_way.values()):
             if isinstance(span, _Part):
@@ -176,7 +191,7 @@ class Meter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._telling:  # whoever tells still has the last word but one
+        with self._telling:  # waits for a call that is running
             if self._callback is not None and self._error is None:
                 self._call(self._callback, is_done=True)
             self._callback = None
@@ -185,8 +200,8 @@ class Meter:
         ):
             raise self._error from None
 
-    def _tell(self, callback: OnProgress) -> None:
-        """Calls the callback, if it is time to and nobody else does."""
+    def _tell(self, callback: ProgressCallback) -> None:
+        """Calls the callback if it is due and no other thread calls it."""
         if self._error is None:
             if self.clock() - self._told < INTERVAL_SECONDS:
                 return
@@ -201,7 +216,7 @@ class Meter:
         if self._error is not None and self._what == "restore":
             raise CallbackFailedError
 
-    def _call(self, callback: OnProgress, *, is_done: bool) -> None:
+    def _call(self, callback: ProgressCallback, *, is_done: bool) -> None:
         try:
             callback(self._progress(is_done=is_done))
         except BaseException as e:  # noqa: BLE001 - it is raised again in the end
@@ -227,12 +242,15 @@ class Meter:
 
 
 class CallbackFailedError(Exception):
-    """The callback raised. It unwinds the threads of a restore, in which a callback's
-    own error, say of a closed terminal, could be taken for one of the storage."""
+    """Ends the threads of a restore whose callback raised an exception.
+
+    The exception itself, such as an OSError of a closed terminal, could be mistaken for
+    one of the storage; the meter raises it at the end.
+    """
 
 
 class _Own(threading.local):
-    """The times of the thread that asks."""
+    """Times of the calling thread."""
 
     def __init__(self, threads: list[Mapping[str, float]]) -> None:
         self.times = defaultdict[str, float](float)
@@ -240,7 +258,7 @@ class _Own(threading.local):
 
 
 class _Span:
-    """Something that is under way within a context."""
+    """A context that measures its duration."""
 
     __slots__ = ("_meter", "name", "since")
 
@@ -255,7 +273,7 @@ class _Span:
 
 
 class _Part(_Span):
-    """A part, by whichever thread."""
+    """A part of the operation, in any thread."""
 
     __slots__ = ()
 

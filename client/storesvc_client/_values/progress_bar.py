@@ -1,19 +1,19 @@
-"""A bar of a save's or a restore's progress, in a terminal or a notebook."""
+"""Draws the progress of saves and restores in a terminal or a notebook."""
 
 import sys
 from typing import TYPE_CHECKING
 
-from storesvc_client._values.progress import OnProgress, Progress
+from storesvc_client._values.progress import Progress, ProgressCallback
 
 if TYPE_CHECKING:
     from tqdm.std import tqdm
 
 
-def progress_bar() -> OnProgress:
+def progress_bar() -> ProgressCallback:
     """Returns a callback for ``progress=`` that draws a bar on stderr.
 
-    It draws in a terminal and in a notebook, elsewhere nothing. One callback serves
-    any number of saves and restores: each has a bar of its own.
+    The bar appears in terminals and notebooks only. One callback serves any number of
+    saves and restores; each has its own bar.
 
     Example:
         >>> import storesvc_client as store
@@ -39,7 +39,7 @@ def progress_bar() -> OnProgress:
 
 
 def _bar(title: str, total_bytes: int) -> "tqdm":
-    # late: without a bar nobody waits for it
+    # imported late, as it takes time
     from tqdm.auto import tqdm
 
     is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules

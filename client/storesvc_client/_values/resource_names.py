@@ -1,4 +1,4 @@
-"""Names of runs and namespaces as people give them, and how the contract has them."""
+"""Converts names of runs and namespaces to resource names of the contract."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,10 +10,10 @@ N = TypeVar("N")
 
 
 def run_name(name: object) -> RunName:
-    """Returns the run of ``namespace/run``.
+    """Returns the parsed name of ``namespace/run``.
 
     Raises:
-        InvalidRequestError: It is something else.
+        InvalidRequestError: It is no name of a run.
     """
     text = _text(name, "a run, such as 'prod/llama-8b'")
     try:
@@ -23,10 +23,10 @@ def run_name(name: object) -> RunName:
 
 
 def received(parse: Callable[[str], N], text: str) -> N:
-    """Returns the name that a server sent.
+    """Parses a resource name that a server sent.
 
     Raises:
-        DataLossError: It is none that a store could hold.
+        DataLossError: No store could have such a name.
     """
     try:
         return parse(text)
@@ -38,10 +38,10 @@ def received(parse: Callable[[str], N], text: str) -> N:
 
 
 def namespace_resource(namespace: object) -> str:
-    """Returns the name of a namespace on the wire.
+    """Returns the resource name of a namespace.
 
     Raises:
-        InvalidRequestError: It breaks the rules.
+        InvalidRequestError: The name is not valid.
     """
     text = _text(namespace, "a namespace, such as 'prod'")
     try:
@@ -52,10 +52,10 @@ def namespace_resource(namespace: object) -> str:
 
 
 def parent_resource(parent: object) -> str:
-    """Returns the name of a run, of a namespace, or, for None, of all on the wire.
+    """Returns the resource name of a run, a namespace, or (for None) the store.
 
     Raises:
-        InvalidRequestError: It is none of them.
+        InvalidRequestError: It is no such name.
     """
     if parent is None:
         return "namespaces/-"
@@ -65,10 +65,10 @@ def parent_resource(parent: object) -> str:
 
 
 def is_text(value: object) -> bool:
-    """Returns whether something is a text that can be sent."""
+    """Returns whether a value is a text that UTF-8 can encode."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
-    except UnicodeEncodeError:  # half of a pair of surrogates
+    except UnicodeEncodeError:  # a lone surrogate
         return False
 
 

@@ -1,4 +1,4 @@
-"""What the catalogue tells: runs, checkpoints, leaves."""
+"""Values that the client returns: runs, checkpoints, leaves, tags, holds, uploads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,41 +34,46 @@ KINDS: Final[Mapping[int, str]] = {
     tree_pb2.LEAF_KIND_PYTHON_SCALAR: "python_scalar",
     tree_pb2.LEAF_KIND_PRNG_KEY: "prng_key",
 }
-"""What ``LeafInfo.kind`` says."""
+"""Texts of ``LeafInfo.kind``."""
 
 UNKNOWN: Final = "unknown"
-"""What a state, or a kind, is called that only a newer server knows."""
+"""Text of a state or a kind that a newer server sent and this release lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What a server is."""
+    """A server; returned by ``Client.info``."""
 
     version: str
+    """Version of storesvc that it runs."""
     store_uid: str
     """UUID of the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """A run that has a checkpoint, or was set up."""
+    """The record of a run; from ``Client.runs`` and ``Run.info``."""
 
     name: str
-    """``namespace/run``."""
+    """Name of the run, ``namespace/run``."""
     uid: str
+    """UUID of the run."""
     create_time: datetime
-    """When its first save began, or it was set up."""
+    """Start of its first save, or time of its first configuration, in UTC."""
     latest_step: int | None
-    """The newest committed step."""
+    """Newest committed step; None if there is no checkpoint."""
     labels: Mapping[str, str]
     purge_delay: timedelta | None
-    """How long a deleted checkpoint can be undeleted; None: as the server says."""
+    """How long a deleted checkpoint can be undeleted; None: the server's default."""
     etag: str
-    """Changes with every change of labels, retention or purge delay."""
+    """Version of labels, retention policy and purge delay."""
+
+    def __repr__(self) -> str:
+        return f"<RunInfo {self.name}, latest step {self.latest_step}>"
 
     @classmethod
     def from_message(cls, message: api.Run) -> "RunInfo":
-        """Returns a run of the contract."""
+        """Returns the value of a protobuf message."""
         return cls(
             name=str(received(RunName.from_resource, message.name)),
             uid=message.uid,
@@ -88,19 +93,22 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionDecision:
-    """What a retention policy makes of a checkpoint."""
+    """Decision of a retention policy on one checkpoint; from ``run.retention``."""
 
     step: int
+    """Step of the checkpoint."""
     uid: str
+    """UUID of the checkpoint."""
     kept: bool
+    """Whether the checkpoint stays."""
     reasons: tuple[str, ...]
-    """Why it stays, for people: the rules that keep it, such as "latest 3"."""
+    """Rules that keep it, for people, such as "latest 3"."""
     own_bytes: int
-    """Of the stored chunks that its save brought; the rest it shares."""
+    """Bytes of the stored chunks that its save added; it shares the others."""
 
     @classmethod
     def from_message(cls, message: api.RetentionDecision) -> "RetentionDecision":
-        """Returns a decision of the contract."""
+        """Returns the value of a protobuf message."""
         return cls(
             step=message.step,
             uid=message.uid,
@@ -112,41 +120,53 @@ class RetentionDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A committed checkpoint: what it holds never changes."""
+    """A committed checkpoint; its leaves never change.
+
+    >>> run.latest()
+    <Checkpoint prod/llama-8b@100, 2 leaves, 1048584 bytes>
+    """
 
     run: str
-    """``namespace/run``."""
+    """Name of its run, ``namespace/run``."""
     step: int
+    """Training step."""
     uid: str
-    """Tells it from a later checkpoint at the same step."""
+    """UUID; a later checkpoint at the same step has another one."""
     create_time: datetime
-    """When its save began."""
+    """Start of its save, in UTC."""
     commit_time: datetime
+    """Time of the commit, in UTC."""
     labels: Mapping[str, str]
     metrics: Mapping[str, float]
     size_bytes: int
-    """Of all leaves."""
+    """Bytes of all leaves, uncompressed."""
     stored_bytes: int
-    """Of all stored chunks."""
+    """Bytes of all stored chunks."""
     own_bytes: int
-    """Of the stored chunks that its save brought; the others it shares with earlier
+    """Bytes of the stored chunks that its save added; it shares the others with earlier
     checkpoints."""
     leaf_count: int
+    """Number of leaves."""
     chunk_count: int
+    """Number of chunks of all leaves."""
     pinned: bool
-    """Whether it must not be deleted."""
+    """Whether it is protected from deletion."""
     delete_time: datetime | None
-    """When it was deleted; None: it was not."""
+    """Time of its deletion, in UTC; None if it is not deleted."""
     purge_time: datetime | None
-    """Until when a deleted one can be undeleted."""
+    """Time until which it can be undeleted, in UTC; None if it is not deleted."""
     etag: str
-    """Changes with every change of it."""
+    """Version of its labels, metrics, pin and deletion."""
     key_space: str
-    """The name of its key space, below ``trees/`` of its run."""
+    """Name of its key space (zarr view), below ``trees/`` of its run."""
+
+    def __repr__(self) -> str:
+        size = f"{self.leaf_count} leaves, {self.size_bytes} bytes"
+        return f"<Checkpoint {self.run}@{self.step}, {size}>"
 
     @classmethod
     def from_message(cls, message: api.Checkpoint) -> "Checkpoint":
-        """Returns a checkpoint of the contract."""
+        """Returns the value of a protobuf message."""
         return cls(
             run=str(received(CheckpointName.from_resource, message.name).run),
             step=message.step,
@@ -170,96 +190,99 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What a save moved, in bytes of stored chunks."""
+    """Bytes and timings of a save; from ``Save.report``. Bytes are those of stored
+    chunks."""
 
     total_bytes: int
-    """Of all chunks of the checkpoint."""
+    """Bytes of all chunks of the checkpoint."""
     sent_bytes: int
-    """Of those that were sent."""
+    """Bytes of the chunks that were sent."""
     reused_bytes: int
-    """Of those that the store held already."""
+    """Bytes of the chunks that the store had already."""
     seconds: float
-    """From the call of ``save`` to the commit."""
+    """Seconds from the call of ``Run.save`` to the commit."""
     timings: Mapping[str, float]
-    """Seconds by phase, over all threads: plan, snapshot, wait (for memory of the
-    staging), begin, digest, find (what the store holds), write and sync (of data
-    files) or send (to the server), acknowledge (after the last was sent), finish,
-    await others (of the job), commit; those that there were."""
+    """Seconds by phase, summed over all threads: plan, snapshot, wait (for staging
+    memory), begin, digest, find (chunks that the store has), write and sync (data
+    files) or send (to the server), acknowledge (after the last send), finish, await
+    others (of the job), commit. Phases that did not occur are left out."""
     slowest: str
-    """The data file, or "stream" for one to the server, that this process wrote for the
-    longest; "": it wrote nothing."""
+    """Data file, or "stream" for a stream to the server, that this process wrote for
+    the longest time; "" if it wrote nothing."""
     slowest_seconds: float
-    """How long that took."""
+    """Seconds that it took."""
     last_process: str
-    """The process of the job that was the last to finish, with its host: ``process 2
-    (tpu-host-2)``; "": this one saved alone, or the last one did not live to say so."""
+    """Process of the job that finished last, with its host, ``process 2 (tpu-host-2)``;
+    "" if this process saved alone, or the last one ended without reporting."""
     needs_like: tuple[str, ...]
     """``key: class`` of the containers, such as named tuples, that only a restore with
-    ``like=`` rebuilds; without it they come back as dicts or lists."""
+    ``like=`` rebuilds; without it they are returned as dicts or lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReading:
-    """What one process of a job read for a restore."""
+    """Reads of one process of a job during a restore."""
 
     process: str
-    """Its number and host: ``process 2 (tpu-host-2)``."""
+    """Index and host of the process, ``process 2 (tpu-host-2)``."""
     read_bytes: int
-    """Of stored chunks."""
+    """Bytes of stored chunks that it read."""
     seconds: float
-    """That it read; those that it waited for others do not count."""
+    """Seconds that it read, without waits for other processes."""
     slowest: str
-    """The data file, or the stream from the server, of its read that took the longest;
-    "": it read nothing."""
+    """Data file, or stream from the server, of its longest read; "" if it read
+    nothing."""
     slowest_seconds: float
-    """How long that took."""
+    """Seconds that this read took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restore moved."""
+    """Bytes and timings of a restore; ``OpenCheckpoint.report``."""
 
     read_bytes: int
-    """Of stored chunks that this process read."""
+    """Bytes of stored chunks that this process read."""
     received_bytes: int
-    """Of those that other processes of the job read for it."""
+    """Bytes of stored chunks that other processes of the job read for it."""
     returned_bytes: int
-    """Of what came of them, before it was cast."""
+    """Bytes of the restored arrays, before a cast."""
     seconds: float
+    """Seconds that the restore took."""
     timings: Mapping[str, float]
-    """Seconds by phase, over all threads: plan, read (or wait for the storage or the
-    server), verify, copy (to where it goes), place (on devices), rebuild (of the tree);
-    in a job, await others, and exchange (of chunks that others read)."""
+    """Seconds by phase, summed over all threads: plan, read (including waits for the
+    storage or the server), verify, copy (into buffers), place (on devices), rebuild
+    (the tree); in a job also await others, and exchange (chunks between devices)."""
     slowest: str
-    """The data file, or the stream from the server, of the read that took the longest;
-    "": nothing was read."""
+    """Data file, or stream from the server, of the longest read; "" if nothing was
+    read."""
     slowest_seconds: float
-    """How long that took."""
+    """Seconds that this read took."""
     slowest_process: ProcessReading | None
-    """The process of the job that read the longest; None: this one restored alone."""
+    """Process of the job that read the longest; None if this process restored alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """A movable name for a checkpoint."""
+    """A movable name for a checkpoint; from ``run.tags``."""
 
     name: str
+    """Name of the tag."""
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     uid: str
-    """Of the checkpoint."""
+    """UUID of the checkpoint."""
     protected: bool
-    """Whether a change needs its etag."""
+    """Whether changes need the etag of the tag."""
     create_time: datetime
-    """When it was first set."""
+    """Time at which it was first set, in UTC."""
     update_time: datetime
-    """When it was last set."""
+    """Time at which it was last set, in UTC."""
     etag: str
-    """Changes with every change of it."""
+    """Version of the tag."""
 
     @classmethod
     def from_message(cls, message: api.Tag) -> "Tag":
-        """Returns a tag of the contract."""
+        """Returns the value of a protobuf message."""
         return cls(
             name=received(TagName.from_resource, message.name).tag,
             step=_step_of(message.checkpoint),
@@ -273,24 +296,26 @@ class Tag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldInfo:
-    """A hold on a checkpoint, whoever has it."""
+    """A hold on a checkpoint, of any process; from ``run.holds.list``."""
 
     id: str
+    """Id of the hold, for ``run.holds.release``."""
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     uid: str
-    """Of the checkpoint."""
+    """UUID of the checkpoint."""
     owner: str
-    """Who holds it, for people."""
+    """Name of the holder, for people."""
     ttl: timedelta
     """How long it lasts after each renewal."""
     create_time: datetime
+    """Time of its creation, in UTC."""
     expire_time: datetime
-    """When it expires unless it is renewed."""
+    """Time at which it expires unless it is renewed, in UTC."""
 
     @classmethod
     def from_message(cls, message: api.Hold) -> "HoldInfo":
-        """Returns a hold of the contract."""
+        """Returns the value of a protobuf message."""
         return cls(
             id=received(HoldName.from_resource, message.name).hold,
             step=_step_of(message.checkpoint),
@@ -313,39 +338,44 @@ _UPLOAD_STATES: Final[Mapping[int, UploadState]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadInfo:
-    """An upload: a checkpoint that is being written, or was."""
+    """An upload: the save of one step; from ``run.uploads`` and ``client.uploads``."""
 
     run: str
-    """``namespace/run``."""
+    """Name of its run, ``namespace/run``."""
     id: str
-    """The uid of the checkpoint that it becomes."""
+    """Id of the upload; ``uid`` of the checkpoint that it becomes."""
     step: int
+    """Step that it writes."""
     state: UploadState
-    """"ended": it was aborted, or lost its step; "unknown": only a newer server knows
-    what."""
+    """"live"; "committed"; "ended": aborted, or superseded by another upload of the
+    step; "unknown": a state of a newer server."""
     writer_count: int
+    """Number of writers: the processes of a job, or 1."""
     finished_writer_count: int
-    """While it is live."""
+    """Writers that have finished; only of a live upload."""
     unfinished_writers: tuple[int, ...]
-    """The first ones that it waits for, ascending: of a job, the processes."""
+    """First writers that have not finished, ascending: indices of processes."""
     labels: Mapping[str, str]
     metrics: Mapping[str, float]
     base_step: int | None
-    """Of the checkpoint whose chunks it may share; None: it has none."""
+    """Step of the checkpoint whose chunks it may share; None if there is none."""
     resumes: bool
-    """Whether it took an unfinished upload of the same step over."""
+    """Whether it resumed an unfinished upload of the same step."""
     owner: str
-    """Who writes it, such as its host, process and job; "": an earlier client."""
+    """Host, process and job of the writer; "" for earlier clients."""
     create_time: datetime
-    """When it began."""
+    """Time of its start, in UTC."""
     renew_time: datetime
-    """Its last sign of life."""
+    """Time of the last renewal of its lease, in UTC."""
     lease: timedelta
-    """How long it is safe from collection after its last sign of life."""
+    """How long after the last renewal garbage collection keeps it."""
+
+    def __repr__(self) -> str:
+        return f"<UploadInfo {self.id} of {self.run}@{self.step}, {self.state}>"
 
     @classmethod
     def from_message(cls, message: upload_api.Upload) -> "UploadInfo":
-        """Returns an upload of the contract, as GetUpload and ListUploads answer."""
+        """Returns the value of a protobuf message."""
         name = received(UploadName.from_resource, message.name)
         return cls(
             run=str(name.run),
@@ -381,25 +411,28 @@ _EVENT_KINDS: Final[Mapping[int, EventKind]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What happened to a checkpoint."""
+    """A change of a checkpoint; from ``Run.watch`` and ``Client.watch``."""
 
     kind: EventKind
-    """"unknown": only a newer server knows what happened."""
+    """"committed", "deleted", "undeleted", "tagged" or "untagged"; "unknown": a kind of
+    a newer server."""
     run: str
-    """``namespace/run``."""
+    """Name of the run, ``namespace/run``."""
     step: int
+    """Step of the checkpoint."""
     uid: str
-    """Of the checkpoint."""
+    """UUID of the checkpoint."""
     checkpoint: Checkpoint | None
-    """The checkpoint as it is now; None: it is gone. Of "committed" it is there."""
+    """Current checkpoint; None if it does not exist any more. Never None for
+    "committed"."""
     tag: str | None
-    """Of "tagged" and "untagged": which tag."""
+    """Name of the tag, for "tagged" and "untagged"."""
     resume_token: str
-    """Lets another watch go on after this event."""
+    """Token for ``watch(since=)``, which continues after this event."""
 
     @classmethod
     def from_message(cls, message: api.CheckpointEvent, resume_token: str) -> "Event":
-        """Returns an event of the contract."""
+        """Returns the value of a protobuf message."""
         found = message.checkpoint
         is_there = found.HasField("commit_time")
         return cls(
@@ -415,28 +448,38 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafInfo:
-    """One leaf of a checkpoint."""
+    """One leaf of a checkpoint; from ``OpenCheckpoint.leaves``."""
 
     key: str
+    """Key of the leaf, such as "params/layers/0/kernel"."""
     path: tuple[PathPart, ...]
-    """Its path in the tree: names, and numbers for indices and integer keys."""
+    """Path in the tree: names, and numbers for indices and integer keys."""
     path_kinds: str
     """A letter for each part of the path; see ``LeafTable.path_kinds``."""
     kind: str
-    """One of ``KINDS``, or "unknown" for those of a newer server."""
+    """"array", "host_array", "host_scalar", "python_scalar" or "prng_key"; "unknown": a
+    kind of a newer server."""
     dtype: str
+    """Name of the dtype, such as "bfloat16"."""
     shape: tuple[int, ...]
-    """Of what is stored: for PRNG keys, of their key data."""
+    """Shape of the stored array: for PRNG keys that of their key data."""
     chunk_shape: tuple[int, ...]
+    """Shape of its chunks; those at the end of an axis may be smaller."""
     chunk_count: int
+    """Number of chunks."""
     size_bytes: int
+    """Bytes of the array, uncompressed."""
     sharding: "SavedSharding | None"
-    """How it lay on its devices when it was saved."""
+    """Mesh and PartitionSpec when it was saved; None if it had none."""
     prng_impl: str | None
+    """Implementation of PRNG keys, such as "threefry2x32"; None for other leaves."""
+
+    def __repr__(self) -> str:
+        return f"<LeafInfo {self.key} {self.dtype}{[*self.shape]}>"
 
     @classmethod
     def from_row(cls, leaf: "Leaf", grid: "Grid") -> "LeafInfo":
-        """Returns a row of a leaf table."""
+        """Returns the value of a row of a leaf table."""
         return cls(
             key=leaf.key,
             path=path_of(leaf),
@@ -453,7 +496,7 @@ class LeafInfo:
 
 
 def path_of(leaf: "Leaf") -> tuple[PathPart, ...]:
-    """Returns a leaf's path, its numbers as numbers."""
+    """Returns the path of a leaf, with its indices as integers."""
     parts = zip(split_key(leaf.key), leaf.path_kinds, strict=True)
     return tuple(int(text) if kind in INTEGER_KINDS else text for text, kind in parts)
 
@@ -461,7 +504,7 @@ def path_of(leaf: "Leaf") -> tuple[PathPart, ...]:
 def _moment(
     message: api.Checkpoint, field: Literal["delete_time", "purge_time"]
 ) -> datetime | None:
-    """A time that may be absent."""
+    """Returns an optional time of a checkpoint."""
     if not message.HasField(field):
         return None
     stamp: Timestamp = getattr(message, field)

@@ -36,7 +36,7 @@ def select_leaves(client: "Client", path: CheckpointPath | LeafPath) -> Selectio
     """
     where = path.checkpoint if isinstance(path, LeafPath) else path
     checkpoint = _pin(client, where)
-    leaves = client.run(checkpoint.run).leaves(checkpoint.which)
+    leaves = client.run(checkpoint.run).open(checkpoint.which).leaves
     if isinstance(path, CheckpointPath):
         return Selection(checkpoint, tuple(leaves.values()))
     found = matching_keys(path.glob, leaves)
@@ -52,7 +52,7 @@ def select_leaf(client: "Client", path: LeafPath) -> Selection:
         Refusal: There is no such leaf.
     """
     checkpoint = _pin(client, path.checkpoint)
-    leaves = client.run(checkpoint.run).leaves(checkpoint.which)
+    leaves = client.run(checkpoint.run).open(checkpoint.which).leaves
     if path.glob not in leaves and set("*?[") & set(path.glob):
         raise Refusal(
             f"{path.glob!r} is a glob, and one leaf is asked for; 'storectl ls' takes "

@@ -27,6 +27,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 
 from storesvc_client._pytree.partition_rules import Rules, shardings_by_rules
+from storesvc_client._values.options import ALL_PROCESSES, OnMismatch
 from storesvc_client.errors import InvalidRequestError
 from storesvc_client.trees.nnx.casting import cast_floating
 from storesvc_client.trees.nnx.graphs import (
@@ -386,9 +387,9 @@ class EasyDeLState(struct.PyTreeNode):
         mesh: Mesh | None = None,
         partition_rules: "Rules | Literal['recorded'] | None" = None,
         opt_state: Literal["restore", "skip"] = "restore",
-        dtype: Any = None,
+        cast: Any = None,
         missing: Literal["error", "init"] = "error",
-        structure: Literal["check", "report"] = "check",
+        on_mismatch: OnMismatch = "raise",
     ) -> Self:
         """Returns a state that ``save_state`` saved.
 
@@ -401,9 +402,9 @@ class EasyDeLState(struct.PyTreeNode):
             mesh: The mesh.
             partition_rules: Partition rules for the leaves, or "recorded".
             opt_state: See ``restore_state``.
-            dtype: See ``restore_state``.
+            cast: See ``restore_state``.
             missing: See ``restore_state``.
-            structure: See ``restore_state``.
+            on_mismatch: See ``restore_state``.
 
         Raises:
             FileNotFoundError: The directory holds no state.
@@ -418,9 +419,9 @@ class EasyDeLState(struct.PyTreeNode):
                 mesh=mesh,
                 rules=partition_rules,
                 opt_state=opt_state,
-                dtype=dtype,
+                cast=cast,
                 missing=missing,
-                structure=structure,
+                on_mismatch=on_mismatch,
                 state_class=cls,
             )
             return state
@@ -447,7 +448,7 @@ class EasyDeLState(struct.PyTreeNode):
                 "expected a state with tx to load for, got none; see init_tx"
             )
         with opened_run(load_directory, client=client) as (run, which):
-            opened = run.open(which, processes="all")
+            opened = run.open(which, distributed=ALL_PROCESSES)
             return self.replace(opt_state=restore_opt_state(opened, self))
 
     def _sharded(self, state: Self, rules: Rules | None, mesh: Mesh | None) -> Self:

@@ -71,8 +71,7 @@ def gc(
     """
     parent = None if path is None else str(path)
     with connection.open() as client:
-        collect = client.preview_collection if dry_run else client.collect
-        passes = list(collect(parent, grace=grace))
+        passes = list(client.collect(parent, grace=grace, dry_run=dry_run))
     if as_json:
         print_json(passes)
     elif passes:

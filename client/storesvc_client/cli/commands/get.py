@@ -140,7 +140,7 @@ def _reading(client: "Client", selection: Selection) -> "Iterator[Arrays]":
     def arrays() -> "Arrays":
         run = client.run(checkpoint.run)
         keys = [leaf.key for leaf in selection.leaves]
-        for leaf, array in run.read(checkpoint.which, keys):
+        for leaf, array in run.open(checkpoint.which).read(keys):
             yield leaf, array
             advance(leaf.size_bytes)
 

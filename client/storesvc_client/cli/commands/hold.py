@@ -94,7 +94,7 @@ def hold(
             with connection.open() as client:
                 if delete is None:
                     damaged: list[DataLossError] = []
-                    holds = client.run(name).holds(on_damage=damaged.append)
+                    holds = client.run(name).holds.list(on_damage=damaged.append)
                     _HOLDS.show(holds, as_json=as_json, damaged=damaged)
                 else:
                     _delete(client.run(name), delete, as_json=as_json)
@@ -119,7 +119,9 @@ def _run_held(
     code = None
     with connection.open() as client:
         try:
-            with client.run(path.run).hold(path.which, owner=owner, ttl=ttl) as held:
+            with client.run(path.run).holds.create(
+                path.which, owner=owner, ttl=ttl
+            ) as held:
                 name = f"{path.run}@{held.checkpoint.step}"
                 code = run_command(command, os.environ | {"STORECTL_HELD": name})
         except StoreError as e:
@@ -132,13 +134,13 @@ def _run_held(
 
 def _delete(run: "Run", wanted: str, *, as_json: bool) -> None:
     damaged: list[DataLossError] = []
-    holds = {hold.id: hold for hold in run.holds(on_damage=damaged.append)}
+    holds = {hold.id: hold for hold in run.holds.list(on_damage=damaged.append)}
     unreadable = {e.metadata["name"].rpartition("/")[2] for e in damaged}
     if wanted not in {*holds, *unreadable}:
         raise Refusal(
             f"{run.name} has no hold {wanted!r}; 'storectl hold {run.name}' lists them"
         )
-    run.end_hold(wanted)
+    run.holds.release(wanted)
     if as_json:
         print_json({"run": run.name, "hold": wanted, "deleted": True})
     else:

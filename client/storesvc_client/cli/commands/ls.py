@@ -167,7 +167,9 @@ def ls(
                 runs = client.runs(namespace, on_damage=damaged.append)
                 _RUNS.show(runs, limit=limit, as_json=as_json, damaged=damaged)
             case RunPath(run) if deleted:
-                gone = client.run(run).deleted(on_damage=damaged.append)
+                gone = client.run(run).checkpoints(
+                    deleted=True, on_damage=damaged.append
+                )
                 _DELETED.show(gone, limit=limit, as_json=as_json, damaged=damaged)
             case RunPath(run):
                 found = client.run(run).checkpoints(on_damage=damaged.append)

@@ -107,17 +107,17 @@ def retain(
         run = client.run(path.run)
         if dry_run:
             _print_decisions(
-                run.preview_retention(wanted), "would be deleted", as_json=as_json
+                run.retention.preview(wanted), "would be deleted", as_json=as_json
             )
             if not as_json:
                 _print_when(_delay(run))
             return
         if wanted is not None or clear:
-            run.retain(wanted, purge_delay=purge_delay)
+            run.retention.set(wanted, purge_delay=purge_delay)
         elif purge_delay is not None:
             run.configure(purge_delay=purge_delay)
         if now:
-            decisions = run.apply_retention()
+            decisions = run.retention.apply()
             _print_decisions(decisions, "deleted", as_json=as_json)
             ends = _last_purge(run, decisions)
             if ends and not as_json:
@@ -129,7 +129,7 @@ def retain(
 def _print_policy(run: "Run", *, as_json: bool) -> None:
     from storesvc_client import format_policy
 
-    info, kept = run.info(), run.retention()
+    info, kept = run.info(), run.retention.get()
     if as_json:
         text = format_policy(kept) if kept else None
         print_json(json_value(info) | {"retention": text})
@@ -154,7 +154,9 @@ def _last_purge(
     if all(decision.kept for decision in decisions):
         return None
     damaged: list[Exception] = []  # named by ls
-    ends = (c.purge_time for c in run.deleted(on_damage=damaged.append))
+    ends = (
+        c.purge_time for c in run.checkpoints(deleted=True, on_damage=damaged.append)
+    )
     return max(filter(None, ends), default=None)
 
 

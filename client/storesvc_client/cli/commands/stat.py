@@ -59,7 +59,7 @@ def stat(
 def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
     checkpoint, opened = _found(run, which)
     contents = {} if opened is None else _contents(opened)
-    tags = [tag.name for tag in run.tags() if tag.uid == checkpoint.uid]
+    tags = [tag.name for tag in run.tags.list() if tag.uid == checkpoint.uid]
     base_step = _base_step(run, checkpoint)
     shared_bytes = checkpoint.stored_bytes - checkpoint.own_bytes
     if as_json:
@@ -98,7 +98,7 @@ def _found(
     except NotFoundError as e:
         if e.reason != "CHECKPOINT_DELETED":
             raise
-        for checkpoint in run.deleted():
+        for checkpoint in run.checkpoints(deleted=True):
             if checkpoint.uid == e.metadata["uid"]:
                 return checkpoint, None
         raise  # it was purged just now
@@ -110,7 +110,7 @@ def _base_step(run: "Run", checkpoint: "Checkpoint") -> int | None:
     from storesvc_client import NotFoundError
 
     try:
-        return run.upload(checkpoint.uid).base_step
+        return run.uploads.get(checkpoint.uid).base_step
     except NotFoundError:  # its upload is forgotten
         return None
 
@@ -126,7 +126,7 @@ def _contents(opened: "OpenCheckpoint") -> dict[str, Any]:
         "kinds": Counter(leaf.kind for leaf in leaves),
         "dtypes": Counter(map(dtype_text, leaves)),
         "meshes": sorted({_mesh_text(leaf.sharding) for leaf in leaves} - {ABSENT}),
-        "model": _model(opened.structure),
+        "model": _model(opened.document),
     }
 
 

@@ -93,7 +93,7 @@ def tag(
         case RunPath(run), None if not delete and protected is None and not expected:
             with connection.open() as client:
                 damaged: list[DataLossError] = []
-                tags = client.run(run).tags(on_damage=damaged.append)
+                tags = client.run(run).tags.list(on_damage=damaged.append)
                 _TAGS.show(tags, as_json=as_json, damaged=damaged)
         case RunPath(run), str() if delete and protected is None:
             _delete(connection, run, name, expected=expected, as_json=as_json)
@@ -114,7 +114,7 @@ def _delete(
     connection: Connection, run: str, name: str, *, expected: str | None, as_json: bool
 ) -> None:
     with connection.open() as client, _etag_hint(run):
-        client.run(run).untag(name, etag=expected)
+        client.run(run).tags.delete(name, etag=expected)
     if as_json:
         print_json({"run": run, "tag": name, "deleted": True})
     else:
@@ -132,7 +132,7 @@ def _set(
 ) -> None:
     with connection.open() as client, _etag_hint(path.run):
         run = client.run(path.run)
-        found = run.tag(name, path.which, protected=protected, etag=expected)
+        found = run.tags.set(name, path.which, protected=protected, etag=expected)
     if as_json:
         print_json(found)
     else:

@@ -111,10 +111,10 @@ def _show(
 
 
 def _abort(run: "Run", upload: str, *, as_json: bool) -> None:
-    found = run.upload(upload)
+    found = run.uploads.get(upload)
     match found.state:
         case "live":
-            run.abort(upload)
+            run.uploads.abort(upload)
         case "ended":
             raise Refusal(f"{run.name} upload {upload}: it is over already")
         case "committed":
@@ -131,6 +131,6 @@ def _abort(run: "Run", upload: str, *, as_json: bool) -> None:
         case state:
             assert_never(state)
     if as_json:
-        print_json(run.upload(upload))
+        print_json(run.uploads.get(upload))
     else:
         click.echo(f"upload {upload} of {run.name}@{found.step} aborted")

@@ -6,9 +6,10 @@ quote stored text, which is untrusted, so they are escaped for terminals.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Protocol
 
 from storesvc_client._pytree.leaves import list_problems
+from storesvc_client._values.options import OnMismatch
 from storesvc_client._values.values import LeafInfo
 from storesvc_client.errors import MismatchError, StructureError
 from storesvc_client.trees.nnx.recipes import Recipe
@@ -19,17 +20,7 @@ from storesvc_client.trees.structure import (
     merge_layers,
 )
 
-__all__ = [
-    "Stored",
-    "Structure",
-    "compare",
-    "log_saved_dtypes",
-    "recipe_of",
-    "reject_differences",
-]
-
-Structure: TypeAlias = Literal["check", "report"]
-"""Action on differences: "check" rejects them, "report" logs them."""
+__all__ = ["Stored", "compare", "log_saved_dtypes", "recipe_of", "reject_differences"]
 
 
 class Stored(Protocol):
@@ -40,7 +31,7 @@ class Stored(Protocol):
         """Name of the checkpoint, for messages."""
 
     @property
-    def structure(self) -> bytes:
+    def document(self) -> bytes:
         """Document about the tree; b"" if there is none."""
 
     @property
@@ -57,18 +48,18 @@ _SHOWN: Final = 5
 _log = logging.getLogger("storesvc_client")
 
 
-def recipe_of(stored: Stored, structure: Structure) -> Recipe | None:
+def recipe_of(stored: Stored, on_mismatch: OnMismatch) -> Recipe | None:
     """Returns the recipe of a checkpoint, or None if it has none.
 
     Raises:
         StructureError: It is corrupt, and ``structure`` is "check".
     """
-    if not stored.structure:
+    if not stored.document:
         return None
     try:
-        return Recipe.unpack(stored.structure)
+        return Recipe.unpack(stored.document)
     except StructureError as e:
-        if structure == "check":
+        if on_mismatch == "raise":
             raise
         _log.warning(
             ("%s: its model is not compared, because the recipe cannot be read: %s"),
@@ -83,7 +74,7 @@ def compare(
     recipe: Recipe | None,
     target: Recipe,
     *,
-    structure: Structure,
+    on_mismatch: OnMismatch,
     casting: bool,
 ) -> None:
     """Rejects a model or an optimizer that differs from the saved one.
@@ -92,7 +83,7 @@ def compare(
         stored: The checkpoint.
         recipe: Recipe of the checkpoint; None: nothing is compared.
         target: Recipe of the model to build.
-        structure: "check" rejects differences, "report" logs them. Differences only in
+        on_mismatch: "raise" rejects differences, "log" logs them. Differences only in
             the config, which may not affect any computation, are logged.
         casting: True if parameters are cast to another dtype.
 
@@ -116,9 +107,9 @@ def compare(
         # The config shows in the caller's terms the differences that the structure
         # shows in every layer.
         found[_SHOWN:] = [f"and {len(found) - _SHOWN} more places of the structure"]
-    if found and structure == "check":
+    if found and on_mismatch == "raise":
         advice = (
-            "fix the given model, or restore the matching parts with structure='report'"
+            "fix the given model, or restore the matching parts with on_mismatch='log'"
         )
         reject_differences(stored, [*config, *found], advice=advice)
     if config or found:

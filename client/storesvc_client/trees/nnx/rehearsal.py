@@ -77,7 +77,7 @@ class _Planned:
     tree: Tree
 
     @property
-    def structure(self) -> bytes:
+    def document(self) -> bytes:
         return self.tree.structure
 
     @cached_property
@@ -144,7 +144,7 @@ class Rehearser:
             rehearse: "strict" rejects the save before it begins.
             is_state: True for a state, False for the parts of a module.
         """
-        self._cache = _RehearsalCache.of(run._connection)  # noqa: SLF001 - of this library
+        self._cache = _RehearsalCache.of(run._session.connection)  # noqa: SLF001 - not public
         self._run = run.name
         self._saved = _Saved.of(saved, is_state=is_state)
         self._is_strict = rehearse == "strict"
@@ -179,7 +179,9 @@ class Rehearser:
         if is_new:
 
             def rehearse() -> None:
-                save.wait()  # a training loop may wait for this save, too
+                # A training loop may wait for this save, too; unlike save.exception(),
+                # this leaves the error to it.
+                save._pending.wait()  # noqa: SLF001 - not public
                 found = self._rehearsed(plan)
                 if not found.ok:
                     _log.warning("%s: %s", self._run, found.message)
@@ -219,7 +221,7 @@ class Rehearser:
 def _needs_arguments(cls: type[Any], stored: _Planned) -> bool:
     """Returns whether a class needs arguments that no checkpoint has, and so a
     factory."""
-    recipe = Recipe.unpack(stored.structure)
+    recipe = Recipe.unpack(stored.document)
     has_config = recipe.config is not None and takes_config(cls, recipe)
     given = {"rngs", "config"} if has_config else {"rngs"}
     return not given.issuperset(needed_arguments(cls))

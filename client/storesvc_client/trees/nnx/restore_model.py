@@ -23,7 +23,7 @@ from storesvc_client._pytree.leaves import named_leaves
 from storesvc_client._pytree.partition_rules import Rules
 from storesvc_client._restore.checkpoint import OpenCheckpoint
 from storesvc_client._values.gc_pause import collector_paused
-from storesvc_client._values.options import ReadOptions, TargetOptions
+from storesvc_client._values.options import OnMismatch, ReadKeywords, TargetOptions
 from storesvc_client.errors import InvalidRequestError, MismatchError
 from storesvc_client.trees.nnx.blueprints import (
     Blueprint,
@@ -74,11 +74,11 @@ class Options:
 
     mesh: Mesh | None = None
     rules: "Rules | Literal['recorded'] | None" = None
-    dtype: Any = None
+    cast: Any = None
     missing: Literal["error", "init"] = "error"
-    structure: Literal["check", "report"] = "check"
+    on_mismatch: OnMismatch = "raise"
     opt_state: Literal["restore", "skip"] = "restore"
-    reading: ReadOptions = field(default_factory=ReadOptions)
+    reading: ReadKeywords = field(default_factory=ReadKeywords)
 
     @property
     def initialises(self) -> bool:
@@ -96,7 +96,7 @@ class Options:
 
 _ALLOWED: Final = {
     "missing": ("error", "init"),
-    "structure": ("check", "report"),
+    "on_mismatch": ("raise", "log"),
     "opt_state": ("restore", "skip"),
 }
 
@@ -134,7 +134,7 @@ class Plan:
             "like": self.like,
             "mesh": self.options.mesh,
             "rules": self.options.rules,
-            "cast": self.options.dtype,
+            "cast": self.options.cast,
             "missing": "error",
         }
 
@@ -184,7 +184,7 @@ def plan_state(stored: Stored, request: Request) -> Plan:
     if request.tx is not None:
         check_tx(request.tx)
     # 1. Draw the blueprint; the caller's code runs with the garbage collector on.
-    recipe = recipe_of(stored, request.options.structure)
+    recipe = recipe_of(stored, request.options.on_mismatch)
     blueprint = _drawn(request.model, recipe, request.options)
     with collector_paused():
         return _planned_state(stored, request, recipe, blueprint)
@@ -223,7 +223,7 @@ def _planned_state(
 def plan_module(stored: Stored, request: Request) -> Plan:
     """Returns the plan of a restore of a module; see ``plan_state``."""
     options = request.options
-    recipe = recipe_of(stored, options.structure)
+    recipe = recipe_of(stored, options.on_mismatch)
     if request.model is None:
         # No mesh or rules are read from a stored model: no code is called for it.
         blueprint = _as_stored(stored, recipe, request.allow, options)
@@ -260,7 +260,7 @@ def _restored_containers(opened: OpenCheckpoint, request: Request) -> Any:
         mesh=options.mesh,
         rules=options.rules,
         select=select,
-        cast=options.dtype,
+        cast=options.cast,
         **options.reading,
     )
 
@@ -294,7 +294,7 @@ def plan_opt_state(
     Raises:
         MismatchError: The checkpoint has none, or one with other containers.
     """
-    recipe = recipe_of(stored, "check")
+    recipe = recipe_of(stored, "raise")
     if not _holds_optimizer(stored, recipe):
         raise MismatchError(
             f"{stored.name}: expected the state of an optimizer, got a checkpoint "
@@ -309,8 +309,8 @@ def plan_opt_state(
 
 
 def _drawn(model: ModelLike, recipe: Recipe | None, options: Options) -> Blueprint:
-    blueprint = draw_blueprint(model, recipe, options.mesh, options.dtype)
-    return blueprint if options.dtype is None else blueprint.cast(options.dtype)
+    blueprint = draw_blueprint(model, recipe, options.mesh, options.cast)
+    return blueprint if options.cast is None else blueprint.cast(options.cast)
 
 
 def _with_own_placement(blueprint: Blueprint, options: Options) -> Options:
@@ -391,7 +391,7 @@ def _as_stored(
         )
     graphdef = decode_graphdef(recipe.graphdef, allow=allow)
     blueprint = stored_blueprint(graphdef, stored.leaves)
-    return blueprint if options.dtype is None else blueprint.cast(options.dtype)
+    return blueprint if options.cast is None else blueprint.cast(options.cast)
 
 
 def _placed_like_parameters(
@@ -411,13 +411,13 @@ def _placed_like_parameters(
 def _compare(
     stored: Stored, recipe: Recipe | None, target: Recipe, options: Options
 ) -> None:
-    casting = options.dtype is not None
-    compare(stored, recipe, target, structure=options.structure, casting=casting)
+    casting = options.cast is not None
+    compare(stored, recipe, target, on_mismatch=options.on_mismatch, casting=casting)
 
 
 def _with_saved_dtypes(stored: Stored, like: Any, options: Options) -> Any:
     """Returns the leaves to restore in their saved form; logs dtype differences."""
-    casting = options.dtype is not None
+    casting = options.cast is not None
     found, changed = with_saved_dtypes(like, stored.leaves, casting=casting)
     log_saved_dtypes(stored, changed)
     return found

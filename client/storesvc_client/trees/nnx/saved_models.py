@@ -20,16 +20,18 @@ from typing import (
 )
 
 from storesvc.format.names import Which
-from storesvc_client._api.run import Run
+from storesvc_client._api.run import Run, save_checked
 from storesvc_client._save.handle import Save
 from storesvc_client._values.arguments import checked_choice
 from storesvc_client._values.options import (
+    ALL_PROCESSES,
     DEFAULT_DEADLINE,
-    Processes,
-    ReadOptions,
+    Distributed,
+    ModelRestoreKeywords,
+    OnMismatch,
+    ReadKeywords,
     Rehearse,
-    RestoreOptions,
-    SaveOptions,
+    SaveKeywords,
 )
 from storesvc_client.errors import InvalidRequestError, NotFoundError
 from storesvc_client.trees.nnx.model_parts import split_module
@@ -68,7 +70,7 @@ def save_state(
     state: Any,
     *,
     rehearse: Rehearse = "warn",
-    **options: Unpack[SaveOptions],
+    **options: Unpack[SaveKeywords],
 ) -> Save:
     """Starts a save of the state at its own step; see ``Run.save``.
 
@@ -85,7 +87,7 @@ def save_state(
             rejects the save before it begins; "off" skips the rehearsal.
             ``Save.rehearsal`` has the result.
         options: See ``Run.save``: ``metrics``, ``labels``, ``base``, ``snapshot``,
-            ``if_busy``, ``processes``, ``lease`` and ``progress``.
+            ``if_busy``, ``distributed`` and ``progress``.
 
     Raises:
         MismatchError: With ``rehearse="strict"``: it could not be restored.
@@ -114,7 +116,7 @@ def save_model(
     model: Any,
     *,
     rehearse: Rehearse = "warn",
-    **options: Unpack[SaveOptions],
+    **options: Unpack[SaveKeywords],
 ) -> Save:
     """Starts a save of a module without optimizer and step; see ``Run.save``.
 
@@ -154,14 +156,14 @@ def _begun(
     tree: Any,
     recipe: Recipe,
     rehearser: Rehearser | None,
-    options: SaveOptions,
+    options: SaveKeywords,
 ) -> Save:
     """Starts a save, and its rehearsal."""
-    structure = recipe.pack()
+    document = recipe.pack()
     if rehearser is None:
-        return run.save(step, tree, structure=structure, **options)
-    save = run.begin_save(
-        step, tree, structure=structure, check=rehearser.check, **options
+        return run.save(step, tree, document=document, **options)
+    save = save_checked(
+        run, step, tree, document=document, check=rehearser.check, **options
     )
     save.rehearsal = rehearser.after(save)
     return save
@@ -185,11 +187,11 @@ def restore_state(
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
     opt_state: Literal["restore", "skip"] = "restore",
-    dtype: "DTypeLike | None" = None,
+    cast: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
-    structure: Literal["check", "report"] = "check",
+    on_mismatch: OnMismatch = "raise",
     state_class: Any = None,
-    **options: Unpack[RestoreOptions],
+    **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel``.
 
@@ -201,9 +203,9 @@ def restore_state(
         mesh: See there.
         rules: See there.
         opt_state: See there.
-        dtype: See there.
+        cast: See there.
         missing: See there.
-        structure: See there.
+        on_mismatch: See there.
         state_class: The class whose ``create`` builds the state; None without
             ``model``.
         options: See there.
@@ -218,18 +220,18 @@ def restore_state(
             "state_class: expected a class with the create() of EasyDeLState, got "
             f"{state_class!r}"
         )
-    processes, reading = _reading(options)
+    distributed, reading = _reading(options)
     wanted = Options(
         mesh=mesh,
         rules=rules,
-        dtype=dtype,
+        cast=cast,
         missing=missing,
-        structure=structure,
+        on_mismatch=on_mismatch,
         opt_state=opt_state,
         reading=reading,
     )
     return rebuild_state(
-        _opened(run, which, processes, reading),
+        _opened(run, which, distributed, reading),
         Request(model=model, tx=tx, options=wanted),
         state_class,
     )
@@ -243,10 +245,10 @@ def restore_model(
     allow: Any = (),
     mesh: "Mesh | None" = None,
     rules: "Rules | None" = None,
-    dtype: "DTypeLike | None" = None,
+    cast: "DTypeLike | None" = None,
     missing: Literal["error", "init"] = "error",
-    structure: Literal["check", "report"] = "check",
-    **options: Unpack[RestoreOptions],
+    on_mismatch: OnMismatch = "raise",
+    **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
     """Returns the module of a checkpoint of a module or of a state.
 
@@ -260,9 +262,9 @@ def restore_model(
             name.
         mesh: See ``restore_state``.
         rules: See ``restore_state``.
-        dtype: See ``restore_state``.
+        cast: See ``restore_state``.
         missing: See ``restore_state``.
-        structure: See ``restore_state``.
+        on_mismatch: See ``restore_state``.
         options: See ``restore_state``.
 
     Raises:
@@ -278,33 +280,33 @@ def restore_model(
         raise InvalidRequestError(
             "expected model= or allow=, got both; allow= is for restoring without code"
         )
-    processes, reading = _reading(options)
+    distributed, reading = _reading(options)
     wanted = Options(
         mesh=mesh,
         rules=rules,
-        dtype=dtype,
+        cast=cast,
         missing=missing,
-        structure=structure,
+        on_mismatch=on_mismatch,
         opt_state="skip",
         reading=reading,
     )
     return rebuild_module(
-        _opened(run, which, processes, reading),
+        _opened(run, which, distributed, reading),
         Request(model=model, allow=allow, options=wanted),
     )
 
 
-def _reading(options: RestoreOptions) -> tuple[Processes, ReadOptions]:
-    """Splits the options into the processes that restore and the options of reading."""
+def _reading(options: ModelRestoreKeywords) -> tuple[Distributed, ReadKeywords]:
+    """Splits the options of ``Run.open`` from those of ``OpenCheckpoint.restore``."""
     reading: Any = dict(options)
-    return reading.pop("processes", "all"), reading
+    return reading.pop("distributed", ALL_PROCESSES), reading
 
 
 def _opened(
-    run: Run, which: Which, processes: Processes, reading: ReadOptions
+    run: Run, which: Which, distributed: Distributed, reading: ReadKeywords
 ) -> "OpenCheckpoint":
     deadline = reading.get("deadline", DEFAULT_DEADLINE)
-    return run.open(which, processes=processes, deadline=deadline)
+    return run.open(which, distributed=distributed, deadline=deadline)
 
 
 @contextmanager

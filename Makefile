@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 EASYDEL_VENV := build/easydel/venv
 CONTRACT := proto/storesvc_proto
 # What a test may read besides the installed package.
-TESTED := tests README.md pyproject.toml requirements deploy
+TESTED := tests README.md CONTRIBUTING.md CHANGELOG.md docs Makefile pyproject.toml requirements deploy
 
 # The first that answers: a version manager's shim may stand there with nothing
 # behind it.

@@ -87,7 +87,7 @@ def test_the_pods_of_a_job_save_together_and_go_on_together(
 
     told = run_pods(container, root, tmp_path, steps=4)
 
-    assert all("goes on at step 2" in lines for lines in told)
+    assert all("resumes at step 2" in lines for lines in told)
     with store.connect(root) as client:
         run = client.run("examples/train")
         assert [4, 2] == [found.step for found in run.checkpoints()]

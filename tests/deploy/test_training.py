@@ -66,7 +66,7 @@ def test_a_pod_goes_on_where_another_stopped(
 
     told = as_a_pod(parts, steps=5)
 
-    assert "goes on at step 3" in told
+    assert "resumes at step 3" in told
     assert [5, 4, 2] == list(losses(whole))
     assert [5, 4, 3, 2] == list(losses(parts))
     for step, loss in losses(whole).items():

@@ -191,7 +191,7 @@ def test_a_hold_that_did_not_last_is_told(
     result = storectl(server_address, *arguments)
 
     assert 1 == result.exit_code
-    assert f"storectl: the hold on {path} did not last: " in result.stderr
+    assert f"storectl: the hold on {path} was lost: " in result.stderr
 
 
 def test_a_hold_of_whoever_is_gone_is_ended_by_its_name(

@@ -311,7 +311,7 @@ def test_a_purge_of_what_is_held_leaves_it_deleted(
 
     assert sentence.startswith(f"{path} is kept by hold ")
     assert "by eval; " in sentence
-    assert "until then it is deleted, and can be undeleted" in sentence
+    assert "until then it stays deleted and can be undeleted" in sentence
     assert [20] == steps(ask("undelete", path))
 
 
@@ -338,7 +338,7 @@ def test_a_purge_asks_on_a_terminal(server_address: str, saved: store.Run) -> No
 
     code, text = on_a_terminal(b"\n", *arguments)
     assert 1 == code
-    assert f"End {saved.name}@20 for good? [y/N]" in text
+    assert f"Purge {saved.name}@20 permanently? [y/N]" in text
     assert 20 == saved.checkpoint(20).step
 
     code, text = on_a_terminal(b"y\n", *arguments)
@@ -403,14 +403,14 @@ def test_live_uploads_are_listed_and_aborted(
     header, row = table(tell("uploads", saved.name))
     (found,) = ask("uploads", saved.name)
 
-    titles = ["UPLOAD", "STEP", "BEGAN", "LAST SIGN", "WRITERS", "WAITS FOR", "OWNER"]
+    titles = ["UPLOAD", "STEP", "BEGAN", "RENEWED", "WRITERS", "WAITS FOR", "OWNER"]
     assert titles == header
     assert [upload, "40", "0 of 2", "0, 1", "host a"] == [*row[:2], *row[4:7]]
     assert [0, 1] == found["unfinished_writers"]
     assert [upload, "live", "600s"] == [found[k] for k in ("id", "state", "lease")]
     abort = ["uploads", saved.name, "--abort", upload]
     assert f"upload {upload} of {saved.name}@40 aborted\n" == tell(*abort)
-    assert "is over already" in refused(*abort)
+    assert "has already ended" in refused(*abort)
     assert [] == ask("uploads", saved.name)
 
 

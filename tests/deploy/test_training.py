@@ -30,7 +30,7 @@ def options(root: Path, *, steps: int) -> list[str]:
 
 
 def as_a_pod(root: Path, *, steps: int) -> list[str]:
-    """What the only pod of a Job prints."""
+    """Returns the output of the only pod of a Job."""
     pod = {
         "JOB_COMPLETION_INDEX": "0",
         "PROCESSES": "1",
@@ -57,7 +57,7 @@ def losses(root: Path) -> dict[int, float]:
         return {checkpoint.step: checkpoint.metrics["loss"] for checkpoint in found}
 
 
-def test_a_pod_goes_on_where_another_stopped(
+def test_a_pod_resumes_where_another_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"

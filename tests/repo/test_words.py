@@ -143,6 +143,12 @@ def prose_of_proto(source: str) -> Iterator[Prose]:
     yield Prose(1, "\n".join(lines))
 
 
+def prose_of_comments(source: str) -> Iterator[Prose]:
+    """Yields the comments of a file in which ``#`` begins them."""
+    lines = [re.split(r"(?:^|\s)#", line, maxsplit=1) for line in source.splitlines()]
+    yield Prose(1, "\n".join("".join(parts[1:]) for parts in lines))
+
+
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Yields docstrings, those of attributes too, and the lines they begin at."""
     for node in ast.walk(ast.parse(source)):
@@ -176,6 +182,13 @@ def documents() -> list[Path]:
     return found
 
 
+def configuration() -> list[Path]:
+    """Returns the files of the repository that have comments and are no modules."""
+    found = [ROOT / "Makefile", ROOT / "pyproject.toml"]
+    found += sorted((ROOT / "deploy").rglob("*.yaml"))
+    return [*found, ROOT / "deploy" / "Dockerfile"]
+
+
 def shown(path: Path) -> str:
     """Returns the path from the root of the repository, or from the installation."""
     if path.is_relative_to(ROOT):
@@ -190,8 +203,10 @@ def banned_words(path: Path) -> Iterator[str]:
             prose = prose_of_python(source)
         case ".proto":
             prose = prose_of_proto(source)
-        case _:
+        case ".md":
             prose = iter([Prose(1, source)])
+        case _:
+            prose = prose_of_comments(source)
     for part in prose:
         for line, word in part.hits():
             if (shown(path), word) not in ALLOWED:
@@ -229,6 +244,10 @@ def test_the_documents_use_no_banned_word() -> None:
 
     assert len(files) > 3
     check(hit for path in files for hit in banned_words(path))
+
+
+def test_the_configuration_uses_no_banned_word() -> None:
+    check(hit for path in configuration() for hit in banned_words(path))
 
 
 def test_no_docstring_of_the_product_begins_with_a_question_word() -> None:

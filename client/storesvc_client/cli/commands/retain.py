@@ -155,7 +155,7 @@ def _last_purge(
     """Returns the latest purge time of the deleted checkpoints, if any."""
     if all(decision.kept for decision in decisions):
         return None
-    damaged: list[Exception] = []  # ls reports them
+    damaged: list[Exception] = []  # named by ls
     ends = (c.purge_time for c in run.deleted(on_damage=damaged.append))
     return max(filter(None, ends), default=None)
 

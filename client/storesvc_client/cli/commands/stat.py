@@ -112,7 +112,7 @@ def _base_step(run: "Run", checkpoint: "Checkpoint") -> int | None:
 
     try:
         return run.upload(checkpoint.uid).base_step
-    except NotFoundError:  # the record of its upload was collected
+    except NotFoundError:  # its upload is forgotten
         return None
 
 

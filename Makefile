@@ -1,6 +1,6 @@
-# `make demo` and `make test` set up all that they need, in .venv, on a machine
-# with Python 3.11, pip, make and gcc; `make check` and `make test-easydel` are what
-# CI runs.
+# `make demo` and `make test` install everything that they need into .venv, on a
+# machine with Python 3.11, pip, make and gcc; CI runs `make check` and
+# `make test-easydel`.
 
 .PHONY: demo demo-multihost test check lint types contract breaking wheel-test \
         deploy-test bench soak test-easydel sweep-easydel test-gcs format proto lock clean
@@ -10,18 +10,17 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EASYDEL_VENV := build/easydel/venv
 CONTRACT := proto/storesvc_proto
-# What jax compiled for the tests; they find it in the checkout themselves.
+# Files that jax compiled for the tests; they find it in the checkout themselves.
 COMPILED := $(CURDIR)/build/jax
 # What a test may read besides the installed package.
-TESTED := tests README.md pyproject.toml requirements deploy
+TESTED := tests README.md CONTRIBUTING.md CHANGELOG.md docs Makefile pyproject.toml requirements deploy
 
-# The first that answers: a version manager's shim may stand there with nothing
-# behind it.
+# The first one that runs: the shim of a version manager may have no Python behind it.
 PYTHON = $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
   'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 pip = $(PYTHON) -m pip --python $(1)/bin/python
 
-# A caller's settings must not lead the virtual environments astray.
+# A caller's settings must not affect the virtual environments.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -44,8 +43,8 @@ check: lint types contract breaking wheel-test deploy-test
 $(VENV)/.locked: requirements/dev.lock
 $(EASYDEL_VENV)/.locked: requirements/easydel.lock
 
-# Made anew when the lock changes, so that nothing stays that it no longer names.
-# pip works from outside, because Debian's Python makes no environment that has it.
+# Recreated when the lock changes, so that no package stays that it no longer names.
+# pip runs from outside, because Debian's Python creates environments without it.
 $(VENV)/.locked $(EASYDEL_VENV)/.locked:
 	@test -n "$(PYTHON)" || { echo "storesvc needs Python 3.11 or newer: no" \
 	  "python3.11 and no such python3 is on the PATH." >&2; exit 1; }
@@ -78,7 +77,7 @@ contract: $(INSTALLED)
 	  || { echo "$(CONTRACT) is not what proto/storesvc says: run 'make proto'." >&2; \
 	       exit 1; }
 
-# Against the last release, since what was never released may still change.
+# Against the last release: anything unreleased may still change.
 breaking: $(INSTALLED)
 	@tag=$$(git describe --tags --abbrev=0 2>/dev/null) || { \
 	  echo "No release is tagged yet: nothing for the contract to break."; exit 0; }; \
@@ -86,8 +85,8 @@ breaking: $(INSTALLED)
 	&& git archive "$$tag" proto | tar -x -C build/released \
 	&& $(BIN)/buf breaking proto --against build/released/proto
 
-# The tests against the wheel, as users get it: in an environment that borrows the
-# dependencies of .venv but not its editable install, and from a folder without the
+# Runs the tests against the wheel that users install: in an environment that borrows
+# the dependencies of .venv but not its editable install, and from a folder without the
 # sources, so that no path leads back to the checkout.
 wheel-test: WHEEL_VENV := $(CURDIR)/build/wheel/venv
 wheel-test: $(INSTALLED)
@@ -106,9 +105,9 @@ wheel-test: $(INSTALLED)
 	cd build/wheel/run && STORESVC_SUITE=full JAX_COMPILATION_CACHE_DIR=$(COMPILED) \
 	  $(WHEEL_VENV)/bin/python -m pytest
 
-# deploy/, as far as it can be checked without a cluster and a registry of images: its
-# files, what kubectl renders of them, and the image's install lines, for which pip
-# needs its package index.
+# Checks deploy/ without a cluster and without an image registry: its files, their
+# rendering by kubectl, and the install lines of the image, for which pip needs its
+# package index.
 deploy-test: $(INSTALLED)
 	@command -v kubectl >/dev/null || { echo "make deploy-test needs kubectl, for its" \
 	  "kustomize: install Debian's kubernetes-client, or any newer one." >&2; exit 1; }
@@ -116,21 +115,20 @@ deploy-test: $(INSTALLED)
 	$(BIN)/hadolint deploy/Dockerfile
 	$(BIN)/python -m pytest --override-ini addopts=--import-mode=importlib tests/deploy
 
-# Side by side with Orbax and others: every work on tmpfs, lm on disk too, in two
-# hours. `python -m tests.bench NAME` runs one. EasyDeL takes part where
-# `make test-easydel` has made its environment, torch where somebody installed it.
+# Compares with Orbax and others: every benchmark on tmpfs, lm on disk too, in two
+# hours. `python -m tests.bench NAME` runs one. EasyDeL takes part if
+# `make test-easydel` has created its environment, torch if it is installed.
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.speed
 
-# All that a machine can do to a store, at every point of its work: half an hour, as
-# root for the parts that mount a disk. SOAK names parts; none: all.
+# Faults of a machine at every point of a store's work: half an hour, as root for the
+# parts that mount a disk. SOAK names parts; by default, all run.
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak $(SOAK)
 
-# Beside the real easydel and the jax and flax that it pins: its states and helpers
-# against ours, then those of our own tests that use jax and are not slow. Importing
-# easydel changes a process (jax's flags, the recursion limit), so each half has one of
-# its own.
+# With the real easydel and the jax and flax that it pins: first tests of its states and
+# helpers, then the other quick tests that use jax. Importing easydel changes a process (flags
+# of jax, the recursion limit), so each half runs in its own process.
 test-easydel: EASYDEL_PYTEST := $(EASYDEL_VENV)/bin/python -m pytest
 test-easydel: USES_JAX := (import|from) (jax|flax|optax)|storesvc_client\.(_pytree|trees|easydel)
 test-easydel: $(EASYDEL_VENV)/.installed
@@ -145,9 +143,9 @@ sweep-easydel: $(EASYDEL_VENV)/.installed
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
 	  $(EASYDEL_VENV)/bin/python -W ignore -m tests.easydel.sweep '$(CLASSES)'
 
-# What the emulator stands in for otherwise: stores in a real bucket, below a prefix
-# of their own that is deleted at the end; credentials are Application Default
-# Credentials, and their owner pays some cents. Ten minutes.
+# Stores in a real bucket instead of the emulator, below a prefix of their own that is
+# deleted at the end, with Application Default Credentials. Costs some cents and takes
+# ten minutes.
 #   make test-gcs BUCKET=gs://my-bucket
 test-gcs: $(INSTALLED)
 	@test -n "$(BUCKET)" || { echo "expected a bucket to work in, got none: make" \
@@ -166,11 +164,11 @@ proto: $(INSTALLED)
 	@rm -f $(CONTRACT)/v1/*_pb2*
 	proto/generate.sh proto $(CURDIR)/$(BIN)/python
 
-# Keeps every pin that still fits; remove a lock first for the newest of all.
+# Keeps every pin that still fits; delete a lock first to renew all of its pins.
 LOCKS := dev easydel wheel server training
 LOCK_dev := pyproject.toml --all-extras --group dev
 LOCK_easydel := pyproject.toml --all-extras --group easydel
-# Of the images in deploy/: at the versions that the tests run with.
+# Locks of the images in deploy/: at the versions that the tests run with.
 TESTED_PINS := --constraint requirements/dev.lock
 LOCK_wheel := --group wheel $(TESTED_PINS)
 LOCK_server := pyproject.toml --extra server --extra gcs --extra s3 $(TESTED_PINS)

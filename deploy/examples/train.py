@@ -1,9 +1,9 @@
-"""A training run over several hosts, which saves to a store and goes on from it.
+"""Trains over several hosts, saves to a store, and resumes from it.
 
 Each pod of an indexed Job is one process of one JAX program (job.yaml, jobset.yaml).
-All of them save, each what lies on its devices, and all restore; a pod that was lost
-takes the others with it, and the next try goes on at the last checkpoint. Alone, and
-without a cluster:
+All of them save, each what is on its devices, and all restore. When a pod is lost, the
+others fail too, and the next attempt resumes at the newest checkpoint. Alone, without
+a cluster:
 
     python train.py --store file:///tmp/ckpts --run examples/train --steps 20
 """
@@ -41,17 +41,17 @@ def main() -> None:
         try:
             # All processes restore the checkpoint that the first one finds.
             state = run.restore("latest", like=state)
-            _tell(f"goes on at step {int(state['step'])}")
+            _print(f"resumes at step {int(state['step'])}")
         except store.NotFoundError:
-            _tell("begins")
+            _print("begins")
         for after, loss in _steps(state, mesh, until=options.steps):
             step = int(after["step"])
             if step % options.save_every == 0 or step == options.steps:
                 # Every process saves; each returns once its own part is copied.
                 run.save(step, after, metrics={"loss": loss})
-                _tell(f"step {step}: loss {loss:.4f}")
-    # The client has waited for its saves: what was told is durable.
-    _tell("done")
+                _print(f"step {step}: loss {loss:.4f}")
+    # The client has waited for its saves: every step printed above is durable.
+    _print("done")
 
 
 def _arguments() -> argparse.Namespace:
@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _join_processes() -> None:
-    """Makes one program of the pods of a Job; alone, this process is all of it."""
+    """Joins the pods of a Job into one program; alone, this process is the program."""
     if "JOB_COMPLETION_INDEX" in os.environ:
         jax.distributed.initialize(
             coordinator_address=os.environ["COORDINATOR"],
@@ -74,7 +74,7 @@ def _join_processes() -> None:
 
 
 def _first_state(mesh: Mesh) -> State:
-    """Returns the state before the first step, spread over all devices."""
+    """Returns the state before the first step, sharded over all devices."""
 
     def made() -> State:
         keys = jax.random.split(jax.random.key(0), 2)
@@ -90,7 +90,7 @@ def _first_state(mesh: Mesh) -> State:
 
 
 def _steps(state: State, mesh: Mesh, *, until: int) -> Iterator[tuple[State, float]]:
-    """Yields the state and the loss of each step that is left."""
+    """Yields the state and the loss of each remaining step."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     whole = NamedSharding(mesh, P())
     advance = jax.jit(_advance, donate_argnums=0, out_shardings=(shardings, whole))
@@ -100,8 +100,8 @@ def _steps(state: State, mesh: Mesh, *, until: int) -> Iterator[tuple[State, flo
 
 
 def _advance(state: State) -> tuple[State, jax.Array]:
-    """One step; its batch is drawn from its number, so that a run that goes on sees
-    what an uninterrupted one sees."""
+    """Runs one step. The number of the step seeds its batch, so that a resumed run sees
+    the batches of an uninterrupted one."""
     key = jax.random.fold_in(jax.random.key(1), state["step"])
     batch = jax.random.normal(key, (BATCH_SIZE, WIDTH))
     loss, grads = jax.value_and_grad(_loss)(state["params"], batch)
@@ -115,7 +115,7 @@ def _loss(params: list[jax.Array], batch: jax.Array) -> jax.Array:
     return jnp.mean((encoded @ params[1] - batch) ** 2)
 
 
-_tell = partial(print, flush=True)
+_print = partial(print, flush=True)
 
 
 if __name__ == "__main__":

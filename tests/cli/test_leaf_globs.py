@@ -1,4 +1,4 @@
-"""Paths and globs of storectl: what they name, and what they refuse."""
+"""Paths and globs of storectl: what they match and reject."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def test_the_empty_glob_names_the_tree_that_is_one_leaf() -> None:
     assert [] == matching_keys("", KEYS)
 
 
-def test_stars_that_stand_in_a_key_are_letters_there() -> None:
+def test_stars_in_a_key_match_literally() -> None:
     assert ["a/**/**/b"] == matching_keys("a/?*/?*/b", ["a/**/**/b", "a/b"])
 
 
@@ -181,7 +181,7 @@ def test_a_server_without_a_port_has_the_one_of_serve(typed: str, target: str) -
 
 
 @pytest.mark.parametrize("typed", ["", "a:", "a:b", "me@a", "a/b", "[::1", "a:99999"])
-def test_what_is_no_server_stays_as_typed_for_connect_to_refuse(typed: str) -> None:
+def test_an_invalid_server_is_passed_unchanged_to_connect(typed: str) -> None:
     assert typed == parse_target(typed)
 
 

@@ -15,7 +15,7 @@ from tests.support.server_process import ServerProcess
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
 SERVER = {"storesvc.server.app", "storesvc.store", "tensorstore"}
 SLOW = {"crc32c", "ml_dtypes", "numpy", "rich", "tenacity", "tqdm"}
-"""For a list of checkpoints, that is."""
+"""Modules that a list of checkpoints does not import."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def commands_of(modules: set[str]) -> set[str]:
     }
 
 
-def test_help_imports_nothing_that_talks_to_a_store() -> None:
+def test_help_imports_nothing_that_connects_to_a_store() -> None:
     modules = imported_by_storectl("--help")
 
     assert set() == modules & (JAX | SERVER | SLOW | {"asyncio", "grpc", "google"})
@@ -98,7 +98,7 @@ def test_a_client_imports_no_numpy_before_it_saves_or_restores() -> None:
 
 
 @pytest.mark.parametrize("threads", [None, "3"])
-def test_what_storectl_starts_is_told_of_no_threads(
+def test_commands_that_storectl_starts_do_not_inherit_library_settings(
     threads: str | None, server: ServerProcess, listed: store.Run
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}

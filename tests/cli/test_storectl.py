@@ -1,4 +1,4 @@
-"""What storectl prints, writes and refuses, against a real server."""
+"""storectl against a real server: output, files and errors."""
 
 import errno
 import json
@@ -80,7 +80,7 @@ def test_ls_of_a_namespace_lists_its_runs_only(address: str) -> None:
     assert ["test/other"] == [run["name"] for run in document(address, "ls", "test")]
 
 
-def test_ls_of_an_empty_namespace_says_so_beside_the_output(address: str) -> None:
+def test_ls_of_an_empty_namespace_says_so_on_stderr(address: str) -> None:
     result = storectl(address, "ls", "nobody")
 
     assert (0, "", "storectl: no runs\n") == (
@@ -114,14 +114,14 @@ def test_ls_takes_a_glob_of_leaves(address: str) -> None:
     ]
 
 
-def test_what_a_limit_cuts_off_is_said_beside_the_output(address: str) -> None:
+def test_a_limit_that_omits_items_says_so_on_stderr(address: str) -> None:
     result = storectl(address, "ls", "prod/tiny", "--limit", "1", "--json")
 
     assert [20] == [checkpoint["step"] for checkpoint in json.loads(result.stdout)]
     assert "storectl: 1 checkpoint shown, there are more\n" == result.stderr
 
 
-def test_a_limit_that_cuts_nothing_off_is_silent(address: str) -> None:
+def test_a_limit_that_omits_nothing_is_silent(address: str) -> None:
     assert "" == storectl(address, "ls", "prod/tiny", "--limit", "2").stderr
 
 
@@ -135,7 +135,7 @@ def test_json_has_sizes_in_bytes_and_times_in_utc(address: str) -> None:
     assert datetime.fromisoformat(checkpoint["commit_time"]).year >= 2024
 
 
-def test_a_label_cannot_steer_a_terminal(address: str) -> None:
+def test_a_label_cannot_control_a_terminal(address: str) -> None:
     assert r"note='\x1b[2J \u202egone'" in printed(address, "ls", "edge/hostile")
 
 
@@ -163,7 +163,7 @@ def test_tree_draws_the_leaves_and_neighbours_that_are_alike_once(address: str) 
     ] == text.splitlines()
 
 
-def test_tree_goes_no_deeper_than_it_is_told(address: str) -> None:
+def test_tree_draws_no_more_than_depth_levels(address: str) -> None:
     _, *rows = table(printed(address, "tree", "prod/tiny@20", "--depth", "1"))
 
     assert ["├── odd", "├── params", "├── rngs/dropout", "└── step"] == [
@@ -182,7 +182,7 @@ def test_tree_as_json_holds_every_leaf(address: str) -> None:
     assert "params/blocks/0/bias" == params["children"][0]["children"][0]["key"]
 
 
-def test_stat_of_a_checkpoint_tells_all_about_it(
+def test_stat_of_a_checkpoint_shows_its_details(
     address: str, client: store.Client
 ) -> None:
     stat = document(address, "stat", "prod/tiny@latest")
@@ -197,7 +197,7 @@ def test_stat_of_a_checkpoint_tells_all_about_it(
     assert "loss=2.5" in text
 
 
-def test_stat_of_a_leaf_tells_its_grid_and_how_it_was_sharded(address: str) -> None:
+def test_stat_of_a_leaf_shows_its_grid_and_sharding(address: str) -> None:
     text = printed(address, "stat", "edge/sharded@latest:rows")
     leaf = document(address, "stat", "edge/sharded@latest:rows")
 
@@ -253,7 +253,7 @@ def test_a_server_that_is_not_there_is_one_sentence_with_its_address() -> None:
         ["nonsense"],
     ],
 )
-def test_what_makes_no_sense_is_wrong_usage(arguments: list[str]) -> None:
+def test_contradictory_arguments_are_wrong_usage(arguments: list[str]) -> None:
     result = CliRunner().invoke(main, arguments)
 
     assert (2, "") == (result.exit_code, result.stdout)
@@ -278,7 +278,7 @@ def test_help_imports_nothing_that_is_slow() -> None:
     assert set() == modules & {"google.protobuf", "grpc", "jax", "numpy", "rich"}
 
 
-def test_looking_at_a_store_imports_no_jax(address: str) -> None:
+def test_reading_a_store_imports_no_jax(address: str) -> None:
     program = (
         "import sys\n"
         "from storesvc_client.cli import main\n"
@@ -317,7 +317,7 @@ def test_a_reader_that_leaves_early_is_no_error(address: str) -> None:
 
 
 def on_a_terminal(*arguments: str, columns: int) -> str:
-    """What a command writes to a terminal of so many columns."""
+    """Returns the output of a command in a terminal of that many columns."""
     inside, outside = pty.openpty()
     process = subprocess.Popen(
         [*COMMAND, *arguments],
@@ -386,7 +386,7 @@ def test_a_store_of_files_needs_no_server(tmp_path: Path) -> None:
     assert ["prod/tiny"] == [run["name"] for run in document(target, "ls")]
 
 
-def test_looking_at_a_directory_without_a_store_makes_none(tmp_path: Path) -> None:
+def test_reading_a_directory_without_a_store_creates_none(tmp_path: Path) -> None:
     root = tmp_path / "mistyped"
 
     assert f"{root} holds no store" in refusal(root.as_uri(), "ls")

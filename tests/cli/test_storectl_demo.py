@@ -1,4 +1,4 @@
-"""storectl demo: what it refuses before it trains; tests/deploy/ runs all of it."""
+"""storectl demo: what it rejects before it trains; tests/deploy/ runs all of it."""
 
 from click.testing import CliRunner
 
@@ -16,4 +16,4 @@ def test_a_store_that_others_serve_is_not_kept_here() -> None:
     told = CliRunner().invoke(main, ["demo", "--store", "x:1", "--keep", "/nowhere"])
 
     assert 2 == told.exit_code
-    assert "--keep keeps a store of its own" in told.stderr
+    assert "expected --keep or --store, not both" in told.stderr

@@ -1,4 +1,4 @@
-"""How storectl reports errors: as JSON, at Ctrl-C, and without lines of libraries."""
+"""storectl reports errors: as JSON, at Ctrl-C, and without log lines of libraries."""
 
 import json
 import os
@@ -33,31 +33,31 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Result
 # --- options anywhere -------------------------------------------------------------
 
 
-def test_the_store_may_be_named_before_or_behind_a_command(root: Path) -> None:
+def test_the_store_may_be_named_before_or_after_a_command(root: Path) -> None:
     before = run("-s", str(root), "ls")
     behind = run("ls", "-s", str(root))
 
     assert (0, before.output) == (behind.exit_code, behind.output)
 
 
-def test_a_store_named_behind_a_command_overrides_one_before(root: Path) -> None:
+def test_a_store_named_after_a_command_overrides_one_before(root: Path) -> None:
     assert 0 == run("-s", "127.0.0.1:1", "ls", "prod", "-s", str(root)).exit_code
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_takes_the_store_behind_it(command: str) -> None:
+def test_every_command_accepts_the_store_after_it(command: str) -> None:
     result = run(command, "-s", "memory://", "--help")
 
     assert (0, True) == (result.exit_code, "Examples" in result.output)
 
 
-def test_what_follows_a_held_command_is_its_own(root: Path) -> None:
+def test_options_after_a_held_command_belong_to_it(root: Path) -> None:
     held = [sys.executable, "-c", "import sys; sys.exit(len(sys.argv))", "-s", "x"]
 
     assert 3 == run("hold", "prod/tiny@1", "-s", str(root), "--", *held).exit_code
 
 
-def test_certificates_in_the_environment_are_passed_over_for_a_root_behind(
+def test_certificates_in_the_environment_are_ignored_for_a_root_after_the_command(
     root: Path, tmp_path: Path
 ) -> None:
     pem = tmp_path / "ca.pem"
@@ -149,7 +149,7 @@ def test_ctrl_c_during_the_imports_of_a_command_is_exit_code_130(
 
 
 @pytest.mark.slow
-def test_no_line_of_a_native_library_comes_before_the_sentence(tmp_path: Path) -> None:
+def test_no_line_of_a_native_library_precedes_the_error(tmp_path: Path) -> None:
     # TensorStore's AWS SDK logs that these files are missing.
     missing = {
         "AWS_CONFIG_FILE": str(tmp_path / "config"),

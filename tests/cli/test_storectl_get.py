@@ -1,4 +1,4 @@
-"""What ``storectl get`` says of leaves, writes to files, and refuses to write."""
+"""``storectl get``: summaries of leaves, files, and what it rejects."""
 
 import errno
 import json
@@ -43,14 +43,14 @@ def address(server_address: str) -> str:
     return server_address
 
 
-def test_get_sums_up_the_values_that_are_numbers(address: str) -> None:
+def test_get_summarizes_the_values_that_are_not_nan(address: str) -> None:
     header, row = table(printed(address, "get", "prod/tiny@20:params/embed/embedding"))
 
     assert ["KEY", "DTYPE", "SHAPE", "MIN", "MAX", "MEAN", "NAN"] == header
     assert ["float32", "[2,2]", "-2.5", "4", "1", "1"] == row[1:]
 
 
-def test_get_sums_up_what_has_no_order_as_far_as_it_goes(address: str) -> None:
+def test_get_summarizes_values_without_order_as_far_as_possible(address: str) -> None:
     rows = {
         row[0]: row[1:] for row in table(printed(address, "get", "prod/tiny@20:**"))
     }
@@ -173,7 +173,7 @@ def test_a_file_that_cannot_be_written_is_refused(address: str) -> None:
     assert f"/nowhere/x.npy: {os.strerror(errno.ENOENT)}" == sentence
 
 
-def test_damaged_data_leave_the_file_as_it_was(
+def test_damaged_data_leave_the_file_unchanged(
     start_server: Callable[[], Any], tmp_path: Path
 ) -> None:
     server = start_server()
@@ -213,8 +213,10 @@ def test_a_glob_that_matches_nothing_names_the_nearest_keys(address: str) -> Non
     )
 
 
-def test_the_path_of_a_subtree_is_told_how_to_name_its_leaves(address: str) -> None:
+def test_the_path_of_a_subtree_is_an_error_that_names_the_glob_of_its_leaves(
+    address: str,
+) -> None:
     assert (
         "no leaf of prod/tiny@20 matches 'params/blocks', which is a subtree of "
-        "6 leaves; ask for 'params/blocks/**'"
+        "6 leaves; use 'params/blocks/**'"
     ) == refusal(address, "get", "prod/tiny@20:params/blocks")

@@ -178,9 +178,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_command_once(
 
 
 @pytest.mark.slow
-def test_a_hold_that_did_not_last_is_told(
-    server_address: str, saved: store.Run
-) -> None:
+def test_a_lost_hold_is_reported(server_address: str, saved: store.Run) -> None:
     path, name = f"{saved.name}@1", saved.name
     ended = (
         "import storesvc_client as store, time\n"
@@ -195,11 +193,11 @@ def test_a_hold_that_did_not_last_is_told(
     result = storectl(server_address, *arguments)
 
     assert 1 == result.exit_code
-    assert f"storectl: the hold on {path} did not last: " in result.stderr
+    assert f"storectl: the hold on {path} was lost: " in result.stderr
 
 
 @pytest.mark.slow
-def test_a_hold_of_whoever_is_gone_is_ended_by_its_name(
+def test_a_hold_of_a_client_that_is_gone_is_ended_by_its_id(
     server_address: str, saved: store.Run, start: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
     process = start(f"{saved.name}@1", "--", "sh", "-c", "echo; sleep 1")
@@ -233,7 +231,7 @@ def test_a_command_that_cannot_run_is_refused_as_shells_do(
     assert [] == document(server_address, "hold", saved.name)
 
 
-def test_what_is_not_there_is_not_held_and_nothing_runs(
+def test_an_absent_checkpoint_is_not_held_and_no_command_runs(
     server_address: str, saved: store.Run, tmp_path: Path
 ) -> None:
     saved.delete(1)
@@ -284,7 +282,7 @@ def test_a_hold_lasts_through_a_restart_of_the_server(
         ["hold", "a/b@10:params/**", "--", "true"],
     ],
 )
-def test_what_makes_no_sense_is_wrong_usage(arguments: list[str]) -> None:
+def test_contradictory_arguments_are_wrong_usage(arguments: list[str]) -> None:
     result = storectl("127.0.0.1:1", *arguments)
 
     assert (2, "") == (result.exit_code, result.stdout)

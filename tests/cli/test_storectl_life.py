@@ -1,4 +1,4 @@
-"""What storectl does to checkpoints: tags, updates, deletion, undeletion, purges."""
+"""storectl changes checkpoints: tags, updates, deletion, undeletion, purges."""
 
 import errno
 import json
@@ -52,7 +52,7 @@ def tell(server_address: str) -> Callable[..., str]:
 
 @pytest.fixture
 def refused(server_address: str) -> Callable[..., str]:
-    """Returns the sentence with which a command ends."""
+    """Returns the error message of a command."""
     return lambda *arguments: refusal(server_address, *arguments)
 
 
@@ -63,7 +63,7 @@ def steps(found: list[dict[str, Any]]) -> list[int]:
 # --- tags -------------------------------------------------------------------------
 
 
-def test_a_tag_stands_where_a_step_does(
+def test_a_path_takes_a_tag_in_place_of_a_step(
     saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     said = tell("tag", f"{saved.name}@20", "best")
@@ -132,7 +132,7 @@ def test_a_protected_tag_moves_with_its_etag_and_stays_protected(
     assert not free["protected"]
 
 
-def test_a_tag_that_is_not_there_is_told_with_its_neighbours(
+def test_an_absent_tag_is_an_error_that_names_similar_tags(
     saved: store.Run, tell: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     tell("tag", f"{saved.name}@10", "best")
@@ -147,7 +147,7 @@ def test_a_tag_that_is_not_there_is_told_with_its_neighbours(
         assert f"{saved.name} has no tag bets (nearest: best)" in sentence
 
 
-def test_what_is_deleted_takes_no_tag_and_no_update(
+def test_a_deleted_checkpoint_cannot_be_tagged_or_updated(
     saved: store.Run, tell: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     path = f"{saved.name}@10"
@@ -219,7 +219,7 @@ def test_updates_at_once_lose_nothing(server_address: str, saved: store.Run) -> 
 # --- deletion ---------------------------------------------------------------------
 
 
-def test_rm_says_until_when_and_how_to_take_it_back(
+def test_rm_prints_how_to_undelete_and_until_when(
     saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     path = f"{saved.name}@20"
@@ -236,7 +236,7 @@ def test_rm_says_until_when_and_how_to_take_it_back(
     assert [30, 20, 10] == steps(ask("ls", saved.name))
 
 
-def test_rm_takes_several_and_goes_on_after_a_refusal(
+def test_rm_takes_several_checkpoints_and_continues_after_an_error(
     server_address: str, saved: store.Run, ask: Callable[..., Any]
 ) -> None:
     saved.tags.set("best", 10)
@@ -254,7 +254,7 @@ def test_rm_takes_several_and_goes_on_after_a_refusal(
     assert [20, 30] == steps(ask("undelete", paths[1], paths[3]))
 
 
-def test_what_is_pinned_or_tagged_is_not_deleted(
+def test_a_pinned_or_tagged_checkpoint_is_not_deleted(
     saved: store.Run, refused: Callable[..., str]
 ) -> None:
     saved.update(10, pinned=True)
@@ -283,7 +283,7 @@ def test_deleted_ones_are_listed_with_their_times(
     assert "loss=2.8" in newest
 
 
-def test_a_purge_ends_it_for_good_and_frees_its_step(
+def test_a_purge_is_permanent_and_frees_the_step(
     saved: store.Run,
     tell: Callable[..., str],
     ask: Callable[..., Any],
@@ -311,12 +311,12 @@ def test_a_purge_of_what_is_held_leaves_it_deleted(
 
     assert sentence.startswith(f"{path} is kept by hold ")
     assert "by eval; " in sentence
-    assert "until then it is deleted, and can be undeleted" in sentence
+    assert "until then it stays deleted and can be undeleted" in sentence
     assert [20] == steps(ask("undelete", path))
 
 
 def on_a_terminal(answer: bytes, *arguments: str) -> tuple[int, str]:
-    """The exit code of a command, and what it writes when it is answered."""
+    """Returns the exit code and the output of a command whose prompt is answered."""
     inside, outside = pty.openpty()
     process = subprocess.Popen(
         [*COMMAND, *arguments], stdin=outside, stdout=outside, stderr=outside
@@ -338,7 +338,7 @@ def test_a_purge_asks_on_a_terminal(server_address: str, saved: store.Run) -> No
 
     code, text = on_a_terminal(b"\n", *arguments)
     assert 1 == code
-    assert f"End {saved.name}@20 for good? [y/N]" in text
+    assert f"Purge {saved.name}@20 permanently? [y/N]" in text
     assert 20 == saved.checkpoint(20).step
 
     code, text = on_a_terminal(b"y\n", *arguments)
@@ -351,7 +351,7 @@ def test_a_purge_asks_on_a_terminal(server_address: str, saved: store.Run) -> No
 # --- stat -------------------------------------------------------------------------
 
 
-def test_stat_tells_what_is_known_of_a_checkpoint(
+def test_stat_shows_uid_tags_and_base_of_a_checkpoint(
     saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     path = f"{saved.name}@20"
@@ -373,7 +373,7 @@ def test_stat_tells_what_is_known_of_a_checkpoint(
     assert found["stored_bytes"] == found["own_bytes"] + found["shared_bytes"]
 
 
-def test_stat_tells_of_a_deleted_checkpoint_too(
+def test_stat_shows_a_deleted_checkpoint_too(
     saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     path = f"{saved.name}@20"
@@ -403,14 +403,14 @@ def test_live_uploads_are_listed_and_aborted(
     header, row = table(tell("uploads", saved.name))
     (found,) = ask("uploads", saved.name)
 
-    titles = ["UPLOAD", "STEP", "BEGAN", "LAST SIGN", "WRITERS", "WAITS FOR", "OWNER"]
+    titles = ["UPLOAD", "STEP", "BEGAN", "RENEWED", "WRITERS", "WAITS FOR", "OWNER"]
     assert titles == header
     assert [upload, "40", "0 of 2", "0, 1", "host a"] == [*row[:2], *row[4:7]]
     assert [0, 1] == found["unfinished_writers"]
     assert [upload, "live", "600s"] == [found[k] for k in ("id", "state", "lease")]
     abort = ["uploads", saved.name, "--abort", upload]
     assert f"upload {upload} of {saved.name}@40 aborted\n" == tell(*abort)
-    assert "is over already" in refused(*abort)
+    assert "has already ended" in refused(*abort)
     assert [] == ask("uploads", saved.name)
 
 
@@ -441,7 +441,7 @@ def test_uploads_of_all_runs_are_listed_even_of_those_without_a_checkpoint(
     )
 
 
-def test_du_tells_of_a_run_whose_first_save_is_under_way(
+def test_du_shows_a_run_whose_first_save_is_in_progress(
     server_address: str, tell: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     namespace = f"uploads-{uuid.uuid4().hex[:8]}"
@@ -509,7 +509,7 @@ def test_only_a_live_upload_can_be_aborted(
         ["uploads", "a/b@10"],
     ],
 )
-def test_what_makes_no_sense_is_wrong_usage(arguments: list[str]) -> None:
+def test_contradictory_arguments_are_wrong_usage(arguments: list[str]) -> None:
     result = storectl("127.0.0.1:1", *arguments)
 
     assert (2, "") == (result.exit_code, result.stdout)

@@ -1,4 +1,4 @@
-"""storectl ping: what probes ask."""
+"""storectl ping: the command of probes."""
 
 import signal
 import socket
@@ -14,7 +14,7 @@ from tests.support.command_line import document, printed, refusal
 from tests.support.server_process import ServerProcess
 
 
-def test_a_server_that_takes_calls_tells_what_it_serves(server: ServerProcess) -> None:
+def test_ping_prints_what_a_server_serves(server: ServerProcess) -> None:
     told = document(server.address, "ping")
 
     assert {"store_uid", "version"} == told.keys()

@@ -14,7 +14,7 @@ def storectl(address: str, *arguments: str) -> Result:
     return CliRunner().invoke(main, ["--store", address, *arguments])
 
 
-def test_storectl_verify_says_that_all_is_as_saved(
+def test_storectl_verify_reports_an_intact_checkpoint(
     server_address: str, run: store.Run, saved: Saved
 ) -> None:
     del saved

@@ -69,7 +69,7 @@ class Job:
         *arguments: str,
         first: Sequence[str] = (),
     ) -> None:
-        """Starts them; the first one gets arguments beside those of all."""
+        """Starts the processes; the first one gets additional arguments."""
         with socket() as free:
             free.bind(("127.0.0.1", 0))
             coordinator = "127.0.0.1:{1}".format(*free.getsockname())
@@ -93,7 +93,7 @@ class Job:
         ]
 
     def history(self) -> History:
-        """Returns what process 0 told, once all have ended well."""
+        """Returns the events of process 0, once all have succeeded."""
         with ThreadPoolExecutor(len(self.trainers)) as pool:
             told = list(pool.map(lambda trainer: list(trainer.events()), self.trainers))
         for trainer in self.trainers:
@@ -101,9 +101,9 @@ class Job:
         return History(told[0], exit_code=0)
 
     def history_until(self, step: int) -> list[Event]:
-        """Returns the events of process 0 up to where it holds itself.
+        """Returns the events of process 0 up to its kill point.
 
-        The others are held too: each of their steps needs process 0.
+        The others wait too: each of their steps needs process 0.
         """
         told: list[Event] = []
         for event in self.trainers[0].events():
@@ -218,7 +218,7 @@ def _claims(
 
 
 def _whole(root: str) -> Claim:
-    """Whether every checkpoint in the bucket is as it was saved."""
+    """Returns whether every checkpoint in the bucket is intact."""
     with store.connect(root) as client:
         run = client.run(RUN)
         steps = [checkpoint.step for checkpoint in run.checkpoints()]
@@ -231,7 +231,7 @@ def _whole(root: str) -> Claim:
 
 
 def main() -> int:
-    """Runs the demo and returns its exit code: 0 if everything that it claims held."""
+    """Runs the demo and returns its exit code: 0 if every claim holds."""
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as place,

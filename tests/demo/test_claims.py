@@ -1,4 +1,4 @@
-"""What the demo claims: that each claim fails when what it says is not so."""
+"""The claims of the demo: each one fails when it is false."""
 
 import signal
 
@@ -57,7 +57,7 @@ AS_CLAIMED = {
 
 
 def failing(**other: History) -> list[str]:
-    """The claims that fail where some runs are other than claimed."""
+    """Returns the claims that fail for runs other than claimed."""
     claims = claims_of(**(AS_CLAIMED | other))
     return [claim.text for claim in claims if not claim.held]
 

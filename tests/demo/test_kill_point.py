@@ -24,7 +24,7 @@ def trained():
 for event in held_between_saves(trained(), checkpoint=30):
     print(line(event), flush=True)
 """
-"""A job that trains as fast as a process can; to its end, where nothing holds it."""
+"""A job that trains without pauses, to its end unless it is stopped."""
 
 
 def steps(first: int, last: int) -> list[Event]:

@@ -1,2 +1,2 @@
-"""Checks of ``deploy/`` with what operators have beside storesvc: kubectl, hadolint, a
-package index. ``make deploy-test`` runs them; ``make test`` does not."""
+"""Checks ``deploy/`` with tools that operators have: kubectl, hadolint, a package
+index. ``make deploy-test`` runs them; ``make test`` does not."""

@@ -1,4 +1,4 @@
-"""Dockerfiles: what they say, and what comes of it without a daemon.
+"""Dockerfiles: parses them and replays their RUN lines without a daemon.
 
 A rehearsal runs the RUN lines of the stages that an image is made of, as they are
 written. What stands for the root of each stage is a folder of its own, in which the
@@ -67,7 +67,7 @@ class Dockerfile:
                 stage.instructions.append(instruction)
 
     def last(self, name: str, *, stage: str) -> Instruction:
-        """Returns what an instruction was last set to for a stage."""
+        """Returns the last value of an instruction for a stage."""
         found = [i for s in self.line_of(stage) for i in s.all_of(name)]
         return found[-1]
 

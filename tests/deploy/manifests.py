@@ -1,4 +1,4 @@
-"""Manifests: what ``kubectl kustomize`` makes of an overlay, and what is in it."""
+"""Manifests: the output of ``kubectl kustomize`` for an overlay."""
 
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES_VERSION = "1.37"
-"""Whose schemas count."""
+"""The version of Kubernetes whose schemas are used."""
 
 Object: TypeAlias = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The guide's certificates: servers and clients get on with them, as manifests say."""
+"""The guide's certificates: servers and clients use them as in the manifests."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def server(
     process.kill()
 
 
-def test_a_server_answers_its_probes_and_nobody_without_a_certificate(
+def test_a_server_answers_its_probes_and_no_client_without_a_certificate(
     overlay: list[Object], folder: Path, server: ServerProcess
 ) -> None:
     (container,) = server_of(overlay)["spec"]["template"]["spec"]["containers"]

@@ -1,4 +1,4 @@
-"""compose.yaml: what is in it is there, and what it runs works together."""
+"""compose.yaml: its files exist, and its services work together."""
 
 import os
 import socket
@@ -22,16 +22,16 @@ PROGRAMS = {
     "storectl": [sys.executable, "-m", "storesvc_client.cli"],
     "python": [sys.executable],
 }
-"""What stands for the images' own."""
+"""Replaces the paths of the image."""
 
 
 def words_of(service: dict[str, Any]) -> list[str]:
-    """What the container of a service runs."""
+    """Returns the command of the container of a service."""
     entrypoint = DOCKERFILE.last("ENTRYPOINT", stage=service["build"]["target"])
     return [*entrypoint.words, *service["command"]]
 
 
-def test_what_it_builds_and_joins_is_there() -> None:
+def test_files_that_it_builds_and_networks_that_it_joins_exist() -> None:
     assert {"name", "services", "networks"} == {
         key for key in COMPOSE if not key.startswith("x-")
     }
@@ -45,7 +45,7 @@ def test_what_it_builds_and_joins_is_there() -> None:
         assert set(service.get("depends_on", ())) <= SERVICES.keys()
 
 
-def test_what_speaks_plaintext_is_on_networks_that_lead_nowhere() -> None:
+def test_plaintext_services_are_on_internal_networks() -> None:
     assert all(
         network == {"internal": True} for network in COMPOSE["networks"].values()
     )
@@ -97,7 +97,7 @@ class Containers:
                 process.kill()
 
     def is_healthy(self, name: str, *options: str) -> bool:
-        """Returns what the check of one's health says."""
+        """Returns the output of the health check of a service."""
         _, program, *words = SERVICES[name]["healthcheck"]["test"]
         command = [*PROGRAMS[program], *options, *words]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The examples: a Job's pods train together, and go on from what they saved."""
+"""The examples: a Job's pods train together, and resume from what they saved."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def container_of(example: str) -> Any:
 
 
 def variables_of(container: Any) -> dict[str, str]:
-    """What it sets in the environment."""
+    """Returns the environment of a container."""
     return {entry["name"]: entry["value"] for entry in container["env"]}
 
 
@@ -78,7 +78,7 @@ def test_a_jobset_runs_what_a_job_runs() -> None:
     assert variables_of(job).keys() == variables_of(jobset).keys()
 
 
-def test_the_pods_of_a_job_save_together_and_go_on_together(
+def test_the_pods_of_a_job_save_together_and_resume_together(
     gcs: FakeGcs, tmp_path: Path
 ) -> None:
     del gcs
@@ -87,7 +87,7 @@ def test_the_pods_of_a_job_save_together_and_go_on_together(
 
     told = run_pods(container, root, tmp_path, steps=4)
 
-    assert all("goes on at step 2" in lines for lines in told)
+    assert all("resumes at step 2" in lines for lines in told)
     with store.connect(root) as client:
         run = client.run("examples/train")
         assert [4, 2] == [found.step for found in run.checkpoints()]

@@ -33,7 +33,7 @@ UNWRITABLE = [
 
 @pytest.fixture(scope="module")
 def installed() -> Iterator[Path]:
-    """What the image has in /opt/storesvc, as its own lines install it."""
+    """The /opt/storesvc of the image, installed by its own RUN lines."""
     (copy,) = DOCKERFILE.stages[STAGE].all_of("COPY")
     source, path, target = copy.words
     assert path == target  # a virtual environment cannot be moved
@@ -49,7 +49,7 @@ def installed() -> Iterator[Path]:
 
 @pytest.fixture
 def entrypoint(installed: Path) -> list[str]:
-    """What the image runs."""
+    """Returns the command of the image."""
     program, *arguments = DOCKERFILE.last("ENTRYPOINT", stage=STAGE).words
     return [str(installed / "bin" / program), *arguments]
 
@@ -90,7 +90,7 @@ def address(entrypoint: list[str], served: tuple[str, dict[str, str]]) -> Iterat
 
 
 def contained() -> list[str]:
-    """What runs a command as the image's user, where nothing can be written."""
+    """A prefix that runs a command as the image's user, without writable files."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("to drop privileges needs root, and setpriv of util-linux")
     user, group = DOCKERFILE.last("USER", stage=STAGE).arguments.split(":")
@@ -101,7 +101,7 @@ def contained() -> list[str]:
     ]
 
 
-def test_what_is_copied_into_images_is_let_into_the_build() -> None:
+def test_files_copied_into_images_are_in_the_build_context() -> None:
     ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
     let_in = tuple(line[1:] for line in ignored if line.startswith("!"))
     copies = [c for stage in DOCKERFILE.stages.values() for c in stage.all_of("COPY")]
@@ -117,7 +117,7 @@ def test_what_is_copied_into_images_is_let_into_the_build() -> None:
     assert [] == [source for source in sources if not source.startswith(let_in)]
 
 
-def test_its_command_tells_the_options_of_a_server(entrypoint: list[str]) -> None:
+def test_its_command_passes_the_options_of_a_server(entrypoint: list[str]) -> None:
     shown = subprocess.run(
         [*entrypoint, "--help"], env={}, capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""The manifests: what Kubernetes takes, and what operators rely on in them."""
+"""The manifests: valid for Kubernetes, with the properties that operators rely on."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def examples() -> list[Object]:
 
 
 def refusals(found: Object) -> list[str]:
-    """What Kubernetes would say against an object."""
+    """Returns the errors of Kubernetes for an object."""
     if found["kind"] == "JobSet":
         return [text for job in jobs_of(found) for text in refusals(job)]
     try:
@@ -125,7 +125,7 @@ def test_a_server_that_others_reach_shows_and_asks_for_certificates(
 
 
 @each_overlay
-def test_what_a_server_refers_to_is_there(overlay: list[Object]) -> None:
+def test_objects_that_a_server_refers_to_exist(overlay: list[Object]) -> None:
     spec = server_of(overlay)["spec"]["template"]["spec"]
     names = {name_of(found) for found in overlay}
     container = container_of(overlay)

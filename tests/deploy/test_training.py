@@ -30,7 +30,7 @@ def options(root: Path, *, steps: int) -> list[str]:
 
 
 def as_a_pod(root: Path, *, steps: int) -> list[str]:
-    """What the only pod of a Job prints."""
+    """Returns the output of the only pod of a Job."""
     pod = {
         "JOB_COMPLETION_INDEX": "0",
         "PROCESSES": "1",
@@ -57,7 +57,7 @@ def losses(root: Path) -> dict[int, float]:
         return {checkpoint.step: checkpoint.metrics["loss"] for checkpoint in found}
 
 
-def test_a_pod_goes_on_where_another_stopped(
+def test_a_pod_resumes_where_another_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -66,7 +66,7 @@ def test_a_pod_goes_on_where_another_stopped(
 
     told = as_a_pod(parts, steps=5)
 
-    assert "goes on at step 3" in told
+    assert "resumes at step 3" in told
     assert [5, 4, 2] == list(losses(whole))
     assert [5, 4, 3, 2] == list(losses(parts))
     for step, loss in losses(whole).items():

@@ -10,7 +10,7 @@ from tests.bench.speed.works import CONTENDERS, WORKS
 
 
 def judged(results: Results, what: str) -> tuple[float | None, str]:
-    """The value of a bar, and what came of it."""
+    """Returns the value and the verdict of a bar."""
     (verdict,) = [each for each in verdicts(results) if each.bar.what == what]
     return verdict.value, str(verdict)
 
@@ -49,7 +49,7 @@ def test_a_bar_needs_both_contenders() -> None:
     assert (None, "not measured") == judged(phased("lm", direct=1, orbax=10), what)
 
 
-def test_what_is_not_installed_is_not_measured() -> None:
+def test_contenders_that_are_not_installed_are_not_measured() -> None:
     results = figures("lora", "direct-async", absent="x is not installed")
 
     what = "lora: direct-async, bytes / first save"
@@ -64,7 +64,7 @@ def test_a_figure_is_the_median_of_the_rounds() -> None:
     assert (0.3, "missed by 50%") == judged(results, what)
 
 
-def test_what_was_measured_on_disk_is_judged_by_no_bar() -> None:
+def test_results_on_disk_are_judged_by_no_bar() -> None:
     results = {"lora on disk": {"direct-async": [{"time_share": 0.1}]}}
 
     what = "lora: direct-async, time / first save"
@@ -72,7 +72,7 @@ def test_what_was_measured_on_disk_is_judged_by_no_bar() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "verdict"), [(0, "met"), (3, "missed by 3")])
-def test_no_leaf_may_come_back_wrong(wrong: int, verdict: str) -> None:
+def test_no_leaf_may_be_restored_wrong(wrong: int, verdict: str) -> None:
     results = figures("blocked", "streamed-async", wrong_leaves=wrong)
 
     what = "blocked: streamed-async, leaves wrong after donation"
@@ -119,7 +119,7 @@ def test_bars_are_about_works_that_there_are() -> None:
         (0.01, "orbax           4.00      8.00      32      2.00      4.00       1"),
     ],
 )
-def test_a_table_tells_rates_and_of_a_small_state_seconds(
+def test_a_table_shows_rates_and_for_a_small_state_seconds(
     gigabytes: float, line: str
 ) -> None:
     rounds = [

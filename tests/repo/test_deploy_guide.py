@@ -1,4 +1,4 @@
-"""deploy/README.md: its commands are taken, and those of storectl do what they say."""
+"""deploy/README.md: its commands are valid, and the storectl commands work."""
 
 import re
 import shlex
@@ -30,7 +30,7 @@ def lines() -> list[str]:
 
 
 def lines_of(program: str) -> Iterator[list[str]]:
-    """What follows a program in them."""
+    """Yields the arguments of a program in these lines."""
     for line in lines():
         if line.startswith(f"{program} "):
             yield shlex.split(line)[1:]
@@ -38,7 +38,7 @@ def lines_of(program: str) -> Iterator[list[str]]:
 
 @pytest.fixture
 def served(server: ServerProcess) -> ServerProcess:
-    """A server of a store with what the guide speaks of."""
+    """A server of a store with the checkpoints that the guide names."""
     with store.connect(server.address) as client:
         run = client.run(RUN)
         for step in (100, 200, 300):
@@ -68,7 +68,7 @@ def test_the_commands_of_the_guide_work_one_after_the_other(
         assert "ended" == run.uploads.get(upload).state
 
 
-def test_every_line_of_storectl_in_the_text_is_taken() -> None:
+def test_every_storectl_command_in_the_text_is_valid() -> None:
     inline = re.findall(r"`storectl ([^`]+)`", TEXT)
 
     assert inline
@@ -79,7 +79,7 @@ def test_every_line_of_storectl_in_the_text_is_taken() -> None:
             assert line in COMMANDS
 
 
-def test_what_the_guide_points_at_is_there() -> None:
+def test_files_that_the_guide_names_exist() -> None:
     links = re.findall(r"\]\(([^)]+)\)", TEXT)
     files = re.findall(r"(?<![\w/])deploy/[\w./-]+", "\n".join(lines()))
     benches = re.findall(r"python -m tests\.bench (\w+)", TEXT)

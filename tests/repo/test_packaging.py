@@ -1,4 +1,4 @@
-"""What is installed keeps what pyproject.toml and the locks promise."""
+"""The installed package matches pyproject.toml and the locks."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from storesvc_proto.v1 import errors_pb2_grpc
 ROOT = Path(__file__).parents[2]
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
 IMAGES = {"server": {"server", "gcs"}, "training": {"server", "gcs", "jax"}}
-"""What is locked for the images of deploy/, and the extras in each."""
+"""The locks of the images in deploy/, and the extras in each."""
 
 each_lock = pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
 
@@ -146,6 +146,6 @@ def test_the_clients_public_names_are_those_it_shows() -> None:
         assert name == getattr(storesvc_client, name).__name__
 
 
-def test_what_is_not_public_is_no_attribute_of_the_client() -> None:
+def test_private_names_are_no_attributes_of_the_client() -> None:
     with pytest.raises(AttributeError, match="no attribute 'grpc'"):
         _ = storesvc_client.grpc

@@ -1,43 +1,174 @@
-"""The README's first screen is what happens: its example and its outputs."""
+"""README.md and docs/: examples do what they show, and what they name exists.
 
+Each block runs by itself:
+
+- a ``python`` block runs over a store of its own; what it prints is the comment behind
+  each ``print``;
+- a ``console`` block runs over the store that the ``python`` block before it leaves,
+  or else over that of docs/storectl.md, and prints what it shows;
+- a ``sh`` block is not run: its programs, targets, extras and options exist.
+"""
+
+import ast
 import contextlib
+import functools
 import io
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
-ROOT = "file:///tmp/ckpts"
+import storesvc_client as store
+from storesvc_client.cli import main
+from storesvc_client.cli.group import COMMANDS
+from tests.bench.__main__ import OTHERS
+from tests.bench.speed.works import WORKS
+from tests.support.storectl_lines import check_line
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+DOCUMENTS = [README, *sorted(DOCS.glob("*.md"))]
+STORE = "file:///tmp/ckpts"
 MOMENT = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+\d\d:\d\d"
 
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
+)
 
-def blocks(language: str) -> list[str]:
-    text = README.read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    document: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(document: Path) -> list[Block]:
+    text = document.read_text()
+    return [
+        Block(document, text.count("\n", 0, found.start()) + 1, found[1], found[2])
+        for found in re.finditer(
+            r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
+        )
+    ]
+
+
+BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
+SAMPLE = next(b for b in blocks_of(DOCS / "storectl.md") if b.language == "python")
+"""Makes the store of the examples."""
+
+
+def each_block(language: str) -> pytest.MarkDecorator:
+    found = [block for block in BLOCKS if block.language == language]
+    return pytest.mark.parametrize("block", found, ids=str)
 
 
 def steady(text: str) -> str:
-    """The text with the moment that it was printed at taken out."""
+    """Returns the text with the moment that it was printed at taken out."""
     return re.sub(MOMENT, "MOMENT", text)
 
 
-def executed(example: str, names: dict[str, Any]) -> str:
-    """What an example prints; it finds and leaves names."""
+def executed(block: Block, root: Path) -> list[str]:
+    """Returns what an example prints over a root; repeated lines count once."""
     printed = io.StringIO()
+    source = block.text.replace(STORE, root.as_uri())
     with contextlib.redirect_stdout(printed):
-        exec(compile(example, "README.md", "exec"), names)
-    return printed.getvalue()
+        exec(compile(source, str(block), "exec"), {"__name__": "__main__"})
+    return [line for line, _ in groupby(printed.getvalue().splitlines())]
 
 
-def run_session(session: str, root: str) -> int:
-    """Runs a session of the command line, and returns how many commands it has."""
-    commands = re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", session, re.MULTILINE)
+def shown_prints(block: Block) -> list[str]:
+    """Returns the comments behind the prints of an example."""
+    comments = re.findall(r"^ *print\(.*\)  # (.*)$", block.text, re.MULTILINE)
+    assert len(comments) == block.text.count("print(")
+    return [comment for comment, _ in groupby(comments)]
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of docs/storectl.md."""
+    root = tmp_path_factory.mktemp("sample")
+    executed(SAMPLE, root)
+    return root
+
+
+def test_each_document_is_linked_from_the_readme() -> None:
+    text = README.read_text()
+
+    for document in sorted(DOCS.glob("*.md")):
+        assert f"](docs/{document.name})" in text, document
+
+
+def test_every_block_is_of_a_kind_that_is_tested() -> None:
+    kinds = {block.language for block in BLOCKS}
+
+    assert {"python", "console", "sh", "text"} == kinds
+
+
+@each_block("python")
+def test_an_example_prints_what_it_shows(block: Block, tmp_path: Path) -> None:
+    assert shown_prints(block) == executed(block, tmp_path)
+
+
+def _steps(client: store.Client) -> list[int]:
+    return [found.step for found in client.run("demo/linear").checkpoints()]
+
+
+def test_the_training_loop_resumes_where_it_was_killed(tmp_path: Path) -> None:
+    loop = next(block for block in blocks_of(README) if block.language == "python")
+    killed = loop.text.replace("101)", "61)")
+
+    executed(Block(README, loop.line, "python", killed), tmp_path)
+    with store.connect(tmp_path.as_uri()) as client:
+        assert [50, 25] == _steps(client)
+        client.run("demo/linear").update(50, labels={"kept": "yes"})
+    executed(loop, tmp_path)
+
+    assert 25 == len(loop.text.splitlines())
+    with store.connect(tmp_path.as_uri()) as client:
+        assert [100, 75, 50, 25] == _steps(client)
+        assert "yes" == client.run("demo/linear").checkpoint(50).labels["kept"]
+
+
+@each_block("console")
+def test_the_command_line_prints_what_a_document_shows(
+    block: Block, sample: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "store"
+    before = [
+        found
+        for found in blocks_of(block.document)
+        if found.language == "python" and found.line < block.line
+    ]
+    if before and before[-1] != SAMPLE:
+        executed(before[-1], root)
+    else:
+        shutil.copytree(sample, root)
+    commands = re.findall(r"^\$ (.*)\n((?:[^$].*\n|\n)*)", block.text, re.MULTILINE)
+
+    assert commands
     for command, output in commands:
+        if command.startswith("export"):
+            assert (f"export STORECTL_STORE={STORE}", "") == (command, output)
+            continue
         ran = subprocess.run(
             command.replace("storectl", f"{sys.executable} -m storesvc_client.cli", 1),
             shell=True,
@@ -45,41 +176,163 @@ def run_session(session: str, root: str) -> int:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            env=os.environ | {"STORECTL_STORE": root},
+            env=os.environ | {"STORECTL_STORE": root.as_uri(), "COLUMNS": "80"},
         )
         assert (0, steady(output)) == (ran.returncode, steady(ran.stdout))
-    return len(commands)
 
 
-@pytest.mark.slow
-def test_the_examples_and_the_command_line_print_what_the_readme_shows(
-    tmp_path: Path,
-) -> None:
-    root = tmp_path.as_uri()
-    examples = (text.replace(ROOT, root) for text in blocks("python"))
-    first, life, telling, models = examples
-    looking, changing = (b for b in blocks("console") if "STEP" in b)
-    export, _, looking = looking.partition("\n")
-    names: dict[str, Any] = {}
-
-    assert executed(first, names).startswith("100 ")
-    assert f"$ export STORECTL_STORE={ROOT}" == export
-    assert 4 == run_session(looking, root)
-    assert executed(life, names).splitlines() == ["12 1048580"] * 2
-    assert 9 == run_session(changing, root)
-    phases = ["place", "plan", "read", "rebuild", "verify"]
-    assert f"1048592 {phases}\n" == executed(telling, names)
-    assert executed(models, names).endswith("7 bfloat16\n")
+@each_block("sh")
+def test_the_commands_of_a_document_exist(block: Block) -> None:
+    for line in block.text.splitlines():
+        check_shell_line(line)
 
 
-def test_every_command_that_shows_a_promise_exists() -> None:
-    text = README.read_text()
-    tests = re.findall(r"tests/[\w/]+\.py", text)
-    benches = re.findall(r"python -m (tests\.bench\.\w+)", text)
+def check_shell_line(line: str) -> None:
+    match shlex.split(line, comments=True):
+        case ["pip", "install", requirement]:
+            extras = set(re.findall(r"\w+", requirement.partition("[")[2]))
+            assert extras <= set(_extras()), requirement
+        case ["make", *words]:
+            targets = [word for word in words if "=" not in word]
+            assert set(targets) <= set(_targets()), line
+        case ["storectl", *words]:
+            check_line(words)
+        case words:
+            raise AssertionError(f"expected pip, make or storectl, got {words}")
 
-    assert tests
-    assert benches
-    for test in tests:
-        assert (README.parent / test).exists(), test
-    for bench in benches:
-        assert (README.parent / f"{bench.replace('.', '/')}.py").exists(), bench
+
+def _extras() -> list[str]:
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return re.findall(r"^(\w+) = \[", section, re.MULTILINE)
+
+
+def _targets() -> list[str]:
+    return re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def inline_code(document: Path) -> Iterator[str]:
+    prose = re.sub(r"(?ms)^```.*?^```$", "", document.read_text())
+    yield from re.findall(r"`([^`\n]+)`", prose)
+
+
+def _is_option_alone(words: list[str]) -> bool:
+    """Returns whether the text names an option of a command, without its value."""
+    command = main.get_command(click.Context(main), words[0])
+    assert command is not None
+    options = {option for parameter in command.params for option in parameter.opts}
+    return len(words) == 2 and words[1] in options
+
+
+@each_document
+def test_the_commands_that_a_document_names_exist(document: Path) -> None:
+    for code in inline_code(document):
+        if code.startswith(("pip install ", "make ")):
+            check_shell_line(code)
+        elif code.startswith("storectl "):
+            words = shlex.split(code)[1:]
+            assert words[0] in COMMANDS, code
+            if len(words) > 1 and not _is_option_alone(words):
+                check_line(words)
+
+
+@each_document
+def test_the_public_names_that_a_document_uses_exist(document: Path) -> None:
+    with store.connect("memory://") as client:
+        run = client.run("docs/names")
+        save = run.save(1, {"x": 1})
+        save.result()
+        opened = run.open()
+        opened.restore()
+        named: dict[str, Any] = {
+            "store": store,
+            "client": client,
+            "run": run,
+            "Save": save,
+            "OpenCheckpoint": opened,
+        }
+        for code in inline_code(document):
+            found = re.match(
+                r"(store|client|run|Save|OpenCheckpoint)((?:\.\w+)+)", code
+            )
+            if found and not re.fullmatch(r"[\w/]+\.(py|proto)", found[0]):
+                functools.reduce(getattr, found[2][1:].split("."), named[found[1]])
+
+
+@each_document
+def test_the_links_of_a_document_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if link.startswith("https://"):
+            continue
+        place, _, heading = link.partition("#")
+        target = (document.parent / place).resolve() if place else document
+        if target.is_relative_to(ROOT / "proto") and not (ROOT / "proto").exists():
+            continue  # the installed package has generated code only
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert heading in {t.lower().replace(" ", "-") for t in titles}, link
+
+
+@each_document
+def test_the_tests_and_benches_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text()
+
+    for pattern in re.findall(r"tests/[\w/*]+\.py", text):
+        assert list(ROOT.glob(pattern)), pattern
+    for bench in re.findall(r"python -m (tests\.bench\.\w+)", text):
+        assert (ROOT / f"{bench.replace('.', '/')}.py").exists(), bench
+    for bench in re.findall(r"python -m tests\.bench (\w+)", text):
+        assert bench in WORKS or bench in OTHERS, bench
+
+
+def test_each_promise_names_a_test() -> None:
+    text = (DOCS / "guarantees.md").read_text()
+    rows = re.findall(r"^\| [^|]+\. \| (.*) \|$", text, re.MULTILINE)
+
+    assert len(rows) > 35
+    assert [] == [row for row in rows if not re.search(r"tests[/.]|make ", row)]
+
+
+def _file(path: str) -> Path | None:
+    """Returns a file of the product or the tests; None if the wheel lacks it."""
+    package, _, rest = path.removeprefix("client/").partition("/")
+    if package in ("storesvc", "storesvc_client"):
+        spec = find_spec(package)
+        assert spec is not None
+        return Path(*(spec.submodule_search_locations or ())) / rest
+    if package == "proto" and not (ROOT / "proto").exists():
+        return None
+    return ROOT / path
+
+
+PATH = r"(?:client/storesvc_client|storesvc|tests|deploy|proto/storesvc)/[\w/.-]*"
+
+
+@each_document
+def test_the_files_and_functions_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text()
+
+    for path in re.findall(rf"`({PATH})`", text):
+        file = _file(path.rstrip("/"))
+        assert file is None or file.exists(), path
+    for name, path in re.findall(rf"`([\w.]+)\(?\)?` in `({PATH}\.py)`", text):
+        file = _file(path)
+        assert file is not None
+        defined = {
+            node.name
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        assert set(name.split(".")) <= defined, f"{path}: {name}"
+
+
+def test_the_architecture_lists_every_package() -> None:
+    text = (DOCS / "architecture.md").read_text()
+
+    for prefix, package in ("", "storesvc"), ("client/", "storesvc_client"):
+        spec = find_spec(package)
+        assert spec is not None
+        for folder in spec.submodule_search_locations or ():
+            for found in sorted(Path(folder).glob("*/__init__.py")):
+                assert f"| `{prefix}{package}/{found.parent.name}/` |" in text

@@ -1,9 +1,9 @@
 """storectl: the checkpoint store at the command line.
 
-``storectl --help`` shows how to use it. It starts fast: what is slow to import (click,
-gRPC, NumPy, rich, the server) is imported when it is needed, most of it by the commands
-that need it. Neither jax nor flax is imported by any of them. Begin at `group.py`;
-`commands/` has a module for each command.
+``storectl --help`` shows how to use it. It starts fast: slow imports (click, gRPC,
+NumPy, rich, the server) happen when they are needed, most of them inside the commands.
+No command imports jax or flax. Begin with `group.py`; `commands/` has a module for each
+command.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""``python -m storesvc_client.cli`` is storectl, and so is the script of that name."""
+"""Runs storectl, as ``python -m storesvc_client.cli`` and as the installed script."""
 
 import gc
 import signal
@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 def run() -> None:
-    """Runs storectl, and ends the process."""
+    """Runs storectl and exits."""
     is_interrupted = False
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -19,7 +19,7 @@ def run() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGINT, interrupt)
     try:
-        # inside, so that Ctrl-C during the imports ends in a sentence, too
+        # inside the try, so that Ctrl-C during the imports prints one line, too
         from storesvc_client.cli.group import main
 
         main(prog_name="storectl")
@@ -30,8 +30,8 @@ def run() -> None:
         sys.stderr.write("storectl: interrupted\n")
         sys.exit(130)
     finally:
-        # The interpreter's last look for garbage would go through every module: a
-        # tenth of what a short command takes, for memory that is given back anyway.
+        # The last collection of the interpreter would traverse every module: a tenth of
+        # the time of a short command, for memory that the exit frees anyway.
         gc.freeze()
 
 

@@ -1,7 +1,7 @@
-"""What commands take: paths into a store, stores, lengths of time, ``--json``.
+"""Parameter types of commands: paths into a store, stores, durations, ``--json``.
 
-The functions are types of click parameters: from the text that was typed they
-make what it means, or say which rule it breaks.
+Each function is a type of click parameters: it parses the text that was typed, or
+raises an error that names the rule it breaks.
 """
 
 from collections.abc import Callable
@@ -89,12 +89,12 @@ def whole_checkpoint(text: str) -> CheckpointPath:
 
 
 def step_path(text: str) -> CheckpointPath:
-    """Returns the path of a checkpoint by its step: other names may move."""
+    """Returns the path of a checkpoint by its step; tags and "latest" may move."""
     path = whole_checkpoint(text)
     if isinstance(path.which, str):
         raise click.BadParameter(
             f"{text!r}: expected the step of a checkpoint, such as {path.run}@500; "
-            f"{path.which!r} may name another one by now"
+            f"{path.which!r} may move to another checkpoint"
         )
     return path
 
@@ -125,7 +125,7 @@ def store_root(text: str) -> str:
 
 
 def duration(text: str) -> timedelta:
-    """Returns the length of time."""
+    """Returns the duration."""
     from storesvc_client import InvalidRequestError
     from storesvc_client._values.durations import parse_duration
 
@@ -136,12 +136,12 @@ def duration(text: str) -> timedelta:
 
 
 def etag(text: str) -> str:
-    """Returns the etag in its quotes, which a shell may have taken off."""
+    """Returns the etag in its quotes, which a shell may have removed."""
     return text if text.startswith('"') else f'"{text}"'
 
 
 def json_option(command: _Command) -> _Command:
-    """Gives a command the option ``--json``, as its argument ``as_json``."""
+    """Adds the option ``--json`` to a command, as its argument ``as_json``."""
     return click.option(
         "--json", "as_json", is_flag=True, help="Print one JSON document."
     )(command)

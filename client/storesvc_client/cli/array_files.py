@@ -1,13 +1,13 @@
-"""Files of arrays: ``.npy``, ``.npz`` and ``.safetensors``.
+"""Writes files of arrays: ``.npy``, ``.npz`` and ``.safetensors``.
 
-A file appears under its name when it is whole: it is written beside, under a
-name that starts with a dot, and then renamed. Leaves are written as they arrive,
-in any order, so no more than one is in memory.
+A file appears under its name when it is complete: it is written in the same directory
+under a name that starts with a dot, and then renamed. Leaves are written as they
+arrive, in any order, so at most one is in memory.
 
-The formats differ in what they can name. NumPy's hold the dtypes of NumPy itself;
-safetensors has also bfloat16 and the common float8, but not complex128. A leaf
-that a format cannot name is refused before a byte is read, never converted.
-Arrays of PRNG keys are written as their key data.
+The formats differ in their dtypes. NumPy's formats hold the dtypes of NumPy itself;
+safetensors also has bfloat16 and the common float8, but not complex128. A leaf whose
+dtype a format lacks is rejected before a byte is read, never converted. Arrays of PRNG
+keys are written as their key data.
 """
 
 import json
@@ -52,30 +52,29 @@ _SAFETENSORS: Final = MappingProxyType(
         "complex64": "C64",
     }
 )
-"""Names of dtypes in safetensors 0.8. It packs F4 and F6, which would make other
-bytes of a leaf than those that were saved; so they are left out."""
+"""Names of dtypes in safetensors 0.8. F4 and F6 are left out: safetensors packs them,
+so that the bytes of a leaf would differ from the saved ones."""
 
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""Readers of safetensors refuse a longer header."""
+"""Maximum length of a header; readers of safetensors reject a longer one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayFormat:
-    """A kind of file."""
+    """The functions of one file format."""
 
     check: "Callable[[Sequence[LeafInfo]], None]"
-    """Refuses leaves that the format cannot hold."""
+    """Rejects leaves that the format cannot hold."""
     write: "Callable[[IO[bytes], Sequence[LeafInfo], Arrays], None]"
     """Writes the arrays of these leaves."""
 
 
 @contextmanager
 def replacing(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
-    """Yields a file that takes the name ``path`` when all went well.
+    """Yields a file that is renamed to ``path`` when the block succeeds.
 
     Raises:
-        Refusal: The name is taken and ``force`` is not given, or the file cannot
-            be written.
+        Refusal: The file exists and ``force`` is not given, or it cannot be written.
     """
     from storesvc_client import StoreError
 
@@ -84,7 +83,7 @@ def replacing(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
     except OSError as e:  # such as a name that is too long
         raise Refusal(f"{path}: {e.strerror or e}") from e
     if taken:
-        hint = "; --force replaces it" if path.is_file() else ", and is no file"
+        hint = "; --force replaces it" if path.is_file() else " and is not a file"
         raise Refusal(f"{path} exists{hint}")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -93,7 +92,7 @@ def replacing(path: Path, *, force: bool) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-    except StoreError:  # Some are OSErrors too, and none is about this file.
+    except StoreError:  # some are OSErrors too, and none concerns this file
         raise
     except OSError as e:
         raise Refusal(f"{path}: {e.strerror or e}") from e
@@ -156,7 +155,7 @@ def _write_safetensors(
 ) -> None:
     import numpy as np
 
-    # Widest elements first: then each array lies at a multiple of its itemsize.
+    # Widest elements first: then each array begins at a multiple of its itemsize.
     ordered = sorted(leaves, key=lambda leaf: (-_itemsize(leaf), leaf.key))
     header: dict[str, object] = {}
     offsets, end = {}, 0
@@ -172,7 +171,7 @@ def _write_safetensors(
     file.write(prefix)
     for leaf, array in arrays:
         file.seek(len(prefix) + offsets[leaf.key])
-        # ml_dtypes export no buffer: their bytes do.
+        # arrays of ml_dtypes export no buffer; views of their bytes do
         file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     file.truncate(len(prefix) + end)
 
@@ -207,4 +206,4 @@ FORMATS: Final = MappingProxyType(
         ".safetensors": ArrayFormat(check=_check_safetensors, write=_write_safetensors),
     }
 )
-"""What files can be written, by the end of their names."""
+"""The formats by file suffix."""

@@ -1,4 +1,4 @@
-"""Changes of several checkpoints by one command."""
+"""Changes several checkpoints with one command."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from storesvc_client import Run
 
 Change: TypeAlias = "Callable[[Run, int], tuple[str, object]]"
-"""Changes a checkpoint; returns what to print, as a line and as JSON."""
+"""Changes a checkpoint; returns the output, as a line and as JSON."""
 
 
 def change_each(
@@ -24,16 +24,16 @@ def change_each(
     *,
     as_json: bool,
 ) -> None:
-    """Changes checkpoints, one after another, and prints what became of each.
+    """Changes checkpoints, one after another, and prints each result.
 
     Args:
-        connection: To the store.
-        paths: Of the checkpoints, by step.
-        change: What to do with each.
+        connection: Connection to the store.
+        paths: Checkpoints by step.
+        change: Function that changes one checkpoint.
         as_json: Whether to print one JSON document, at the end.
 
     Raises:
-        StoreError: One was refused; the others are changed.
+        StoreError: A change was rejected; the others are done.
     """
     from storesvc_client import StoreError, UnavailableError
 
@@ -41,12 +41,12 @@ def change_each(
     refused: list[StoreError | Refusal] = []
     with connection.open() as client:
         for path in dict.fromkeys(paths):
-            assert isinstance(path.which, int)  # click saw to it
+            assert isinstance(path.which, int)  # click has checked it
             try:
                 line, document = change(client.run(path.run), path.which)
             except (StoreError, Refusal) as e:
                 refused.append(e)
-                if isinstance(e, UnavailableError):  # the others would wait in vain
+                if isinstance(e, UnavailableError):  # the others would time out too
                     break
                 continue
             documents.append(document)

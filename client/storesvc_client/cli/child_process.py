@@ -1,4 +1,4 @@
-"""A command that storectl runs: it gets the signals, and its exit code is ours."""
+"""Runs a command, forwards signals to it, and returns its exit code."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from typing import Final
 from storesvc_client.cli.errors import Refusal
 
 _TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
-"""What a terminal sends to all processes in its foreground."""
+"""Signals that a terminal sends to all processes in its foreground."""
 
 _FORWARDED: Final = (
     *_TYPED,
@@ -23,13 +23,13 @@ _FORWARDED: Final = (
 
 
 class NoSuchCommand(Refusal):
-    """A command that does not exist; its exit code is that of shells."""
+    """A command that does not exist; exits with the code of shells."""
 
     exit_code = 127
 
 
 class CannotRun(Refusal):
-    """A command that cannot be run; its exit code is that of shells."""
+    """A command that cannot be run; exits with the code of shells."""
 
     exit_code = 126
 
@@ -50,15 +50,15 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
         elif not (number in _TYPED and _is_in_foreground()):
             process.send_signal(number)
 
-    # What is ignored, as nohup does, stays so for the command too.
-    heard = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, forward) for number in heard}
+    # Signals that are ignored, as under nohup, stay ignored for the command too.
+    forwarded = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in forwarded}
     try:
         process = _started(command, environment)
         for number in early:
             process.send_signal(number)
-        # With a timeout it looks again and again: one that waits in the kernel would
-        # not run our handler where another thread was interrupted.
+        # With a timeout it polls: a wait in the kernel would not run the handler if
+        # the signal interrupted another thread.
         code = process.wait(timeout=math.inf)
     finally:
         for number, handler in before.items():
@@ -78,7 +78,7 @@ def _started(
 
 
 def _is_in_foreground() -> bool:
-    """Returns whether what is typed at the terminal reaches this process group."""
+    """Returns whether signals of the terminal reach this process group."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY)
     except OSError:  # there is none

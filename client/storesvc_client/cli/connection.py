@@ -1,7 +1,7 @@
-"""The store that the commands work on.
+"""Connects commands to a store.
 
-A command asks for its connection with ``@pass_connection``; nothing is imported
-and nothing is sent before it is opened.
+A command declares its connection with ``@pass_connection``; nothing is imported and
+nothing is sent before it is opened.
 """
 
 import os
@@ -31,25 +31,25 @@ _BUCKETS: Final = ("gs", "s3")
 """Schemes of roots in buckets."""
 
 _LIBRARIES: Final = {
-    # NumPy would start a thread a core for linear algebra, which no command does: with
-    # it that is a tenth of the time that ``ls`` takes.
+    # NumPy would start a thread for each core, for linear algebra, which no command
+    # does: a tenth of the time of ``ls``.
     "OPENBLAS_NUM_THREADS": "1",
-    # gRPC would tell of handshakes that failed, beside the sentence that does.
+    # gRPC would log failed handshakes in addition to the error message.
     "GRPC_VERBOSITY": "ERROR",
 }
-"""What libraries read when they are loaded, unless it is set."""
+"""Defaults of variables that libraries read when they are loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Where the store is, and how to reach it."""
+    """The location of a store and the options to connect to it."""
 
     target: str
     ca: Path | None
     cert: Path | None
     key: Path | None
     from_environment: frozenset[str]
-    """Names of those of the three files that stand in the environment."""
+    """Names of the options above that come from environment variables."""
     insecure: bool
     timeout: float
     """Seconds that one call may take."""
@@ -58,14 +58,14 @@ class Connection:
         """Returns a client of the store, to be used as a context manager.
 
         Raises:
-            Refusal: There is no store at that root; none is made.
+            Refusal: The root holds no store; none is created.
             StoreError: The store cannot be reached.
         """
         import storesvc_client
 
         shown = bool(click.get_current_context().meta.get(VERBOSE))
-        # Much is imported, and all of it stays.
-        with collector_paused(), _libraries_told(), native_log_hidden(shown=shown):
+        # Imports allocate many objects, and all of them stay.
+        with collector_paused(), _library_defaults(), native_log_hidden(shown=shown):
             self._check_root()
             ca, cert, key = self._certificates()
             client = storesvc_client.connect(
@@ -76,12 +76,12 @@ class Connection:
                 insecure=self.insecure,
                 timeout=self.timeout,
             )
-            # Somebody waits at a terminal, for as long as they said and no longer.
+            # A person waits at a terminal: retry for --timeout and no longer.
             client._connection.patience = self.timeout  # noqa: SLF001
             return client
 
     def _certificates(self) -> list[Path | None]:
-        """The files to connect with: what stands in the environment is for servers."""
+        """Returns the TLS files; those from the environment apply to servers only."""
         from storesvc_client._rpc.target import is_root
 
         return [
@@ -90,7 +90,7 @@ class Connection:
         ]
 
     def _check_root(self) -> None:
-        """Refuses a root without a store: opening it would make one there."""
+        """Rejects a root without a store, which opening it would create."""
         url = urlsplit(self.target)
         if url.scheme == "file" and not (url.netloc or url.query or url.fragment):
             root = str(Path(unquote(url.path)))
@@ -105,20 +105,20 @@ class Connection:
         if not is_store:
             raise Refusal(
                 f"{root} holds no store; expected the root of one, which a first "
-                "save or storectl serve makes"
+                "save or storectl serve creates"
             )
 
 
 @contextmanager
-def _libraries_told() -> Generator[None]:
-    """Tells libraries that are loaded inside, and not the commands that storectl starts
-    later."""
-    told = {name: value for name, value in _LIBRARIES.items() if name not in os.environ}
-    os.environ.update(told)
+def _library_defaults() -> Generator[None]:
+    """Sets the defaults for libraries that are loaded inside the block, and not for
+    commands that storectl starts later."""
+    added = {name: v for name, v in _LIBRARIES.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name in told:
+        for name in added:
             del os.environ[name]
 
 

@@ -1,4 +1,4 @@
-"""How storectl reports an error: one sentence on stderr, or one JSON document there."""
+"""Reports errors on stderr: one sentence, or one line of JSON."""
 
 import json
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ import click
 
 
 class Refusal(click.ClickException):
-    """A request that is well formed and cannot be granted."""
+    """A valid request that the store or the machine rejects."""
 
     exit_code = 1
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Prints the sentence."""
+        """Prints the message."""
         click.echo(f"storectl: {self.format_message()}", file=file, err=file is None)
 
 
 class Interrupted(Refusal):
-    """Ctrl-C; its exit code is that of shells."""
+    """Ctrl-C; exits with the code of shells."""
 
     exit_code = 130
 
@@ -26,8 +26,8 @@ class Interrupted(Refusal):
 def json_line(error: Exception) -> str:
     """Returns an error as one line of JSON.
 
-    ``kind`` is the name of the class, ``reason`` that of an ``ErrorReason`` of the
-    contract or "", ``metadata`` what the message mentions, for programs.
+    ``kind`` is the name of the class, ``reason`` the name of an ``ErrorReason`` of the
+    contract or "", ``metadata`` the values in the message, for programs.
     """
     source = error.__cause__ if isinstance(error, Refusal) else None
     cause = source if hasattr(source, "reason") else error

@@ -1,4 +1,4 @@
-"""The options of storectl itself, which may stand before a command or after it."""
+"""Defines the options of storectl itself, given before or after a command."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,7 +38,7 @@ _OPTIONS: Final[dict[tuple[str, ...], dict[str, Any]]] = {
         "metavar": "FILE",
         "envvar": "STORECTL_CERT",
         "show_envvar": True,
-        "help": "Certificate (PEM) to show to a server that asks for one.",
+        "help": "Client certificate (PEM), for a server that requires one.",
     },
     ("--key",): {
         "type": _FILE,
@@ -49,33 +49,33 @@ _OPTIONS: Final[dict[tuple[str, ...], dict[str, Any]]] = {
     },
     ("--insecure",): {
         "is_flag": True,
-        "help": "Talk plaintext to a server on another machine.",
+        "help": "Use plaintext to a server on another machine.",
     },
     ("--timeout",): {
         "type": click.FloatRange(min=0, min_open=True),
         "default": 30.0,
         "show_default": True,
         "metavar": "SECONDS",
-        "help": "Longest wait for one answer.",
+        "help": "Maximum wait for one response.",
     },
     ("--verbose",): {
         "is_flag": True,
-        "help": "Show where in the code an error arose, and what native libraries log.",
+        "help": "Show tracebacks, and the log of native libraries.",
     },
 }
 
 
 def global_options(function: _F) -> _F:
-    """Gives the group its options."""
+    """Adds the options to the group."""
     for names, settings in reversed(_OPTIONS.items()):
         function = click.option(*names, **settings)(function)
     return function
 
 
 def accept_global_options(command: click.Command) -> None:
-    """Makes a command take the options of the group, too; there they override.
+    """Adds the options of the group to a command, where they override the group's.
 
-    One that the command has itself, such as ``serve --insecure``, stays its own.
+    An option that the command itself defines, such as ``serve --insecure``, is kept.
     """
     own = {name for parameter in command.params for name in parameter.opts}
     command.params.extend(_repeated(own))

@@ -1,4 +1,4 @@
-"""The command group, the options before every command, and its refusals."""
+"""Defines the command group of storectl and reports its errors."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ COMMANDS: Final = (
     *("tag", "update", "hold", "rm", "undelete", "retain"),
     *("uploads", "du", "gc", "ping", "serve", "demo"),
 )
-"""In the order in which one meets them; each has a module of its own."""
+"""The commands in the order of ``--help``; each has its own module."""
 
 
 @contextmanager
 def _reported(*, as_json: bool) -> Generator[None]:
-    """Reports an error as JSON, where that is asked for; click prints the others.
+    """Reports an error as JSON if requested; click prints the others.
 
-    Ctrl-C is an error here, as click itself would call it an abort.
+    Ctrl-C is reported as an error, where click would report an abort.
     """
     try:
         try:
@@ -46,8 +46,7 @@ _JSON: Final = "storesvc_client.json"
 
 
 class _Group(click.Group):
-    """Commands that end in a sentence where the store refuses; each is imported when
-    it is asked for."""
+    """Imports commands when they are called; prints errors of the store in one line."""
 
     def make_context(
         self,
@@ -64,7 +63,7 @@ class _Group(click.Group):
             return context
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command; any error of the store ends in a sentence, or in JSON."""
+        """Runs the command; reports an error of the store in one line, or as JSON."""
         with _reported(as_json=ctx.meta[_JSON]):
             return self._invoke(ctx)
 
@@ -78,7 +77,7 @@ class _Group(click.Group):
         except (click.ClickException, click.Abort, click.exceptions.Exit):
             raise
         except Exception as e:
-            # Imported this late, because a command that worked need not have it.
+            # Imported here: a command that succeeds does not need it.
             from storesvc_client import StoreError
 
             if isinstance(e, StoreError) and not ctx.meta[VERBOSE]:
@@ -94,7 +93,7 @@ class _Group(click.Group):
         ctx: click.Context,  # noqa: ARG002
         cmd_name: str,
     ) -> click.Command | None:
-        """Returns a command; None where there is none."""
+        """Returns a command, or None if there is none."""
         return _command(cmd_name) if cmd_name in COMMANDS else None
 
 
@@ -125,7 +124,7 @@ def main(
     timeout: float,
     verbose: bool,
 ) -> None:
-    """Look into a checkpoint store, look after it, or serve one.
+    """Inspect, change or serve a checkpoint store.
 
     \b
     Paths narrow from left to right:
@@ -142,13 +141,13 @@ def main(
       storectl get 'prod/llama-8b@latest:params/**/kernel' -o kernels.npz
       storectl tag prod/llama-8b@500 best
 
-    The options below may stand after the command, too. With --json an error is one
+    The options below may be given after the command, too. With --json an error is one
     line of JSON on stderr.
 
-    Exit code 0: done; 1: refused, for the reason on stderr; 2: wrong usage;
+    Exit code 0: done; 1: rejected, for the reason on stderr; 2: wrong usage;
     130: interrupted.
-    Completion in bash: eval "$(_STORECTL_COMPLETE=bash_source storectl)"; zsh and
-    fish alike.
+    Completion in bash: eval "$(_STORECTL_COMPLETE=bash_source storectl)"; likewise
+    for zsh and fish.
     """
     context.meta[VERBOSE] = verbose
     source = context.get_parameter_source

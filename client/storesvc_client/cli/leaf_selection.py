@@ -1,4 +1,4 @@
-"""The leaves of a checkpoint that a command works on."""
+"""Selects the leaves of a checkpoint that a command works on."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ class Selection:
     """Leaves of one checkpoint."""
 
     checkpoint: CheckpointPath
-    """By its step: a tag, or "latest", may name another one by the next call."""
+    """The checkpoint by its step; a tag or "latest" may move before the next call."""
     leaves: "tuple[LeafInfo, ...]"
-    """In the order of their keys."""
+    """The leaves, in the order of their keys."""
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of their elements."""
+        """Total bytes of the elements."""
         return sum(leaf.size_bytes for leaf in self.leaves)
 
 
 def select_leaves(client: "Client", path: CheckpointPath | LeafPath) -> Selection:
-    """Returns the leaves that the path names: without a glob, all.
+    """Returns the leaves that the path names; all of them without a glob.
 
     Raises:
         Refusal: The path has a glob, and no leaf matches it.
@@ -46,7 +46,7 @@ def select_leaves(client: "Client", path: CheckpointPath | LeafPath) -> Selectio
 
 
 def select_leaf(client: "Client", path: LeafPath) -> Selection:
-    """Returns the one leaf whose key the path spells out.
+    """Returns the one leaf with the key of the path.
 
     Raises:
         Refusal: There is no such leaf.
@@ -55,8 +55,8 @@ def select_leaf(client: "Client", path: LeafPath) -> Selection:
     leaves = client.run(checkpoint.run).open(checkpoint.which).leaves
     if path.glob not in leaves and set("*?[") & set(path.glob):
         raise Refusal(
-            f"{path.glob!r} is a glob, and one leaf is asked for; 'storectl ls' takes "
-            "globs"
+            f"{path.glob!r}: expected the key of one leaf, got a glob; 'storectl ls' "
+            "accepts globs"
         )
     if path.glob not in leaves:
         raise Refusal(_absence(path.glob, leaves, checkpoint=checkpoint))
@@ -64,22 +64,22 @@ def select_leaf(client: "Client", path: LeafPath) -> Selection:
 
 
 def key_text(leaf: "LeafInfo") -> str:
-    """Returns the key, which is '' for a tree that is a single leaf."""
+    """Returns the key; '' for a tree that is a single leaf."""
     return leaf.key or "''"
 
 
 def dtype_text(leaf: "LeafInfo") -> str:
-    """Returns the element type, for PRNG keys with their implementation."""
+    """Returns the dtype; for PRNG keys, their implementation."""
     return f"key<{leaf.prng_impl}>" if leaf.prng_impl else leaf.dtype
 
 
 def shape_text(leaf: "LeafInfo") -> str:
-    """Returns the shape, for PRNG keys that of the array of keys."""
+    """Returns the shape; for PRNG keys, the shape of the array of keys."""
     return sizes_text(leaf.shape[:-1] if leaf.prng_impl else leaf.shape)
 
 
 def sizes_text(sizes: Iterable[int]) -> str:
-    """Returns the sizes of dimensions such as "[256,128]"; of none, "[]"."""
+    """Returns dimensions as text, such as "[256,128]"; "[]" for a scalar."""
     return f"[{','.join(map(str, sizes))}]"
 
 
@@ -97,7 +97,7 @@ def _absence(
         subtree = glob.rstrip("/")
         return (
             f"{wanted}, which is a subtree of {count_text(len(below), 'leaf')}; "
-            f"ask for '{subtree}/**'"
+            f"use '{subtree}/**'"
         )
     if nearest := nearest_keys(glob, leaves):
         return f"{wanted}; nearest: {', '.join(map(printable, nearest))}"

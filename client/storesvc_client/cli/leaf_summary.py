@@ -1,14 +1,14 @@
-"""What the values of a leaf are like.
+"""Summarizes the values of a leaf: minimum, maximum, mean, and count of NaN.
 
-Least, greatest and mean are those of the values that are not NaN, infinities
-included; NaN are counted. What has no such number has None:
+Minimum, maximum and mean are taken over the values that are not NaN, infinities
+included. A number that does not exist is None:
 
 ==============  ====================================================
-booleans        counted as 0 and 1: the mean is the part that is true
+booleans        counted as 0 and 1: the mean is the share of true
 integers        exact, except for the mean
 complex         mean and NaN count only: they have no order
-PRNG keys       nothing: the bits of a generator measure nothing
-empty arrays    nothing, and a NaN count of 0
+PRNG keys       None: their bits are no quantities
+empty arrays    None, and a NaN count of 0
 ==============  ====================================================
 """
 
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _BLOCK: Final = 1 << 20
-"""Elements converted together, so that a leaf needs hardly more than its own
-memory."""
+"""Elements converted at a time, which bounds the memory on top of the leaf's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The values of a leaf in four numbers."""
+    """Four numbers that summarize the values of a leaf."""
 
     min: complex | None
     max: complex | None
@@ -38,7 +37,7 @@ class Summary:
 
 
 def summarize(leaf: "LeafInfo", array: "Array") -> Summary:
-    """Returns the summary of a leaf's values."""
+    """Returns the summary of a leaf."""
     import numpy as np
 
     if leaf.prng_impl:
@@ -51,7 +50,7 @@ def summarize(leaf: "LeafInfo", array: "Array") -> Summary:
         if not values.size:
             continue
         count += values.size
-        # Infinities of both signs, or the largest finite numbers: say NaN, or inf.
+        # Infinities of both signs give NaN, large finite numbers may give inf.
         with np.errstate(over="ignore", invalid="ignore"):
             total += values.sum(dtype=np.result_type(values, np.float64)).item()
         if not np.iscomplexobj(values):
@@ -66,7 +65,7 @@ def summarize(leaf: "LeafInfo", array: "Array") -> Summary:
 
 
 def _computable(values: "Array") -> "Array":
-    """Returns the values, exactly, in a type that NumPy computes with."""
+    """Returns the values, exactly, in a dtype with NumPy arithmetic."""
     import numpy as np
 
     if values.dtype.isbuiltin == 1:

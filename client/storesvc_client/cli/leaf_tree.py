@@ -1,9 +1,8 @@
-"""The leaves of a checkpoint as the tree that they were.
+"""Draws the leaves of a checkpoint as a tree.
 
-Two things keep an outline short and lose nothing: a node that has one child is
-written on one line with it (``embed/embedding``), and neighbours numbered one
-after another that hold the same (keys, dtypes, shapes) are written once, as
-``{0..11}``, with their number before what each of them holds.
+Two rules keep the drawing short and complete: a node with one child shares a line with
+it (``embed/embedding``), and consecutively numbered siblings with the same keys, dtypes
+and shapes are drawn once, as ``{0..11}``, with their number before their content.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from storesvc_client import LeafInfo
 
 Line: TypeAlias = tuple[str, str, str]
-"""A node as it is drawn, what it is, and its size."""
+"""The drawn name of a node, its content, and its size."""
 
 _Entry: TypeAlias = "tuple[tuple[str, ...], LeafInfo]"
 
@@ -28,35 +27,34 @@ class Node:
     """A subtree, or a leaf."""
 
     parts: tuple[str, ...]
-    """Its path from its parent: several parts where those between have no
-    sibling."""
+    """Path from the parent; several parts where nodes between have no sibling."""
     leaf: "LeafInfo | None"
     children: "tuple[Node, ...]"
     size_bytes: int
     leaf_count: int
     likeness: tuple[object, ...]
-    """Equal for subtrees with the same keys, dtypes and shapes below them."""
+    """Value that is equal for subtrees with the same keys, dtypes and shapes."""
 
     @property
     def name(self) -> str:
-        """The path from its parent, as in a key."""
+        """Path from the parent, as in a key."""
         return "/".join(self.parts) or "''"
 
     @property
     def content(self) -> str:
-        """What it holds, such as "float32[2,3]" or "12 leaves"."""
+        """Content as text, such as "float32[2,3]" or "12 leaves"."""
         if self.leaf is None:
             return count_text(self.leaf_count, "leaf")
         return dtype_text(self.leaf) + shape_text(self.leaf)
 
 
 def grow(leaves: "Iterable[LeafInfo]") -> tuple[Node, ...]:
-    """Returns the top nodes of the tree that has these leaves."""
+    """Returns the top nodes of the tree of these leaves."""
     return _children([(tuple(leaf.key.split("/")), leaf) for leaf in leaves])
 
 
 def draw(nodes: Sequence[Node], *, depth: int | None = None) -> Iterator[Line]:
-    """Yields the outline line by line, ``depth`` levels of it."""
+    """Yields the drawing line by line, down to ``depth`` levels."""
     groups = list(_alike(nodes))
     for group in groups:
         last = group is groups[-1]
@@ -105,7 +103,7 @@ def _node(entries: list[_Entry]) -> Node:
 
 
 def _alike(nodes: Sequence[Node]) -> Iterator[list[Node]]:
-    """Yields the nodes, those that are written once together."""
+    """Yields groups of nodes; each group is drawn once."""
     group: list[Node] = []
     for node in nodes:
         if group and not _continues(group[-1], node):
@@ -127,7 +125,7 @@ def _continues(before: Node, node: Node) -> bool:
 
 
 def _order(part: str) -> tuple[bool, int, str]:
-    """Numbers by value, before texts."""
+    """Returns a sort key: numbers by value, before texts."""
     number = _is_number(part)
     return not number, int(part) if number else 0, part
 

@@ -1,8 +1,8 @@
-"""Log lines of native libraries, kept off the terminal.
+"""Hides log lines of native libraries from the terminal.
 
-gRPC, TensorStore and the AWS SDK inside it write to file descriptor 2 by themselves, in
-a format of their own, and have no switch for it in Python. While a store is opened such
-lines would come before the one sentence that says what is wrong.
+gRPC, TensorStore and its AWS SDK write directly to file descriptor 2, in their own
+format, and cannot be configured from Python. While a store is opened, such lines would
+precede the one-line error message.
 """
 
 import os
@@ -17,20 +17,20 @@ _LINE: Final = re.compile(
     rb"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w./-]+:\d+\] |WARNING: All log messages "
     rb"before absl::InitializeLog"
 )
-"""How a line of Abseil's log begins."""
+"""Beginning of a line of Abseil's log."""
 
 _STDERR: Final = 2
 
 
 @contextmanager
 def native_log_hidden(*, shown: bool) -> Generator[None]:
-    """Drops the log lines that native libraries write inside; passes on all else.
+    """Drops log lines that native libraries write inside the block; forwards the rest.
 
-    What Python writes to ``sys.stderr`` inside comes out at once; what others write to
-    file descriptor 2 and is no log line, at the end.
+    Output of Python to ``sys.stderr`` appears at once; other output to file descriptor
+    2 that is not a log line appears at the end of the block.
 
     Args:
-        shown: Drops nothing, as ``--verbose`` asks.
+        shown: Whether to drop nothing, for ``--verbose``.
     """
     if shown or not _is_stderr(sys.stderr):
         yield

@@ -1,33 +1,36 @@
-"""What storectl prints: tables and fields for people, JSON for programs.
+"""Prints tables and fields for people, and JSON for programs.
 
-Tables are plain columns, two spaces apart, and nothing is ever cut. Only a terminal
-that is too narrow gets cells that break over lines, where that helps. Text that came
-from a store is shown with what cannot be printed escaped, so no label can steer a
-terminal.
+Tables are plain columns, two spaces apart, and never truncated. In a terminal that is
+too narrow, cells of folding columns break over lines. Unprintable characters in text
+from a store are escaped, so that no label can control a terminal.
 
-JSON follows protobuf's mapping where JSON has no word of its own: times are
-RFC 3339 in UTC, lengths of time are seconds such as "90s", NaN and the infinities are
-the strings "NaN", "Infinity" and "-Infinity", complex numbers are [real, imaginary].
-Sizes are in bytes.
+JSON follows the JSON mapping of protobuf: times are RFC 3339 in UTC, durations are
+seconds such as "90s", NaN and the infinities are the strings "NaN", "Infinity" and
+"-Infinity"; complex numbers are [real, imaginary]. Sizes are in bytes.
 """
 
 import json
 import math
 import sys
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from shlex import quote
-from typing import Any, Final, assert_never
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
 import click
 
+if TYPE_CHECKING:
+    from storesvc_client import DataLossError
+
+_Item = TypeVar("_Item")
+
 ABSENT: Final = "-"
-"""Stands in a cell that has nothing to say."""
+"""Text of an empty cell."""
 
 _LEAST_FOLDED: Final = 16
-"""Characters of a column below which folding its cells makes them unreadable."""
+"""Minimum width in characters of a folded column; narrower is unreadable."""
 
 _NOT_FINITE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -39,13 +42,13 @@ class Column:
 
     title: str
     right: bool = False
-    """Whether it holds quantities, which line up at their right ends."""
+    """True for quantities, which are aligned right."""
     folds: bool = False
-    """Whether its cells may break over lines where a terminal is too narrow."""
+    """True if cells may break over lines in a terminal that is too narrow."""
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table; one without titles has no header."""
+    """Prints a table; without titles, it has no header."""
     cells = [tuple(map(printable, row)) for row in rows]
     titles = tuple(column.title for column in columns)
     lines = [titles, *cells] if any(titles) else cells
@@ -59,7 +62,7 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
 
 
 def print_fields(title: str, pairs: Iterable[tuple[str, str]]) -> None:
-    """Prints what is known about one thing."""
+    """Prints names and values below a title."""
     known = list(pairs)
     width = max(len(name) for name, _ in known)
     click.secho(printable(title), bold=True)
@@ -73,12 +76,65 @@ def print_json(value: object) -> None:
 
 
 def print_note(text: str) -> None:
-    """Prints a remark beside the output, where no pipe takes it up."""
+    """Prints a remark on stderr, so that it does not enter a pipe."""
     click.echo(f"storectl: {text}", err=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing(Generic[_Item]):
+    """The layout of a list of items of one kind."""
+
+    noun: str
+    columns: tuple[Column, ...]
+    row: Callable[[_Item], tuple[str, ...]]
+
+    def show(
+        self,
+        items: Iterable[_Item],
+        *,
+        as_json: bool,
+        limit: int | None = None,
+        damaged: "Sequence[DataLossError]" = (),
+    ) -> None:
+        """Prints the items; notes on stderr what it leaves out.
+
+        Args:
+            items: Items to print.
+            as_json: Whether to print JSON.
+            limit: Maximum number of items, including damaged ones; None prints all.
+            damaged: Errors of damaged records; grows while the items are read.
+
+        Raises:
+            DataLossError: The last of ``damaged``; the others are printed before.
+        """
+        shown: list[_Item] = []
+        rest = False
+        for item in items:
+            rest = limit is not None and len(shown) + len(damaged) >= limit
+            if rest:
+                break
+            shown.append(item)
+        # the search for the first omitted item may have found one more damaged record
+        reported = damaged if limit is None else damaged[: limit - len(shown)]
+        rest = rest or len(reported) < len(damaged)
+        if as_json:
+            print_json(shown)
+        elif shown:
+            print_table(self.columns, map(self.row, shown))
+        elif not damaged:
+            print_note(f"no {plural(self.noun)}")
+        if rest:
+            known = f"of {len(items):,} " if isinstance(items, Sized) else ""
+            noun = self.noun if limit == 1 and not known else plural(self.noun)
+            print_note(f"{limit:,} {known}{noun} shown, there are more")
+        for error in reported[:-1]:
+            print_note(str(error))
+        if reported:
+            raise reported[-1]
+
+
 def json_value(value: Any) -> Any:
-    """Returns the value in the types that JSON has."""
+    """Returns the value as JSON types."""
     if is_dataclass(value) and not isinstance(value, type):
         named = {field.name: getattr(value, field.name) for field in fields(value)}
         return json_value(named)
@@ -102,7 +158,7 @@ def json_value(value: Any) -> Any:
 
 
 def size_text(size_bytes: int) -> str:
-    """Returns a size as people say it, such as "1.2 GiB"."""
+    """Returns a size as text, such as "1.2 GiB"."""
     if size_bytes < 1024:
         return f"{size_bytes} B"
     exponent = min((size_bytes.bit_length() - 1) // 10, len(_UNITS))
@@ -110,7 +166,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def time_text(time: datetime) -> str:
-    """Returns a time as this machine's clock shows it."""
+    """Returns a time in the time zone of this machine."""
     return time.astimezone().isoformat(sep=" ", timespec="seconds")
 
 
@@ -125,7 +181,7 @@ def plural(noun: str) -> str:
 
 
 def number_text(value: complex | None) -> str:
-    """Returns a number, short; integers stay whole."""
+    """Returns a number as short text; integers in full."""
     match value:
         case None:
             return ABSENT
@@ -138,7 +194,7 @@ def number_text(value: complex | None) -> str:
 
 
 def pairs_text(pairs: Mapping[str, str | float]) -> str:
-    """Returns labels or metrics in one line, by name."""
+    """Returns labels or metrics in one line, sorted by name."""
     texts = (
         f"{name}={quote(value) if isinstance(value, str) else number_text(value)}"
         for name, value in sorted(pairs.items())
@@ -147,7 +203,7 @@ def pairs_text(pairs: Mapping[str, str | float]) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns the text with escapes for what a terminal would obey or hide."""
+    """Returns the text with unprintable characters escaped."""
     if text.isprintable():
         return text
     return "".join(
@@ -157,7 +213,7 @@ def printable(text: str) -> str:
 
 
 def _needs_folding(columns: Sequence[Column], widths: Sequence[int]) -> bool:
-    """Returns whether a terminal is too narrow, and folding helps."""
+    """Returns whether a terminal is too narrow and folding helps."""
     if not sys.stdout.isatty():
         return False
     from shutil import get_terminal_size

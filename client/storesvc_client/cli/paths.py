@@ -1,14 +1,14 @@
-"""What people type: paths into a store, and stores.
+"""Parses paths into a store, and the addresses of stores.
 
-A path grows to the right, and each part narrows it:
+A path narrows from left to right:
 
     prod                                 a namespace
     prod/llama-8b                        a run
     prod/llama-8b@latest                 a checkpoint, by step, tag or ``latest``
-    prod/llama-8b@500:params/**/kernel   leaves of it, by key or glob
+    prod/llama-8b@500:params/**/kernel   its leaves, by key or glob
 
-No run, step or tag holds "@" or ":", so a key may hold both. The key of a
-tree that is a single leaf is empty: ``prod/rng@latest:`` names that leaf, where
+No run, step or tag contains "@" or ":", so a key may contain both. The key of a tree
+that is a single leaf is empty: ``prod/rng@latest:`` names that leaf, and
 ``prod/rng@latest`` names the checkpoint.
 
 >>> parse_path("prod/llama-8b@latest:params/**/kernel").glob
@@ -76,10 +76,10 @@ StorePath: TypeAlias = NamespacePath | RunPath | CheckpointPath | LeafPath
 
 
 def parse_path(text: str) -> StorePath:
-    """Returns what the text names.
+    """Returns the path that the text names.
 
     Raises:
-        InvalidNameError: It names nothing that a store could hold.
+        InvalidNameError: The text is not a valid path.
     """
     run, at, rest = text.partition("@")
     if not at:
@@ -95,14 +95,14 @@ DEFAULT_PORT: Final = 7070
 def parse_target(text: str) -> str:
     """Returns the store to connect to: the URI of a root, or HOST:PORT.
 
-    A path becomes a URI, and a server without a port gets the one that ``serve``
-    listens at:
+    A path becomes a URI, and a server without a port gets the default port of
+    ``serve``:
 
     >>> parse_target("/ckpts"), parse_target("ckpt.example,other:7171")
     ('file:///ckpts', 'ckpt.example:7070,other:7171')
 
     Raises:
-        InvalidNameError: No command can work with it.
+        InvalidNameError: The target is a memory store.
     """
     if text.startswith("memory:"):
         raise InvalidNameError(
@@ -114,14 +114,14 @@ def parse_target(text: str) -> str:
 
 
 def parse_root(text: str) -> str:
-    """Returns the root of a store as a URI, where it is given as a path."""
+    """Returns the root of a store as a URI; a path becomes one."""
     if not text.startswith(("/", "./", "../", "~/")) and text not in (".", "..", "~"):
         return text
     return Path(os.path.abspath(Path(text).expanduser())).as_uri()  # noqa: PTH100 - resolve() would follow links
 
 
 def _with_port(server: str) -> str:
-    """A server of a list; what is none is refused by whoever connects."""
+    """Adds the default port to a server of a list; ``connect`` rejects invalid ones."""
     try:
         url = urlsplit(f"//{server}")
         is_bare = (

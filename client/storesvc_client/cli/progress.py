@@ -1,6 +1,6 @@
-"""A progress bar for what takes more than a second.
+"""Shows a progress bar for operations of more than a second.
 
-It is drawn on stderr, only on a terminal, and is wiped away at the end.
+The bar is drawn on stderr, only in a terminal, and is erased at the end.
 """
 
 import sys
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from threading import Timer
 from typing import Final
 
-_PATIENCE_SECONDS: Final = 1.0
+_DELAY_SECONDS: Final = 1.0
 
 
 @contextmanager
 def progress(title: str, *, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Yields what is to be called with the size of each thing that is done."""
+    """Yields a function to call with the bytes of each completed part."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -31,7 +31,7 @@ def progress(title: str, *, total_bytes: int) -> Iterator[Callable[[int], object
         transient=True,
     )
     task = bar.add_task(title, total=total_bytes)
-    timer = Timer(_PATIENCE_SECONDS, bar.start)
+    timer = Timer(_DELAY_SECONDS, bar.start)
     timer.daemon = True
     timer.start()
     try:

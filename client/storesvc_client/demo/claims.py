@@ -1,9 +1,9 @@
-"""What the demo claims of its runs, and whether it holds. Values in, values out.
+"""Checks the claims of the demo about its runs. Values in, values out.
 
-A loss is compared by its bits where the arithmetic is the same, and by a tolerance
+Losses are compared by their bits where the arithmetic is the same, and with a tolerance
 only where the shape of the mesh changes the order of sums. States are never compared
-by a tolerance: a restored one must be bitwise the saved one, on any mesh. The
-training process checks that itself, leaf by leaf, and goes on only then.
+with a tolerance: a restored state must equal the saved one bit for bit, on any mesh.
+The training process checks that itself, leaf by leaf, before it continues.
 """
 
 import signal
@@ -25,9 +25,9 @@ __all__ = [
 TOLERANCE: Final = 1e-5
 """Relative difference allowed between losses on meshes of different shapes.
 
-Seen over 60 steps on four shapes: at most 6e-7, a few units in the last place of a
-float32. Mistakes are larger: with dropout counts that start anew, losses differ by
-1e-4 to 8e-3; with an optimizer that starts anew, by up to 3e-2.
+Measured over 60 steps on four shapes: at most 6e-7, a few units in the last place of a
+float32. Errors are larger: with dropout counts that restart, losses differ by 1e-4 to
+8e-3; with an optimizer that restarts, by up to 3e-2.
 """
 
 HOW_JUDGED: Final = (
@@ -40,7 +40,7 @@ HOW_JUDGED: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A sentence, whether it held, and what was seen."""
+    """A claim, whether it holds, and the evidence."""
 
     text: str
     held: bool
@@ -51,29 +51,29 @@ class History:
     """The events of one training process, by kind."""
 
     def __init__(self, events: Iterable[Event], *, exit_code: int) -> None:
-        told = list(events)
+        listed = list(events)
         self.exit_code = exit_code
-        self.losses = {e.step: e.loss for e in told if isinstance(e, Step)}
-        self.begun = [e.step for e in told if isinstance(e, SaveBegun)]
-        self.committed = [e.step for e in told if isinstance(e, Committed)]
-        self.restored = next((e for e in told if isinstance(e, Restored)), None)
+        self.losses = {e.step: e.loss for e in listed if isinstance(e, Step)}
+        self.begun = [e.step for e in listed if isinstance(e, SaveBegun)]
+        self.committed = [e.step for e in listed if isinstance(e, Committed)]
+        self.restored = next((e for e in listed if isinstance(e, Restored)), None)
 
     @property
     def last(self) -> int:
-        """The last step that was done."""
+        """The last completed step."""
         return max(self.losses)
 
 
 def claims_of(
     reference: History, killed: History, moved: History, stayed: History
 ) -> list[Claim]:
-    """Returns what is claimed of the four runs.
+    """Returns the claims about the four runs.
 
     Args:
         reference: Never interrupted.
         killed: On the same mesh, killed between two saves.
-        moved: Gone on from there on a mesh of another shape.
-        stayed: Gone on from there on the same mesh.
+        moved: Resumed from there on a mesh of another shape.
+        stayed: Resumed from there on the same mesh.
     """
     return [
         _learns(reference),
@@ -119,14 +119,14 @@ def _restored_last(killed: History, *resumed: History) -> Claim:
 
 
 def _same_state(*resumed: History) -> Claim:
-    told = [r.restored for r in resumed if r.restored is not None]
-    digests = {r.digest for r in told}
-    meshes = " and ".join(r.mesh for r in told)
+    restored = [r.restored for r in resumed if r.restored is not None]
+    digests = {r.digest for r in restored}
+    leaf_count = restored[0].leaf_count if restored else 0
+    meshes = " and ".join(r.mesh for r in restored)
     return Claim(
         text="The restored state is bitwise the saved one, on either mesh",
-        held=len(told) == len(resumed) and len(digests) == 1,
-        seen=f"digest {' '.join(digests)} of {told[0].leaf_count if told else 0} "
-        f"leaves on {meshes}",
+        held=len(restored) == len(resumed) and len(digests) == 1,
+        seen=f"digest {' '.join(digests)} of {leaf_count} leaves on {meshes}",
     )
 
 
@@ -151,5 +151,5 @@ def _same_but_for_rounding(reference: History, run: History) -> Claim:
 
 
 def relative_difference(reference: History, run: History, step: int) -> float:
-    """Returns how far the losses of a step are apart, relative to the reference."""
+    """Returns the difference of the losses of a step, relative to the reference."""
     return abs(run.losses[step] / reference.losses[step] - 1)

@@ -1,7 +1,7 @@
-"""The training text: what ``help()`` knows, English prose that ships with Python.
+"""Provides the training text: the topics of ``help()``, prose that ships with Python.
 
-Which bytes a batch holds is a function of the step alone, so that a run that goes
-on elsewhere sees what an uninterrupted one sees.
+The bytes of a batch are a function of the step alone, so that a resumed run sees the
+batches of an uninterrupted one.
 """
 
 from pydoc_data.topics import topics
@@ -15,7 +15,7 @@ _SEED = 20_260_401
 
 
 class Corpus:
-    """Batches of text windows, as bytes."""
+    """Makes batches of text windows, as bytes."""
 
     def __init__(self, *, batch_size: int, window: int) -> None:
         text = "\n".join(topics[name] for name in sorted(topics))

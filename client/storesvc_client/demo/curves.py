@@ -1,4 +1,4 @@
-"""Loss curves in text: a table of some steps, and a line of blocks for each run."""
+"""Draws loss curves as text: a table of some steps and a line of blocks a run."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,15 +10,15 @@ __all__ = ["loss_table", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LOW, _HIGH = 2.4, 4.4
-"""Losses of the lowest and the highest block; what lies beyond is drawn as these."""
+"""Losses of the lowest and the highest block; values beyond are clipped."""
 
 
 def loss_table(
     reference: History, killed: History, moved: History, *, every: int
 ) -> Table:
-    """Returns the losses of the uninterrupted run beside those of the job that was
-    killed and went on elsewhere."""
-    table = Table("step", "uninterrupted", "killed", "gone on elsewhere", "difference")
+    """Returns a table of the losses of the uninterrupted run and of the killed and
+    resumed job."""
+    table = Table("step", "uninterrupted", "killed", "resumed elsewhere", "difference")
     for column in table.columns:
         column.justify = "right"
     shown = {1, killed.last, min(moved.losses), reference.last}
@@ -43,7 +43,7 @@ def _difference(reference: History, killed: History, moved: History, step: int) 
 
 
 def sparkline(losses: Mapping[int, float], steps: Iterable[int]) -> str:
-    """Returns a block for each step, higher for more; a blank where there is none."""
+    """Returns a block for each step, higher for larger values; a blank for no value."""
     return "".join(_block(losses[step]) if step in losses else " " for step in steps)
 
 

@@ -1,7 +1,7 @@
-"""One digest of a whole state: equal digests mean bitwise equal states.
+"""Computes one digest of a whole state: equal digests mean bitwise equal states.
 
-It goes into a checkpoint's labels, past everything that the store does to leaves,
-and is made anew of what a restore returns.
+The digest is saved in a label of the checkpoint, independent of the path of the leaves,
+and computed again from what a restore returns.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["digest_of"]
 
 
 def digest_of(tree: Any) -> str:
-    """Returns a digest, in hexadecimal, of every leaf's name, type, shape, bytes."""
+    """Returns a hexadecimal digest of the name, dtype, shape and bytes of each leaf."""
     digest = xxhash.xxh3_128()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = repr(tree_path_to_string(path))
@@ -30,8 +30,8 @@ def digest_of(tree: Any) -> str:
 
 
 def _whole(array: Any) -> Any:
-    """All of an array, also where other processes hold parts of it; then all of them
-    ask for it at once."""
+    """Returns a whole array as a host array. If other processes hold parts of it, all
+    processes must call this."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return process_allgather(array, tiled=True)
     return np.asarray(array)

@@ -1,4 +1,4 @@
-"""The demo as one function: runs everything, shows it, and says whether it held."""
+"""Runs the whole demo, shows it, and returns whether every claim holds."""
 
 import signal
 import sys
@@ -23,17 +23,17 @@ from storesvc_client.demo.processes import DemoError, Server, Trainer, storectl
 __all__ = ["Served", "run_demo"]
 
 _RUN = "demo/pydoc-lm"
-"""In a store of its own; in another it has the time behind it, and so is new."""
+"""Name of the run in its own store; in another store, the time is appended."""
 
 _HERE = "dp=2,fsdp=2,tp=2"
 _ELSEWHERE = "dp=1,fsdp=4,tp=2"
 _STEPS = 60
 _SAVE_EVERY = 10
 _KILL_AFTER = 30
-"""The checkpoint after which the job is killed, or a later one."""
+"""Step of the checkpoint after which the job is killed, or a later one."""
 
 _SHOWN_LINES = 14
-"""Lines shown of what one storectl command printed."""
+"""Maximum lines shown of the output of one storectl command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class Served:
 
     address: str
     reaching: tuple[str, ...] = ()
-    """Options that a client needs to reach it."""
+    """Options that a client needs to connect."""
     run: str = field(
         default_factory=lambda: f"{_RUN}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     )
-    """What the demo calls its run there."""
+    """Name of the demo's run there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +58,12 @@ class _Runs:
 
 
 def run_demo(directory: Path, served: Served | None) -> int:
-    """Runs the demo and returns its exit code: 0 if everything that it claims held.
+    """Runs the demo and returns its exit code: 0 if every claim holds.
 
     Args:
-        directory: Where everything goes: the store, what the processes said on
-            stderr, compiled programs. Absent or empty so far.
-        served: The store; None: one of its own.
+        directory: Directory for the store, the stderr of the processes and compiled
+            programs. Absent or empty.
+        served: The server of the store; None starts one.
     """
     console = Console()
     began = time.monotonic()
@@ -82,7 +82,7 @@ def run_demo(directory: Path, served: Served | None) -> int:
 
 @contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
-    """Makes SIGTERM leave the blocks that own processes, as Ctrl-C does."""
+    """Makes SIGTERM leave the blocks that own processes, like Ctrl-C."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -146,11 +146,11 @@ def _trained(store: Served, directory: Path, console: Console) -> _Runs:
             killed = _watched_until_killed(trainer, bars)
         # The run elsewhere moves `latest`, so the control names the checkpoint.
         last = str(killed.committed[-1])
-        # The processes end before the pool waits for the threads that watch them.
+        # The processes end before the pool joins the threads that watch them.
         with (
             ThreadPoolExecutor(2) as pool,
-            run("gone on elsewhere", *elsewhere, *saves, "--resume", "latest") as away,
-            run("gone on here", *here, *stored, "--resume", last) as control,
+            run("resumed elsewhere", *elsewhere, *saves, "--resume", "latest") as away,
+            run("resumed here", *here, *stored, "--resume", last) as control,
         ):
             watching = [pool.submit(_watched, t, bars) for t in (away, control)]
             moved, stayed = (future.result() for future in watching)
@@ -168,20 +168,20 @@ def _progress(console: Console) -> Progress:
 
 
 def _watched(trainer: Trainer, bars: Progress) -> History:
-    """The history of a process that is to end by itself."""
-    told = list(_shown(trainer, bars))
+    """Returns the history of a process that ends by itself."""
+    events = list(_shown(trainer, bars))
     trainer.check()
-    return History(told, exit_code=0)
+    return History(events, exit_code=0)
 
 
 def _watched_until_killed(trainer: Trainer, bars: Progress) -> History:
-    """Returns the history of a process that holds itself until it is killed."""
-    told: list[Event] = []
+    """Returns the history of a process that waits to be killed, and kills it."""
+    events: list[Event] = []
     for event in _shown(trainer, bars):
-        told.append(event)
-        if is_between_saves(told, checkpoint=_KILL_AFTER):
+        events.append(event)
+        if is_between_saves(events, checkpoint=_KILL_AFTER):
             trainer.kill()
-    killed = History(told, exit_code=trainer.exit_code())
+    killed = History(events, exit_code=trainer.exit_code())
     if killed.exit_code > 0:
         trainer.check()
     if not killed.committed:
@@ -195,7 +195,7 @@ def _watched_until_killed(trainer: Trainer, bars: Progress) -> History:
 
 
 def _shown(trainer: Trainer, bars: Progress) -> Iterator[Event]:
-    """Yields the events of a process while its bar moves."""
+    """Yields the events of a process and updates its progress bar."""
     bar = bars.add_task(trainer.name, total=_STEPS, said="starts", saved="")
     for event in trainer.events():
         match event:
@@ -215,24 +215,24 @@ def _restored_text(event: Restored) -> str:
     return (
         f"restored step {event.step} onto {event.mesh}: {event.leaf_count} leaves, "
         f"{event.size_bytes / 2**20:.1f} MiB, in {event.seconds:.2f} s; "
-        "bitwise what was saved"
+        "bitwise equal to the saved state"
     )
 
 
-# --- What is shown of them ----------------------------------------------------
+# --- Output ---------------------------------------------------------------------
 
 
 def _show_curves(runs: _Runs, console: Console) -> None:
     console.print(
         f"\n[bold]Loss[/], nats a byte. Uninterrupted and killed on {_HERE}, "
-        f"gone on elsewhere on {_ELSEWHERE}:"
+        f"resumed elsewhere on {_ELSEWHERE}:"
     )
     reference, killed, moved = runs.reference, runs.killed, runs.moved
     console.print(loss_table(reference, killed, moved, every=_SAVE_EVERY))
     for name, run in (
         ("uninterrupted", reference),
         ("killed", killed),
-        ("gone on elsewhere", moved),
+        ("resumed elsewhere", moved),
     ):
         curve = sparkline(run.losses, range(1, _STEPS + 1))
         console.print(f"{name:>17} {curve}", highlight=False)
@@ -247,7 +247,7 @@ def _show_claims(claims: list[Claim], console: Console) -> None:
 
 
 def _show_storectl(store: Served, console: Console) -> bool:
-    """Shows what storectl says about the run; returns whether it always worked."""
+    """Shows the output of storectl for the run; returns whether all commands worked."""
     newest = f"{store.run}@latest"
     options = ("--store", store.address, *store.reaching)
     worked = True

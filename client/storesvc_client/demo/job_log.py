@@ -1,4 +1,4 @@
-"""What a training process prints: one JSON object a line, each of one kind below.
+"""Formats and parses the lines of a training process: one JSON object each.
 
 Floats travel as hexadecimal text, so that equal text means equal bits.
 
@@ -21,7 +21,7 @@ class Step:
     """One update of the parameters."""
 
     step: int
-    """Which update: the first is 1."""
+    """Number of the update, from 1."""
 
     loss: float
     mesh: str
@@ -29,11 +29,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveBegun:
-    """A save whose snapshot is taken."""
+    """A save whose snapshot is complete."""
 
     step: int
     blocked_seconds: float
-    """How long training stood still for it."""
+    """Seconds for which the save blocked training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A state that is whole again, and bitwise what was saved."""
+    """A restored state, bitwise equal to the saved one."""
 
     step: int
     mesh: str
@@ -54,7 +54,7 @@ class Restored:
     size_bytes: int
     seconds: float
     digest: str
-    """Of the restored leaves; the process goes on only if the saved one is equal."""
+    """Digest of the restored leaves; the process stops if the saved one differs."""
 
 
 Event: TypeAlias = Step | SaveBegun | Committed | Restored
@@ -65,7 +65,7 @@ _KINDS: dict[str, type[Event]] = {
 
 
 def line(event: Event) -> str:
-    """Returns the line, without its end, that tells of an event."""
+    """Returns an event as a line, without a line break."""
     fields = {
         name: value.hex() if isinstance(value, float) else value
         for name, value in dataclasses.asdict(event).items()
@@ -74,7 +74,7 @@ def line(event: Event) -> str:
 
 
 def parse(text: str) -> Event | None:
-    """Returns the event that a line tells of, or None for any other line."""
+    """Returns the event of a line, or None for any other line."""
     try:
         fields = json.loads(text)
         kind = _KINDS[fields.pop("event")]

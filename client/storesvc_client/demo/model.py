@@ -1,4 +1,4 @@
-"""A small decoder-only language model over bytes, and how it lies on a mesh."""
+"""Defines a small decoder-only language model over bytes, and its placement."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 __all__ = ["RULES", "WINDOW", "ByteModel", "loss_of", "make_model", "make_optimizer"]
 
 WINDOW = 64
-"""Bytes that the model looks at."""
+"""Length of the context in bytes."""
 
 _WIDTH = 64
 _HEADS = 4
@@ -25,8 +25,8 @@ RULES: list[tuple[str, PartitionSpec]] = [
     ("down/kernel", _P("tp", "fsdp")),
     (".*", _P()),
 ]
-"""Regex searched in the leaf key, and how the leaves that it finds are split. The
-moments of the optimizer carry the names of their parameters, and so follow them."""
+"""Pairs of a regular expression, searched in the leaf key, and a placement. The moments
+of the optimizer contain the names of their parameters, and so match the same rules."""
 
 
 class Block(nnx.Module):
@@ -49,7 +49,7 @@ class Block(nnx.Module):
 
 
 class ByteModel(nnx.Module):
-    """A transformer whose embedding also reads the next byte off (tied)."""
+    """A transformer with tied input and output embeddings."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         small = nnx.initializers.normal(0.1)
@@ -68,12 +68,12 @@ class ByteModel(nnx.Module):
 
 
 def make_model() -> ByteModel:
-    """Returns a new model, always the same; dropout draws from a stream of its own."""
+    """Returns a new model with fixed seeds; dropout has its own RNG stream."""
     return ByteModel(rngs=nnx.Rngs(params=0, dropout=1))
 
 
 def make_optimizer() -> optax.GradientTransformation:
-    """Returns AdamW that warms up and then slows down."""
+    """Returns AdamW with warm-up and cosine decay."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0, peak_value=1e-2, warmup_steps=10, decay_steps=80, end_value=1e-3
     )
@@ -81,7 +81,7 @@ def make_optimizer() -> optax.GradientTransformation:
 
 
 def loss_of(model: ByteModel, batch: jax.Array) -> jax.Array:
-    """Returns the mean nats per byte that the model needs for the batch."""
+    """Returns the mean cross entropy of the batch, in nats a byte."""
     losses = optax.softmax_cross_entropy_with_integer_labels(
         model(batch[:, :-1]), batch[:, 1:]
     )

@@ -1,7 +1,7 @@
-"""The processes of the demo: a store server, and training processes that come and go.
+"""Starts and ends the processes of the demo: a store server and training processes.
 
-Each is a context manager and gone when its block ends, however it ends. They run in
-sessions of their own, so that Ctrl-C reaches them only through these blocks.
+Each is a context manager and ends with its block. They run in their own sessions, so
+that Ctrl-C reaches them only through these blocks.
 """
 
 import os
@@ -23,11 +23,11 @@ _STORECTL_SECONDS = 30.0
 
 
 class DemoError(RuntimeError):
-    """A process of the demo did not do what it should."""
+    """A process of the demo failed or timed out."""
 
 
 class _Process:
-    """A child process; what it says on stderr goes to a file."""
+    """A child process whose stderr goes to a file."""
 
     def __init__(
         self, name: str, command: list[str], log: Path, environment: dict[str, str]
@@ -74,9 +74,9 @@ class _Process:
         self._process.wait()
 
     def failure(self, what: str) -> DemoError:
-        """Returns an error that shows the end of what the process said."""
-        said = self._log.read_text(errors="replace").splitlines()[-15:]
-        return DemoError("\n".join([f"{self.name} {what}; it said last:", *said]))
+        """Returns an error with the last lines of the process's stderr."""
+        lines = self._log.read_text(errors="replace").splitlines()[-15:]
+        return DemoError("\n".join([f"{self.name} {what}; its last lines:", *lines]))
 
 
 class Server(_Process):
@@ -118,7 +118,7 @@ class Trainer(_Process):
             name,
             [sys.executable, "-m", "storesvc_client.demo.train", *arguments],
             directory / f"{name.replace(' ', '-')}.log",
-            # The processes on one mesh run one program: compiled once.
+            # processes on one mesh run the same program: compile it once
             {
                 "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
@@ -133,11 +133,11 @@ class Trainer(_Process):
                 yield event
 
     def exit_code(self) -> int:
-        """Returns the exit code of a process whose events have ended; negative: the
-        signal that it died of.
+        """Returns the exit code of a process whose events have ended; negative for a
+        signal.
 
         Raises:
-            DemoError: It goes on without a word.
+            DemoError: It still runs after 20 s.
         """
         try:
             return self._process.wait(_STOP_SECONDS)
@@ -155,7 +155,7 @@ class Trainer(_Process):
 
 
 def storectl(*arguments: str, width: int) -> subprocess.CompletedProcess[str]:
-    """Returns what ``storectl`` printed for these arguments, and its exit code.
+    """Returns the output and the exit code of ``storectl`` with these arguments.
 
     Raises:
         DemoError: It took longer than 30 s.
@@ -170,4 +170,6 @@ def storectl(*arguments: str, width: int) -> subprocess.CompletedProcess[str]:
             check=False,
         )
     except subprocess.TimeoutExpired as e:
-        raise DemoError(f"storectl {arguments}: no answer in {e.timeout:.0f} s") from e
+        raise DemoError(
+            f"storectl {arguments}: timed out after {e.timeout:.0f} s"
+        ) from e

@@ -1,4 +1,4 @@
-"""Saves of a training run, in the background, at most one at a time."""
+"""Saves a training run in the background, at most one save at a time."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -15,10 +15,10 @@ __all__ = ["saved"]
 def saved(
     steps: Iterable[tuple[EasyDeLState, Step]], run: Run, *, every: int
 ) -> Iterator[Event]:
-    """Yields the steps, and what becomes of the saves made every so many of them.
+    """Yields the steps, and the events of saves at each ``every`` steps.
 
-    One that is due while another is under way is left out: where the storage is slow,
-    the job would be killed within a save, which is not what is shown.
+    A save that is due while another is in progress is skipped: on slow storage, the job
+    would be killed within a save, which the demo does not show.
     """
     pending: Save | None = None
     for state, step in steps:

@@ -1,9 +1,9 @@
-"""One training process of the demo. What it prints: `job_log`.
+"""Runs one training process of the demo; `job_log` formats its output.
 
     python -m storesvc_client.demo.train --store 127.0.0.1:7070 --run demo/pydoc-lm \\
         --mesh dp=2,fsdp=2,tp=2 --steps 60 --save-every 10
 
-As one of the processes of a job, it is told which: ``--devices 2 --processes 4
+As one of the processes of a job, it takes its number: ``--devices 2 --processes 4
 --process 0 --coordinator 127.0.0.1:1234``.
 
 JAX reads its devices from the environment when it is first imported, so `main` sets
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Trains as the command line says, printing one line an event."""
+    """Trains with the options of the command line; prints one line for each event."""
     arguments = _arguments()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
         f"--xla_force_host_platform_device_count={arguments.devices}"
-        # Compiles in two thirds of the time, and runs as fast.
+        # compiles in two thirds of the time, and runs as fast
         " --xla_backend_optimization_level=1"
     )
-    # The partitioner's advice on how to shard this model better; errors still show.
+    # hides the partitioner's advice on sharding; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _join_job(arguments)
     for event in _events(arguments):

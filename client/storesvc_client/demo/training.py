@@ -1,10 +1,10 @@
-"""A training run on a mesh of CPU devices, from its start or from a checkpoint; by one
-process, or by the processes of a job.
+"""Trains on a mesh of CPU devices, from the start or from a checkpoint; in one process,
+or in the processes of a job.
 
 A step is one jitted function from state to state. The count of each dropout's RNG
-stream is part of the state and advances in it, so that a run that goes on draws the
-masks that an uninterrupted one draws. The shardings of the result are those of the
-argument: left to the compiler they drift, and the next save would record them.
+stream is part of the state, so that a resumed run draws the masks of an uninterrupted
+one. The result keeps the shardings of the argument: chosen by the compiler, they would
+change, and the next save would record them.
 """
 
 import time
@@ -41,7 +41,7 @@ StateAndLoss: TypeAlias = tuple[EasyDeLState, jax.Array]
 
 
 class Training:
-    """A state on a mesh, and what moves it forward."""
+    """Trains a state on a mesh."""
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         self._mesh = jax.make_mesh(
@@ -62,8 +62,8 @@ class Training:
                 init_opt_state=True,
             )
 
-        # As lists: two traces of `made` have equal leaves but, for the closures
-        # in their graphdefs, not equal tree structures.
+        # As lists: two traces of `made` have equal leaves, but different tree
+        # structures because of the closures in their graphdefs.
         abstract = jax.eval_shape(made)
         shardings = jax.tree.leaves(shardings_by_rules(abstract, self._mesh, RULES))
         make_leaves = jax.jit(lambda: jax.tree.leaves(made()), out_shardings=shardings)
@@ -76,7 +76,7 @@ class Training:
         """Returns the state of a checkpoint, bitwise as it was saved.
 
         Raises:
-            ValueError: It is not.
+            ValueError: The digest of the state differs from the saved one.
         """
         began = time.monotonic()
         state = restore_state(
@@ -108,7 +108,7 @@ class Training:
         rows = NamedSharding(self._mesh, _P(("dp", "fsdp")))
         for step in range(int(state.step) + 1, until + 1):
             text = self._corpus.batch(step)
-            # of the processes of a job, each brings what its devices need
+            # each process of a job provides what its devices need
             batch = jax.make_array_from_callback(text.shape, rows, text.__getitem__)
             state, loss = advance(state, batch)
             yield state, Step(step=step, loss=float(loss), mesh=self._mesh_text)
@@ -120,7 +120,7 @@ def _advance_with(
     def advance(state: EasyDeLState, batch: jax.Array) -> StateAndLoss:
         def loss(graphstate: Any) -> tuple[jax.Array, Any]:
             model = state.merge(graphstate)
-            # Evaluated first: dropout advances the counts in `model`.
+            # evaluated first: dropout advances the counts in `model`
             value = loss_of(model, batch)
             return value, nnx.state(model, nnx.Not(nnx.Param))
 

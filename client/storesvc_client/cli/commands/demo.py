@@ -1,4 +1,4 @@
-"""``storectl demo``: the main job, end to end."""
+"""``storectl demo``: runs the main job, end to end."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -29,14 +29,14 @@ _NEEDED: Final = ("flax", "jax", "optax", "tensorstore")
     "-s",
     type=store_target,
     metavar="HOST:PORT",
-    help="Train on the store of this server, as a new run, and not on one of its own.",
+    help="Train on the store of this server, as a new run; not on a store of its own.",
 )
 @pass_connection
 def demo(connection: Connection, *, keep: Path | None, store: str | None) -> None:
     """Train a small language model, kill it, resume it.
 
-    It is resumed from the store as a new process, on a mesh of another shape. Takes
-    about a minute. The exit code is 0 if everything that it claims held.
+    A new process resumes it from the store, on a mesh of another shape. Takes about a
+    minute. The exit code is 0 if every claim holds.
 
     \b
     Examples:
@@ -45,8 +45,10 @@ def demo(connection: Connection, *, keep: Path | None, store: str | None) -> Non
       storectl demo --store ckpt.example:7070 --ca ca.pem
     """
     if keep and store:
-        raise click.UsageError("--keep keeps a store of its own, and --store has none")
-    # Looked for, not imported: only the processes that train need them.
+        raise click.UsageError(
+            "expected --keep or --store, not both: --keep keeps the demo's own store"
+        )
+    # find_spec imports nothing: only the training processes need them.
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise Refusal(
@@ -64,7 +66,7 @@ def demo(connection: Connection, *, keep: Path | None, store: str | None) -> Non
 
 
 def _served(connection: Connection) -> "Served":
-    """What the demo needs to know of a server, which answers."""
+    """Returns the server for the demo, after a successful connection."""
     from storesvc_client.demo.job import Served
 
     connection.open().close()

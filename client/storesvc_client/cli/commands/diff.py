@@ -1,4 +1,4 @@
-"""``storectl diff``: what differs between two checkpoints."""
+"""``storectl diff``: compares two checkpoints."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Final
@@ -41,12 +41,12 @@ def diff(
     after: CheckpointPath,
     as_json: bool,
 ) -> None:
-    """Tell what differs between two checkpoints, leaf by leaf.
+    """Compare two checkpoints, leaf by leaf.
 
-    Reads no data: content is compared by its digests. WHAT is "added", "removed",
-    "shape", "dtype" or "content"; "unknown" where a leaf was saved in other chunks, so
-    that digests do not tell. CHUNKS counts the chunks of the leaf, of content those
-    that differ.
+    Reads no data: contents are compared by their digests. WHAT is "added", "removed",
+    "shape", "dtype" or "content"; "unknown" if a leaf was saved in other chunks, whose
+    digests cannot be compared. CHUNKS counts the chunks of the leaf; for content, the
+    chunks that differ.
 
     \b
     Examples:

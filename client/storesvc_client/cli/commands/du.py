@@ -1,4 +1,4 @@
-"""``storectl du``: how many bytes checkpoints and runs take."""
+"""``storectl du``: shows the bytes of checkpoints and runs."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -65,15 +65,15 @@ def du(
     path: NamespacePath | RunPath | CheckpointPath | None,
     as_json: bool,
 ) -> None:
-    """Tell how many bytes runs and checkpoints take.
+    """Show how many bytes runs and checkpoints take.
 
     \b
-    UPLOADS   checkpoints that are being written; bytes do not count them
-    LOGICAL   of all leaves
-    STORED    of the chunks that they are stored in
-    OWN       of the chunks that came with this checkpoint
-    SHARED    of the chunks that it shares with an earlier one
-    DISTINCT  of all chunks of a run, what is shared counted once
+    UPLOADS   checkpoints that are being written; their bytes are not counted
+    LOGICAL   bytes of all leaves
+    STORED    bytes of the chunks that hold them
+    OWN       bytes of the chunks that came with this checkpoint
+    SHARED    bytes of the chunks that it shares with an earlier one
+    DISTINCT  bytes of all chunks of a run, shared ones counted once
 
     \b
     Examples:
@@ -114,14 +114,14 @@ def _usages(client: "Client", names: Iterable[str]) -> "Iterator[Usage]":
     from storesvc_client import NotFoundError
 
     for name in names:
-        with suppress(NotFoundError):  # its first save was given up meanwhile
+        with suppress(NotFoundError):  # its first save was aborted in the meantime
             yield client.run(name).usage()
 
 
 def _print_run(client: "Client", name: str, *, as_json: bool) -> None:
     run = client.run(name)
     usage = run.usage()
-    # of a run that has none yet, a list of them is refused
+    # the store rejects a list of a run that has no checkpoint yet
     checkpoints = list(run.checkpoints()) if usage.checkpoint_count else []
     if as_json:
         values = list(map(_checkpoint_value, checkpoints))

@@ -1,4 +1,4 @@
-"""``storectl gc``: deletes what has no more use."""
+"""``storectl gc``: collects garbage."""
 
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -32,12 +32,14 @@ _COLUMNS: Final = (
 
 @click.command()
 @click.argument("path", type=parent_path, metavar="[PATH]", required=False)
-@click.option("--dry-run", is_flag=True, help="Change nothing; tell what would be.")
+@click.option(
+    "--dry-run", is_flag=True, help="Change nothing; show what a collection would do."
+)
 @click.option(
     "--grace",
     type=duration,
     metavar="TIME",
-    help="How long ago something must have lost its use, such as 10m; 1h without.",
+    help="How long an object must have been garbage, such as 10m.  [default: 1h]",
 )
 @json_option
 @pass_connection
@@ -49,23 +51,23 @@ def gc(
     grace: timedelta | None,
     as_json: bool,
 ) -> None:
-    """Delete what has no more use.
+    """Collect garbage.
 
-    Servers do the same by themselves, from time to time. Aborts uploads that nothing
-    is heard of, applies retention policies, purges deleted checkpoints whose time has
-    come, and removes the objects that nothing needs any more. What a checkpoint, a
-    hold or a live upload needs stays, also while saves and restores go on. An upload
-    is dead once the process that collects has seen it silent for its lease: where no
-    server runs, a single gc ends only those that are silent for two days. With a
-    short --grace, readers that have no hold may lose what they read.
+    Servers do the same at an interval. A collection aborts uploads whose lease has
+    expired, applies retention policies, purges deleted checkpoints that are due, and
+    deletes objects that nothing needs. Objects that a checkpoint, a hold or a live
+    upload needs stay, also during saves and restores. A lease expires once the
+    collecting process has seen no renewal for its length: without a server, a single
+    gc ends only uploads without renewal for two days. With a short --grace, readers
+    without a hold may lose what they read.
 
     \b
     Columns: uploads aborted, checkpoints deleted by the policy, checkpoints purged,
-    objects found without use, objects removed, why something was left for later.
+    garbage objects found, objects deleted, why something was postponed.
 
     \b
     Examples:
-      storectl gc --dry-run              all runs, only told
+      storectl gc --dry-run              all runs, changes nothing
       storectl gc prod/llama-8b
       storectl gc prod --grace 10m --json
     """

@@ -1,4 +1,4 @@
-"""``storectl get``: leaves, summed up on the screen or written to a file."""
+"""``storectl get``: summarizes leaves, or writes them to a file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,12 +64,11 @@ def get(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Sum up leaves, or write them to a file.
+    """Summarize leaves, or write them to a file.
 
-    PATH ends in a key or a glob. Within a part of a key "*" is any text, "?" one
-    character, "[..]" one of several; "**" is any number of parts. Without -o it
-    prints the least, greatest and mean value of each leaf (NaN left out, and
-    counted).
+    PATH ends in a key or a glob. Within a part of a key "*" matches any text, "?" one
+    character, "[..]" one of several; "**" matches any number of parts. Without -o it
+    prints minimum, maximum and mean of each leaf without NaN, and the count of NaN.
 
     \b
     Examples:
@@ -132,7 +131,7 @@ def _write(
 
 @contextmanager
 def _reading(client: "Client", selection: Selection) -> "Iterator[Arrays]":
-    """Yields the arrays of the leaves, as they come; shows how far they are."""
+    """Yields the arrays of the leaves as they arrive; shows the progress."""
     from storesvc_client.cli.progress import progress
 
     checkpoint = selection.checkpoint

@@ -1,4 +1,4 @@
-"""``storectl hold``: keeps a checkpoint while a command runs."""
+"""``storectl hold``: holds a checkpoint while a command runs."""
 
 import os
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ import click
 from storesvc_client.cli.arguments import duration, json_option, run_or_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.listing import Listing
 from storesvc_client.cli.output import (
     ABSENT,
     Column,
+    Listing,
     print_json,
     print_note,
     time_text,
@@ -50,14 +50,16 @@ _HOLDS: Final = Listing(
 @click.command()
 @click.argument("path", type=run_or_checkpoint, metavar="PATH")
 @click.argument("command", nargs=-1, metavar="[-- COMMAND...]")
-@click.option("--owner", metavar="NAME", help="Who holds it; without: this machine.")
+@click.option(
+    "--owner", metavar="NAME", help="Owner of the hold; this machine by default."
+)
 @click.option(
     "--ttl",
     type=duration,
     metavar="TIME",
-    help="How long the hold outlives storectl, if that is killed; 10m without.",
+    help="How long the hold outlives a killed storectl.  [default: 10m]",
 )
-@click.option("--delete", metavar="HOLD", help="End a hold of a run, whoever has it.")
+@click.option("--delete", metavar="HOLD", help="End a hold of a run, of any owner.")
 @json_option
 @pass_connection
 def hold(
@@ -72,18 +74,18 @@ def hold(
 ) -> None:
     """Hold a checkpoint while a command runs, or list holds.
 
-    What is held is not purged: even if it is deleted meanwhile, it can be undeleted.
-    COMMAND finds its name, by step, in $STORECTL_HELD, and gets the signals that
-    storectl gets.
+    A held checkpoint is not purged; if it is deleted while it is held, it can be
+    undeleted. COMMAND finds the path of the checkpoint, by step, in $STORECTL_HELD, and
+    receives the signals that storectl receives.
 
     \b
     Examples:
       storectl hold prod/llama-8b@best -- python evaluate.py
-      storectl hold prod/llama-8b            the holds, those of restores among them
+      storectl hold prod/llama-8b            lists holds, also of restores
       storectl hold prod/llama-8b --delete 0d2f6c1e9a5b4c3d8e7f60718293a4b5
 
-    Exit code: that of COMMAND, as shells count it; 1 if all went well with it, and
-    the hold did not last.
+    Exit code: the code of COMMAND, as in shells; 1 if COMMAND succeeded and the hold
+    was lost.
     """
     match path:
         case CheckpointPath() if command and delete is None and not as_json:
@@ -112,7 +114,7 @@ def _run_held(
     owner: str | None,
     ttl: timedelta,
 ) -> int:
-    """Returns the exit code of the command, run while the checkpoint is held."""
+    """Runs the command while the checkpoint is held; returns its exit code."""
     from storesvc_client import StoreError
     from storesvc_client.cli.child_process import run_command
 
@@ -127,7 +129,7 @@ def _run_held(
         except StoreError as e:
             if code is None:
                 raise
-            print_note(f"the hold on {name} did not last: {e}")
+            print_note(f"the hold on {name} was lost: {e}")
             return code or 1
     return code
 

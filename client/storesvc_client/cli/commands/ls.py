@@ -1,4 +1,4 @@
-"""``storectl ls``: runs, checkpoints, leaves."""
+"""``storectl ls``: lists runs, checkpoints or leaves."""
 
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
@@ -13,10 +13,10 @@ from storesvc_client.cli.leaf_selection import (
     select_leaves,
     shape_text,
 )
-from storesvc_client.cli.listing import Listing
 from storesvc_client.cli.output import (
     ABSENT,
     Column,
+    Listing,
     pairs_text,
     size_text,
     time_text,
@@ -126,7 +126,7 @@ _LEAVES: Final = Listing(
     "--limit",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Print the first N only, and say on stderr that there are more.",
+    help="Print the first N only; a line on stderr says if there are more.",
 )
 @click.option(
     "--deleted",
@@ -153,9 +153,9 @@ def ls(
       storectl ls prod                             the runs of a namespace
       storectl ls prod/llama-8b                    the checkpoints of a run
       storectl ls prod/llama-8b --limit 1 --json   its newest one, for a program
-      storectl ls prod/llama-8b --deleted          those that can be undeleted
+      storectl ls prod/llama-8b --deleted          checkpoints that can be undeleted
       storectl ls prod/llama-8b@latest             the leaves of a checkpoint
-      storectl ls 'prod/llama-8b@500:**/kernel'    those whose key matches
+      storectl ls 'prod/llama-8b@500:**/kernel'    leaves whose key matches
     """
     if deleted and not isinstance(path, RunPath):
         raise click.UsageError("--deleted goes with a run, such as prod/llama-8b")

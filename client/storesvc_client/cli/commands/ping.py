@@ -1,4 +1,4 @@
-"""``storectl ping``: whether a store answers."""
+"""``storectl ping``: checks that a store answers."""
 
 import click
 
@@ -11,17 +11,17 @@ from storesvc_client.cli.output import print_json, printable
 @json_option
 @pass_connection
 def ping(connection: Connection, *, as_json: bool) -> None:
-    """Tell whether a server takes calls, and what it serves.
+    """Check that a server accepts calls; print what it serves.
 
-    It answers without asking its bucket: one that is out of reach is no reason to
-    start the server anew.
+    The server answers without a call to its bucket: an unreachable bucket is no reason
+    to restart the server.
 
     \b
     Examples:
       storectl ping
       storectl --store ckpt.example:7070 --timeout 5 ping   as a probe does
 
-    Exit code 1: it does not take calls.
+    Exit code 1: it does not accept calls.
     """
     with connection.open() as client:
         info = client.info()

@@ -1,4 +1,4 @@
-"""``storectl retain``: which checkpoints of a run stay."""
+"""``storectl retain``: shows or sets the retention policy of a run."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -53,12 +53,12 @@ def policy(text: str) -> "RetentionPolicy":
 @click.option(
     "--apply", "now", is_flag=True, help="Delete now what the policy does not keep."
 )
-@click.option("--clear", is_flag=True, help="Take the policy away: all stay.")
+@click.option("--clear", is_flag=True, help="Remove the policy: all checkpoints stay.")
 @click.option(
     "--purge-delay",
     type=duration,
     metavar="TIME",
-    help="How long what is deleted can be undeleted, such as 3d.",
+    help="How long a deleted checkpoint can be undeleted, such as 3d.",
 )
 @json_option
 @pass_connection
@@ -73,23 +73,23 @@ def retain(
     purge_delay: timedelta | None,
     as_json: bool,
 ) -> None:
-    """Tell or set which checkpoints of a run stay.
+    """Show or set which checkpoints of a run stay.
 
-    With POLICY alone, makes it the run's: from then on the server deletes by itself
-    what it does not keep. The newest checkpoint always stays, and so do those that
-    are pinned or tagged.
+    POLICY alone becomes the policy of the run: from then on servers delete the
+    checkpoints that it does not keep. The newest, pinned and tagged checkpoints always
+    stay.
 
     \b
-    A policy is built of rules with | (either), & (both), ~ (not) and parentheses:
+    A policy combines rules with | (either), & (both), ~ (not) and parentheses:
       latest(3)                 the three highest steps
-      every(1000 steps)         steps that 1000 divides
-      every(1 day)              the first one of each day
-      newer-than(12h)           those committed within 12 hours
+      every(1000 steps)         multiples of 1000
+      every(1 day)              the first checkpoint of each day
+      newer-than(12h)           checkpoints committed within 12 hours
       best(2, loss, min)        the two with the lowest loss; max: the highest
-      best(2, loss, min, or-without)   and those that have no loss
-      steps(0, 500)             those at these steps
-      tagged, pinned            those that are
-    A ~ takes only rules that look at one checkpoint at a time.
+      best(2, loss, min, or-without)   also checkpoints without a loss
+      steps(0, 500)             these steps
+      tagged, pinned            tagged or pinned checkpoints
+    ~ applies only to rules that judge one checkpoint at a time.
 
     \b
     Examples:
@@ -102,7 +102,9 @@ def retain(
     if dry_run + now + clear > 1 or (clear and wanted is not None):
         raise click.UsageError("expected one of POLICY, --dry-run, --apply and --clear")
     if dry_run and purge_delay is not None:
-        raise click.UsageError("--dry-run changes nothing: leave --purge-delay out")
+        raise click.UsageError(
+            "expected --dry-run without --purge-delay: it changes nothing"
+        )
     with connection.open() as client:
         run = client.run(path.run)
         if dry_run:
@@ -150,7 +152,7 @@ def _delay(run: "Run") -> str:
 def _last_purge(
     run: "Run", decisions: Sequence["RetentionDecision"]
 ) -> datetime | None:
-    """When the last one of those that were deleted may be purged."""
+    """Returns the latest purge time of the deleted checkpoints, if any."""
     if all(decision.kept for decision in decisions):
         return None
     damaged: list[Exception] = []  # named by ls
@@ -161,10 +163,10 @@ def _last_purge(
 
 
 def _print_when(purged_after: str) -> None:
-    """Prints when the space of what is deleted comes back."""
+    """Prints when the space of deleted checkpoints becomes free."""
     print_note(
-        f"deleted checkpoints are purged after {purged_after}, and their space comes "
-        "back with the next collection; at once: 'storectl rm RUN@STEP --purge', then "
+        f"deleted checkpoints are purged after {purged_after}, and the next collection "
+        "frees their space; to free it at once: 'storectl rm RUN@STEP --purge', then "
         "'storectl gc --grace 0s'"
     )
 

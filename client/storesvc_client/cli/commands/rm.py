@@ -24,9 +24,13 @@ if TYPE_CHECKING:
     "--purge-delay",
     type=duration,
     metavar="TIME",
-    help="How long it can be undeleted, such as 3d; without: as the run says.",
+    help="How long it can be undeleted, such as 3d; by default, as set for the run.",
 )
-@click.option("--purge", is_flag=True, help="End it for good, and free its step.")
+@click.option(
+    "--purge",
+    is_flag=True,
+    help="Purge it: it cannot be undeleted, and its step is free.",
+)
 @click.option("--yes", is_flag=True, help="Do not ask before a purge.")
 @json_option
 @pass_connection
@@ -39,11 +43,11 @@ def rm(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Delete checkpoints; for a while, that can be taken back.
+    """Delete checkpoints; undelete reverts it until they are purged.
 
-    PATH names the step: "latest" or a tag may name another one by the time it is
-    deleted. What is pinned or tagged is not deleted. --purge ends a checkpoint for
-    good, unless a hold or a live upload needs it; on a terminal it asks before.
+    PATH names the step, because "latest" or a tag may move. A pinned or tagged
+    checkpoint is not deleted. --purge ends a checkpoint permanently, unless a hold or a
+    live upload needs it; in a terminal it asks before.
 
     \b
     Examples:
@@ -59,7 +63,7 @@ def rm(
         raise click.UsageError("--yes goes with --purge")
     if purge and not yes and sys.stdin.isatty():
         names = ", ".join(map(str, paths))
-        click.confirm(f"End {names} for good?", abort=True, err=True)
+        click.confirm(f"Purge {names} permanently?", abort=True, err=True)
 
     def delete(run: "Run", step: int) -> tuple[str, dict[str, Any]]:
         deleted = run.delete(step, purge_delay=purge_delay)
@@ -72,13 +76,13 @@ def rm(
 
 
 def _purge(run: "Run", deleted: "Checkpoint") -> None:
-    """Purges what was deleted just now, or before."""
+    """Purges a deleted checkpoint."""
     from storesvc_client import PreconditionError
 
     try:
         run.purge(deleted.step, uid=deleted.uid, etag=deleted.etag)
     except PreconditionError as e:
-        raise Refusal(f"{e}; until then it is deleted, and can be undeleted") from e
+        raise Refusal(f"{e}; until then it stays deleted and can be undeleted") from e
 
 
 def _purged_text(checkpoint: "Checkpoint") -> str:

@@ -1,4 +1,4 @@
-"""``storectl serve``: a server of one store."""
+"""``storectl serve``: serves one store."""
 
 import os
 from datetime import timedelta
@@ -27,7 +27,7 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     type=click.IntRange(0, 65535),
     default=7070,
     show_default=True,
-    help="0 takes a free one; --ready-file tells which.",
+    help="0 takes a free port, which --ready-file contains.",
 )
 @click.option(
     "--tls-cert",
@@ -61,7 +61,7 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     "--ready-file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Written when the server answers; holds its address.",
+    help="Written with the address of the server when it is ready.",
 )
 @click.option(
     "--gc-interval",
@@ -69,7 +69,7 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     default="10m",
     show_default=True,
     metavar="TIME",
-    help="Between passes that collect garbage; 0s: never by itself.",
+    help="Interval between collections of garbage; 0s disables them.",
 )
 @click.option(
     "--workers",
@@ -77,7 +77,7 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
     default=1,
     show_default=True,
     metavar="N",
-    help="Processes that take calls, at one port.",
+    help="Processes that accept calls, on one port.",
 )
 @click.option(
     "--log-level", type=click.Choice(_LEVELS), default="info", show_default=True
@@ -99,9 +99,9 @@ def serve(
 ) -> None:
     """Serve a store until SIGTERM or Ctrl-C.
 
-    Calls under way are finished first. Only this machine can connect, unless
-    --host says otherwise; that needs TLS, or --insecure. The files of TLS are read
-    again when they change.
+    The server finishes calls in flight before it exits. Only this machine can connect,
+    unless --host is given, which needs TLS or --insecure. TLS files are read again when
+    they change.
 
     \b
     Examples:
@@ -113,7 +113,7 @@ def serve(
         raise click.UsageError("--tls-cert and --tls-key go together")
     if tls_client_ca is not None and tls_cert is None:
         raise click.UsageError("--tls-client-ca needs --tls-cert and --tls-key")
-    # before gRPC is loaded: it would log each handshake that a client fails
+    # before gRPC is loaded: it would log each failed handshake of a client
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     _require_server()
     from storesvc.errors import StoreError
@@ -136,7 +136,7 @@ def serve(
         process.serve(what, insecure=insecure, ready_file=ready_file, workers=workers)
     except StoreError as e:
         raise Refusal(str(e)) from e
-    except OSError as e:  # of the ready file: the store's own are StoreErrors
+    except OSError as e:  # from the ready file: errors of the store are StoreErrors
         raise Refusal(f"{e.filename}: {e.strerror or e}") from e
 
 

@@ -1,4 +1,4 @@
-"""``storectl stat``: everything about a checkpoint, or about one leaf."""
+"""``storectl stat``: shows the details of a checkpoint or of one leaf."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def stat(
     connection: Connection, *, path: CheckpointPath | LeafPath, as_json: bool
 ) -> None:
-    """Tell everything about a checkpoint, or about one leaf.
+    """Show the details of a checkpoint, or of one leaf.
 
     \b
     Examples:
@@ -90,7 +90,7 @@ def _print_checkpoint(run: "Run", which: "Which", *, as_json: bool) -> None:
 def _found(
     run: "Run", which: "Which"
 ) -> "tuple[Checkpoint, OpenCheckpoint] | tuple[Checkpoint, None]":
-    """Returns a checkpoint, opened unless it was deleted."""
+    """Returns a checkpoint, opened unless it is deleted."""
     from storesvc_client import NotFoundError
 
     try:
@@ -101,12 +101,13 @@ def _found(
         for checkpoint in run.checkpoints(deleted=True):
             if checkpoint.uid == e.metadata["uid"]:
                 return checkpoint, None
-        raise  # it was purged just now
+        raise  # it was purged in the meantime
     return opened.info, opened
 
 
 def _base_step(run: "Run", checkpoint: "Checkpoint") -> int | None:
-    """Returns whose chunks it could share; None: nobody's, or not known any more."""
+    """Returns the step whose chunks it may share; None if there is none, or if the
+    record of its upload is gone."""
     from storesvc_client import NotFoundError
 
     try:
@@ -142,7 +143,7 @@ def _contents_fields(contents: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _model(structure: bytes) -> dict[str, Any] | None:
-    """Returns what a checkpoint says of its model; None where it says nothing."""
+    """Returns the model that a checkpoint describes; None without a description."""
     if not structure:
         return None
     from storesvc_client._values.documents import unpack_document

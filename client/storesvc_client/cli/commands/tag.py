@@ -1,4 +1,4 @@
-"""``storectl tag``: movable names for checkpoints."""
+"""``storectl tag``: lists, sets and deletes tags."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,7 @@ from storesvc.format.names import InvalidNameError, check_tag
 from storesvc_client.cli.arguments import etag, json_option, run_or_checkpoint
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.listing import Listing
-from storesvc_client.cli.output import Column, print_json, time_text
+from storesvc_client.cli.output import Column, Listing, print_json, time_text
 from storesvc_client.cli.paths import CheckpointPath, RunPath
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def tag_name(text: str) -> str:
 @click.option(
     "--protected/--unprotected",
     default=None,
-    help="Whether later changes need the tag's etag. Without, that stays as it is.",
+    help="Whether later changes need the tag's etag; unchanged by default.",
 )
 @click.option("--delete", is_flag=True, help="Delete the tag NAME of a run.")
 @click.option(
@@ -62,7 +61,7 @@ def tag_name(text: str) -> str:
     "expected",
     type=etag,
     metavar="ETAG",
-    help="Refuse the change if the tag is no more what --json showed.",
+    help="Reject the change if the tag has changed since --json showed ETAG.",
 )
 @json_option
 @pass_connection
@@ -78,8 +77,8 @@ def tag(
 ) -> None:
     """List tags, set one, or delete one.
 
-    A tag stands in paths where a step does: prod/llama-8b@best. A checkpoint that has
-    a tag is neither deleted nor purged.
+    A path takes a tag in place of a step: prod/llama-8b@best. A tagged checkpoint is
+    neither deleted nor purged.
 
     \b
     Examples:
@@ -142,7 +141,7 @@ def _set(
 
 @contextmanager
 def _etag_hint(run: str) -> Iterator[None]:
-    """Tells where the etag is that a protected tag asks for."""
+    """Adds the command that shows the etag of a protected tag to the error."""
     from storesvc_client import PreconditionError
 
     try:

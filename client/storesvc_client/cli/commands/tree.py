@@ -1,4 +1,4 @@
-"""``storectl tree``: the leaves of a checkpoint as a tree."""
+"""``storectl tree``: draws the leaves of a checkpoint as a tree."""
 
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ _COLUMNS: Final = (Column(""), Column(""), Column("", right=True))
     "--depth",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Draw N levels; what lies deeper is counted in the last of them.",
+    help="Draw N levels; the last one counts the leaves below it.",
 )
 @json_option
 @pass_connection
@@ -39,9 +39,9 @@ def tree(
 ) -> None:
     """Draw the leaves of a checkpoint as a tree.
 
-    A node with a single child shares a line with it. Numbered neighbours that
-    hold the same are drawn once: "{0..11}  12 x 8 leaves" are twelve subtrees of
-    eight leaves, and the lines below it are those of one of them.
+    A node with a single child shares a line with it. Consecutively numbered siblings
+    with the same content are drawn once: "{0..11}  12 x 8 leaves" stands for twelve
+    subtrees of eight leaves, and the lines below it show one of them.
 
     \b
     Examples:
@@ -70,7 +70,7 @@ def _document(selection: Selection, *, depth: int | None) -> dict[str, Any]:
 
 
 def _node_document(node: Node, *, depth: int | None) -> dict[str, Any]:
-    """Returns a node as JSON, where each of several that are alike is written."""
+    """Returns a node as JSON, which contains every one of similar siblings."""
     document = {
         "name": node.name,
         "leaf_count": node.leaf_count,

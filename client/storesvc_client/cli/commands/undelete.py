@@ -1,4 +1,4 @@
-"""``storectl undelete``: takes deletions back."""
+"""``storectl undelete``: reverts deletions."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,20 +21,18 @@ if TYPE_CHECKING:
 def undelete(
     connection: Connection, *, paths: Sequence[CheckpointPath], as_json: bool
 ) -> None:
-    """Take the deletion of checkpoints back.
-
-    That can be done as long as they are not purged.
+    """Revert the deletion of checkpoints that are not yet purged.
 
     \b
     Examples:
       storectl undelete prod/llama-8b@500
-      storectl ls prod/llama-8b --deleted   what can be undeleted
+      storectl ls prod/llama-8b --deleted   lists what can be undeleted
 
     Exit code 1: one of them could not be undeleted; the others are.
     """
 
-    def take_back(run: "Run", step: int) -> tuple[str, object]:
+    def undelete_one(run: "Run", step: int) -> tuple[str, object]:
         checkpoint = run.undelete(step)
         return f"{checkpoint.run}@{checkpoint.step} undeleted", checkpoint
 
-    change_each(connection, paths, take_back, as_json=as_json)
+    change_each(connection, paths, undelete_one, as_json=as_json)

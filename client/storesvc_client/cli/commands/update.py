@@ -1,4 +1,4 @@
-"""``storectl update``: labels, metrics and the pin of a checkpoint."""
+"""``storectl update``: sets labels, metrics and the pin of a checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TRIES: Final = 8
-"""Of a change, while others change the same checkpoint."""
+_ATTEMPTS: Final = 8
+"""Maximum attempts of a change, while others change the same checkpoint."""
 
 
 def label(text: str) -> tuple[str, str]:
@@ -46,14 +46,14 @@ def metric(text: str) -> tuple[str, float]:
     type=label,
     metavar="KEY=TEXT",
     multiple=True,
-    help="Set a label; the others stay. May be given several times, as all but --pin.",
+    help="Set a label; the others stay. Repeatable, like all options but --pin.",
 )
 @click.option(
     "--remove-label",
     "no_labels",
     metavar="KEY",
     multiple=True,
-    help="Take a label away.",
+    help="Remove a label.",
 )
 @click.option(
     "--metric",
@@ -68,13 +68,13 @@ def metric(text: str) -> tuple[str, float]:
     "no_metrics",
     metavar="KEY",
     multiple=True,
-    help="Take a metric away.",
+    help="Remove a metric.",
 )
 @click.option(
     "--pin/--unpin",
     "pinned",
     default=None,
-    help="Whether it must not be deleted, by retention policies neither.",
+    help="Protect it from deletion, also by retention policies, or stop that.",
 )
 @json_option
 @pass_connection
@@ -91,7 +91,7 @@ def update(
 ) -> None:
     """Set labels, metrics or the pin of a checkpoint.
 
-    What it holds never changes.
+    Its leaves never change.
 
     \b
     Examples:
@@ -115,7 +115,7 @@ def update(
         )
 
     with connection.open() as client:
-        found = _persistently(client.run(path.run), path, change)
+        found = _update_with_retries(client.run(path.run), path, change)
     if as_json:
         print_json(found)
         return
@@ -127,19 +127,19 @@ def update(
     print_fields(f"{found.run}@{found.step}", fields.items())
 
 
-def _persistently(
+def _update_with_retries(
     run: "Run",
     path: CheckpointPath,
     change: "Callable[[Run, Checkpoint], Checkpoint]",
 ) -> "Checkpoint":
-    """Returns the checkpoint after a change of what it was, whoever changes it too."""
+    """Changes a checkpoint; retries if another client has changed it."""
     from storesvc_client import ConflictError
 
-    for attempt in range(1, _TRIES + 1):
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
             return change(run, run.checkpoint(path.which))
         except ConflictError as e:
-            if e.reason != "ETAG_MISMATCH" or attempt == _TRIES:
+            if e.reason != "ETAG_MISMATCH" or attempt == _ATTEMPTS:
                 raise
     raise AssertionError
 
@@ -147,7 +147,7 @@ def _persistently(
 def _changed(
     known: Mapping[str, T], given: Mapping[str, T], removed: Sequence[str]
 ) -> dict[str, T] | None:
-    """Returns the entries after a change of some; None: none is changed."""
+    """Returns all entries after the change; None if none changes."""
     if not (given or removed):
         return None
     return {

@@ -1,4 +1,4 @@
-"""``storectl uploads``: checkpoints that are being written."""
+"""``storectl uploads``: lists checkpoints that are being written."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, assert_never
@@ -8,8 +8,7 @@ import click
 from storesvc_client.cli.arguments import json_option, parent_path
 from storesvc_client.cli.connection import Connection, pass_connection
 from storesvc_client.cli.errors import Refusal
-from storesvc_client.cli.listing import Listing
-from storesvc_client.cli.output import ABSENT, Column, print_json, time_text
+from storesvc_client.cli.output import ABSENT, Column, Listing, print_json, time_text
 from storesvc_client.cli.paths import NamespacePath, RunPath
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _SHOWN: Final = 4
-"""Writers that one row names."""
+"""Maximum writers that one row names."""
 
 
 def _row(upload: "UploadInfo") -> tuple[str, ...]:
@@ -44,7 +43,7 @@ _OF_RUN: Final = Listing(
         Column("UPLOAD"),
         Column("STEP", right=True),
         Column("BEGAN"),
-        Column("LAST SIGN"),
+        Column("RENEWED"),
         Column("WRITERS"),
         Column("WAITS FOR"),
         Column("OWNER", folds=True),
@@ -62,7 +61,7 @@ _OF_RUNS: Final["Listing[UploadInfo]"] = Listing(
 @click.option(
     "--abort",
     metavar="UPLOAD",
-    help="Give an upload up: who writes it can no longer commit.",
+    help="Abort an upload: its writers can no longer commit.",
 )
 @json_option
 @pass_connection
@@ -73,12 +72,12 @@ def uploads(
     abort: str | None,
     as_json: bool,
 ) -> None:
-    """List checkpoints that are being written, or give one up.
+    """List checkpoints that are being written, or abort one.
 
-    Without PATH: those of all runs. Runs are among them that have no checkpoint yet.
-    WRITERS counts those that have finished, WAITS FOR numbers the first of the others:
-    the processes of a job; OWNER is who began it. An upload that gives no more sign of
-    life is given up by the server.
+    Without PATH: the uploads of all runs, including runs without a checkpoint. WRITERS
+    counts the writers that have finished, WAITS FOR numbers the first of the others, by
+    their process in the job; OWNER began the upload. A server aborts an upload whose
+    lease has expired.
 
     \b
     Examples:
@@ -88,7 +87,7 @@ def uploads(
       storectl uploads prod/llama-8b --abort 0d2f6c1e9a5b4c3d8e7f60718293a4b5
     """
     if abort is not None and not isinstance(path, RunPath):
-        raise click.UsageError("--abort wants the run of the upload, not all")
+        raise click.UsageError("--abort needs the run of the upload")
     with connection.open() as client:
         if abort is None:
             _show(client, path, as_json=as_json)
@@ -106,7 +105,7 @@ def _show(
     if isinstance(path, RunPath):
         listing = _OF_RUN
         if not found and not damaged:
-            client.run(path.run).info()  # one that there is not has none either
+            client.run(path.run).info()  # raises if there is no such run
     listing.show(found, as_json=as_json, damaged=damaged)
 
 
@@ -116,12 +115,12 @@ def _abort(run: "Run", upload: str, *, as_json: bool) -> None:
         case "live":
             run.uploads.abort(upload)
         case "ended":
-            raise Refusal(f"{run.name} upload {upload}: it is over already")
+            raise Refusal(f"{run.name} upload {upload}: it has already ended")
         case "committed":
             path = f"{run.name}@{found.step}"
             raise Refusal(
                 f"{run.name} upload {upload}: it is committed; 'storectl rm {path}' "
-                "deletes a checkpoint"
+                "deletes the checkpoint"
             )
         case "unknown":
             raise Refusal(

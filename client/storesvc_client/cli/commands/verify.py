@@ -1,4 +1,4 @@
-"""``storectl verify``: whether a checkpoint still is what was saved."""
+"""``storectl verify``: reads a checkpoint and reports damage."""
 
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 @json_option
 @pass_connection
 def verify(connection: Connection, *, path: CheckpointPath, as_json: bool) -> None:
-    """Read every byte of a checkpoint, and tell what is damaged.
+    """Read every byte of a checkpoint, and report damage.
 
-    The server reads, and sends what it finds. Each damage is a line that names the
+    The server reads, and sends only what it finds. Each damage is a line that names the
     leaf and the chunk.
 
     \b
@@ -56,7 +56,7 @@ def verify(connection: Connection, *, path: CheckpointPath, as_json: bool) -> No
 
 
 def _verify(client: "Client", path: CheckpointPath) -> "Verification":
-    """Returns what is found; shows how far it is."""
+    """Verifies a checkpoint; shows the progress."""
     from storesvc_client.cli.progress import progress
 
     run = client.run(path.run)

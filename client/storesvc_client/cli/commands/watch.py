@@ -1,4 +1,4 @@
-"""``storectl watch``: what happens to checkpoints, as it happens."""
+"""``storectl watch``: prints events of checkpoints as they happen."""
 
 import json
 from contextlib import contextmanager
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     metavar="now|latest|TOKEN",
     default="now",
     show_default=True,
-    help="Where to begin: now, with the newest checkpoint, or after the event whose "
-    "resume_token this is.",
+    help="Start now, with the newest checkpoint, or after the event with this "
+    "resume_token.",
 )
 @click.option(
     "--count", type=click.IntRange(min=1), metavar="N", help="End after N events."
@@ -48,11 +48,11 @@ def watch(
     count: int | None,
     as_json: bool,
 ) -> None:
-    """Print what happens to checkpoints, a line each.
+    """Print events of checkpoints, a line each.
 
-    Of a run, or of all runs of a namespace. It goes on through restarts of the
-    server, until Ctrl-C. Where a damaged record ends it, it says how to go on after
-    that.
+    Watches a run, or all runs of a namespace, through restarts of the server, until
+    Ctrl-C. If a damaged record ends it, the error names the command that continues
+    after it.
 
     \b
     Examples:
@@ -63,7 +63,7 @@ def watch(
         with connection.open() as client:
             events = _events(client, path, since)
             print_note(f"watching {path}")
-            with _passable(path):
+            with _resume_hint(path):
                 for event in islice(events, count):
                     click.echo(_json_line(event) if as_json else _line(event))
     except KeyboardInterrupt:
@@ -71,8 +71,8 @@ def watch(
 
 
 @contextmanager
-def _passable(path: NamespacePath | RunPath) -> "Generator[None]":
-    """Ends at damage with the command that watches on after it."""
+def _resume_hint(path: NamespacePath | RunPath) -> "Generator[None]":
+    """Adds the command that continues after a damaged record to the error."""
     from storesvc_client import DataLossError
 
     try:

@@ -44,7 +44,8 @@ from storesvc.format.reads import Read, plan_reads
 from storesvc.inspect import damage
 from storesvc.inspect.damage import Damage, Metadata
 from storesvc.inspect.verify_report import Report, Tally
-from storesvc.storage.tensorstore_bucket import KvBucket, Place
+from storesvc.storage.ocdbt_reader import Place
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 VERIFICATIONS_AT_ONCE: Final = 2
@@ -142,7 +143,7 @@ class _Reading:
         """Returns where the key space says that its values lie; None: it is missing
         or damaged."""
         space = self._bucket.key_space(
-            place=self._places.key_space(self._record.upload, self._record.attempt),
+            path=self._places.key_space(self._record.upload, self._record.attempt),
             pool=self._places.pool,
         )
         shown = None

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from storesvc.errors import CorruptDataError
 from storesvc.format import ocdbt, ocdbt_nodes
 from storesvc.format.chunks import MAX_VALUE, Places
-from storesvc.storage.tensorstore_bucket import KeySpace, KvBucket, Place
+from storesvc.storage.ocdbt_reader import KeySpace, Place
+from storesvc.storage.tensorstore_bucket import KvBucket
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ocdbt"
 
@@ -64,7 +65,7 @@ class Store:
             asyncio.run(self.bucket.write(place, data))
 
     def key_space(self, name: str = "x") -> KeySpace:
-        return self.bucket.key_space(place=f"trees/{name}/", pool="pool/")
+        return self.bucket.key_space(path=f"trees/{name}/", pool="pool/")
 
     def add(self, written: ocdbt.Encoded, name: str = "x") -> KeySpace:
         """The key space of something encoded."""
@@ -103,7 +104,7 @@ def listed(key_space: KeySpace, first: str = "", last: str = "") -> list[str]:
 
 def manifest(key_space: KeySpace) -> dict[str, Any]:
     opened = key_space._bucket.opened
-    base = opened.root / key_space._place
+    base = opened.root / key_space._path
     dumped = ts.ocdbt.dump(base, context=opened.context).result()
     assert isinstance(dumped, dict)
     return dumped

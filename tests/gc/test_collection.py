@@ -492,17 +492,17 @@ class FullBucket(FaultyBucket):
 
     room = 10**9
 
-    async def write(self, place: str, data: bytes, **kwargs: Any) -> Any:
-        stored = await self.read(place)
+    async def write(self, path: str, data: bytes, **kwargs: Any) -> Any:
+        stored = await self.read(path)
         grows = len(data) - len(stored.data if stored else b"")
         if grows > self.room:
-            raise StorageFullError(f"{place}: the storage is full")
+            raise StorageFullError(f"{path}: the storage is full")
         self.room -= max(grows, 1)
-        return await super().write(place, data, **kwargs)
+        return await super().write(path, data, **kwargs)
 
-    async def delete(self, place: str, **kwargs: Any) -> None:
-        stored = await self.read(place)
-        await super().delete(place, **kwargs)
+    async def delete(self, path: str, **kwargs: Any) -> None:
+        stored = await self.read(path)
+        await super().delete(path, **kwargs)
         self.room += len(stored.data) if stored else 0
 
 

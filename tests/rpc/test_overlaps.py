@@ -176,7 +176,7 @@ def test_a_commit_that_another_overtook_gives_its_answer(
         # and leaves what the other has committed, for plain TensorStore too
         places = RunPlaces(RUN)
         space = commits._bucket.key_space(
-            place=places.key_space(record.upload, record.attempt), pool=places.pool
+            path=places.key_space(record.upload, record.attempt), pool=places.pool
         )
         found = await space.places()
         assert found is not None

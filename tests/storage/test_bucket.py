@@ -524,7 +524,7 @@ class TestGcsBucket(SharedBucketTests, CountedBucketTests):
 
     def test_a_bucket_that_is_not_there_is_refused(self) -> None:
         root = f"gs://storesvc-{uuid.uuid4().hex}/x"
-        with pytest.raises(InvalidFieldError, match=f"{root}: expected a bucket that"):
+        with pytest.raises(InvalidFieldError, match=f"{root}: expected an existing"):
             asyncio.run(KvBucket.open(root))
 
 

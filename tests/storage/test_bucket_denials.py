@@ -62,7 +62,7 @@ REFUSALS = [
     (
         Status(401, message="Invalid Credentials"),
         "the storage does not accept our credentials (",
-        "); renew them, and see that their account exists and the clock is right",
+        "); renew them, and check that their account exists and the clock is right",
     ),
 ]
 

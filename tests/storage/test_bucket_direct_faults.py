@@ -48,7 +48,7 @@ def root(gcs: FakeGcs) -> Iterator[str]:
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Limits:
     """How long a storage may take: those of the test's parameter."""
     limits: Limits = request.param
-    monkeypatch.setattr(hedging, "SPARE", 1000.0)
+    monkeypatch.setattr(hedging, "HEDGE_BURST", 1000.0)
     monkeypatch.setattr(hedging, "READS", limits)
     return limits
 
@@ -266,7 +266,7 @@ def write_limits(
 ) -> Limits:
     """How long a storage may take to write: those of the test's parameter."""
     limits: Limits = request.param
-    monkeypatch.setattr(hedging, "SPARE", 1000.0)
+    monkeypatch.setattr(hedging, "HEDGE_BURST", 1000.0)
     monkeypatch.setattr(hedging, "WRITES", limits)
     return limits
 

@@ -336,7 +336,7 @@ def test_a_key_space_that_does_not_answer_is_asked_again_and_then_given_up(
     target: str,
 ) -> None:
     async def test(bucket: KvBucket) -> None:
-        space = bucket.key_space(place="trees/a/", pool="pool/")
+        space = bucket.key_space(path="trees/a/", pool="pool/")
         assert await space.places() is None
         await asyncio.to_thread(lambda: space.opened().write("k", b"v" * 2000).result())
         found = await space.places()

@@ -17,7 +17,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.errors import InvalidFieldError
-from storesvc.storage import gcs_client
+from storesvc.storage import gcs
 from storesvc.storage.tensorstore_bucket import KvBucket
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Tokens
@@ -134,7 +134,7 @@ def test_without_credentials_it_is_told_which_are_expected(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         monkeypatch.setenv("GCE_METADATA_IP", f"{host}:{port}")
-        monkeypatch.setattr(gcs_client, "SEARCH_SECONDS", 0.3)
+        monkeypatch.setattr(gcs, "SEARCH_SECONDS", 0.3)
         began = time.monotonic()
         with pytest.raises(InvalidFieldError, match="expected Application Default Cr"):
             asyncio.run(KvBucket.open(f"{gcs_root()}?driver={driver}"))

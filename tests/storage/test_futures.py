@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
-from storesvc.storage.futures import answered
+from storesvc.storage.futures import await_future
 
 
 def promised() -> tuple[Any, Any]:
@@ -24,7 +24,7 @@ def test_an_answer_comes_whenever_it_was_given() -> None:
         promise.set_result(1)
         later, coming = promised()
         asyncio.get_running_loop().call_later(0.01, later.set_result, 2)
-        return [await answered(given), await answered(coming)]
+        return [await await_future(given), await await_future(coming)]
 
     assert [1, 2] == asyncio.run(main())
 
@@ -33,7 +33,7 @@ def test_what_it_failed_with_is_raised() -> None:
     async def main() -> None:
         promise, asked = promised()
         promise.set_exception(LookupError("none"))
-        await answered(asked)
+        await await_future(asked)
 
     with pytest.raises(LookupError, match="none"):
         asyncio.run(main())
@@ -42,7 +42,7 @@ def test_what_it_failed_with_is_raised() -> None:
 def test_who_is_cancelled_hears_no_more_of_it_and_cancels_nothing() -> None:
     async def main() -> bool:
         promise, asked = promised()
-        waiting = asyncio.ensure_future(answered(asked))
+        waiting = asyncio.ensure_future(await_future(asked))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -58,7 +58,7 @@ def test_an_answer_after_the_end_of_the_loop_disturbs_nobody() -> None:
     promise, asked = promised()
 
     async def main() -> None:
-        asking = answered(asked)
+        asking = await_future(asked)
         asking.send(None)  # it waits, and no task of the loop knows
         waiting.append(asking)
 

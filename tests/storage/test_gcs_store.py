@@ -323,7 +323,7 @@ def test_what_cannot_be_a_store_is_refused_in_a_sentence(
     with pytest.raises(store.InvalidRequestError, match="concurrency=1 to"):
         store.connect(f"{root}?concurrency=0")
     server = ServerProcess(tmp_path, tmp_path, uri=nowhere)
-    with pytest.raises(EndedError, match="expected a bucket that exists"):
+    with pytest.raises(EndedError, match="expected an existing bucket"):
         server.start()
     assert "Traceback" not in server.log
 

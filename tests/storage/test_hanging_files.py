@@ -16,6 +16,7 @@ import storesvc_client as store
 from storesvc.errors import StorageUnavailableError
 from storesvc.format.names import RunName
 from storesvc.storage import deadlines, rooted_files
+from storesvc.storage.file_backend import FileBackend
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
@@ -166,7 +167,8 @@ def test_generations_of_records_are_those_that_tensorstore_makes(
             stored = await bucket.read("a/b")
             assert stored is not None
             assert (b"1", written) == (stored.data, stored.generation)
-            assert bucket._makes_generations
+            assert isinstance(bucket._backend, FileBackend)
+            assert bucket._backend._makes_generations
         await bucket.write("a/b", b"2", condition=written)
 
     asyncio.run(main())

@@ -243,7 +243,7 @@ def test_no_store_is_made_where_conditions_do_not_count(
 
     async def main(root: str) -> None:
         bucket = await KvBucket.open(root)
-        with pytest.raises(InvalidFieldError, match="ignores the condition of the "):
+        with pytest.raises(InvalidFieldError, match="ignores the condition on the "):
             await Store.open(bucket)
         assert await bucket.read("store.binpb") is None
 

@@ -24,7 +24,8 @@ from storesvc.storage.bucket import (
     Stored,
     WriteCondition,
 )
-from storesvc.storage.tensorstore_bucket import KvBucket, NewObject
+from storesvc.storage.new_object import NewObject
+from storesvc.storage.tensorstore_bucket import KvBucket
 
 T = TypeVar("T")
 
@@ -227,7 +228,7 @@ class FaultyBucket(KvBucket):
         await self.calls.make("write_new", place, write, changes=True)
 
     async def keep(self, new: NewObject) -> None:
-        await self.calls.make("keep", new.place, super().keep(new), changes=True)
+        await self.calls.make("keep", new.path, super().keep(new), changes=True)
 
     async def adopt(self, place: str) -> None:
         await self.calls.make("adopt", place, super().adopt(place))

@@ -125,7 +125,7 @@ def test_no_record_counts_at_the_place_of_another(prepared: Path) -> None:
 def test_no_record_counts_as_another_kind() -> None:
     kinds = {*KINDS.values(), pb.CollectorRecord}
     for kind, other in permutations(kinds, 2):
-        with pytest.raises(CorruptRecordError, match=r"expected the .* of this place"):
+        with pytest.raises(CorruptRecordError, match=r"expected the .* of this path"):
             unseal(seal(other(), place="p"), kind, place="p")
 
 
@@ -166,10 +166,10 @@ def test_exchanged_tags_name_nothing(root: Path, client: store.Client) -> None:
         told = refused(lambda tag=tag: run.restore(tag))  # type: ignore[misc]
         assert (
             f"the record of tag {ONE}@{tag} is damaged ({places.tag(tag)}: expected "
-            "the tag record of this place, got the tag record of "
+            "the tag record of this path, got the tag record of "
             f"{places.tag(other)}); "
-            "restore this object from a copy, or remove it to give tag "
-            f"{ONE}@{tag} up" == told
+            "restore this object from a copy, or remove it to abandon tag "
+            f"{ONE}@{tag}" == told
         )
     damaged: list[store.DataLossError] = []
     assert [] == list(run.tags(on_damage=damaged.append))
@@ -188,7 +188,7 @@ def test_exchanged_runs_lose_nothing_by_the_policy_of_the_other(
 
     for _ in range(2):
         for made in client.collect(grace=timedelta(0)):
-            assert "run record of this place, got the run record of" in made.postponed
+            assert "run record of this path, got the run record of" in made.postponed
             assert (0, 0) == (made.deleted_checkpoint_count, made.deleted_object_count)
     for name in (ONE, OTHER):
         steps = [checkpoint.step for checkpoint in client.run(str(name)).checkpoints()]

@@ -387,7 +387,7 @@ def test_a_purged_checkpoint_whose_record_is_put_back_says_what_it_lacks() -> No
         await put(process, SLOT, newest[SLOT])
 
         found = await process.store.catalogue.checkpoint(CheckpointName(RUN, STEP))
-        told = f"{RUN}@{STEP}: its manifest is missing, as all that its record names"
+        told = f"{RUN}@{STEP}: its manifest is missing, like all that its record names"
         with pytest.raises(CorruptDataError, match=told):
             await process.store.catalogue.manifest_bytes(RUN, found)
         assert told in (await process.collect()).postponed

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from storesvc.errors import InvalidChunkError, StalledError
-from storesvc.format.checksums import Summing
+from storesvc.format.checksums import ChunkHasher
 from storesvc.format.chunks import Places, Sums
 from storesvc.format.trees import Tree
 from storesvc.format.wire import Frame
@@ -46,7 +46,7 @@ class _Open:
     length: int
     """Bytes, checksum included."""
     held: int = 0
-    summing: Summing = field(default_factory=Summing)
+    summing: ChunkHasher = field(default_factory=ChunkHasher)
     tail: bytes = b""
 
     def add(self, piece: memoryview) -> None:

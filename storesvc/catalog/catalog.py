@@ -39,7 +39,6 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 _LISTED: Final = frozenset({COMMITTED})
 
-
 _log = logging.getLogger(__name__)
 
 

@@ -44,8 +44,8 @@ async def read_record(
         bucket: The bucket.
         path: Path of the record.
         kind: Message class of the record.
-        of: Users' name of what it records, if they can abandon that by removing the
-            object.
+        of: Users' name of the recorded object, if they can abandon it by removing the
+            record.
 
     Raises:
         CorruptDataError: The object is not the record that was written there.

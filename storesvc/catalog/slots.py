@@ -1,9 +1,9 @@
 """Decides what may happen to the slot of a step until it is committed; pure.
 
-The slot (``CheckpointRecord``) is the only arbiter of a step. These functions take what
-was read and return what is to be written, or raise; the caller writes it on the
-condition that the slot has not changed since. So the rules hold for any clocks and any
-number of processes:
+The slot (``CheckpointRecord``) is the only arbiter of a step. These functions take the
+slot that was read and return the slot to be written, or raise; the caller writes it on
+the condition that the slot has not changed since. So the rules hold for any clocks and
+any number of processes:
 
 1. The contents of a committed slot never change; ``transitions`` decides the rest.
 2. An upload owns the slot from its reservation until a later upload takes it over or it
@@ -75,10 +75,10 @@ def state_of(slot: pb.CheckpointRecord) -> SlotState:
 
 
 def fault(slot: pb.CheckpointRecord) -> str:
-    """Describes what no release writes into a slot, as a clause; "" if there is none.
+    """Describes a value in a slot that no release writes, as a clause; "" for none.
 
-    The collector acts on all of it: it deletes what begins with the id of an upload.
-    ``state_of`` rejects unknown states.
+    The collector acts on the values: it deletes all objects whose name begins with the
+    id of an upload. ``state_of`` rejects unknown states.
     """
     try:
         check_upload(slot.upload)

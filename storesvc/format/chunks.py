@@ -69,7 +69,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Places:
-    """Locations of chunks, row by row those of a ``Sums``."""
+    """Locations of chunks; each row belongs to the same row of a ``Sums``."""
 
     files: tuple[str, ...]
     """Data files, relative to the pool."""

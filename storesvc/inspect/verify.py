@@ -44,7 +44,7 @@ from storesvc.format.reads import Read, plan_reads
 from storesvc.inspect import damage
 from storesvc.inspect.damage import Damage, Metadata
 from storesvc.inspect.verify_report import Report, Tally
-from storesvc.storage.ocdbt_reader import Place
+from storesvc.storage.ocdbt_reader import ValueLocation
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -139,7 +139,7 @@ class _Reading:
             await self._check_slot()
             raise
 
-    async def shown(self) -> dict[str, Place] | None:
+    async def shown(self) -> dict[str, ValueLocation] | None:
         """Returns where the key space says that its values lie; None: it is missing
         or damaged."""
         space = self._bucket.key_space(
@@ -308,12 +308,12 @@ async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) 
 
 
 def _metadata_places(
-    metadata: Metadata, shown: Mapping[str, Place]
+    metadata: Metadata, shown: Mapping[str, ValueLocation]
 ) -> tuple[list[Damage], list[list[int]], Places]:
     """The leaves whose metadata is not shown; where that of the others lies, each
     place once, and beside it the rows of the leaves that share it."""
     unshown = metadata.unshown(shown)
-    sharing: dict[Place, list[int]] = {}
+    sharing: dict[ValueLocation, list[int]] = {}
     for row, key in enumerate(metadata.keys):
         if row not in unshown:
             sharing.setdefault(shown[key], []).append(row)
@@ -321,7 +321,7 @@ def _metadata_places(
     return list(unshown.values()), list(sharing.values()), places
 
 
-def _check_files(shown: Mapping[str, Place]) -> None:
+def _check_files(shown: Mapping[str, ValueLocation]) -> None:
     """Refuses a key space that shows values outside the data files of its pool.
 
     Raises:

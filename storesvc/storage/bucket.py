@@ -51,7 +51,7 @@ class Bucket(Protocol):
     """
 
     async def read(self, path: str) -> Stored | None:
-        """Returns an object; None where there is none."""
+        """Returns an object; None if it does not exist."""
 
     async def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Returns the bytes of an object from ``start`` up to ``stop``.
@@ -70,7 +70,7 @@ class Bucket(Protocol):
         """
 
     async def settle(self, path: str) -> None:
-        """Makes durable what a read of the object has just returned.
+        """Makes an object durable, in the version that a read has just returned.
 
         A write that was interrupted, or whose sync failed, can be visible before it is
         durable: a call that reports the write of another call MUST settle it first.

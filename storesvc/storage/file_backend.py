@@ -32,7 +32,7 @@ _DELETE_TRIES: Final = 3
 
 
 class FileBackend:
-    """Objects in the files below one directory."""
+    """Objects in the files below one directory; methods as of `KvBucket`."""
 
     def __init__(self, opened: OpenedStorage) -> None:
         self._storage = opened.storage
@@ -43,7 +43,6 @@ class FileBackend:
         read by both has shown."""
 
     async def read(self, path: str) -> Stored | None:
-        """See ``Bucket.read``."""
         read = await self._files.read_all(path)
         if read is None:
             return None
@@ -57,38 +56,31 @@ class FileBackend:
         return stored
 
     async def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """See ``Bucket.read_range``."""
         return await self._files.read_range(path, start, stop)
 
     async def read_parts(
         self, path: str, start: int, stop: int, parts: Iterable[Part]
     ) -> list[bytes]:
-        """See ``TensorStoreBucket.read_parts``."""
         return await self._files.read_parts(path, parts, size_bytes=stop - start)
 
     async def write(
         self, path: str, data: bytes, condition: WriteCondition
     ) -> Generation:
-        """See ``Bucket.write``."""
         is_conditional = not isinstance(condition, Condition)
         await self._files.prepare(path, is_conditional=is_conditional)
         return await self._change(path, data, condition)
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
-        """See ``TensorStoreBucket.write_new``."""
         await self._files.write_new(path, parts)
 
     async def create(self, path: str) -> NewObject:
-        """See ``TensorStoreBucket.create``."""
         return NewObject(path, await self._files.create(path), self._storage)
 
     async def fill(self, new: NewObject, fill: Callable[[], T]) -> T:
-        """See ``TensorStoreBucket.fill``."""
         with translated(self._storage, new.path):
             return await self._files.work(new.path, fill)
 
     async def keep(self, new: NewObject) -> None:
-        """See ``TensorStoreBucket.keep``."""
         assert new.file is not None, f"{new.path}: it has ended"
         file, new.file = new.file, None
         keeping = asyncio.ensure_future(self._files.keep(new.path, file))
@@ -101,15 +93,12 @@ class FileBackend:
             raise
 
     async def adopt(self, path: str) -> None:
-        """See ``TensorStoreBucket.adopt``."""
         await self._files.adopt(path)
 
     async def settle(self, path: str) -> None:
-        """See ``Bucket.settle``."""
         await self._files.sync(path)
 
     async def delete(self, path: str, generation: Generation | None) -> None:
-        """See ``Bucket.delete``."""
         if is_pooled(path):  # a direct writer may have put a link there
             await self._files.remove(path)
             return
@@ -123,16 +112,13 @@ class FileBackend:
         await self._change(path, None, condition)
 
     async def delete_below(self, prefix: str) -> None:
-        """See ``Bucket.delete_below``."""
         await self._files.remove_below(prefix)
 
     async def list_paths(self, prefix: str, after: str) -> list[str]:
-        """See ``Bucket.list``."""
         listing = kvstore.names(self._root, prefix, after)
         return await deadlines.answer(self._storage, listing)
 
     async def first_names(self, limit: int) -> list[str]:
-        """See ``TensorStoreBucket.first_names``."""
         return await self._files.first_names(limit)
 
     async def _change(

@@ -1,8 +1,8 @@
 """Lists buckets on Google Cloud Storage, with Google's own client and its credentials.
 
-TensorStore reads and writes; its lists cannot be used, because a page that is refused
-(400, 401, 403, 404) ends a list as if nothing followed. A collector would delete what
-is needed by such a list.
+TensorStore reads and writes. Its lists cannot be used, because a page that fails with
+400, 401, 403 or 404 ends a list as if nothing followed: by such a list, a collector
+would delete data in use.
 
 Both clients, this one and TensorStore, search for credentials in the same places: the
 file that GOOGLE_APPLICATION_CREDENTIALS names, gcloud's own, the metadata server of the
@@ -325,7 +325,7 @@ def _list_error(storage: Storage, prefix: str, cause: Exception) -> StoreError:
 
 
 def _is_transient(cause: "GoogleAuthError") -> bool:
-    """Returns whether the token server did not answer, rather than refused."""
+    """Returns whether the token server did not answer, rather than reject a request."""
     from google.auth.exceptions import GoogleAuthError, TransportError
 
     while cause.args and isinstance(cause.args[0], GoogleAuthError):

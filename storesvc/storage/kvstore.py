@@ -24,7 +24,7 @@ _ABSENT: Final = b"\x02"
 
 
 async def read(root: ts.KvStore, path: str) -> Stored | None:
-    """Returns an object; None where there is none."""
+    """Returns an object; None if it does not exist."""
     result = await await_future(root.read(path))
     if result.state != "value":
         return None

@@ -17,7 +17,7 @@ from storesvc.errors import InvalidFieldError
 
 CONCURRENCY: Final = 128
 """Default of concurrent requests to a bucket. TensorStore's own 32 leave most of a
-bucket idle: one request transfers some 50 MB/s, whatever the network."""
+bucket idle: one request transfers some 50 MB/s on any network."""
 
 MAX_CONCURRENCY: Final = 4096
 

@@ -34,7 +34,10 @@ T = TypeVar("T")
 
 
 class MemoryBackend:
-    """Objects in the memory of this process; the base of the backends of buckets."""
+    """Objects in the memory of this process; methods as of `KvBucket`.
+
+    The base of the backends of buckets. `write` deletes the object if `data` is None.
+    """
 
     def __init__(self, opened: OpenedStorage) -> None:
         self._storage = opened.storage
@@ -42,29 +45,24 @@ class MemoryBackend:
         self._writes = HedgedCalls(hedging.WRITES)
 
     async def read(self, path: str) -> Stored | None:
-        """See ``Bucket.read``."""
         return await kvstore.read(self._root, path)
 
     async def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """See ``Bucket.read_range``."""
         data = await kvstore.read_range(self._root, path, start, stop)
         return _present(path, data)
 
     async def read_parts(
         self, path: str, start: int, stop: int, parts: Iterable[Part]
     ) -> list[bytes]:
-        """See ``TensorStoreBucket.read_parts``."""
         data = await self.read_range(path, start, stop)
         return await asyncio.to_thread(cut, data, start, parts)
 
     async def write(
         self, path: str, data: bytes | None, condition: WriteCondition
     ) -> Generation:
-        """See ``Bucket.write``; deletes the object where `data` is None."""
         return await kvstore.write(self._root, path, data, condition)
 
     async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
-        """See ``TensorStoreBucket.write_new``."""
         data = await asyncio.to_thread(b"".join, parts)
         await self._writes.answer(
             lambda: await_future(self._root.write(path, data)),
@@ -73,16 +71,13 @@ class MemoryBackend:
         )
 
     async def create(self, path: str) -> NewObject:
-        """See ``TensorStoreBucket.create``."""
         return NewObject(path, None, self._storage)
 
     async def fill(self, new: NewObject, fill: Callable[[], T]) -> T:
-        """See ``TensorStoreBucket.fill``."""
         del new
         return await asyncio.to_thread(fill)
 
     async def keep(self, new: NewObject) -> None:
-        """See ``TensorStoreBucket.keep``."""
         await self.write_new(new.path, new.parts)
 
     async def adopt(self, path: str) -> None:
@@ -92,19 +87,15 @@ class MemoryBackend:
         """Does nothing: an object that can be read is durable."""
 
     async def delete(self, path: str, generation: Generation | None) -> None:
-        """See ``Bucket.delete``."""
         await self.write(path, None, ALWAYS if generation is None else generation)
 
     async def delete_below(self, prefix: str) -> None:
-        """See ``Bucket.delete_below``."""
         await await_future(self._root.delete_range(kvstore.key_range(prefix)))
 
     async def list_paths(self, prefix: str, after: str) -> list[str]:
-        """See ``Bucket.list``."""
         return await kvstore.names(self._root, prefix, after)
 
     async def first_names(self, limit: int) -> list[str]:
-        """See ``TensorStoreBucket.first_names``."""
         del limit
         return []
 

@@ -23,7 +23,7 @@ _NODE: Final = "node"
 """Name of a node's object in the memory that TensorStore decodes it from."""
 
 
-class Place(NamedTuple):
+class ValueLocation(NamedTuple):
     """The range of a data file that holds a value."""
 
     file: str
@@ -41,7 +41,7 @@ class KeySpace:
         self._path = path
         self._pool = pool
 
-    async def places(self) -> dict[str, Place] | None:
+    async def places(self) -> dict[str, ValueLocation] | None:
         """Returns the range of each key's value; None if there is no key space.
 
         Raises:
@@ -52,7 +52,7 @@ class KeySpace:
             return None
         manifest = await self._decoded(ROOT, stored.data, None)
         root = manifest["versions"][-1]["root"].get("location")
-        found: dict[str, Place] = {}
+        found: dict[str, ValueLocation] = {}
         nodes = [] if root is None else [(root, b"")]
         seen: set[str] = set()
         while nodes:  # of the B-tree, depth first
@@ -71,7 +71,7 @@ class KeySpace:
 
     async def _node(self, location: str) -> Any:
         with translated(self._storage, self._path):
-            file, offset, length = _parse_place(location)
+            file, offset, length = _parse_location(location)
         path = f"{self._pool}{file}"
         data = await self._bucket.read_range(path, offset, offset + length)
         return await self._decoded(_NODE, data, f"btreenode::{_NODE}:0:{length}")
@@ -98,7 +98,7 @@ class KeySpace:
 
 
 def _add_values(
-    node: Any, prefix: bytes, found: dict[str, Place]
+    node: Any, prefix: bytes, found: dict[str, ValueLocation]
 ) -> list[tuple[str, bytes]]:
     """Adds the values of a node to `found`; returns its child nodes, with the prefix of
     their keys."""
@@ -109,11 +109,11 @@ def _add_values(
             below.append((entry["location"], shared))
         else:
             key = (prefix + entry["key"]).decode()
-            found[key] = _parse_place(entry["indirect_value"])
+            found[key] = _parse_location(entry["indirect_value"])
     return below
 
 
-def _parse_place(value: str) -> Place:
+def _parse_location(value: str) -> ValueLocation:
     """Parses ``<kind>:<base>:<file>:<offset>:<length>``."""
     _, _, file, offset, length = value.split(":")
-    return Place(file, int(offset), int(length))
+    return ValueLocation(file, int(offset), int(length))

@@ -1,5 +1,4 @@
-"""What the log tells of a bucket in trouble: each kind of it in a line that names the
-bucket, once in a while, however many requests meet it."""
+"""The log names a bucket in trouble, with one throttled line per kind of trouble."""
 
 import logging
 import time
@@ -43,11 +42,11 @@ def server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def at_most(seconds: float) -> int:
-    """Returns how many lines of a kind there may be in that time."""
+    """Returns the maximum number of lines of one key in that time."""
     return 1 + int(seconds / PAUSE_SECONDS)
 
 
-def test_a_server_whose_bucket_denies_it_says_so_once_in_a_while_and_still_answers(
+def test_a_server_whose_bucket_denies_it_logs_at_a_throttled_rate_and_still_answers(
     root: str, gcs: FakeGcs, server: ServerProcess
 ) -> None:
     with store.connect(server.address) as client:
@@ -61,19 +60,19 @@ def test_a_server_whose_bucket_denies_it_says_so_once_in_a_while_and_still_answe
                 run.checkpoint(1)
         seconds = time.monotonic() - began
 
-    told = [line for line in server.log.splitlines() if "WARNING" in line]
-    assert 1 <= len(told) <= at_most(seconds)
+    reported = [line for line in server.log.splitlines() if "WARNING" in line]
+    assert 1 <= len(reported) <= at_most(seconds)
     kind = "WARNING storesvc.rpc.boundary"
     said = "the storage denies this to our credentials (who are you); let them"
-    assert f"{kind}: {root}/data/tests/warned/checkpoints/" in told[0]
-    assert said in told[0]
+    assert f"{kind}: {root}/data/tests/warned/checkpoints/" in reported[0]
+    assert said in reported[0]
     assert printed(server.address, "ping").startswith(f"{server.address}: store ")
     for quoted in (kind, said.replace("who are you", "...")):
         assert quoted in GUIDE.read_text()
 
 
 @pytest.mark.parametrize("code", [429, 503])
-def test_a_bucket_that_fails_is_told_of_once_in_a_while(
+def test_failures_of_a_bucket_are_logged_at_a_throttled_rate(
     root: str,
     gcs: FakeGcs,
     code: int,
@@ -99,7 +98,7 @@ def test_a_bucket_that_fails_is_told_of_once_in_a_while(
     assert ": the storage failed: " in caplog.messages[0]
 
 
-def test_a_bucket_that_does_not_answer_is_told_of_once_in_a_while(
+def test_a_bucket_that_does_not_answer_is_logged_at_a_throttled_rate(
     root: str,
     gcs: FakeGcs,
     monkeypatch: pytest.MonkeyPatch,

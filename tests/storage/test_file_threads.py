@@ -43,7 +43,7 @@ def with_hanging(
 
 async def becomes_true(is_so: Callable[[], bool]) -> None:
     """Waits for what other threads do."""
-    while not is_so():  # noqa: ASYNC110 - no event tells of it
+    while not is_so():  # noqa: ASYNC110 - no event signals it
         await asyncio.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""What is awaited of TensorStore: the answer, or that nobody wants it any more."""
+"""TensorStore futures are awaited, and dropped on cancellation."""
 
 import asyncio
 import subprocess
@@ -54,7 +54,7 @@ def test_who_is_cancelled_hears_no_more_of_it_and_cancels_nothing() -> None:
     assert not asyncio.run(main())
 
 
-def test_an_answer_after_the_end_of_the_loop_disturbs_nobody() -> None:
+def test_a_result_after_the_end_of_the_loop_is_ignored() -> None:
     promise, asked = promised()
 
     async def main() -> None:
@@ -98,7 +98,7 @@ asyncio.run(main())
 def test_reads_that_are_cancelled_as_they_are_answered_stop_no_process(
     tmp_path: Path,
 ) -> None:
-    """As ``await`` of a future of TensorStore does, now and then."""
+    """Deadlocks, as ``await`` of a TensorStore future occasionally does."""
     done = subprocess.run(
         [sys.executable, "-c", CANCELLING, tmp_path.as_uri()],
         check=False,

@@ -28,7 +28,7 @@ from tests.support.server_process import ServerProcess
 RUN = RunName("tests", "hangs")
 
 WAITED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-"""How a call ends that waits for a file that hangs."""
+"""Error of a call that waits for a file that hangs."""
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_server_ends_soon_after_its_drain_while_a_write_hangs(
             writing.result()
 
 
-def test_data_files_that_hang_keep_nobody_from_working(
+def test_hanging_data_files_do_not_block_other_calls(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
     saved = Saved(server.root, RUN)
@@ -118,7 +118,7 @@ def test_data_files_that_hang_keep_nobody_from_working(
         assert client.run(str(RUN)).verify(3).ok
 
 
-def test_records_that_hang_keep_nobody_from_working(
+def test_hanging_records_do_not_block_other_calls(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
     disk.hang(Saved(server.root, RUN).slot)
@@ -215,6 +215,6 @@ def test_a_process_with_an_embedded_store_ends_while_a_data_file_hangs(
     )
 
     assert (0, "") == (ended.returncode, ended.stderr)
-    told, closed = ended.stdout.splitlines()
+    reported, closed = ended.stdout.splitlines()
     assert "closed" == closed
-    assert file.name in told
+    assert file.name in reported

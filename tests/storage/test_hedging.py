@@ -1,4 +1,4 @@
-"""Reads that are slow are asked twice, those that are late anew, and not too many."""
+"""Slow reads are hedged, late reads are retried, and hedges are few."""
 
 from storesvc.storage.hedging import (
     HEDGE_BURST,
@@ -84,7 +84,7 @@ def test_who_finds_no_share_asks_again_for_one_later() -> None:
     assert Step.HEDGE is read.step(now=4)
 
 
-def test_a_late_read_is_asked_anew_some_times_and_then_fails() -> None:
+def test_a_late_read_is_retried_some_times_and_then_fails() -> None:
     read = known(1, limits=Limits(answer_seconds=10, tries=3)).begin(0, now=0)
 
     assert Step.HEDGE is read.step(now=2)
@@ -94,7 +94,7 @@ def test_a_late_read_is_asked_anew_some_times_and_then_fails() -> None:
     assert Step.FAIL is read.step(now=30)
 
 
-def test_the_deadline_allows_for_what_is_under_way_beside_it() -> None:
+def test_the_deadline_allows_for_other_bytes_in_flight() -> None:
     limits = Limits(floor_seconds=1000, answer_seconds=10, least_bytes_per_second=MIB)
     reads = Hedging(limits)
     others = [reads.begin(8 * MIB, now=0) for _ in range(4)]

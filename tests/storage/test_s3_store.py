@@ -71,7 +71,7 @@ def sharded(*, by: str, shape: tuple[int, int] = (4, 2)) -> dict[str, Any]:
     return {"x": jax.device_put(values, spec), "step": 7}
 
 
-def test_a_job_goes_on_from_its_checkpoint_in_another_process_on_another_mesh(
+def test_a_job_resumes_from_its_checkpoint_in_another_process_on_another_mesh(
     root: str, tmp_path: Path, s3: FakeS3
 ) -> None:
     saved, like = sharded(by="ab"), sharded(by="b", shape=(2, 4))
@@ -114,7 +114,7 @@ def test_what_is_purged_leaves_the_bucket_and_nothing_else_does(root: str) -> No
 
 
 @pytest.mark.parametrize("action", [Status(503), Status(409), Reset(), Lost()])
-def test_a_save_and_a_restore_outlast_what_fails_in_passing(
+def test_a_save_and_a_restore_outlast_transient_errors(
     root: str, s3: FakeS3, action: Any
 ) -> None:
     tree = sharded(by="ab")
@@ -164,7 +164,7 @@ def test_of_a_deletion_and_a_write_between_its_look_and_it_the_write_wins(
 
 
 @pytest.mark.parametrize("action", [Status(503), Status(409), Reset(), Lost()])
-def test_a_deletion_outlasts_what_fails_in_passing(
+def test_a_deletion_outlasts_transient_errors(
     within: Callable[..., None], s3: FakeS3, action: Any
 ) -> None:
     async def test(bucket: KvBucket) -> None:
@@ -176,7 +176,7 @@ def test_a_deletion_outlasts_what_fails_in_passing(
     within(test)
 
 
-def test_deletions_that_stall_keep_nobody_else_waiting(
+def test_stalled_deletions_do_not_block_other_calls(
     within: Callable[..., None], s3: FakeS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)
@@ -271,7 +271,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("refused", "error", "said"), REFUSALS)
-def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
+def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
     within: Callable[..., None],
     s3: FakeS3,
     root: str,
@@ -293,9 +293,9 @@ def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
         ):
             s3.clear()
             s3.fault(".", refused, times=ALWAYS)
-            with pytest.raises(error) as told:
+            with pytest.raises(error) as reported:
                 await ask()
-            sentence = str(told.value)
+            sentence = str(reported.value)
             assert sentence.startswith(f"{name}/")
             assert said in sentence
             assert refused.message in sentence
@@ -318,7 +318,7 @@ def test_what_cannot_be_a_store_is_refused_in_a_sentence(
         store.connect(root)
 
 
-def test_without_credentials_it_is_told_which_are_expected(
+def test_missing_credentials_are_an_error_that_names_the_expected_ones(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")

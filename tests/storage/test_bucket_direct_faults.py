@@ -225,7 +225,7 @@ def test_an_object_that_was_cut_off_is_data_loss_of_its_leaf(
     with GcsCalls(gcs.url) as calls:
         calls.upload(place, calls.read(place).body[:-1])
 
-    with pytest.raises(store.DataLossError, match=r"leaf '0\d' chunk 0.*cut off"):
+    with pytest.raises(store.DataLossError, match=r"leaf '0\d' chunk 0.*truncated"):
         run.restore(0)
 
 

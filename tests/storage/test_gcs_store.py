@@ -320,7 +320,9 @@ def test_what_cannot_be_a_store_is_refused_in_a_sentence(
     root: str, tmp_path: Path
 ) -> None:
     nowhere = f"gs://storesvc-{uuid.uuid4().hex}/x"
-    with pytest.raises(store.InvalidRequestError, match=f"{nowhere}: expected a buck"):
+    with pytest.raises(
+        store.InvalidRequestError, match=f"{nowhere}: expected an exist"
+    ):
         store.connect(nowhere)
     with pytest.raises(store.InvalidRequestError, match="concurrency=1 to"):
         store.connect(f"{root}?concurrency=0")

@@ -308,7 +308,9 @@ def test_what_cannot_be_a_store_is_refused_in_a_sentence(
     s3: FakeS3, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = f"s3://nowhere/x?endpoint={s3.url}&region=us-east-1"
-    with pytest.raises(store.InvalidRequestError, match="s3://nowhere/x: expected a b"):
+    with pytest.raises(
+        store.InvalidRequestError, match="s3://nowhere/x: expected an e"
+    ):
         store.connect(nowhere)
     assert refusal(root, "ls").startswith(f"{root.partition('?')[0]} holds no store")
     with pytest.raises(store.InvalidRequestError, match=r"expected endpoint=http\[s\]"):

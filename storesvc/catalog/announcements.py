@@ -1,4 +1,4 @@
-"""Defines what the journal and those who read it agree on about an announcement."""
+"""Constants that the writers and the readers of announcements share."""
 
 from datetime import timedelta
 from typing import Final
@@ -6,8 +6,8 @@ from typing import Final
 from storesvc.catalog.lease_clock import MARGIN
 
 PATIENCE: Final = timedelta(days=1) + MARGIN
-"""How long a change may take after it was announced, a commit excepted: a day, by
-the clocks of two machines."""
+"""Maximum time between an announcement and its change, a commit excepted: a day, by the
+clocks of two machines."""
 
 NOTHING: Final = "none"
-"""``Announcement.replaces`` where there was no record."""
+"""``Announcement.replaces`` if there was no record."""

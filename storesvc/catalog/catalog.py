@@ -1,22 +1,23 @@
-"""The catalogue: which runs and checkpoints there are, and their manifests.
+"""Lists and looks up runs, checkpoints, tags and manifests; reads only.
 
-Reads only. To a reader, a slot is absent that is neither COMMITTED nor, where it asks
-for those, DELETED or PURGING.
+Readers see a slot as a checkpoint if it is COMMITTED or, where they ask for deleted
+checkpoints, DELETED or PURGING; any other slot is absent to them.
 """
 
 import asyncio
-import difflib
 import logging
 from collections.abc import AsyncGenerator, Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Final
 
 from storesvc.byte_cache import TREES_BYTES, ByteCache
-from storesvc.catalog.records import on_its_way, or_damage, read_listed, sound
-from storesvc.catalog.rollbacks import purged, put_back
+from storesvc.catalog import suggestions
+from storesvc.catalog.records import on_its_way, read_listed, sound
+from storesvc.catalog.rollbacks import data_missing, rolled_back
 from storesvc.catalog.row_lookup import rows
-from storesvc.catalog.slot_reader import SlotReads
+from storesvc.catalog.slot_reader import SlotReader
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING
 from storesvc.catalog.transitions import is_deleted, replaced
 from storesvc.errors import (
@@ -33,25 +34,22 @@ from storesvc.format.manifests import (
     unpack_manifest,
 )
 from storesvc.format.names import LATEST, CheckpointName, RunName, TagName
-from storesvc.storage.bounded_gather import AT_ONCE
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-_NEAREST: Final = 3
 _LISTED: Final = frozenset({COMMITTED})
-
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run, as lists show it."""
+    """A run and its newest checkpoint, for lists."""
 
     name: RunName
     record: pb.RunRecord
     latest: pb.CheckpointRecord | None
-    """The newest committed checkpoint."""
+    """Newest committed checkpoint."""
 
 
 class Catalogue:
@@ -59,16 +57,16 @@ class Catalogue:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._reads = SlotReads(bucket)
+        self._slots = SlotReader(bucket)
         self._manifests: ByteCache[str, Manifest] = ByteCache(
             TREES_BYTES, size_of=attrgetter("memory_bytes")
         )
 
     async def run(self, name: RunName) -> RunSummary:
-        """Returns a run.
+        """Returns a run that was set up or has a checkpoint, deleted ones included.
 
         Raises:
-            RunNotFoundError: With the most similar names.
+            RunNotFoundError: There is no such run.
         """
         found = await self._summary(name)
         if found is None or not (_is_listed(found) or await self._newest(name)):
@@ -78,14 +76,15 @@ class Catalogue:
     async def runs(
         self, namespace: str | None, *, after: RunName | None, limit: int
     ) -> list[tuple[RunName, RunSummary | CorruptDataError]]:
-        """Returns the runs that have a committed checkpoint or were set up, in the
-        order of their names; of one whose record, or whose newest checkpoint's, is
-        damaged, that.
+        """Returns the runs that have a committed checkpoint or were set up, by name.
+
+        If the record of a run or of its newest checkpoint is damaged, its row is that
+        error.
 
         Args:
-            namespace: Of this namespace; None: of all.
-            after: Only those after it.
-            limit: At most so many.
+            namespace: The namespace; None for all.
+            after: Returns only runs after this one.
+            limit: Maximum number of runs.
         """
         names = await self.run_names(namespace)
         names = [name for name in names if after is None or name > after]
@@ -97,11 +96,13 @@ class Catalogue:
         return await rows(look, names, limit=limit)
 
     async def run_names(self, namespace: str | None) -> list[RunName]:
-        """Returns the runs of a namespace; None: of all. Those included that no list
-        shows, because they have no checkpoint."""
+        """Returns the names of all runs of a namespace, or of all namespaces for None.
+
+        Includes runs that lists do not show, because they have no checkpoint.
+        """
         prefix = layout.RUNS if namespace is None else f"{layout.RUNS}{namespace}/"
         found = await self._bucket.list(prefix)
-        return sorted(name for place in found if (name := layout.run_of_record(place)))
+        return sorted(name for path in found if (name := layout.run_of_record(path)))
 
     async def checkpoints(
         self,
@@ -114,8 +115,8 @@ class Catalogue:
         """Returns checkpoints, newest first; arguments as of ``checkpoint_rows``.
 
         Raises:
-            RunNotFoundError: With the most similar names.
-            CorruptDataError: The record of one is damaged.
+            RunNotFoundError: There is no such run.
+            CorruptDataError: The record of a checkpoint is damaged.
         """
         listed = await self.checkpoint_rows(
             run, before=before, limit=limit, show_deleted=show_deleted
@@ -130,31 +131,31 @@ class Catalogue:
         limit: int,
         show_deleted: bool = False,
     ) -> Sequence[tuple[int, pb.CheckpointRecord | CorruptDataError]]:
-        """Returns checkpoints by step, newest first; of a damaged record, that.
+        """Returns checkpoints by step, newest first; for a damaged record, its error.
 
         Args:
-            run: Of this run.
-            before: Only those of lower steps.
-            limit: At most so many.
-            show_deleted: Whether deleted ones too, until they are purged.
+            run: The run.
+            before: Returns only checkpoints of lower steps.
+            limit: Maximum number of checkpoints.
+            show_deleted: Whether to include deleted ones that are not purged yet.
 
         Raises:
-            RunNotFoundError: With the most similar names.
+            RunNotFoundError: There is no such run.
         """
         states = CHECKPOINTS if show_deleted else _LISTED
-        found = await self._reads.newest(run, states, before=before, limit=limit)
+        found = await self._slots.newest(run, states, before=before, limit=limit)
         if not found:
             await self.check_run(run)
         return found
 
     async def checkpoint(self, name: CheckpointName) -> pb.CheckpointRecord:
-        """Returns a committed checkpoint by its step, as the newest one, or by a tag.
+        """Returns a committed checkpoint by step, by tag, or the newest one.
 
         Raises:
-            RunNotFoundError: With the most similar names.
-            CheckpointNotFoundError: With the nearest steps.
-            CheckpointDeletedError: It was deleted.
-            TagNotFoundError: With the most similar tags.
+            RunNotFoundError: There is no such run.
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointDeletedError: The checkpoint was deleted.
+            TagNotFoundError: There is no such tag.
         """
         record = await self._resolved(name) or await self._resolved_again(name)
         if record is None:
@@ -166,13 +167,13 @@ class Catalogue:
     async def checkpoint_of_uid(
         self, name: CheckpointName, uid: str
     ) -> pb.CheckpointRecord:
-        """Returns the very checkpoint of a uid, also where it was deleted and is not
-        yet purged.
+        """Returns the checkpoint of a name, if it has the given uid; also a deleted one
+        that is not purged yet.
 
         Raises:
-            RunNotFoundError: With the most similar names.
+            RunNotFoundError: There is no such run.
             CheckpointNotFoundError: It was purged, or replaced by another one.
-            TagNotFoundError: With the most similar tags.
+            TagNotFoundError: There is no such tag.
         """
         record = await self._resolved(name) or await self._resolved_again(name)
         if record is None:
@@ -184,17 +185,21 @@ class Catalogue:
     async def missing(
         self, name: CheckpointName
     ) -> CheckpointNotFoundError | RunNotFoundError:
-        """Returns the refusal of a checkpoint that is not there."""
+        """Returns the error of a checkpoint that does not exist."""
         if not await self._exists(name.run):
             return await self._run_not_found(name.run)
-        return await self._checkpoint_not_found(name)
+        return await suggestions.checkpoint_not_found(
+            name,
+            partial(self._slots.steps, name.run),
+            lambda step: self._slot_in(name.run, step, _LISTED),
+        )
 
     async def check_run(self, name: RunName) -> None:
-        """Refuses a run that has no checkpoint, deleted ones included, and was not set
-        up either.
+        """Rejects a run that was not set up and has no checkpoint, deleted ones
+        included.
 
         Raises:
-            RunNotFoundError: With the most similar names.
+            RunNotFoundError: There is no such run.
         """
         if not await self._exists(name):
             raise await self._run_not_found(name)
@@ -202,57 +207,47 @@ class Catalogue:
     async def slot(
         self, run: RunName, step: int
     ) -> tuple[pb.CheckpointRecord, Generation] | None:
-        """Returns what a step's slot holds, committed or not.
+        """Returns the slot of a step and its generation, committed or not.
 
         Raises:
-            CorruptDataError: It holds the slot of another step, or is damaged.
+            CorruptDataError: The slot is damaged, or belongs to another step.
         """
-        return await self._reads.slot(run, step)
+        return await self._slots.slot(run, step)
 
     async def tag_slot(self, name: TagName) -> tuple[pb.TagRecord, Generation] | None:
-        """Returns what the place of a tag holds, also of one that was deleted."""
-        place = RunPlaces(name.run).tag(name.tag)
-        return await read_listed(self._bucket, place, pb.TagRecord, of=f"tag {name}")
+        """Returns the record of a tag and its generation, also of a deleted tag."""
+        path = RunPlaces(name.run).tag(name.tag)
+        return await read_listed(self._bucket, path, pb.TagRecord, of=f"tag {name}")
 
     async def tag_names(self, run: RunName) -> list[str]:
-        """Returns the names of tags in order, those of deleted ones among them."""
+        """Returns the names of a run's tags in order, deleted ones included."""
         places = RunPlaces(run)
         names = map(places.tag_of, await self._bucket.list(places.tags))
         return sorted(name for name in names if name is not None)
 
     async def tag_not_found(self, name: TagName) -> TagNotFoundError:
-        """Returns the refusal of a tag that is not there, with the most similar."""
-        similar = difflib.get_close_matches(
-            name.tag, await self.tag_names(name.run), n=AT_ONCE, cutoff=0.5
-        )
-        names = [TagName(name.run, tag) for tag in similar]
-        found = await rows(self.tag_slot, names, limit=len(names))
-        nearest = [other.tag for other, tag in found if _names_something(tag)]
-        return TagNotFoundError(
-            f"{name.run} has no tag {name.tag} (nearest: "
-            f"{', '.join(nearest[:_NEAREST]) or 'none'}); list its tags to see all",
-            run=str(name.run),
-            tag=name.tag,
-            nearest=",".join(nearest[:_NEAREST]),
-        )
+        """Returns the error of a tag that does not exist."""
+        existing = await self.tag_names(name.run)
+        return await suggestions.tag_not_found(name, existing, self.tag_slot)
 
     async def manifest(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
-        """Returns the manifest of a checkpoint; kept, for it never changes.
+        """Returns the manifest of a checkpoint; cached, because it never changes.
 
         Raises:
-            CorruptDataError: It is missing or damaged.
+            CorruptDataError: The manifest is missing or damaged.
         """
-        place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
-        return await self._manifests.get(place, lambda: self.read_manifest(run, record))
+        path = RunPlaces(run).manifest(record.upload, record.manifest_digest)
+        return await self._manifests.get(path, lambda: self.read_manifest(run, record))
 
     async def read_manifest(
         self, run: RunName, record: pb.CheckpointRecord
     ) -> Manifest:
-        """Returns the manifest as it lies now, not one that was kept; where that is
-        damaged, of a second read: the answer may have been corrupted on its way.
+        """Returns the stored manifest, past the cache; reads a damaged one twice.
+
+        The first response may have been corrupted in transit.
 
         Raises:
-            CorruptDataError: It is missing or damaged.
+            CorruptDataError: The manifest is missing or damaged.
         """
         try:
             return await self._unpacked(run, record)
@@ -262,8 +257,8 @@ class Catalogue:
             manifest = await self._unpacked(run, record)
         except CorruptManifestError as e:
             raise CorruptDataError(f"{run}@{record.step}: {e}") from e
-        place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
-        _log.warning("%s", on_its_way(place))
+        path = RunPlaces(run).manifest(record.upload, record.manifest_digest)
+        _log.warning("%s", on_its_way(path))
         return manifest
 
     async def _unpacked(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
@@ -276,13 +271,13 @@ class Catalogue:
         )
 
     async def manifest_bytes(self, run: RunName, record: pb.CheckpointRecord) -> bytes:
-        """Returns a manifest as it lies, unchecked.
+        """Returns the stored bytes of a manifest, unchecked.
 
         Raises:
-            CorruptDataError: It is missing.
+            CorruptDataError: The manifest is missing.
         """
-        place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
-        stored = await self._bucket.read(place)
+        path = RunPlaces(run).manifest(record.upload, record.manifest_digest)
+        stored = await self._bucket.read(path)
         if stored is None:
             raise await self._without_manifest(run, record)
         return stored.data
@@ -290,69 +285,70 @@ class Catalogue:
     async def _without_manifest(
         self, run: RunName, record: pb.CheckpointRecord
     ) -> CorruptDataError:
-        """The refusal of a checkpoint whose manifest is missing."""
+        """Returns the error of a checkpoint whose manifest is missing."""
         table = RunPlaces(run).file_table(record.upload, record.files_digest)
         if not record.files_digest or await self._bucket.read(table) is not None:
             return CorruptDataError(
                 f"{run}@{record.step}: its manifest is missing; use another checkpoint"
             )
-        return purged(run, record)
+        return data_missing(run, record)
 
     async def manifest_parts(
         self, run: RunName, record: pb.CheckpointRecord, *, size_bytes: int
     ) -> AsyncGenerator[bytes]:
-        """Yields a manifest as it lies, unchecked, each part once it is asked for.
+        """Yields the stored bytes of a manifest in parts, unchecked; reads each part on
+        demand.
 
         Args:
             run: The run.
-            record: Of the checkpoint.
-            size_bytes: Of a part.
+            record: The record of the checkpoint.
+            size_bytes: Size of a part.
 
         Raises:
-            CorruptDataError: It is missing, or cut off.
+            CorruptDataError: The manifest is missing or truncated.
         """
-        place = RunPlaces(run).manifest(record.upload, record.manifest_digest)
+        path = RunPlaces(run).manifest(record.upload, record.manifest_digest)
         size = record.manifest_bytes
         for at in range(0, size, size_bytes):
             try:
                 part = await self._bucket.read_range(
-                    place, at, min(size, at + size_bytes)
+                    path, at, min(size, at + size_bytes)
                 )
             except CorruptDataError as e:
                 raise CorruptDataError(
-                    f"{run}@{record.step}: its manifest is missing or cut off; use "
+                    f"{run}@{record.step}: its manifest is missing or truncated; use "
                     "another checkpoint"
                 ) from e
             yield part
-            del part  # its memory is the caller's
+            del part  # so that only the caller holds its memory
 
     async def _resolved(self, name: CheckpointName) -> pb.CheckpointRecord | None:
-        """The checkpoint that a name stands for, deleted ones included."""
+        """The checkpoint of a name, deleted ones included."""
         if name.which == LATEST:
             return await self._newest(name.run, _LISTED)
         if isinstance(name.which, int):
-            return await self._held_slot(name.run, name.which, CHECKPOINTS)
+            return await self._slot_in(name.run, name.which, CHECKPOINTS)
         return await self._tagged(TagName(name.run, name.which))
 
     async def _resolved_again(self, name: CheckpointName) -> pb.CheckpointRecord | None:
-        """The checkpoint of a step that one read has found absent, where a list has
-        its record."""
+        """The checkpoint of a step that one read did not find, if a list has its
+        slot."""
         if not isinstance(name.which, int):
-            return None  # the latest one is looked for by a list, and tags by theirs
-        place = RunPlaces(name.run).checkpoint(name.which)
-        if place not in await self._bucket.list(place):
+            return None  # the latest checkpoint and tags have been listed already
+        path = RunPlaces(name.run).checkpoint(name.which)
+        if path not in await self._bucket.list(path):
             return None
         return await self._resolved(name)
 
     async def _tagged(self, name: TagName) -> pb.CheckpointRecord | None:
-        """The checkpoint that a tag names; None: it is gone."""
+        """The checkpoint that a tag points to; None if it was purged."""
         tag = await self._tag(name)
-        found = await self._reads.checked(name.run, tag.step)
+        found = await self._slots.checked(name.run, tag.step)
         if found is None or found[0].upload != tag.upload:
             return None
         if found[0].state == UPLOADING:  # a tag is set only after the commit
             why = f"tag {name.tag} names it"
-            raise put_back(name.run, tag.step, tag.upload, why)
+            raise rolled_back(name.run, tag.step, tag.upload, why)
         return found[0] if found[0].state in CHECKPOINTS else None
 
     async def _tag(self, name: TagName) -> pb.TagRecord:
@@ -365,13 +361,13 @@ class Catalogue:
     async def _newest(
         self, run: RunName, states: Container[int] = CHECKPOINTS
     ) -> pb.CheckpointRecord | None:
-        found = await self._reads.newest(run, states, before=None, limit=1)
+        found = await self._slots.newest(run, states, before=None, limit=1)
         return sound(found[0][1]) if found else None
 
-    async def _held_slot(
+    async def _slot_in(
         self, run: RunName, step: int, states: Container[int]
     ) -> pb.CheckpointRecord | None:
-        found = await self._reads.checked(run, step)
+        found = await self._slots.checked(run, step)
         return found[0] if found and found[0].state in states else None
 
     async def _exists(self, name: RunName) -> bool:
@@ -380,72 +376,23 @@ class Catalogue:
             return summary is not None and (
                 _is_listed(summary) or await self._newest(name) is not None
             )
-        except CorruptDataError:  # there is something
+        except CorruptDataError:  # a damaged record exists, too
             return True
 
     async def _summary(self, name: RunName) -> RunSummary | None:
-        """What is known of a run; its record comes a moment before its first slot."""
-        place = layout.run_record(name)
-        found = await read_listed(self._bucket, place, pb.RunRecord)
+        """The summary of a run; its record is written just before its first slot."""
+        path = layout.run_record(name)
+        found = await read_listed(self._bucket, path, pb.RunRecord)
         if found is None:
             return None
         return RunSummary(name, found[0], await self._newest(name, _LISTED))
 
     async def _run_not_found(self, name: RunName) -> RunNotFoundError:
-        # of its own namespace: others are not even named to it
-        names = [str(n) for n in await self.run_names(name.namespace) if n != name]
-        nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
-        known = f"nearest: {', '.join(nearest)}" if nearest else "no run is similar"
-        return RunNotFoundError(
-            f"run {name} has no checkpoint ({known}); list the runs to see all",
-            run=str(name),
-            nearest=",".join(nearest),
-        )
-
-    async def _checkpoint_not_found(
-        self, name: CheckpointName
-    ) -> CheckpointNotFoundError:
-        if name.which == LATEST:
-            return CheckpointNotFoundError(
-                f"{name.run} has no committed checkpoint yet; save one",
-                run=str(name.run),
-                nearest="",
-            )
-        if isinstance(name.which, str):
-            return CheckpointNotFoundError(
-                f"{name}: the checkpoint that the tag names is gone; set the tag anew",
-                run=str(name.run),
-                nearest="",
-            )
-        wanted = name.which
-        steps = await self._reads.steps(name.run)
-        steps.sort(key=lambda step: abs(step - wanted))
-        found: list[int] = []
-        while steps and len(found) < _NEAREST:
-            batch, steps = steps[:_NEAREST], steps[_NEAREST:]
-            slots = await asyncio.gather(
-                *(or_damage(self._held_slot(name.run, s, _LISTED)) for s in batch)
-            )
-            found += [s.step for s in slots if isinstance(s, pb.CheckpointRecord)]
-        near = sorted(found[:_NEAREST])
-        nearest = ",".join(map(str, near))
-        return CheckpointNotFoundError(
-            f"{name} does not exist; the nearest steps of {name.run} are "
-            f"{nearest.replace(',', ', ') or 'none'}",
-            run=str(name.run),
-            step=str(wanted),
-            nearest=nearest,
-        )
-
-
-def _names_something(
-    tag: tuple[pb.TagRecord, Generation] | CorruptDataError,
-) -> bool:
-    return isinstance(tag, tuple) and bool(tag[0].upload)
+        return suggestions.run_not_found(name, await self.run_names(name.namespace))
 
 
 def _is_listed(summary: RunSummary) -> bool:
-    """Whether a run has a committed checkpoint, or was set up."""
+    """Returns whether a run has a committed checkpoint, or was set up."""
     record = summary.record
     return (
         summary.latest is not None

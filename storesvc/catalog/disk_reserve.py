@@ -1,8 +1,8 @@
-"""The reserve: space that is given up on a full disk, so that deleting still works.
+"""Keeps a reserve of disk space, so that deletions still work on a full disk.
 
-To delete is to write first: a slot that becomes FREE, an announcement. On a disk
-without one free block that would fail, and nothing could ever be freed. So a store on
-files keeps an object of zeros, which whoever frees space may delete.
+A deletion begins with writes: an announcement, a slot that becomes FREE. On a full disk
+they would fail, and no space could ever be freed. So a store on files keeps an object
+of zeros, which a call that frees space may delete first.
 """
 
 import logging
@@ -19,7 +19,7 @@ from storesvc.format import layout
 from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
 
 RESERVE_BYTES: Final = 1 << 20
-"""Of the reserve: some hundred small records."""
+"""Size of the reserve: some hundred small records."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,22 +28,22 @@ _log = logging.getLogger(__name__)
 
 
 class Reserve:
-    """That of a bucket."""
+    """The disk reserve of a bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._is_kept = False
 
     async def keep(self) -> None:
-        """Keeps a reserve from now on, where there is space for one."""
+        """Creates the reserve, and keeps it from now on."""
         self._is_kept = True
         await self.put_back()
 
     async def put_back(self) -> None:
-        """Puts the reserve back where it was given up and there is space again."""
+        """Creates the reserve again, if it was used and there is space."""
         if not self._is_kept or await self._bucket.list(layout.RESERVE):
             return
-        with suppress(PreconditionError):  # another process has
+        with suppress(PreconditionError):  # another process has created it
             try:
                 await self._bucket.write(
                     layout.RESERVE, bytes(RESERVE_BYTES), condition=IF_ABSENT
@@ -53,7 +53,7 @@ class Reserve:
                 StorageFullError,
                 StorageUnavailableError,
             ) as e:
-                _log.warning("%s is not kept yet: %s", layout.RESERVE, e)
+                _log.warning("%s is not created yet: %s", layout.RESERVE, e)
 
     async def spent_on(
         self,
@@ -62,18 +62,18 @@ class Reserve:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Returns what a call returns that frees space; where the storage is full, the
-        reserve is given up for it, and the call is made again.
+        """Runs a call that frees space, and returns its result; if the storage is full,
+        deletes the reserve and runs the call again.
 
         Raises:
-            StorageFullError: It is full all the same.
+            StorageFullError: The storage is full without the reserve, too.
         """
         try:
             return await call(*args, **kwargs)
         except StorageFullError:
             if not self._is_kept:
                 raise
-        _log.warning("the storage is full: %s is given up", layout.RESERVE)
+        _log.warning("the storage is full: deleting %s", layout.RESERVE)
         await self._bucket.delete(layout.RESERVE)
         try:
             return await call(*args, **kwargs)

@@ -1,11 +1,12 @@
-"""The journal: announcements of changes, numbered, one sequence a namespace.
+"""The journal: numbered announcements of changes, one sequence per namespace.
 
-``bucket.proto`` says what an announcement promises. The numbers are dense and begin
-at 1, which saves lists: an announcement is read, or found not to be there yet, by its
-number. Only a process that knows no number yet, or was overtaken, lists.
+``bucket.proto`` defines what an announcement guarantees. The numbers are consecutive
+and begin at 1, which saves lists: an announcement is read by its number, or found not
+to exist yet. Only a process that knows no number yet, or was overtaken by others,
+lists.
 
-The oldest announcements are trimmed; the last one never is, so that numbers never
-begin anew.
+The oldest announcements are trimmed; the last one never is, so that numbers are never
+used again.
 """
 
 import asyncio
@@ -33,52 +34,53 @@ from storesvc.storage.bucket import IF_ABSENT, Bucket, PreconditionError
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 LEAST_AGE: Final = PATIENCE + timedelta(hours=1)
-"""How old an announcement is at least that is trimmed: nobody waits any more for what
-it has announced."""
+"""Minimum age of an announcement that is trimmed: its change can no longer be made."""
 
 KEPT_AGE: Final = timedelta(days=7)
-"""How old an announcement becomes, where there are not too many."""
+"""Age at which announcements are trimmed, even if they are few."""
 
 KEPT: Final = 100_000
-"""Announcements that a namespace keeps, once they are older than ``LEAST_AGE``."""
+"""Announcements older than ``LEAST_AGE`` that a namespace keeps."""
 
 READS_AT_ONCE: Final = 32
 
 MAX_TRIES: Final = 200
-"""Numbers that one announcement tries: one is lost to each change of another process
-at the same moment, so that only a broken storage takes so many."""
+"""Maximum numbers that one announcement tries. Each concurrent change of another
+process takes one, so only a storage without conditional writes takes so many."""
 
 TRIES_A_LINE: Final = 20
-"""Tries for each line in the log."""
+"""Attempts after which a warning is logged, each time."""
+
 _SLACK: Final = timedelta(hours=1)
-"""How far the clocks of two servers may differ in a look back."""
+"""Maximum clock difference of two servers, for lists of recent changes."""
 
 MAX_KNOWN: Final = 10_000
-"""Namespaces of which a process knows a number; of others it lists the journal."""
+"""Maximum namespaces whose last number is remembered; others are listed."""
 
 
 _log = logging.getLogger(__name__)
 
 
 class Journal:
-    """The journals of a bucket."""
+    """Reads and appends the journals of a bucket."""
 
     def __init__(self, bucket: Bucket, *, clock: Clock) -> None:
         self._bucket = bucket
         self._clock = clock
-        # a number that is, or was, there; 0: none
+        # Number of an announcement that exists or existed; 0 for none.
         self._known: LRUCache[str, int] = LRUCache(MAX_KNOWN)
-        # kept by whoever uses them
+        # Entries live as long as a caller holds them.
         self._announcing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._landings: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
 
     async def announce(self, namespace: str, announcement: pb.Announcement) -> int:
-        """Announces a change of an object that was read before, and returns the number
-        of the announcement; the change must carry it.
+        """Appends an announcement of a change, and returns its number.
+
+        The object must have been read before, and the change must carry the number.
 
         Raises:
-            StorageUnavailableError: Other processes took each number that was tried,
-                or the storage says so.
+            StorageUnavailableError: Other processes took every number that was tried,
+                or the storage does not answer.
         """
         for _ in range(MAX_TRIES):
             number = await self._create(namespace, announcement)
@@ -87,42 +89,42 @@ class Journal:
         raise _overtaken(namespace)
 
     def landed(self, namespace: str) -> None:
-        """Tells the watchers of this process that an announced change was made."""
+        """Notifies the watchers of this process that an announced change was made."""
         landings = self._landings.get(namespace)
         if landings is not None:
             landings.set()
 
     def landings(self, namespace: str) -> asyncio.Event:
-        """Returns what is set whenever a change lands in this process, for as long as
-        somebody keeps it."""
+        """Returns an event that is set whenever this process makes a change, for as
+        long as the caller holds it."""
         return self._landings.setdefault(namespace, asyncio.Event())
 
     async def read(self, namespace: str, number: int) -> pb.Announcement | None:
-        """Returns an announcement; None where it is not there yet, or was trimmed.
+        """Returns an announcement; None if it does not exist yet, or was trimmed.
 
         Raises:
-            CorruptDataError: It is damaged.
+            CorruptDataError: The announcement is damaged.
         """
-        place = layout.announcement(namespace, number)
-        found = await read_record(self._bucket, place, pb.Announcement)
+        path = layout.announcement(namespace, number)
+        found = await read_record(self._bucket, path, pb.Announcement)
         return found and found[0]
 
     async def following(
         self, namespace: str, after: int, *, limit: int
     ) -> list[tuple[int, pb.Announcement | None]]:
-        """Returns the announcements after one, in order; None for a damaged one.
+        """Returns the announcements after a number, in order; None for a damaged one.
 
         Args:
-            namespace: Of this namespace.
-            after: The number of that one; 0: from the first.
-            limit: At most so many.
+            namespace: The namespace of the journal.
+            after: The number; 0 returns them from the first one.
+            limit: Maximum number of announcements.
 
         Raises:
-            ResumeTokenExpiredError: The next ones were trimmed.
-            InvalidResumeTokenError: There is no such number yet.
+            ResumeTokenExpiredError: The next announcements were trimmed.
+            InvalidResumeTokenError: The number does not exist yet.
         """
         found: list[tuple[int, pb.Announcement | None]] = []
-        more, batch = True, 1  # mostly there is none
+        more, batch = True, 1  # usually there is none
         while more and len(found) < limit:
             first = after + len(found) + 1
             numbers = range(first, first + min(batch, limit - len(found)))
@@ -139,7 +141,7 @@ class Journal:
         return found
 
     async def tail(self, namespace: str) -> int:
-        """Returns the number of the last announcement; 0: there is none."""
+        """Returns the number of the last announcement; 0 for none."""
         known = self._known.get(namespace, 0)
         return await self._last(namespace, known)
 
@@ -153,13 +155,14 @@ class Journal:
     async def changes(
         self, run: RunName, uploads: Container[str], *, since: datetime
     ) -> AsyncGenerator[tuple[int, pb.Announcement]]:
-        """Yields the announced changes of some uploads of a run, the last one first,
-        whether or not they were made; damaged announcements are passed over.
+        """Yields the announced changes of some uploads of a run, the last one first.
+
+        The changes need not have been made. Skips damaged announcements.
 
         Args:
             run: The run.
-            uploads: Of these uploads.
-            since: None that is older, by the clocks of servers, than an hour before.
+            uploads: The uploads.
+            since: Skips announcements that servers made over an hour before this time.
         """
         last = await self.tail(run.namespace)
         while last > 0:
@@ -173,19 +176,19 @@ class Journal:
                 one and one.create_time.ToDatetime(UTC) < since - _SLACK
                 for _, one in found
             ):
-                return  # the rest is older, or was trimmed
+                return  # the rest is older, or trimmed
             last = numbers[-1] - 1
 
     async def trim(
         self, namespace: str, *, keep: int = KEPT, older_than: timedelta = KEPT_AGE
     ) -> int:
-        """Deletes the oldest announcements, and returns how many.
+        """Deletes the oldest announcements, and returns their number.
 
-        None that is younger than ``LEAST_AGE``, and never the last one.
+        Keeps those younger than ``LEAST_AGE``, and always the last one.
 
         Args:
-            namespace: Of this namespace.
-            keep: Of those that may be deleted, the newest of so many stay ...
+            namespace: The namespace of the journal.
+            keep: Number of announcements to keep ...
             older_than: ... unless they are older than this.
         """
         numbers = await self._numbers(namespace)
@@ -214,16 +217,16 @@ class Journal:
                 known = await self._last(namespace, 0)
             for tries in range(1, MAX_TRIES + 1):
                 number = known + 1
-                place = layout.announcement(namespace, number)
+                path = layout.announcement(namespace, number)
                 record.create_time.CopyFrom(timestamp(self._clock.now()))
                 try:
-                    await write_record(self._bucket, place, record, condition=IF_ABSENT)
-                except PreconditionError:  # another process was faster
+                    await write_record(self._bucket, path, record, condition=IF_ABSENT)
+                except PreconditionError:  # another process took the number
                     known = await self._last(namespace, number)
                     if tries % TRIES_A_LINE == 0:
                         _log.warning(
-                            "journal of %s: %d numbers in turn were taken by others, "
-                            "the last one %d",
+                            "journal of %s: %d consecutive numbers were taken by other "
+                            "processes, the last one %d",
                             *(namespace, tries, number),
                         )
                     continue
@@ -232,16 +235,19 @@ class Journal:
         raise _overtaken(namespace)
 
     async def _is_next(self, namespace: str, number: int) -> bool:
-        """Whether a number that this process created was not trimmed long ago, while
-        the process slept: no watch would look there. One that was is taken back."""
+        """Returns whether the number that this process created continues the journal.
+
+        If this process slept, earlier numbers may have been trimmed; no watcher would
+        read a number behind such a gap, so the announcement is deleted.
+        """
         if number > 1 and await self._is_there(namespace, number - 1):
             return True
         later = await self._numbers(namespace, after=number)
         if not later:
             return True
         self._note(namespace, later[-1])
-        # Where the next one follows, this may be in its place all the same: it stays,
-        # so that there is no gap, and nobody uses it.
+        # If the next number exists, this one may belong to the journal after all: it
+        # stays, unused, so that there is no gap.
         if later[0] != number + 1:
             await self._bucket.delete(layout.announcement(namespace, number))
         return False
@@ -249,7 +255,7 @@ class Journal:
     async def _look(
         self, namespace: str, number: int
     ) -> tuple[bool, pb.Announcement | None]:
-        """Whether there is an announcement, and which, unless it is damaged."""
+        """Returns whether an announcement exists, and its record if it is sound."""
         try:
             announcement = await self.read(namespace, number)
         except CorruptDataError:
@@ -257,12 +263,12 @@ class Journal:
         return announcement is not None, announcement
 
     async def _is_there(self, namespace: str, number: int) -> bool:
-        """Whether there is an announcement, damaged or not."""
-        place = layout.announcement(namespace, number)
-        return await self._bucket.read(place) is not None
+        """Returns whether an announcement exists, damaged or not."""
+        path = layout.announcement(namespace, number)
+        return await self._bucket.read(path) is not None
 
     async def _check_there(self, namespace: str, number: int) -> None:
-        """Refuses a number that nothing follows, unless it is the last one."""
+        """Rejects a number that no announcement follows, unless it is the last one."""
         if number and await self._is_there(namespace, number):
             return
         later = await self._numbers(namespace, after=number)
@@ -275,7 +281,7 @@ class Journal:
             raise expired(namespace)
 
     async def _last(self, namespace: str, known: int) -> int:
-        """The last number, by a list of those after a known one."""
+        """Lists the last number after a known one."""
         numbers = await self._numbers(namespace, after=known)
         last = max(known, numbers[-1]) if numbers else known
         self._note(namespace, last)
@@ -286,15 +292,15 @@ class Journal:
             layout.journal(namespace),
             after=layout.announcement(namespace, after) if after else "",
         )
-        return [n for place in found if (n := layout.number_of(place)) is not None]
+        return [n for path in found if (n := layout.number_of(path)) is not None]
 
     async def _age(self, namespace: str, number: int) -> timedelta | None:
-        """How old an announcement is; None where it is damaged, and serves nobody."""
+        """Returns the age of an announcement; None if it is damaged or deleted."""
         try:
             announcement = await self.read(namespace, number)
         except CorruptDataError:
             return None
-        if announcement is None:  # another collector's
+        if announcement is None:  # another collector has trimmed it
             return None
         return self._clock.now() - announcement.create_time.ToDatetime(UTC)
 
@@ -305,13 +311,13 @@ class Journal:
 def _overtaken(namespace: str) -> StorageUnavailableError:
     return StorageUnavailableError(
         f"journal of {namespace}: expected a free number for an announcement, but "
-        f"{MAX_TRIES} in turn were taken; try again, and see that the storage honours "
-        "conditional writes"
+        f"{MAX_TRIES} consecutive numbers were taken; try again, and check that the "
+        "storage supports conditional writes"
     )
 
 
 def expired(namespace: str) -> ResumeTokenExpiredError:
-    """Returns the refusal of a token whose next announcements were trimmed."""
+    """Returns the error of a resume token whose next announcements were trimmed."""
     return ResumeTokenExpiredError(
         f"resume_token: the events of {namespace} that follow it are gone; list the "
         "checkpoints, then watch without a token"

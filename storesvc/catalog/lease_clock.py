@@ -1,11 +1,11 @@
-"""When a lease is over: by what this process saw, not by the clocks of others.
+"""Decides when a lease has expired, by observation rather than by other clocks; pure.
 
-A lease is a record that its holder changes before its length has passed. It is over
-once this process has seen it unchanged for its whole length, measured by a clock of
-its own that never goes back. The times in the record are those of other machines,
-whose clocks may be days off: they count only when a lease is first seen, and only
-where they lie further back than any clock is wrong. So a lease that changes in time
-is never over, and one that does not is over at the latest after its length.
+A lease is a record that its holder changes before its duration has passed. It has
+expired once this process has seen it unchanged for its whole duration, measured by a
+monotonic clock. The times in the record come from other machines, whose clocks may be
+wrong by days: they count only when a lease is first seen, and only if they are older
+than any clock error. So a lease that is renewed in time never expires, and any other
+expires at the latest after its duration.
 """
 
 from collections.abc import Container
@@ -14,24 +14,24 @@ from datetime import datetime, timedelta
 from typing import Final
 
 MARGIN: Final = timedelta(days=2)
-"""How far the clocks of two machines may differ."""
+"""Maximum difference of the clocks of two machines."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Sight:
-    """What a lease was, and since when it has been so."""
+class _Observation:
+    """The contents of a lease, and the time since when they have not changed."""
 
     seen: bytes
     since: float
     was_over: bool
-    """Whether it was long over when it was first seen."""
+    """True if it was long expired by its own time when it was first seen."""
 
 
 class Observations:
-    """The leases that a process has seen."""
+    """The leases that this process has seen."""
 
     def __init__(self) -> None:
-        self._sights: dict[str, _Sight] = {}
+        self._leases: dict[str, _Observation] = {}
 
     def is_over(
         self,
@@ -43,26 +43,25 @@ class Observations:
         clock_now: datetime,
         elapsed: float,
     ) -> bool:
-        """Returns whether a lease is over; remembers that it was seen.
+        """Returns whether a lease has expired, and records the observation.
 
         Args:
-            key: Which lease.
-            seen: What it holds; differs after each renewal.
-            length: How long it lasts after a renewal.
-            renew_time: When it was renewed, by the clock of whoever did.
-            clock_now: The time of day, taken after it was read.
-            elapsed: Seconds that never go back, taken after it was read.
+            key: Name of the lease.
+            seen: Its contents, which differ after each renewal.
+            length: Its duration after a renewal.
+            renew_time: Time of its renewal, by the clock of its holder.
+            clock_now: Wall-clock time, taken after the lease was read.
+            elapsed: Seconds of a monotonic clock, taken after the lease was read.
         """
-        sight = self._sights.get(key)
-        if sight is None:
+        lease = self._leases.get(key)
+        if lease is None:
             was_over = clock_now - renew_time > length + MARGIN
-            sight = self._sights[key] = _Sight(seen, elapsed, was_over)
-        elif sight.seen != seen:
-            sight = self._sights[key] = _Sight(seen, elapsed, was_over=False)
-        return sight.was_over or elapsed - sight.since >= length.total_seconds()
+            lease = self._leases[key] = _Observation(seen, elapsed, was_over)
+        elif lease.seen != seen:
+            lease = self._leases[key] = _Observation(seen, elapsed, was_over=False)
+        return lease.was_over or elapsed - lease.since >= length.total_seconds()
 
     def forget(self, prefix: str, *, but: Container[str]) -> None:
-        """Forgets the leases whose keys begin with a prefix, but for those that are
-        still there."""
-        for key in [k for k in self._sights if k.startswith(prefix) and k not in but]:
-            del self._sights[key]
+        """Forgets the leases whose keys begin with a prefix, except those in `but`."""
+        for key in [k for k in self._leases if k.startswith(prefix) and k not in but]:
+            del self._leases[key]

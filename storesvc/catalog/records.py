@@ -1,8 +1,14 @@
-"""Sealed records in the bucket: read, and changed without losing an answer."""
+"""Reads sealed records of the bucket, and updates them with conditional writes.
+
+A damaged read is repeated, because the response may have been corrupted in transit. A
+failed precondition is checked against the nonce of the seal, because a retry below may
+have failed against our own write.
+"""
 
 import logging
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Final, TypeVar
 
@@ -14,6 +20,7 @@ from storesvc.errors import CorruptDataError, FormatUnsupportedError
 from storesvc.format.checksums import digest
 from storesvc.format.seal import CorruptRecordError, FormatVersionError, M, seal, unseal
 from storesvc.storage.bucket import (
+    IF_ABSENT,
     Bucket,
     Generation,
     PreconditionError,
@@ -29,91 +36,88 @@ _log = logging.getLogger(__name__)
 
 
 async def read_record(
-    bucket: Bucket, place: str, kind: type[M], *, of: str = ""
+    bucket: Bucket, path: str, kind: type[M], *, of: str = ""
 ) -> tuple[M, Generation] | None:
-    """Returns the record that a place holds, and its generation.
+    """Returns the record at a path and its generation; reads a damaged one twice.
 
     Args:
         bucket: The bucket.
-        place: In the bucket.
-        kind: Of the record.
-        of: What users call what it is the record of, if they can give that up by
-            removing the object.
-
-    What is damaged is read a second time: the answer may have been corrupted on its
-    way.
+        path: Path of the record.
+        kind: Message class of the record.
+        of: Users' name of the recorded object, if they can abandon it by removing the
+            record.
 
     Raises:
-        CorruptDataError: It does not hold the record that was written there.
-        FormatUnsupportedError: It is of another version of the format.
+        CorruptDataError: The object is not the record that was written there.
+        FormatUnsupportedError: The record is of another version of the format.
     """
-    stored = await bucket.read(place)
+    stored = await bucket.read(path)
     if stored is None:
         return None
     try:
-        return _unsealed(stored, kind, place), stored.generation
+        return _unsealed(stored, kind, path), stored.generation
     except CorruptRecordError:
-        again = await bucket.read(place)
+        again = await bucket.read(path)
     if again is None:
         return None
     try:
-        record = _unsealed(again, kind, place)
+        record = _unsealed(again, kind, path)
     except CorruptRecordError as e:
         reads = "" if again.data == stored.data else ", and two reads of it differ"
-        raise damaged(place, f"{e}{reads}", of=of) from e
-    _log.warning("%s", on_its_way(place))
+        raise damaged(path, f"{e}{reads}", of=of) from e
+    _log.warning("%s", on_its_way(path))
     return record, again.generation
 
 
-def _unsealed(stored: Stored, kind: type[M], place: str) -> M:
+def _unsealed(stored: Stored, kind: type[M], path: str) -> M:
     try:
-        return unseal(stored.data, kind, place=place)
+        return unseal(stored.data, kind, place=path)
     except FormatVersionError as e:
-        raise FormatUnsupportedError(f"{place}: {e}; use a newer release") from e
+        raise FormatUnsupportedError(f"{path}: {e}; use a newer release") from e
 
 
-def on_its_way(place: str) -> str:
-    """Returns what is logged where a second read finds sound what a first one did
-    not."""
+def on_its_way(path: str) -> str:
+    """Returns the log line of a damaged read whose repetition is sound."""
     return (
-        f"{place}: an answer of the storage was corrupted on its way; read again, it "
+        f"{path}: a response of the storage was corrupted in transit; the second read "
         "is sound"
     )
 
 
 async def read_listed(
-    bucket: Bucket, place: str, kind: type[M], *, of: str = ""
+    bucket: Bucket, path: str, kind: type[M], *, of: str = ""
 ) -> tuple[M, Generation] | None:
-    """Returns what ``read_record`` does, and does not take one answer for it that a
-    place holds nothing: where a list has the place, it is read a second time.
+    """Returns the record at a path and its generation; reads a second time if the
+    record is absent and a list contains it.
 
-    For what a user asks for by its name, as it costs a list where there is nothing.
+    For records that users name: an absent one costs a list.
 
     Raises:
         CorruptDataError: See ``read_record``.
         FormatUnsupportedError: See ``read_record``.
     """
-    found = await read_record(bucket, place, kind, of=of)
-    if found is None and place in await bucket.list(place):
-        found = await read_record(bucket, place, kind, of=of)
+    found = await read_record(bucket, path, kind, of=of)
+    if found is None and path in await bucket.list(path):
+        found = await read_record(bucket, path, kind, of=of)
         if found is not None:
-            _log.warning("%s: it was read as absent, and is there", place)
+            _log.warning("%s: one read found no object, and the next one did", path)
     return found
 
 
-def damaged(place: str, how: str, *, of: str = "") -> CorruptDataError:
-    """Returns the refusal of a record; the arguments are those of ``read_record``."""
+def damaged(path: str, how: str, *, of: str = "") -> CorruptDataError:
+    """Returns the error of a damaged record; arguments as of ``read_record``."""
     remedy = "restore this object from a copy"
     if not of:
-        return CorruptDataError(f"{place} is damaged: {how}; {remedy}")
+        return CorruptDataError(f"{path} is damaged: {how}; {remedy}")
     return CorruptDataError(
-        f"the record of {of} is damaged ({place}: {how}); {remedy}, or remove it to "
-        f"give {of} up"
+        f"the record of {of} is damaged ({path}: {how}); {remedy}, or remove it to "
+        f"abandon {of}"
     )
 
 
 async def or_damage(reading: Awaitable[T]) -> T | CorruptDataError:
-    """Returns what was read, or that it is damaged: a list goes on with the next."""
+    """Returns the result of a read, or its error if the data are damaged, so that a
+    list continues with the next row."""
     try:
         return await reading
     except CorruptDataError as e:
@@ -121,59 +125,92 @@ async def or_damage(reading: Awaitable[T]) -> T | CorruptDataError:
 
 
 def sound(found: T | CorruptDataError) -> T:
-    """Returns what was read.
+    """Returns a row of a list; raises the error of a damaged one.
 
     Raises:
-        CorruptDataError: It is damaged.
+        CorruptDataError: The row is damaged.
     """
     if isinstance(found, CorruptDataError):
         raise found
     return found
 
 
-def sealed(place: str, record: Message) -> bytes:
-    """Returns the object that holds the record of a place, unlike that of any other
-    write."""
-    return seal(record, place=place, nonce=os.urandom(_NONCE_BYTES))
+def sealed(path: str, record: Message) -> bytes:
+    """Returns the sealed object of a record, with a nonce that no other write has."""
+    return seal(record, place=path, nonce=os.urandom(_NONCE_BYTES))
 
 
 async def write_record(
-    bucket: Bucket, place: str, record: Message, *, condition: WriteCondition
+    bucket: Bucket, path: str, record: Message, *, condition: WriteCondition
 ) -> Generation:
-    """Writes a record on a condition, and returns its generation.
+    """Writes a record conditionally, and returns its generation.
 
-    A storage that retries below us may report as a conflict what it has written
-    itself; the nonce of the seal tells.
+    A storage that retries may report a conflict with its own first attempt; the nonce
+    of the seal shows whether this write was made.
 
     Raises:
-        PreconditionError: The condition did not hold, and the place does not hold
-            this very record.
+        PreconditionError: The condition did not hold, and the object is not this
+            write's.
     """
-    data = sealed(place, record)
+    data = sealed(path, record)
     try:
-        return await bucket.write(place, data, condition=condition)
+        return await bucket.write(path, data, condition=condition)
     except PreconditionError:
-        stored = await bucket.read(place)
+        stored = await bucket.read(path)
         if stored is None or stored.data != data:
             raise
-        await bucket.settle(place)
+        await bucket.settle(path)
         return stored.generation
 
 
+async def update_record(
+    read: Callable[[], Awaitable[tuple[M, Generation] | None]],
+    decide: Callable[[M | None], M | None],
+    write: Callable[[M, WriteCondition], Awaitable[object]],
+    *,
+    settle: Callable[[], Awaitable[None]],
+    tries: int,
+) -> M | None:
+    """Updates a record by compare-and-swap, and returns it.
+
+    Args:
+        read: Reads the record and its generation; None if there is none.
+        decide: Returns the new record, which may be its changed argument; None leaves
+            the present one unchanged.
+        write: Writes a record on a condition; raises ``PreconditionError``.
+        settle: Makes the present record durable; see ``Bucket.settle``.
+        tries: Maximum attempts.
+
+    Raises:
+        PreconditionError: Other processes changed the record during each attempt.
+    """
+    for _ in range(tries):
+        found = await read()
+        record = decide(found[0] if found else None)
+        if record is None:
+            # Another call may have been interrupted before its write was durable.
+            await settle()
+            return found[0] if found else None
+        with suppress(PreconditionError):
+            await write(record, found[1] if found else IF_ABSENT)
+            return record
+    raise PreconditionError(f"other processes changed it {tries} times")
+
+
 def etag_of(record: Message) -> str:
-    """Returns what changes with every change of a record."""
+    """Returns the etag of a record, which differs after every change."""
     return f'"{digest(record.SerializeToString(deterministic=True)).hex()}"'
 
 
 def timestamp(moment: datetime) -> Timestamp:
-    """Returns a moment as records hold it."""
+    """Returns a time as a protobuf message."""
     stamp = Timestamp()
     stamp.FromDatetime(moment)
     return stamp
 
 
 def duration(length: timedelta) -> Duration:
-    """Returns a length of time as records hold it."""
+    """Returns a duration as a protobuf message."""
     message = Duration()
     message.FromTimedelta(length)
     return message

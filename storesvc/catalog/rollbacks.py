@@ -1,18 +1,19 @@
-"""Slots that were put back: an earlier version of a record where a later one was.
+"""Detects slots that were rolled back to an earlier version of their record.
 
-A seal cannot show that a record is an earlier version of its own place. Other objects
+A seal cannot show that a record is an earlier version of the same path. Other objects
 can, because the order of writes is known (``bucket.proto``):
 
 1. The leaf table of an upload is written before its slot becomes UPLOADING, and is
    deleted only after that state has ended. The manifest is written before the commit.
    So a slot is not UPLOADING by an upload that has a manifest and no leaf table, and
-   its epoch is not below that of any upload that has a manifest.
+   its epoch is not below the epoch of any upload that has a manifest.
 2. A tag or a hold names an upload only after its commit.
-3. The journal holds a deletion, an undeletion or a tag only of what was committed. A
-   checkpoint loses its slot only after its deletion was announced, so no slot that is
-   older than its last announcement names another upload, unless that is a deletion.
+3. The journal announces deletions, undeletions and tags only of committed checkpoints.
+   A checkpoint loses its slot only after its deletion was announced, so no slot that is
+   older than its last announcement names another upload, unless that announcement is a
+   deletion.
 
-Such a slot is reported as damage. To act on what it says would give the step to another
+Such a slot is reported as damage. Acting on its contents would give the step to another
 upload, and the data of a checkpoint to the collector.
 """
 
@@ -28,48 +29,48 @@ from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 NO_LEAF_TABLE: Final = "its manifest is there, and its leaf table is not"
-"""How the objects of an upload contradict a slot that is UPLOADING by it."""
+"""Contradiction between the objects of an upload and a slot UPLOADING by it."""
 
 
-def put_back(run: RunName, step: int, upload: str, why: str) -> CorruptDataError:
-    """Returns the refusal of a slot that is an earlier version of itself.
+def rolled_back(run: RunName, step: int, upload: str, why: str) -> CorruptDataError:
+    """Returns the error of a slot that was rolled back to an earlier version.
 
     Args:
         run: The run.
-        step: Of the slot.
+        step: Step of the slot.
         upload: The upload that the slot does not hold as a checkpoint.
-        why: What shows that the upload was committed, as a clause.
+        why: Evidence that the upload was committed, as a clause.
     """
     how = (
-        "an earlier version of it was put back: it does not hold upload "
+        "an earlier version of it was restored: it does not hold upload "
         f"{upload} as a checkpoint, but {why}"
     )
     return damaged(RunPlaces(run).checkpoint(step), how, of=f"{run}@{step}")
 
 
-def removed(run: RunName, step: int, by: str) -> CorruptDataError:
-    """Returns the refusal of a slot that is missing, but not given up.
+def slot_missing(run: RunName, step: int, by: str) -> CorruptDataError:
+    """Returns the error of a missing slot whose checkpoint is still in use.
 
     Args:
         run: The run.
-        step: Of the slot.
+        step: Step of the slot.
         by: The tag or the hold that names its checkpoint.
     """
     return CorruptDataError(
         f"the record of {run}@{step} is missing ({RunPlaces(run).checkpoint(step)}), "
-        f"but {by} names it; restore this object from a copy, or delete {by} to give "
-        f"{run}@{step} up",
+        f"but {by} names it; restore this object from a copy, or delete {by} to "
+        f"abandon {run}@{step}",
         run=str(run),
         step=str(step),
     )
 
 
-def purged(run: RunName, slot: pb.CheckpointRecord) -> CorruptDataError:
-    """Returns the refusal of a checkpoint of which only the slot is there."""
-    place = RunPlaces(run).checkpoint(slot.step)
+def data_missing(run: RunName, slot: pb.CheckpointRecord) -> CorruptDataError:
+    """Returns the error of a checkpoint of which only the slot is left."""
+    path = RunPlaces(run).checkpoint(slot.step)
     return CorruptDataError(
-        f"{run}@{slot.step}: its manifest is missing, as all that its record names "
-        f"({place}): it was purged and an earlier version of the record was put back, "
+        f"{run}@{slot.step}: its manifest is missing, like all that its record names "
+        f"({path}): it was purged and an earlier version of the record was restored, "
         "or the files were removed; restore the files from a copy, or delete and purge "
         "the checkpoint",
         run=str(run),
@@ -80,35 +81,35 @@ def purged(run: RunName, slot: pb.CheckpointRecord) -> CorruptDataError:
 def has_manifest(places: RunPlaces, upload: str, objects: Iterable[str]) -> bool:
     """Returns whether a manifest is among the objects of an upload."""
     manifests = _prefixes(places, upload)[0]
-    return any(place.startswith(manifests) for place in objects)
+    return any(path.startswith(manifests) for path in objects)
 
 
 def contradiction(
     places: RunPlaces, upload: str, objects: Iterable[str], *, owns_slot: bool
 ) -> str:
-    """Returns how the objects of an upload contradict its slot, as a clause; "": they
-    do not.
+    """Returns the contradiction between the objects of an upload and its slot, as a
+    clause; "" if there is none.
 
     Args:
-        places: Of the run.
+        places: Paths of the run.
         upload: The upload.
-        objects: Its objects, listed in order before its slot was read.
-        owns_slot: Whether the slot is UPLOADING by it; else it names an epoch below
-            that of the upload.
+        objects: Its objects, listed before its slot was read.
+        owns_slot: Whether the slot is UPLOADING by it; else the slot's epoch is below
+            the epoch of the upload.
     """
     listed = list(objects)
     if not has_manifest(places, upload, listed):
         return ""
     if not owns_slot:
-        return "its manifest is there, which none has that never owned its slot"
+        return "it has a manifest, which only an upload that owned its slot writes"
     trees = _prefixes(places, upload)[1]
-    if any(place.startswith(trees) for place in listed):
+    if any(path.startswith(trees) for path in listed):
         return ""
     return NO_LEAF_TABLE
 
 
 class Rollbacks:
-    """Looks at the slots of a bucket that say that they hold no checkpoint."""
+    """Checks slots of a bucket that hold no checkpoint."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -116,26 +117,26 @@ class Rollbacks:
     async def damage(
         self, run: RunName, found: tuple[pb.CheckpointRecord, Generation] | None
     ) -> CorruptDataError | None:
-        """Returns the damage of a slot that was put back to UPLOADING; None: nothing
-        shows that it was.
+        """Returns the error of a slot that was rolled back to UPLOADING; None without
+        evidence of that.
 
         Args:
             run: The run.
-            found: What was read of the slot.
+            found: The slot and its generation, as read.
         """
         if found is None or found[0].state != UPLOADING:
             return None
         places, slot = RunPlaces(run), found[0]
         manifests, trees = _prefixes(places, slot.upload)
-        # The slot was UPLOADING when its leaf table was missing if it has not changed
-        # since the first read.
+        # If the slot has not changed since the first read, it was UPLOADING while its
+        # leaf table was missing.
         if await self._bucket.list(trees) or not await self._bucket.list(manifests):
             return None
-        place = places.checkpoint(slot.step)
-        again = await read_record(self._bucket, place, pb.CheckpointRecord)
+        path = places.checkpoint(slot.step)
+        again = await read_record(self._bucket, path, pb.CheckpointRecord)
         if again is None or again[1] != found[1]:
             return None
-        return put_back(run, slot.step, slot.upload, NO_LEAF_TABLE)
+        return rolled_back(run, slot.step, slot.upload, NO_LEAF_TABLE)
 
 
 def _prefixes(places: RunPlaces, upload: str) -> tuple[str, str]:

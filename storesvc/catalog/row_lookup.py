@@ -1,4 +1,4 @@
-"""Looks up the rows of a list, several at a time, until the list is full."""
+"""Looks up the rows of a list concurrently, until the list is full."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -14,16 +14,16 @@ T = TypeVar("T")
 async def rows(
     look: Callable[[S], Awaitable[T | None]], names: Sequence[S], *, limit: int
 ) -> list[tuple[S, T | CorruptDataError]]:
-    """Returns the rows of a list: names in their order, with what was found at each,
-    or that it is damaged.
+    """Returns rows in the order of their names: each name with its record, or with the
+    error of a damaged one.
 
     Args:
-        look: At one name; None: it is no row.
-        names: To look at, no more of them than the limit needs.
-        limit: At most so many rows.
+        look: Looks up one name; None means that it is no row.
+        names: The names; only as many are looked up as the limit needs.
+        limit: Maximum number of rows.
     """
     found: list[tuple[S, T | CorruptDataError]] = []
-    count = limit  # mostly each name is a row
+    count = limit  # usually each name is a row
     while names and len(found) < limit:
         batch, names = names[:count], names[count:]
         looks = await each(lambda name: or_damage(look(name)), batch)

@@ -1,4 +1,4 @@
-"""The records of runs: created, and changed by one conditional write each."""
+"""Creates and updates the records of runs, with one conditional write per change."""
 
 import uuid
 from collections.abc import Callable, Collection
@@ -6,7 +6,13 @@ from contextlib import suppress
 from typing import Final, Literal, TypeAlias
 
 from storesvc.catalog.catalog import Catalogue
-from storesvc.catalog.records import etag_of, read_record, timestamp, write_record
+from storesvc.catalog.records import (
+    etag_of,
+    read_record,
+    timestamp,
+    update_record,
+    write_record,
+)
 from storesvc.catalog.transitions import check_etag, is_repeated
 from storesvc.clock import Clock
 from storesvc.errors import ConflictError, EtagMismatchError
@@ -18,14 +24,14 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 RunField: TypeAlias = Literal["labels", "retention", "purge_delay"]
 
 RUN_FIELDS: Final[tuple[RunField, ...]] = ("labels", "retention", "purge_delay")
-"""What an update may set."""
+"""Fields that an update may set."""
 
 _TRIES: Final = 10
-"""Of a change, while others change the same run."""
+"""Maximum attempts of a change while other processes change the same run."""
 
 
 class Runs:
-    """Those of a bucket."""
+    """The records of a bucket's runs."""
 
     def __init__(self, bucket: Bucket, catalogue: Catalogue, *, clock: Clock) -> None:
         self._bucket = bucket
@@ -33,15 +39,15 @@ class Runs:
         self._clock = clock
 
     async def create(self, name: RunName) -> pb.RunRecord:
-        """Returns the record of a run; creates it where there is none."""
-        place = layout.run_record(name)
-        found = await read_record(self._bucket, place, pb.RunRecord)
+        """Returns the record of a run; creates it if there is none."""
+        path = layout.run_record(name)
+        found = await read_record(self._bucket, path, pb.RunRecord)
         if found is not None:
             return found[0]
         record = self._new_record()
-        with suppress(PreconditionError):  # it exists, whoever made it
-            await write_record(self._bucket, place, record, condition=IF_ABSENT)
-        found = await read_record(self._bucket, place, pb.RunRecord)
+        with suppress(PreconditionError):  # another process has created it
+            await write_record(self._bucket, path, record, condition=IF_ABSENT)
+        found = await read_record(self._bucket, path, pb.RunRecord)
         return found[0] if found else record
 
     async def update(
@@ -53,19 +59,19 @@ class Runs:
         etag: str,
         write_id: str,
     ) -> pb.RunRecord:
-        """Sets fields of a run, and returns its record; creates it where there is none.
+        """Sets fields of a run, and returns its record; creates it if there is none.
 
         Args:
             name: The run.
-            given: Holds what to set, and nothing else than ``RUN_FIELDS``.
-            fields: Which of them to set; one that ``given`` lacks is cleared.
-            etag: What the run must still have; empty: whatever it has.
-            write_id: Names this change: repeated, it changes nothing more.
+            given: The new values, in no other fields than ``RUN_FIELDS``.
+            fields: The fields to set; a field that ``given`` lacks is cleared.
+            etag: The etag that the run must have; "" matches any.
+            write_id: Id of this change: a repeated one changes nothing more.
 
         Raises:
             EtagMismatchError: The run has another etag, or does not exist.
-            RequestIdReusedError: The request id made another change of it.
-            ConflictError: Others did not stop changing it.
+            RequestIdReusedError: The request id was used for another change of it.
+            ConflictError: Other processes changed the run during each attempt.
         """
 
         def changed(record: pb.RunRecord | None) -> pb.RunRecord | None:
@@ -82,11 +88,11 @@ class Runs:
         return await self._change(name, changed)
 
     async def raise_epoch_floor(self, name: RunName, epoch: int) -> None:
-        """Lets no epoch of an empty slot begin at or below this one; a higher floor
-        stays as it is.
+        """Raises the floor above which the epochs of empty slots begin; keeps a higher
+        one.
 
         Raises:
-            ConflictError: Others did not stop changing the run.
+            ConflictError: Other processes changed the run during each attempt.
         """
 
         def changed(record: pb.RunRecord | None) -> pb.RunRecord | None:
@@ -103,27 +109,25 @@ class Runs:
         name: RunName,
         changed: Callable[[pb.RunRecord | None], pb.RunRecord | None],
     ) -> pb.RunRecord:
-        """Writes what a run's record becomes, on the condition that it is still the one
-        that was read; None from ``changed``: it is so already."""
-        place = layout.run_record(name)
-        for _ in range(_TRIES):
-            found = await read_record(self._bucket, place, pb.RunRecord)
-            before = pb.RunRecord()
-            if found is not None:
-                before.CopyFrom(found[0])
-            record = changed(found[0] if found else None)
-            if record is None:  # as another call may have left it
-                await self._bucket.settle(place)
-                return before
-            condition = found[1] if found else IF_ABSENT
-            with suppress(PreconditionError):  # then look again
-                await write_record(self._bucket, place, record, condition=condition)
-                return record
-        raise ConflictError(
-            f"run {name} was changed {_TRIES} times while it was to be changed; "
-            "change it again",
-            run=str(name),
-        )
+        path = layout.run_record(name)
+        try:
+            record = await update_record(
+                lambda: read_record(self._bucket, path, pb.RunRecord),
+                changed,
+                lambda record, condition: write_record(
+                    self._bucket, path, record, condition=condition
+                ),
+                settle=lambda: self._bucket.settle(path),
+                tries=_TRIES,
+            )
+        except PreconditionError as e:
+            raise ConflictError(
+                f"run {name} was changed by others during each of {_TRIES} attempts to "
+                "change it; change it again",
+                run=str(name),
+            ) from e
+        assert record is not None, f"{name}: every change creates the record"
+        return record
 
     def _new_record(self) -> pb.RunRecord:
         return pb.RunRecord(
@@ -132,10 +136,10 @@ class Runs:
 
 
 def run_etag(record: pb.RunRecord) -> str:
-    """Returns what changes with every update of a run, and with nothing else."""
+    """Returns the etag of a run, which differs after every update and only then."""
     updated = pb.RunRecord()
     updated.CopyFrom(record)
-    updated.ClearField("epoch_floor")  # the collector's
+    updated.ClearField("epoch_floor")  # the collector changes it, not an update
     return etag_of(updated)
 
 
@@ -150,7 +154,7 @@ def _check_etag(name: RunName, record: pb.RunRecord | None, etag: str) -> None:
 
 
 def _only(given: pb.RunRecord, fields: Collection[RunField]) -> pb.RunRecord:
-    """What is given of some fields."""
+    """A copy with only some of the fields."""
     kept = pb.RunRecord()
     kept.CopyFrom(given)
     for field in set(RUN_FIELDS).difference(fields):

@@ -1,9 +1,8 @@
-"""Reading the slots of a run: one, or the newest.
+"""Reads the slots of a run: one by its step, or the newest.
 
-A list names the slots, and reads then tell their states, one after the other. What
-was passed over may be committed meanwhile and what comes below it deleted, so that
-what is found was the newest at no time. So the slots that were passed over are looked
-at again, until they are seen to have not changed.
+A list returns the slots, and reads then return their states, one after another. While
+they run, a skipped slot may be committed and one below it deleted, so that the result
+was the newest at no time. So skipped slots are read again, until none has changed.
 """
 
 import asyncio
@@ -22,24 +21,26 @@ from storesvc.storage.bounded_gather import AT_ONCE, each
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-_LOOKS: Final = 10
-_MAX_LOOKS: Final = 50
+_PASSES: Final = 10
+"""Passes after which a result that may be stale is returned."""
+
+_MAX_PASSES: Final = 50
 _PAUSE_SECONDS: Final = 0.01
-"""After the first look that found nothing; longer each time."""
+"""Pause after the first empty pass; each pause is longer than the last one."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """Slots of a run, read from the newest down."""
+class _Pass:
+    """One pass over the slots of a run, from the newest down."""
 
     found: Sequence[tuple[int, pb.CheckpointRecord | CorruptDataError]]
-    """Those that were looked for, by step; a damaged one may be of any state."""
-    passed: Mapping[int, Generation | None]
-    """What other steps held above the last one of them."""
+    """Matching slots by step; a damaged one may have any state."""
+    skipped: Mapping[int, Generation | None]
+    """Generations of the other slots above the last matching one."""
 
 
-class SlotReads:
-    """Those of a bucket."""
+class SlotReader:
+    """Reads the slots of a bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -48,20 +49,20 @@ class SlotReads:
     async def slot(
         self, run: RunName, step: int
     ) -> tuple[pb.CheckpointRecord, Generation] | None:
-        """Returns what a step's slot holds, committed or not.
+        """Returns the slot of a step and its generation, committed or not.
 
         Raises:
-            CorruptDataError: It holds the slot of another step, or is damaged.
-            FormatUnsupportedError: It is in a state that this code does not know.
+            CorruptDataError: The slot is damaged, or belongs to another step.
+            FormatUnsupportedError: This release does not know the slot's state.
         """
-        place, of = RunPlaces(run).checkpoint(step), f"{run}@{step}"
+        path, of = RunPlaces(run).checkpoint(step), f"{run}@{step}"
         try:
-            found = await read_record(self._bucket, place, pb.CheckpointRecord, of=of)
+            found = await read_record(self._bucket, path, pb.CheckpointRecord, of=of)
             if found is not None and found[0].step != step:
                 how = f"expected step {step}, got {found[0].step}"
-                raise damaged(place, how, of=of)
+                raise damaged(path, how, of=of)
         except CorruptDataError as e:
-            raise _costs_no_other(e, run, step) from e
+            raise _isolated(e, run, step) from e
         if found is not None:
             state_of(found[0])
         return found
@@ -69,16 +70,16 @@ class SlotReads:
     async def checked(
         self, run: RunName, step: int
     ) -> tuple[pb.CheckpointRecord, Generation] | None:
-        """Returns what a step's slot holds, for readers of checkpoints.
+        """Returns the slot of a step and its generation, for readers of checkpoints.
 
         Raises:
-            CorruptDataError: It holds the slot of another step, is damaged, or was put
-                back to what it was before its commit.
+            CorruptDataError: The slot is damaged, belongs to another step, or was
+                rolled back to a version before its commit.
         """
         found = await self.slot(run, step)
         damage = await self._rollbacks.damage(run, found)
         if damage is not None:
-            raise _costs_no_other(damage, run, step)
+            raise _isolated(damage, run, step)
         return found
 
     async def steps(
@@ -88,8 +89,8 @@ class SlotReads:
 
         Args:
             run: The run.
-            after: Only higher ones.
-            before: Only lower ones.
+            after: Returns only higher steps.
+            before: Returns only lower steps.
         """
         places = RunPlaces(run)
         found = await self._bucket.list(
@@ -102,45 +103,49 @@ class SlotReads:
     async def newest(
         self, run: RunName, states: Container[int], *, before: int | None, limit: int
     ) -> Sequence[tuple[int, pb.CheckpointRecord | CorruptDataError]]:
-        """Returns the newest slots of some states by step, none missing that was there
-        throughout; of a damaged one, that.
+        """Returns the newest slots of some states by step, or errors of damaged slots.
+
+        A slot that matched during the whole call is never missing.
 
         Args:
             run: The run.
-            states: Which slots.
-            before: Only those of lower steps.
-            limit: At most so many.
+            states: States of the slots to return.
+            before: Returns only slots of lower steps.
+            limit: Maximum number of slots.
+
+        Raises:
+            ConflictError: Slots changed during each pass, and none was found.
         """
-        for looks in count(1):
+        for passes in count(1):
             steps = await self.steps(run, before=before)
-            look = await self._look(run, steps, states, limit)
-            if not look.passed:
+            one = await self._pass(run, steps, states, limit)
+            if not one.skipped:
                 break
-            above = look.found[-1][0] if len(look.found) == limit else None
+            above = one.found[-1][0] if len(one.found) == limit else None
             later = await self.steps(run, after=above, before=before)
-            if set(later) <= set(steps) and await self._is_still(run, look.passed):
+            if set(later) <= set(steps) and await self._is_unchanged(run, one.skipped):
                 break
-            # In a run that never stands still, something is better than nothing. But
-            # nothing is not to be told before it is known.
-            if look.found and looks >= _LOOKS:
+            # In a run that changes all the time, a result that may be stale is better
+            # than none; "no checkpoint" must be certain.
+            if one.found and passes >= _PASSES:
                 break
-            if looks >= _MAX_LOOKS:
+            if passes >= _MAX_PASSES:
                 raise ConflictError(
-                    f"{run}: its checkpoints changed during each of {looks} looks; try "
-                    "again",
+                    f"{run}: its checkpoints changed during each of {passes} reads; "
+                    "try again",
                     run=str(run),
                 )
-            if not look.found:
-                await asyncio.sleep(looks * _PAUSE_SECONDS)
-        return look.found
+            if not one.found:
+                await asyncio.sleep(passes * _PAUSE_SECONDS)
+        return one.found
 
-    async def _look(
+    async def _pass(
         self, run: RunName, steps: Sequence[int], states: Container[int], limit: int
-    ) -> _Look:
+    ) -> _Pass:
         found: list[tuple[int, pb.CheckpointRecord | CorruptDataError]] = []
-        passed: dict[int, Generation | None] = {}
-        # The newest slots may be reservations of saves that are under way, or freed:
-        # mostly the first ones are it, and the others are looked at many at once.
+        skipped: dict[int, Generation | None] = {}
+        # Usually the first slots match. Others are reservations of saves in progress,
+        # or freed, and are read in larger batches.
         count = limit
         while steps and len(found) < limit:
             batch, steps = steps[:count], steps[count:]
@@ -153,23 +158,21 @@ class SlotReads:
                 elif slot is not None and slot[0].state in states:
                     found.append((step, slot[0]))
                 else:
-                    passed[step] = slot and slot[1]
+                    skipped[step] = slot and slot[1]
             count = max(limit - len(found), AT_ONCE)
-        return _Look(found, passed)
+        return _Pass(found, skipped)
 
-    async def _is_still(
-        self, run: RunName, passed: Mapping[int, Generation | None]
+    async def _is_unchanged(
+        self, run: RunName, skipped: Mapping[int, Generation | None]
     ) -> bool:
-        """Whether steps hold what they held."""
-        slots = await each(lambda step: or_damage(self.slot(run, step)), passed)
-        for before, slot in zip(passed.values(), slots, strict=True):
+        """Returns whether slots still have their generations."""
+        slots = await each(lambda step: or_damage(self.slot(run, step)), skipped)
+        for before, slot in zip(skipped.values(), slots, strict=True):
             if isinstance(slot, CorruptDataError) or (slot and slot[1]) != before:
                 return False
         return True
 
 
-def _costs_no_other(
-    damage: CorruptDataError, run: RunName, step: int
-) -> CorruptDataError:
+def _isolated(damage: CorruptDataError, run: RunName, step: int) -> CorruptDataError:
     text = f"{damage}; other steps can be used as before"
     return CorruptDataError(text, run=str(run), step=str(step))

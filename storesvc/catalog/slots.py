@@ -1,15 +1,14 @@
-"""What may happen to the slot of a step: decisions, apart from the bucket.
+"""Decides what may happen to the slot of a step until it is committed; pure.
 
-The slot (``CheckpointRecord``) is the only arbiter of a step. These functions
-take what was read and return what is to be written, or raise; the caller writes
-it on the condition that the slot has not changed since. So the rules hold
-whatever the clocks, and however many processes, do:
+The slot (``CheckpointRecord``) is the only arbiter of a step. These functions take the
+slot that was read and return the slot to be written, or raise; the caller writes it on
+the condition that the slot has not changed since. So the rules hold for any clocks and
+any number of processes:
 
-1. What a committed slot holds never changes; ``transitions`` says what may happen
-   to it.
-2. An upload owns the slot from its reservation until a later one takes it over
-   or the upload is aborted. The epoch of each owner is above all before it, also
-   where the slot was emptied meanwhile.
+1. The contents of a committed slot never change; ``transitions`` decides the rest.
+2. An upload owns the slot from its reservation until a later upload takes it over or it
+   is aborted. The epoch of each owner is above all earlier ones, also where the slot
+   was emptied in between.
 3. Only the owner commits, and only with all chunks of all leaves.
 """
 
@@ -37,11 +36,11 @@ from storesvc.format.trees import Tree
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _SHOWN: Final = 5
-"""Chunks or writers that a message names."""
+"""Maximum chunks or writers that a message names."""
 
 
 class SlotState(Enum):
-    """The states of a slot, as an enum whose dispatches mypy checks."""
+    """The states of a slot, as an enum, so that mypy checks `match` statements."""
 
     UPLOADING = pb.CheckpointRecord.STATE_UPLOADING
     COMMITTED = pb.CheckpointRecord.STATE_COMMITTED
@@ -64,7 +63,7 @@ def state_of(slot: pb.CheckpointRecord) -> SlotState:
     """Returns the state of a slot.
 
     Raises:
-        FormatUnsupportedError: It is in a state that this code does not know.
+        FormatUnsupportedError: This release does not know the state.
     """
     try:
         return SlotState(slot.state)
@@ -76,10 +75,10 @@ def state_of(slot: pb.CheckpointRecord) -> SlotState:
 
 
 def fault(slot: pb.CheckpointRecord) -> str:
-    """Returns what no release writes into a slot, as a clause; "": nothing.
+    """Describes a value in a slot that no release writes, as a clause; "" for none.
 
-    A collector acts on all of it: it deletes what begins with the id of an upload. A
-    state that this release does not know is refused by ``state_of``.
+    The collector acts on the values: it deletes all objects whose name begins with the
+    id of an upload. ``state_of`` rejects unknown states.
     """
     try:
         check_upload(slot.upload)
@@ -95,7 +94,7 @@ def next_epoch(run: RunName, slot: pb.CheckpointRecord | None, *, floor: int) ->
 
     Args:
         run: The run.
-        slot: What the slot of the step holds.
+        slot: The contents of the step's slot.
         floor: ``RunRecord.epoch_floor``, read after the slot.
 
     Raises:
@@ -113,12 +112,12 @@ def next_epoch(run: RunName, slot: pb.CheckpointRecord | None, *, floor: int) ->
 
 
 def predecessor(slot: pb.CheckpointRecord | None) -> str:
-    """Returns the unfinished upload that a new owner takes a slot from; "" for none."""
+    """Returns the unfinished upload that loses a slot to a new owner; "" for none."""
     return slot.upload if slot and slot.state == UPLOADING else ""
 
 
 def reservation(upload: str, record: pb.UploadRecord) -> pb.CheckpointRecord:
-    """Returns the slot that an upload reserves."""
+    """Returns the slot that reserves a step for an upload."""
     return pb.CheckpointRecord(
         state=UPLOADING,
         step=record.step,
@@ -130,7 +129,7 @@ def reservation(upload: str, record: pb.UploadRecord) -> pb.CheckpointRecord:
 
 
 def released(slot: pb.CheckpointRecord, when: Timestamp) -> pb.CheckpointRecord:
-    """Returns the slot that the abort of its owner leaves."""
+    """Returns the slot after the abort of its owner."""
     return pb.CheckpointRecord(
         state=FREE,
         step=slot.step,
@@ -153,12 +152,12 @@ def holds(name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord) 
 def check_owner(
     name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord | None
 ) -> pb.CheckpointRecord:
-    """Returns the slot, and refuses an upload that does not own it.
+    """Returns the slot; rejects an upload that does not own it.
 
     Raises:
-        UploadNotFoundError: It was aborted.
+        UploadNotFoundError: The upload was aborted.
         UploadSupersededError: Another upload owns the slot.
-        CheckpointExistsError: Another upload committed the step.
+        CheckpointExistsError: Another upload has committed the step.
     """
     if slot is None:  # its reservation was never written
         raise absent(name)
@@ -172,10 +171,10 @@ def check_owner(
 
 
 def check_epoch(name: UploadName, record: pb.UploadRecord, epoch: int) -> None:
-    """Refuses a caller that holds another epoch than its upload.
+    """Rejects a caller whose epoch differs from its upload's.
 
     Raises:
-        UploadSupersededError: It does.
+        UploadSupersededError: The epochs differ.
     """
     if epoch != record.epoch:
         raise UploadSupersededError(
@@ -192,18 +191,18 @@ def check_complete(
     *,
     writer_count: int,
 ) -> list[tuple[Sums, Places]]:
-    """Returns what the writers stored, and refuses a commit unless every chunk is
-    held by exactly one of them.
+    """Returns the chunks of all writers; rejects a commit unless exactly one writer
+    holds each chunk.
 
     Args:
         name: The upload.
         tree: Its tree.
-        receipts: What each finished writer stored.
-        writer_count: Writers that the upload has.
+        receipts: The chunks of each finished writer.
+        writer_count: Number of writers of the upload.
 
     Raises:
-        WriterUnfinishedError: Naming the writers.
-        ChunksIncompleteError: Naming the chunks.
+        WriterUnfinishedError: Names the unfinished writers.
+        ChunksIncompleteError: Names the chunks.
     """
     if len(receipts) < writer_count:
         unfinished = (str(w) for w in range(writer_count) if w not in receipts)
@@ -231,7 +230,7 @@ def check_complete(
 
 
 def exists(run: RunName, slot: pb.CheckpointRecord) -> CheckpointExistsError:
-    """Returns the refusal of a second commit."""
+    """Returns the error of a second commit."""
     match state_of(slot):
         case SlotState.COMMITTED:
             text = (
@@ -252,7 +251,7 @@ def exists(run: RunName, slot: pb.CheckpointRecord) -> CheckpointExistsError:
 def lost(
     name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord | None
 ) -> UploadNotFoundError | UploadSupersededError:
-    """Returns the refusal of an upload that does not own its slot, or never will."""
+    """Returns the error of an upload that has lost its slot, or can never own it."""
     never_held = slot is not None and slot.state == FREE and slot.epoch < record.epoch
     if slot is None or slot.upload == name.upload or never_held:
         return absent(name)
@@ -271,7 +270,7 @@ def lost(
 def not_begun(
     name: UploadName, record: pb.UploadRecord, slot: pb.CheckpointRecord | None
 ) -> CheckpointExistsError | ConflictError | UploadNotFoundError:
-    """Returns the refusal of an upload whose slot changed while it began."""
+    """Returns the error of an upload whose slot changed while it began."""
     if slot is None or slot.state == FREE or slot.upload == name.upload:
         return absent(name)
     if slot.state in CHECKPOINTS:
@@ -285,7 +284,7 @@ def not_begun(
 
 
 def _by(slot: pb.CheckpointRecord) -> str:
-    """Who writes or wrote a slot, where that is known."""
+    """The owner of a slot as a phrase, if it is known."""
     return f" by {slot.owner}" if slot.owner else ""
 
 
@@ -294,7 +293,7 @@ def _moment(time: Timestamp) -> str:
 
 
 def absent(name: UploadName) -> UploadNotFoundError:
-    """Returns the refusal of an upload that is not there."""
+    """Returns the error of an upload that does not exist."""
     return UploadNotFoundError(
         f"{name}: no such upload, or it was aborted; begin a new one",
         upload=name.upload,

@@ -1,14 +1,13 @@
-"""What may happen to a checkpoint after its commit: decisions, apart from the bucket.
+"""Decides what may happen to a checkpoint after its commit; pure.
 
-As in ``slots``: these functions take the slot that was read and return the slot that
-is to be written, or raise; one that returns the very slot that it was given asks for
-no change. The states::
+As in ``slots``, these functions take the slot that was read and return the slot to be
+written, or raise; returning the given slot itself requests no change. The states::
 
     COMMITTED  --deleted-->  DELETED  --purging-->  PURGING  --freed-->  FREE
                <-undeleted-           <--spared---
 
-What a checkpoint holds never changes; these functions touch its state, its times,
-its labels, its metrics and its pin.
+The data of a checkpoint never change; these functions change its state, its times, its
+labels, its metrics and its pin.
 """
 
 from collections.abc import Mapping
@@ -40,7 +39,7 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """New values of a checkpoint; None leaves what is there."""
+    """New values of a checkpoint; None leaves a value unchanged."""
 
     labels: Mapping[str, str] | None = None
     metrics: Mapping[str, float] | None = None
@@ -50,12 +49,12 @@ class Change:
 def updated(
     run: RunName, slot: pb.CheckpointRecord, change: Change, *, etag: str, write_id: str
 ) -> pb.CheckpointRecord:
-    """Returns the slot with new labels, metrics or another pin.
+    """Returns the slot with new labels, metrics or pin.
 
     Raises:
-        CheckpointDeletedError: It was deleted.
-        EtagMismatchError: It changed since the etag was read.
-        RequestIdReusedError: The request id made another change of it.
+        CheckpointDeletedError: The checkpoint is deleted.
+        EtagMismatchError: It has changed since the etag was read.
+        RequestIdReusedError: The request id was used for another change of it.
     """
     if is_repeated(slot.write_id, write_id):
         return slot
@@ -88,17 +87,17 @@ def deleted(
 
     Args:
         run: The run.
-        slot: What was read.
-        tagged: Tags by the uid of the checkpoint that they name.
+        slot: The slot that was read.
+        tagged: Tags, by the uid of the checkpoint that they name.
         when: Now.
-        purge_time: From when on it may be purged.
-        etag: What the caller read, or "".
-        write_id: Of the request.
+        purge_time: Earliest time of the purge.
+        etag: The etag that the caller read, or "".
+        write_id: Id of the request; see ``is_repeated``.
 
     Raises:
-        CheckpointInUseError: It is pinned or tagged.
-        EtagMismatchError: It changed since the etag was read.
-        RequestIdReusedError: The request id made another change of it.
+        CheckpointInUseError: The checkpoint is pinned or tagged.
+        EtagMismatchError: It has changed since the etag was read.
+        RequestIdReusedError: The request id was used for another change of it.
     """
     if is_repeated(slot.write_id, write_id) and slot.state != COMMITTED:
         return slot
@@ -120,13 +119,13 @@ def deleted(
 def undeleted(
     run: RunName, slot: pb.CheckpointRecord, *, write_id: str
 ) -> pb.CheckpointRecord:
-    """Returns the slot of a checkpoint whose deletion was taken back.
+    """Returns the slot of a checkpoint whose deletion is reverted.
 
     Raises:
-        ConflictError: It is being purged.
-        RequestIdReusedError: The request id made another change of it.
+        ConflictError: The checkpoint is being purged.
+        RequestIdReusedError: The request id was used for another change of it.
     """
-    is_repeated(slot.write_id, write_id)  # may refuse; else the state tells enough
+    is_repeated(slot.write_id, write_id)  # only for its check: the state is enough
     match state_of(slot):
         case SlotState.COMMITTED:
             return slot
@@ -147,21 +146,21 @@ def undeleted(
 def purging(
     run: RunName, slot: pb.CheckpointRecord, *, etag: str
 ) -> pb.CheckpointRecord:
-    """Returns the slot of a checkpoint while it is looked for what uses it.
+    """Returns the slot of a checkpoint while its references are searched.
 
     Raises:
-        CheckpointNotDeletedError: It is not deleted.
-        EtagMismatchError: It changed since the etag was read.
+        CheckpointNotDeletedError: The checkpoint is not deleted.
+        EtagMismatchError: It has changed since the etag was read.
     """
     state = state_of(slot)
     if state is SlotState.COMMITTED:
         raise CheckpointNotDeletedError(
-            f"{run}@{slot.step} is not deleted, and only what is deleted can be "
+            f"{run}@{slot.step} is not deleted, and only a deleted checkpoint can be "
             "purged; delete it first",
             run=str(run),
             step=str(slot.step),
         )
-    # a purge that crashed is no change: it left what was deleted
+    # An interrupted purge is no change: the checkpoint stays deleted, so its etag fits.
     check_etag(f"{run}@{slot.step}", etag, etag_of(slot), etag_of(spared(slot)))
     match state:
         case SlotState.PURGING:
@@ -178,7 +177,7 @@ def purging(
 
 
 def spared(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
-    """Returns the slot of a checkpoint that cannot be purged yet."""
+    """Returns the slot of a checkpoint that is referenced, and so is not purged."""
     changed = pb.CheckpointRecord()
     changed.CopyFrom(slot)
     changed.state = DELETED
@@ -186,7 +185,7 @@ def spared(slot: pb.CheckpointRecord) -> pb.CheckpointRecord:
 
 
 def freed(slot: pb.CheckpointRecord, *, when: datetime) -> pb.CheckpointRecord:
-    """Returns the slot that a purged checkpoint leaves."""
+    """Returns the slot of a step whose checkpoint was purged."""
     return pb.CheckpointRecord(
         state=FREE,
         step=slot.step,
@@ -197,7 +196,7 @@ def freed(slot: pb.CheckpointRecord, *, when: datetime) -> pb.CheckpointRecord:
 
 
 def is_due(slot: pb.CheckpointRecord, now: datetime) -> bool:
-    """Returns whether a checkpoint is to be purged, or its purge to be finished."""
+    """Returns whether a purge of the checkpoint may begin, or must be finished."""
     match state_of(slot):
         case SlotState.PURGING:
             return True
@@ -210,34 +209,34 @@ def is_due(slot: pb.CheckpointRecord, now: datetime) -> bool:
 
 
 def check_etag(what: str, given: str, *expected: str) -> None:
-    """Refuses a change of an object that is not what its caller read.
+    """Rejects a change of an object that is not the version that its caller read.
 
     Args:
-        what: What messages call the object.
-        given: The etag of the request; "" fits any.
-        expected: The object's.
+        what: The object's name in messages.
+        given: The etag of the request; "" matches any version.
+        expected: The etags that match.
 
     Raises:
-        EtagMismatchError: None of the object's is the given one.
+        EtagMismatchError: The given etag does not match.
     """
     if given and given not in expected:
         raise EtagMismatchError(
-            f"{what}: expected the etag {expected[0]}, got {given[:80]}; it changed "
-            "meanwhile, read it again",
+            f"{what}: expected the etag {expected[0]}, got {given[:80]}; it has "
+            "changed since, read it again",
             etag=expected[0],
         )
 
 
 def is_repeated(stored: str, given: str) -> bool:
-    """Returns whether a change was made before: by the same request, sent again.
+    """Returns whether the last change was made by the same request, sent again.
 
     Args:
         stored: The ``write_id`` of the object's last change.
-        given: That of the request: its id and, after a colon, what tells its body
-            from others. One without it, as older releases stored it, fits any body.
+        given: The ``write_id`` of the request: its id and, after a colon, a digest of
+            its body. One without a digest, as older releases stored it, matches any.
 
     Raises:
-        RequestIdReusedError: The same id, and another body.
+        RequestIdReusedError: The ids are equal, and the bodies differ.
     """
     stored_id, _, stored_body = stored.partition(":")
     given_id, _, given_body = given.partition(":")
@@ -246,14 +245,14 @@ def is_repeated(stored: str, given: str) -> bool:
     if stored_body and given_body and stored_body != given_body:
         raise RequestIdReusedError(
             f"request_id {given_id}: expected the request that it was first used for, "
-            "got another one; take a new one",
+            "got another one; use a new id",
             request_id=given_id,
         )
     return True
 
 
 def is_deleted(run: RunName, slot: pb.CheckpointRecord) -> CheckpointDeletedError:
-    """Returns the refusal of a checkpoint that was deleted."""
+    """Returns the error of a checkpoint that was deleted."""
     until = slot.purge_time.ToDatetime(UTC).isoformat(timespec="seconds")
     fate = (
         f"was deleted; undelete it before {until}, or use another checkpoint"
@@ -272,7 +271,7 @@ def is_deleted(run: RunName, slot: pb.CheckpointRecord) -> CheckpointDeletedErro
 def replaced(
     run: RunName, slot: pb.CheckpointRecord, uid: str
 ) -> CheckpointNotFoundError:
-    """Returns the refusal of a checkpoint at whose step another one is by now."""
+    """Returns the error of a checkpoint whose step holds another one by now."""
     return CheckpointNotFoundError(
         f"{run}@{slot.step}: the checkpoint with uid {uid[:80]!r} was replaced by "
         f"{slot.upload!r}; open that one, or use another step",
@@ -283,10 +282,10 @@ def replaced(
 
 
 def being_purged(run: RunName, slot: pb.CheckpointRecord) -> ConflictError:
-    """Returns the refusal of a change while a checkpoint is being purged."""
+    """Returns the error of a change while a checkpoint is being purged."""
     return ConflictError(
-        f"{run}@{slot.step} is being purged; try again, and purge it again where that "
-        "stays so",
+        f"{run}@{slot.step} is being purged; try again, and purge it again if it stays "
+        "in this state",
         run=str(run),
         step=str(slot.step),
     )
@@ -295,7 +294,7 @@ def being_purged(run: RunName, slot: pb.CheckpointRecord) -> ConflictError:
 def in_use(
     run: RunName, slot: pb.CheckpointRecord, by: str, remedy: str
 ) -> CheckpointInUseError:
-    """Returns the refusal to delete or purge what something needs."""
+    """Returns the error of the deletion or purge of a checkpoint in use."""
     return CheckpointInUseError(
         f"{run}@{slot.step} is kept by {by}; {remedy}, then try again",
         run=str(run),

@@ -1,7 +1,8 @@
-"""What lies in a store's bucket, as code: names, keys, tables, places.
+"""Defines the contents of a store's bucket, as code: names, keys, tables, paths.
 
-Shared by the service and the client. Everything here takes values and returns
-values: no I/O, no clock, no randomness. The words of the format are in
-``proto/storesvc/v1/bucket.proto`` and ``tree.proto``. It imports nothing of ours but
-`storesvc_proto`. Begin with `layout.py` (where everything lies) and `manifests.py`.
+The service and the client share it. Everything here takes values and returns values: no
+I/O, no clock, no randomness. ``proto/storesvc/v1/bucket.proto`` and ``tree.proto``
+specify the format. It imports nothing of ours but `storesvc_proto`.
+
+Begin with `layout.py`, the paths of all objects, and `manifests.py`.
 """

@@ -1,4 +1,4 @@
-"""Checksums and digests: what binds stored bytes to what was saved."""
+"""Checksums and digests, which bind stored bytes to the saved ones."""
 
 from typing import Final, TypeAlias
 
@@ -6,25 +6,25 @@ import crc32c as _crc32c
 import xxhash
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-"""Bytes, wherever they lie; contiguous."""
+"""Contiguous bytes in any kind of memory."""
 
 DIGEST_BYTES: Final = 16
 """Bytes of a digest: XXH3-128, canonical (big-endian)."""
 
 
 def crc32c(data: Buffer, start: int = 0) -> int:
-    """Returns the CRC-32C (RFC 3720) of data, or of what ``start`` is the
-    checksum of, followed by data."""
+    """Returns the CRC-32C (RFC 3720) of data; continued from ``start``, the checksum of
+    preceding data."""
     return _crc32c.crc32c(data, start)
 
 
 def digest(data: Buffer) -> bytes:
-    """Returns the XXH3-128 of data, 16 bytes."""
+    """Returns the XXH3-128 digest of data, 16 bytes."""
     return xxhash.xxh3_128_digest(data)
 
 
-class Digesting:
-    """The digest of data that comes in pieces."""
+class Hasher:
+    """Computes the digest of data that arrives in pieces."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
@@ -35,17 +35,17 @@ class Digesting:
 
     @property
     def digest(self) -> bytes:
-        """The digest of what was added, as ``digest`` returns it."""
+        """Digest of the pieces so far, as ``digest`` returns it."""
         return self._digest.digest()
 
 
-class Summing(Digesting):
-    """The checksum and the digest of data that comes in pieces."""
+class ChunkHasher(Hasher):
+    """Computes the checksum and the digest of data that arrives in pieces."""
 
     def __init__(self) -> None:
         super().__init__()
         self.crc32c = 0
-        """Of what was added."""
+        """Checksum of the pieces so far."""
 
     def add(self, piece: Buffer) -> None:
         """Adds the next piece."""

@@ -1,4 +1,4 @@
-"""Chunk tables as columns: checksums, digests and places of stored chunks.
+"""Chunk tables as columns: checksums, digests and locations of stored chunks.
 
 Columns are NumPy arrays, because a tree may have a million chunks.
 """
@@ -18,7 +18,7 @@ MAX_PART_ROWS: Final = 32768
 """Rows of one part of a chunk table: below 2 MiB with all columns."""
 
 MAX_VALUE: Final = 2**62
-"""Of an ordinal, an offset or a length."""
+"""Maximum ordinal, offset and length."""
 
 I64: TypeAlias = NDArray[np.int64]
 U8: TypeAlias = NDArray[np.uint8]
@@ -27,12 +27,12 @@ N = TypeVar("N", np.uint32, np.uint64)
 
 
 class InvalidChunksError(ValueError):
-    """A chunk table that contradicts itself."""
+    """A chunk table contradicts itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Sums:
-    """What the data of chunks must be."""
+    """Checksums and digests of chunks."""
 
     ordinal: I64
     """Ascending."""
@@ -59,7 +59,7 @@ class Sums:
         )
 
     def take(self, rows: "I64 | slice") -> "Sums":
-        """Returns those of some rows."""
+        """Returns the sums of some rows."""
         return Sums(
             ordinal=self.ordinal[rows],
             crc32c=self.crc32c[rows],
@@ -69,20 +69,20 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Places:
-    """Where chunks lie. Row by row beside a ``Sums``."""
+    """Locations of chunks; each row belongs to the same row of a ``Sums``."""
 
     files: tuple[str, ...]
     """Data files, relative to the pool."""
     file: I64
     """Index into ``files``."""
     offset: I64
-    """Bytes."""
+    """In bytes."""
     length: I64
-    """Bytes, checksum included."""
+    """In bytes, checksum included."""
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[str, int, int]]) -> Self:
-        """Returns the places of ``(file, offset, length)`` rows."""
+        """Returns the locations of ``(file, offset, length)`` rows."""
         numbers: dict[str, int] = {}
         file = [numbers.setdefault(name, len(numbers)) for name, _, _ in rows]
         return cls(
@@ -93,7 +93,7 @@ class Places:
         )
 
     def take(self, rows: I64) -> "Places":
-        """Returns those of some rows."""
+        """Returns the locations of some rows."""
         return Places(
             files=self.files,
             file=self.file[rows],
@@ -103,13 +103,13 @@ class Places:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the columns in memory, about."""
+        """Approximate bytes of the columns in memory."""
         names = sum(map(len, self.files))
         return self.file.nbytes + self.offset.nbytes + self.length.nbytes + names
 
     @property
     def ends(self) -> I64:
-        """For each file, where the last of its chunks ends; 0 where it has none."""
+        """End of the last chunk in each file, in bytes; 0 for a file without chunks."""
         ends = np.zeros(len(self.files), np.int64)
         np.maximum.at(ends, self.file, self.offset + self.length)
         return ends
@@ -122,7 +122,7 @@ class Places:
 
 
 def same_sums(a: Sums, b: Sums, rows: I64) -> NDArray[np.bool_]:
-    """Returns for each row of one whether it has the sums of that row of another."""
+    """Compares each row of `a` with a row of `b`; returns a mask of the equal ones."""
     same: NDArray[np.bool_] = (a.crc32c == b.crc32c[rows]) & (
         a.digests == b.digests[rows]
     ).all(axis=1)
@@ -130,7 +130,7 @@ def same_sums(a: Sums, b: Sums, rows: I64) -> NDArray[np.bool_]:
 
 
 def pack_sums(sums: Sums) -> Iterator[pb.ChunkTable]:
-    """Yields a receipt's table, in parts; one at least."""
+    """Yields the table of a receipt in parts, at least one."""
     for part in map(sums.take, _parts(len(sums))):
         yield pb.ChunkTable(
             ordinal=part.ordinal.tolist(),
@@ -142,7 +142,7 @@ def pack_sums(sums: Sums) -> Iterator[pb.ChunkTable]:
 def pack_placed(
     sums: Sums, places: Places, *, with_ordinals: bool
 ) -> Iterator[pb.ChunkTable]:
-    """Yields the table of stored chunks, in parts; one at least."""
+    """Yields the table of stored chunks in parts, at least one."""
     for rows in _parts(len(sums)):
         yield pb.ChunkTable(
             ordinal=sums.ordinal[rows].tolist() if with_ordinals else (),
@@ -160,7 +160,7 @@ def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
 
     Args:
         table: The table.
-        count: Of a manifest, whose rows have no ordinals: the number of chunks.
+        count: Number of chunks of a manifest, whose rows have no ordinals.
 
     Raises:
         InvalidChunksError: A column has another length, or the ordinals are not
@@ -169,7 +169,7 @@ def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
     rows = len(table.crc32c)
     if count is not None and count != rows:
         raise InvalidChunksError(f"expected {count} rows, got {rows} checksums")
-    # before anything is converted: it takes a multiple of the table
+    # Before any conversion, which takes a multiple of the table's memory.
     expected = len(table.ordinal) if count is None else count
     raw = np.frombuffer(b"".join(table.digests), np.uint8)
     if rows != expected or len(raw) != DIGEST_BYTES * expected:
@@ -185,7 +185,7 @@ def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
 
 
 def unpack_places(table: pb.ChunkTable) -> Places:
-    """Returns the places of a table.
+    """Returns the locations of a table's chunks.
 
     Raises:
         InvalidChunksError: A column has another length, a row names no file, or a
@@ -193,12 +193,12 @@ def unpack_places(table: pb.ChunkTable) -> Places:
     """
     columns = (table.file, table.offset, table.length)
     if any(len(column) != len(table.crc32c) for column in columns):
-        raise InvalidChunksError("the columns of places differ in length")
+        raise InvalidChunksError("the columns of locations differ in length")
     file = _column(table.file, "file")
     offset = _column(table.offset, "offset")
     length = _column(table.length, "length")
     if len(file) and file.max() >= len(table.files):
-        raise InvalidChunksError("a place names a file that is not listed")
+        raise InvalidChunksError("a location names a file that is not listed")
     try:
         for name in table.files:
             check_data_file(name)
@@ -210,8 +210,7 @@ def unpack_places(table: pb.ChunkTable) -> Places:
 def merge(
     parts: Sequence[tuple[Sums, Places]],
 ) -> tuple[Sums, Places]:
-    """Returns the chunks of all parts in the order of their ordinals; of the files
-    those that hold any."""
+    """Merges chunks in the order of their ordinals; omits files without chunks."""
     parts = parts or [_EMPTY]
     files: dict[str, int] = {}
     renumbered = []
@@ -240,7 +239,8 @@ _EMPTY: Final = (Sums.of_rows([]), Places.of_rows([]))
 
 
 def _column(values: Sequence[int], name: str) -> I64:
-    """A column of unsigned numbers, none of them so large that sums overflow."""
+    """Converts a column of unsigned numbers; rejects those whose sums could
+    overflow."""
     column = _converted(values, np.uint64)
     if len(column) and column.max() > MAX_VALUE:
         raise InvalidChunksError(f"column {name}: {column.max()} is too large")
@@ -248,8 +248,8 @@ def _column(values: Sequence[int], name: str) -> I64:
 
 
 def _converted(values: Sequence[int], dtype: type[N]) -> NDArray[N]:
-    """An array of numbers. NumPy makes a Python object of each first, and keeps other
-    threads waiting meanwhile: so it is given some at a time."""
+    """Converts numbers to an array, a part at a time: NumPy first makes a Python object
+    of each number, and holds the interpreter lock while it does so."""
     array = np.empty(len(values), dtype)
     for at in range(0, len(values), MAX_PART_ROWS):
         array[at : at + MAX_PART_ROWS] = values[at : at + MAX_PART_ROWS]

@@ -1,8 +1,8 @@
-"""Element types: their names, and what zarr3 calls what lies on storage.
+"""Element types: their names, and their ``data_type`` in zarr3 metadata.
 
-A name is that of NumPy or ml_dtypes. What zarr3 has no word for is stored as
-raw bytes of the same size, and named in the array's attributes; the manifest
-always holds the true name.
+Names are those of NumPy or ml_dtypes. Elements of a type that zarr3 lacks are stored as
+raw bytes of the same size, and the array's attributes name the type; the manifest
+always has the true name.
 """
 
 from types import MappingProxyType
@@ -40,10 +40,10 @@ _RAW: Final = frozenset(
         *("float8_e4m3", "float8_e8m0fnu"),
     }
 )
-"""Names that zarr3 in TensorStore 0.1.86 lacks, or lacks in older releases."""
+"""Names that zarr3 of TensorStore 0.1.86, or of older releases, lacks."""
 
 
 def zarr_data_type(name: str) -> str:
-    """Returns the ``data_type`` of zarr3 metadata under which elements of that
-    type are stored, always with the same number of bytes."""
+    """Returns the ``data_type`` of zarr3 metadata for an element type; it always has
+    the same number of bytes."""
     return "uint8" if name in _RAW else name

@@ -1,7 +1,7 @@
-"""Frames of chunks that are read: messages whose bytes lie in a data file.
+"""Frames of chunks that are read: messages whose data are ranges of a data file.
 
-What a ``ReadChunksResponse`` begins with is known before its bytes are read: they are
-read right behind it.
+All of a ``ReadChunksResponse`` before its data is known before the data are read, so
+they are read directly behind it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,14 +12,14 @@ from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 FRAME_BYTES: Final = 1 << 20
-"""Bytes of data in a frame, at most. A client whose malloc nobody tuned takes 2 MiB at
-a third more CPU (0.67 against 0.50 s/GB), the server 256 KiB at a half more."""
+"""Maximum bytes of data in a frame. At 2 MiB a client with an untuned malloc takes a
+third more CPU (0.67 against 0.50 s/GB), at 256 KiB the server takes a half more."""
 
 _SENT: Final = wire.tag(chunk_api.ReadChunksResponse.FRAME_FIELD_NUMBER)
 
 
 class Part(NamedTuple):
-    """A message: bytes of its own, and behind them a range of a data file."""
+    """A message: a header, followed by a range of a data file."""
 
     head: bytes
     start: int
@@ -32,9 +32,9 @@ def parts_of(
     """Yields the responses that carry chunks.
 
     Args:
-        start: Where the first lies in its data file; the others follow.
-        chunks: Their ordinals.
-        lengths: Bytes of each, as stored.
+        start: Offset of the first chunk in its data file; the others follow it.
+        chunks: Ordinals of the chunks.
+        lengths: Stored bytes of each.
     """
     columns = upload_api.ChunkFrame()
     begin = at = start
@@ -55,7 +55,7 @@ def parts_of(
 
 
 def cut(data: bytes, start: int, parts: Iterable[Part]) -> list[bytes]:
-    """Returns the messages of parts, whose bytes were read as a whole from a start."""
+    """Cuts a range of a data file, read at `start`, into the messages of its parts."""
     view = memoryview(data)
     return [
         b"".join((part.head, view[part.start - start : part.stop - start]))

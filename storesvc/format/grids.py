@@ -1,9 +1,9 @@
-"""Chunk grids: how a leaf is cut, and which chunks a region needs.
+"""Chunk grids: how a leaf is divided into chunks, and which chunks a region needs.
 
-A chunk is the unit of storage, checksum and transfer. It is as large as keeps a
-request worth its price, no larger than keeps a reader from waste, and it is cut
+A chunk is the unit of storage, checksums and transfer. It is large enough to be worth a
+request, and small enough that readers read little more than they need. Chunks are cut
 along the shards of the save, leading dimensions first, so that a chunk is one
-contiguous run of its shard wherever that is possible.
+contiguous range of its shard wherever possible.
 """
 
 import math
@@ -19,41 +19,41 @@ MIN_CHUNK_BYTES: Final = 4 << 20
 """Shards smaller than this share a chunk with their neighbours."""
 
 MAX_CHUNK_BYTES: Final = 16 << 20
-"""Shards larger than this are cut."""
+"""Shards larger than this are divided."""
 
 MAX_RANK: Final = 32
-"""Dimensions of a leaf; TensorStore's limit."""
+"""Maximum dimensions of a leaf; TensorStore's limit."""
 
 Region: TypeAlias = tuple[tuple[int, int], ...]
 """``(start, stop)`` for each dimension."""
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """Returns the region that is all of a leaf."""
+    """Returns the region of a whole leaf."""
     return tuple((0, n) for n in shape)
 
 
 def intersection(a: Region, b: Region) -> Region:
-    """Returns the region that two regions share; empty, at times, but never of a
-    negative size."""
+    """Returns the intersection of two regions; sizes may be 0, but not negative."""
     shared = ((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return tuple((start, max(start, stop)) for start, stop in shared)
 
 
 def part(array: NDArray[Any], holds: Region, wanted: Region) -> NDArray[Any]:
-    """Returns what an array, that holds one region, has of another, as a view."""
+    """Returns a view of an array's part of `wanted`; the array has the region
+    `holds`."""
     index: tuple[Any, ...] = tuple(
         slice(p - r, q - r)
         for (p, q), (r, _) in zip(intersection(wanted, holds), holds, strict=True)
     )
-    # the ellipsis makes a view also where there is no dimension to index
+    # The ellipsis makes a view also of an array without dimensions.
     view: NDArray[Any] = array[(*index, ...)]
     return view
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The regular chunk grid of one leaf. Chunks are numbered in C order."""
+    """The regular chunk grid of one leaf, with chunks numbered in C order."""
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class Grid:
     counts: tuple[int, ...] = field(init=False, compare=False, repr=False)
     """Chunks along each dimension."""
     count: int = field(init=False, compare=False, repr=False)
-    """Chunks of the leaf: 0 where it has no element."""
+    """Number of chunks; 0 for a leaf without elements."""
 
     def __post_init__(self) -> None:
         along = zip(self.shape, self.chunk_shape, strict=True)
@@ -72,7 +72,7 @@ class Grid:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of every chunk: those at the far edges are stored whole."""
+        """Bytes of every chunk; chunks at the far edges are stored whole, too."""
         return math.prod(self.chunk_shape) * self.itemsize
 
     @property
@@ -81,7 +81,7 @@ class Grid:
         return math.prod(self.shape) * self.itemsize
 
     def index(self, chunk: int) -> tuple[int, ...]:
-        """Returns where a chunk lies in the grid."""
+        """Returns the position of a chunk in the grid."""
         index = []
         for count in reversed(self.counts):
             chunk, at = divmod(chunk, count)
@@ -89,7 +89,7 @@ class Grid:
         return tuple(reversed(index))
 
     def region(self, chunk: int) -> Region:
-        """Returns the part of the leaf that a chunk holds, clipped to its shape."""
+        """Returns the region of a chunk, clipped to the leaf's shape."""
         return tuple(
             (at * c, min(at * c + c, n))
             for at, c, n in zip(
@@ -98,7 +98,7 @@ class Grid:
         )
 
     def covering(self, region: Region) -> Iterator[int]:
-        """Yields the chunks that hold any element of a region, ascending."""
+        """Yields the chunks that overlap a region, ascending."""
         counts = self.counts
         if any(start >= stop for start, stop in region):
             return
@@ -119,18 +119,18 @@ def choose_chunk_shape(
 ) -> tuple[int, ...]:
     """Returns the chunk shape for a leaf saved in shards of ``shard_shape``.
 
-    At most ``MAX_CHUNK_BYTES``, and at least ``MIN_CHUNK_BYTES`` where the leaf
-    is; every size >= 1, also where the shape has a 0.
+    At most ``MAX_CHUNK_BYTES``, and at least ``MIN_CHUNK_BYTES`` unless the leaf is
+    smaller; every size >= 1, even if the shape has a 0.
     """
     chunk = [max(1, n) for n in shard_shape]
     size = math.prod(chunk) * itemsize
-    # Too large: cut, leading dimension first.
+    # Too large: divide, leading dimension first.
     for dim, n in enumerate(chunk):
         if size <= MAX_CHUNK_BYTES:
             break
         chunk[dim] = -(-n // _parts(n, -(-size // MAX_CHUNK_BYTES)))
         size = math.prod(chunk) * itemsize
-    # Too small: take neighbouring shards in, trailing dimension first.
+    # Too small: add neighbouring shards, trailing dimension first.
     for dim in reversed(range(len(chunk))):
         if size >= MIN_CHUNK_BYTES:
             break
@@ -142,8 +142,8 @@ def choose_chunk_shape(
 
 
 def _parts(n: int, wanted: int) -> int:
-    """A number of parts >= wanted to cut n into, evenly where that costs at most
-    twice the parts; at most n."""
+    """The number of parts, from `wanted` to n, into which to divide n: one that divides
+    n evenly, if it is at most twice `wanted`."""
     if wanted >= n:
         return n
     even = (k for k in range(wanted, min(2 * wanted, n) + 1) if n % k == 0)

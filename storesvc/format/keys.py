@@ -1,9 +1,9 @@
-"""Keys of leaves: paths of a tree as text, one path one key.
+"""Keys of leaves: each path of a tree as one text.
 
-A path is a sequence of parts; a part is a text and a letter for what it was
+A path is a sequence of parts; a part is a text and a letter for its kind
 (``LeafTable.path_kinds``). The key joins the escaped texts by "/". The escape is
 injective, so two paths share a key only where their parts have the same texts
-(``0`` and ``"0"``); such trees are refused, naming both.
+(``0`` and ``"0"``); such trees are rejected with an error that names both.
 
 >>> escape_part("a/b%")
 'a%2Fb%25'
@@ -20,13 +20,13 @@ from itertools import pairwise
 from typing import Final
 
 MAX_KEY_BYTES: Final = 4096
-"""UTF-8 bytes of a key."""
+"""Maximum UTF-8 bytes of a key."""
 
 PATH_KINDS: Final = frozenset("kntiaf")
-"""The letters of ``LeafTable.path_kinds``."""
+"""Letters of ``LeafTable.path_kinds``."""
 
 INTEGER_KINDS: Final = frozenset("nif")
-"""Those of them whose parts are integers."""
+"""Letters whose parts are integers."""
 
 _INTEGER: Final = re.compile(r"0|-?[1-9][0-9]*")
 _UNSAFE: Final = re.compile(r"[%/\x00-\x1f\x7f]")
@@ -35,13 +35,13 @@ _WHOLE: Final = {"": "%", ".": "%2E", "..": "%2E%2E"}
 
 
 class InvalidKeyError(ValueError):
-    """A path or a key that the format does not admit."""
+    """The format does not allow a path or a key."""
 
 
 @lru_cache(maxsize=4096)  # the keys of a tree share most of their parts
 def escape_part(text: str) -> str:
-    """Returns a part as it stands in a key: never empty, "." or "..", and
-    without "/" and control characters."""
+    """Escapes a part of a key: the result is never empty, "." or "..", and has no "/"
+    and no control characters."""
     if text in _WHOLE:
         return _WHOLE[text]
     return _UNSAFE.sub(lambda m: f"%{ord(m[0]):02X}", text)
@@ -49,7 +49,7 @@ def escape_part(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def unescape_part(text: str) -> str:
-    """Returns the part that ``escape_part`` escaped.
+    """Reverts ``escape_part``.
 
     Raises:
         InvalidKeyError: No part has that escape.
@@ -73,7 +73,7 @@ def join_key(parts: Iterable[str]) -> str:
 
 
 def check_key(key: str) -> None:
-    """Refuses what a key must not be, however its parts were escaped.
+    """Rejects a key that is too long or no Unicode, however its parts were escaped.
 
     Raises:
         InvalidKeyError: As ``join_key``.
@@ -103,7 +103,7 @@ def split_key(key: str) -> tuple[str, ...]:
 
 
 def fits_key(path_kinds: str, key: str) -> bool:
-    """Returns whether letters tell what the parts of a key were.
+    """Returns whether `path_kinds` fit the parts of a key.
 
     Raises:
         InvalidKeyError: The text is not a key.
@@ -120,7 +120,7 @@ def _fits_part(part: str, kind: str) -> bool:
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Refuses a list of keys that is not the list of leaves of one tree.
+    """Rejects keys that cannot be the leaves of one tree.
 
     Raises:
         InvalidKeyError: The keys are not strictly ascending, or one is an
@@ -135,9 +135,9 @@ def check_keys(keys: Sequence[str]) -> None:
     known = set(keys)
     for key in keys:
         if key and "" in known:
-            raise InvalidKeyError(f"leaf {key!r} lies below the leaf ''")
+            raise InvalidKeyError(f"leaf {key!r} is below the leaf ''")
         at = key.find("/")
         while at >= 0:
             if key[:at] in known:
-                raise InvalidKeyError(f"leaf {key!r} lies below the leaf {key[:at]!r}")
+                raise InvalidKeyError(f"leaf {key!r} is below the leaf {key[:at]!r}")
             at = key.find("/", at + 1)

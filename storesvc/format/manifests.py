@@ -1,7 +1,7 @@
-"""Manifests: what a checkpoint holds, and where every chunk of it lies.
+"""Manifests: the tree of a checkpoint, and the location of each of its chunks.
 
-A manifest is bound to its record by size and digest, so a reader needs to trust
-nothing but the record. Its parts concatenate (``tree.proto``).
+A record has the size and digest of its manifest, so a reader needs to trust nothing but
+the record. Its parts concatenate (``tree.proto``).
 """
 
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ from storesvc_proto.v1 import tree_pb2 as pb
 
 
 class CorruptManifestError(ValueError):
-    """Bytes that are not the manifest that was committed."""
+    """The bytes are not the manifest that was committed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
-    """A checkpoint's tree and its chunks, in the order of their ordinals."""
+    """The tree of a checkpoint, and its chunks in the order of their ordinals."""
 
     tree: Tree
     sums: Sums
@@ -37,12 +37,12 @@ class Manifest:
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes in memory, about."""
+        """Approximate bytes in memory."""
         return self.tree.memory_bytes + self.sums.nbytes + self.places.nbytes
 
 
 def pack_manifest(manifest: Manifest) -> Iterator[bytes]:
-    """Yields a serialised manifest, in parts."""
+    """Yields the serialised parts of a manifest."""
     for leaves in pack_leaves(manifest.tree):
         yield pb.Manifest(leaves=pb.LeafTable.FromString(leaves)).SerializeToString(
             deterministic=True
@@ -52,7 +52,7 @@ def pack_manifest(manifest: Manifest) -> Iterator[bytes]:
 
 
 def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifest:
-    """Returns the manifest that a record names.
+    """Verifies and parses the manifest that a record names.
 
     Args:
         data: All parts, joined.
@@ -60,7 +60,7 @@ def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifes
         expected: The digest in the record.
 
     Raises:
-        CorruptManifestError: The bytes are other ones.
+        CorruptManifestError: The bytes are not that manifest.
     """
     if len(data) != size_bytes or digest(data) != expected:
         raise CorruptManifestError(
@@ -79,7 +79,7 @@ def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifes
 
 
 def _check_lengths(tree: Tree, places: Places) -> None:
-    """Refuses chunks that are not as long as the shape of their leaf makes them."""
+    """Rejects chunks that do not have the length that their leaf's shape requires."""
     wrong = np.flatnonzero(places.length != tree.lengths.all())
     if wrong.size:
         chunk = int(wrong[0])

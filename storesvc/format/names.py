@@ -1,7 +1,7 @@
 """Names of namespaces, runs, checkpoints, tags, uploads and holds.
 
-Ids are opaque and are never decoded: what does not match is refused, so no id
-can step out of its place in the bucket.
+Ids are opaque and never decoded. An id that does not match its rule is rejected, so no
+id can lead to another path of the bucket.
 """
 
 import re
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Final, Self, TypeAlias
 
 Which: TypeAlias = int | str
-"""A step, "latest" for the newest one, or a tag."""
+"""A step, "latest" for the newest checkpoint, or a tag."""
 
 LATEST: Final = "latest"
-"""What the newest committed checkpoint of a run is called."""
+"""Name of the newest committed checkpoint of a run."""
 
 MAX_STEP: Final = 2**63 - 1
-"""Steps are int64."""
+"""Maximum step: steps are int64."""
 
 _ID: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _HEX_ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -31,13 +31,13 @@ _SHOWN_CHARACTERS: Final = 80
 
 
 class InvalidNameError(ValueError):
-    """A name that breaks the rules; the message says which rule."""
+    """A name breaks a rule, which the message states."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RunName:
-    """A run: ``prod/llama-8b`` to people, ``namespaces/prod/runs/llama-8b`` on
-    the wire."""
+    """A run: ``prod/llama-8b`` for people, ``namespaces/prod/runs/llama-8b`` on the
+    wire."""
 
     namespace: str
     run: str
@@ -48,10 +48,10 @@ class RunName:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the run of ``namespace/run``.
+        """Parses ``namespace/run``.
 
         Raises:
-            InvalidNameError: The text is something else.
+            InvalidNameError: The text does not have this form.
         """
         namespace, slash, run = text.partition("/")
         if not slash or "/" in run:
@@ -62,10 +62,10 @@ class RunName:
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Returns the run of ``namespaces/{namespace}/runs/{run}``.
+        """Parses ``namespaces/{namespace}/runs/{run}``.
 
         Raises:
-            InvalidNameError: The text is something else.
+            InvalidNameError: The text does not have this form.
         """
         match resource.split("/"):
             case ["namespaces", namespace, "runs", run]:
@@ -77,7 +77,7 @@ class RunName:
 
     @property
     def resource(self) -> str:
-        """The name on the wire."""
+        """Name on the wire."""
         return f"namespaces/{self.namespace}/runs/{self.run}"
 
     def __str__(self) -> str:
@@ -102,17 +102,17 @@ class CheckpointName:
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Returns the checkpoint of ``.../runs/{run}/checkpoints/{checkpoint}``.
+        """Parses ``.../runs/{run}/checkpoints/{checkpoint}``.
 
         Raises:
-            InvalidNameError: The text is something else.
+            InvalidNameError: The text does not have this form.
         """
         parent, _, which = resource.rpartition("/checkpoints/")
         return cls(RunName.from_resource(parent), parse_which(which))
 
     @property
     def resource(self) -> str:
-        """The name on the wire."""
+        """Name on the wire."""
         return f"{self.run.resource}/checkpoints/{self.which}"
 
     def __str__(self) -> str:
@@ -131,17 +131,17 @@ class TagName:
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Returns the tag of ``.../runs/{run}/tags/{tag}``.
+        """Parses ``.../runs/{run}/tags/{tag}``.
 
         Raises:
-            InvalidNameError: The text is something else.
+            InvalidNameError: The text does not have this form.
         """
         parent, _, tag = resource.rpartition("/tags/")
         return cls(RunName.from_resource(parent), tag)
 
     @property
     def resource(self) -> str:
-        """The name on the wire."""
+        """Name on the wire."""
         return f"{self.run.resource}/tags/{self.tag}"
 
     def __str__(self) -> str:
@@ -160,17 +160,17 @@ class HoldName:
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Returns the hold of ``.../runs/{run}/holds/{hold}``.
+        """Parses ``.../runs/{run}/holds/{hold}``.
 
         Raises:
-            InvalidNameError: The text is something else.
+            InvalidNameError: The text does not have this form.
         """
         parent, _, hold = resource.rpartition("/holds/")
         return cls(RunName.from_resource(parent), hold)
 
     @property
     def resource(self) -> str:
-        """The name on the wire."""
+        """Name on the wire."""
         return f"{self.run.resource}/holds/{self.hold}"
 
     def __str__(self) -> str:
@@ -189,17 +189,17 @@ class UploadName:
 
     @classmethod
     def from_resource(cls, resource: str) -> Self:
-        """Returns the upload of ``.../runs/{run}/uploads/{upload}``.
+        """Parses ``.../runs/{run}/uploads/{upload}``.
 
         Raises:
-            InvalidNameError: The text is something else.
+            InvalidNameError: The text does not have this form.
         """
         parent, _, upload = resource.rpartition("/uploads/")
         return cls(RunName.from_resource(parent), upload)
 
     @property
     def resource(self) -> str:
-        """The name on the wire."""
+        """Name on the wire."""
         return f"{self.run.resource}/uploads/{self.upload}"
 
     def __str__(self) -> str:
@@ -207,20 +207,20 @@ class UploadName:
 
 
 def check_id(text: str, noun: str) -> None:
-    """Refuses an id that breaks the rules.
+    """Rejects an invalid id.
 
     Raises:
-        InvalidNameError: Naming the noun, the text and the rule.
+        InvalidNameError: Names the noun, the text and the rule.
     """
     if not _ID.fullmatch(text):
         raise InvalidNameError(f"{noun} {text!r}: expected {_ID_RULE}")
 
 
 def check_tag(text: str) -> None:
-    """Refuses the name of a tag that breaks the rules.
+    """Rejects an invalid name of a tag.
 
     Raises:
-        InvalidNameError: It does.
+        InvalidNameError: The name is invalid.
     """
     check_id(text, "tag")
     if text == LATEST or not text[0].isalpha():
@@ -230,22 +230,22 @@ def check_tag(text: str) -> None:
 
 
 def check_hold(text: str) -> None:
-    """Refuses the name of a hold that breaks the rules.
+    """Rejects an invalid name of a hold.
 
     Raises:
-        InvalidNameError: It does.
+        InvalidNameError: The name is invalid.
     """
     _check_hex_id(text, "hold")
 
 
 def check_data_file(text: str) -> None:
-    """Refuses the name of a data file that this format never makes.
+    """Rejects a name that this format gives to no data file.
 
     Names are relative to the pool: the id of an upload, or ``d`` in the first release,
-    and the id of the file. Nothing else is read, so no name leads out of the pool.
+    and the id of the file. No other name is read, so no name leads out of the pool.
 
     Raises:
-        InvalidNameError: It is such a name.
+        InvalidNameError: The name is invalid.
     """
     if not _DATA_FILE.fullmatch(text):
         raise InvalidNameError(
@@ -255,19 +255,19 @@ def check_data_file(text: str) -> None:
 
 
 def check_upload(text: str) -> None:
-    """Refuses the id of an upload that breaks the rules.
+    """Rejects an invalid id of an upload.
 
     Raises:
-        InvalidNameError: It does.
+        InvalidNameError: The id is invalid.
     """
     _check_hex_id(text, "upload")
 
 
 def parse_which(text: str) -> Which:
-    """Returns the step, "latest" or the tag that a text names.
+    """Parses a step, "latest" or a tag.
 
     Raises:
-        InvalidNameError: It names none of them.
+        InvalidNameError: The text is none of them.
     """
     if text == LATEST:
         return LATEST
@@ -285,10 +285,10 @@ def _check_hex_id(text: str, noun: str) -> None:
 
 
 def parse_step(text: str) -> int:
-    """Returns the step of decimal digits without leading zeros.
+    """Parses a step: decimal digits without leading zeros.
 
     Raises:
-        InvalidNameError: The text is something else, or exceeds int64.
+        InvalidNameError: The text is no step, or exceeds int64.
     """
     if not _STEP.fullmatch(text) or int(text) > MAX_STEP:
         raise InvalidNameError(

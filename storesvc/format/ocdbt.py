@@ -1,13 +1,11 @@
-"""A key space of TensorStore's OCDBT, written by hand: where the value of each key
-lies, in files that are there already.
+"""Encodes an OCDBT key space whose values are ranges of existing files.
 
-TensorStore itself puts values into files of its own; it has no call that names a
-place in another. What is written here it reads, and it copies ranges from it, as of
-any database. The format is that of
+TensorStore's own writer copies values into files of its own, and cannot refer to ranges
+of others. It reads the key spaces that are encoded here, and copies from them, like any
+OCDBT database. Source of the format:
 https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format ;
-what that page leaves out or has otherwise is as TensorStore writes it, and marked
-(*). Numbers are varints (LEB128) unless said otherwise. Manifest and node are
-framed alike:
+(*) marks what TensorStore writes differently, or that page omits. Numbers are varints
+(LEB128) unless another type is given. A manifest and a node have the same frame:
 
     magic_value uint32be, length uint64le of all of it, version 0,
     compression_format 0 (none), body, crc32c_checksum uint32le of all before it
@@ -25,8 +23,8 @@ The body of the manifest:
                       length 2**64 - 1 (*), and zeros
     version_nodes:    num_children 0
 
-The body of a node, column by column; "_" marks what only a leaf or only an interior
-node has:
+The body of a node, column by column; "leaf_" and "interior_" mark columns of only one
+kind of node:
 
     height uint8, data_file_table, num_entries,
     key_prefix_length (none for the first key), key_suffix_length,
@@ -37,8 +35,8 @@ node has:
     interior_: data_file_id, data_file_offset, data_file_length, num_keys,
                num_tree_bytes, num_indirect_value_bytes
 
-A prefix is what a key shares with the key before it. What all keys below a child
-begin with, subtree_common_prefix, stands in the parent and in no node below. A
+A key's prefix is shared with the previous key. The subtree_common_prefix, with which
+all keys below a child begin, is stored in the parent and in no node below. A
 data_file_table:
 
     num_files, path_prefix_length (none for the first), path_suffix_length,
@@ -62,24 +60,24 @@ from storesvc.format.ocdbt_nodes import (
 )
 
 MAX_DECODED_NODE_BYTES: Final = 8 << 20
-"""What TensorStore may fill nodes up to that it adds: its default."""
+"""Maximum size of nodes that TensorStore adds: its default."""
 
 MAX_NAME_BYTES: Final = 65535
-"""Of a key, or of the path of a data file."""
+"""Maximum bytes of a key, and of the path of a data file."""
 
 _MANIFEST: Final = 0x0CDB3A2A
 _ARITY_LOG2: Final = 4  # of the version tree: TensorStore's default
-_ABSENT: Final = 2**64 - 1  # offset and length of a root that is not there
+_ABSENT: Final = 2**64 - 1  # offset and length of an absent root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A key space, to be written as two files; the manifest last."""
+    """An encoded key space, to be written as two files; the manifest last."""
 
     nodes: bytes
-    """All nodes of its tree, back to back."""
+    """All nodes of its tree, concatenated."""
     manifest: bytes
-    """What ``manifest.ocdbt`` holds."""
+    """Contents of ``manifest.ocdbt``."""
 
 
 def encode(
@@ -91,18 +89,18 @@ def encode(
     uuid: bytes,
     node_offset: int = 0,
 ) -> Encoded:
-    """Returns the key space that has these keys.
+    """Encodes the key space of some keys.
 
     Args:
-        keys: In strictly ascending order of their UTF-8.
-        places: Where the value of each lies, relative to the base of the database.
-        node_file: What the nodes are written to, relative to the base.
-        commit_time_ns: Since the epoch.
-        uuid: Of the database; 16 bytes.
-        node_offset: Where in that file the nodes begin.
+        keys: The keys, in strictly ascending order of their UTF-8.
+        places: Location of each key's value, relative to the base of the database.
+        node_file: Path of the file for the nodes, relative to the base.
+        commit_time_ns: Nanoseconds since the Unix epoch.
+        uuid: Id of the database; 16 bytes.
+        node_offset: Offset of the nodes in their file.
 
     Raises:
-        ValueError: The keys are not ascending, or something does not fit the format.
+        ValueError: The keys are not ascending, or a value exceeds the format's limits.
     """
     names = [key.encode() for key in keys]
     _check(names, places, node_file, uuid)
@@ -128,7 +126,7 @@ def encode(
 
 
 def _config(uuid: bytes) -> bytes:
-    # manifest_kind, max_inline_value_bytes: every value lies in a data file
+    # manifest_kind; max_inline_value_bytes 0: data files hold all values
     return (
         uuid
         + b"\0"
@@ -139,7 +137,7 @@ def _config(uuid: bytes) -> bytes:
 
 
 def _version(root: Node | None, height: int, commit_time_ns: int) -> bytes:
-    """The one version of the database, of the generation 1."""
+    """The only version of the database, with generation number 1."""
     where = [_ABSENT, _ABSENT, 0, 0, 0]
     if root:
         where = [root.offset, root.length, *root.statistics]
@@ -148,15 +146,16 @@ def _version(root: Node | None, height: int, commit_time_ns: int) -> bytes:
 
 
 def _check(names: list[bytes], places: Places, node_file: str, uuid: bytes) -> None:
-    """Refuses what the format has no place for.
+    """Rejects values beyond the limits of the format.
 
     Raises:
-        ValueError: There is such.
+        ValueError: A value exceeds a limit.
     """
     rows = [places.file, places.offset, places.length]
     if [len(names)] * 3 != list(map(len, rows)):
         raise ValueError(
-            f"places: expected {len(names)} rows, one a key, got {len(places.file)}"
+            f"locations: expected {len(names)} rows, one per key, "
+            f"got {len(places.file)}"
         )
     if len(uuid) != 16:
         raise ValueError(f"uuid: expected 16 bytes, got {len(uuid)}")
@@ -166,11 +165,11 @@ def _check(names: list[bytes], places: Places, node_file: str, uuid: bytes) -> N
                 f"{name[:40]!r}...: expected at most {MAX_NAME_BYTES} bytes, "
                 f"got {len(name)}"
             )
-    # TensorStore refuses an end, offset and length together, that is not an int64.
+    # TensorStore rejects a range whose end, offset + length, exceeds int64.
     limits = (len(places.files) - 1, MAX_VALUE - 1, MAX_VALUE - 1)
     for column, limit in zip(rows, limits, strict=True):
         if len(column) and not 0 <= column.min() <= column.max() <= limit:
             raise ValueError(
-                f"places: expected numbers from 0 to {limit}, got "
+                f"locations: expected numbers from 0 to {limit}, got "
                 f"{column.min()} to {column.max()}"
             )

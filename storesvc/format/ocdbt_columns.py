@@ -1,6 +1,6 @@
-"""Columns of OCDBT nodes: numbers as varints, names as what they do not share.
+"""Encodes columns of OCDBT nodes: numbers as varints, names without shared prefixes.
 
-A node may have 100,000 entries, so NumPy goes over them and no loop of Python.
+A node may have 100,000 entries, so NumPy processes them, not a Python loop.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ U64: TypeAlias = NDArray[np.uint64]
 
 
 def varints(values: "Sequence[int] | I64") -> bytes:
-    """Returns a column of unsigned numbers, each in bytes of seven bits, the lowest
-    first; the top bit of a byte says that another follows."""
+    """Encodes a column of unsigned numbers as varints (LEB128): seven bits per byte,
+    lowest first; the top bit is set on all bytes but the last."""
     column: U64 = np.asarray(values, np.uint64)
     if not len(column):
         return b""
@@ -30,7 +30,7 @@ def varints(values: "Sequence[int] | I64") -> bytes:
 
 
 def shared_lengths(names: list[bytes]) -> I64:
-    """Returns how many bytes each name shares with the one before it; 0 for the first.
+    """Returns the number of bytes that each name shares with the previous one.
 
     Raises:
         ValueError: The names are not strictly ascending.
@@ -41,7 +41,7 @@ def shared_lengths(names: list[bytes]) -> I64:
     sizes = lengths(names)
     start = np.cumsum(sizes) - sizes
     text = b"".join((*names, bytes(8)))
-    # Eight bytes at any offset are one word, so that most pairs take a few steps.
+    # Eight bytes at any offset are one word, so most pairs take a few steps.
     words = np.ndarray((len(text) - 7,), "<u8", text, strides=(1,))
     least = np.minimum(sizes[:-1], sizes[1:])
     pairs = np.flatnonzero(least)
@@ -66,5 +66,5 @@ def shared_lengths(names: list[bytes]) -> I64:
 
 
 def lengths(names: list[bytes]) -> I64:
-    """Returns how many bytes each name has."""
+    """Returns the number of bytes of each name."""
     return np.fromiter(map(len, names), np.int64, len(names))

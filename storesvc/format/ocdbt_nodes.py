@@ -1,6 +1,6 @@
-"""Nodes of an OCDBT tree: levels of them, from the leaves up to the root.
+"""Builds the nodes of an OCDBT tree, level by level from the leaves to the root.
 
-What their fields are is told by ``storesvc.format.ocdbt``.
+``storesvc.format.ocdbt`` describes their fields.
 """
 
 import struct
@@ -15,23 +15,23 @@ from storesvc.format.chunks import I64, Places
 from storesvc.format.ocdbt_columns import lengths, shared_lengths, varints
 
 NODE_BYTES: Final = 1 << 20
-"""What a node is filled up to, decoded, as TensorStore counts it.
+"""Maximum decoded size of a node, as TensorStore counts it.
 
-A reader without a cache decodes a whole node for each key that it looks for: among
-100,000 keys in 0.4 ms; in 2 ms, were nodes of the 8 MiB that TensorStore fills.
+A reader without a cache decodes a whole node for each key: among 100,000 keys in 0.4
+ms, and in 2 ms with TensorStore's own 8 MiB.
 """
 
 _MAGIC: Final = 0x0CDB20DE
 _FRAME_BYTES: Final = 4 + 8 + 4  # magic_value, length, crc32c_checksum
-_MOST: Final = 2**64 - 1  # where statistics stop to grow
+_MAX_STATISTIC: Final = 2**64 - 1  # larger statistics are clipped
 
-# What TensorStore counts for an entry in memory, names apart.
+# Memory that TensorStore counts for an entry, without its name.
 _LEAF_ENTRY_BYTES: Final = 32
 _INTERIOR_ENTRY_BYTES: Final = 56
 
 
 class Statistics(NamedTuple):
-    """Of a node and all below it."""
+    """Statistics of a node and its descendants."""
 
     num_keys: int
     num_tree_bytes: int
@@ -40,19 +40,19 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """What a parent says of a node."""
+    """A reference from a parent to a node."""
 
     first_key: bytes
     common: int
-    """Bytes that all keys below begin with, and that no node below repeats."""
+    """Number of leading bytes that all keys below share; no node below repeats them."""
     offset: int
-    """In the file of the nodes."""
+    """Offset in the file of the nodes."""
     length: int
     statistics: Statistics
 
 
 class NodeFile:
-    """The file of the nodes as it grows."""
+    """The growing file of the nodes."""
 
     def __init__(self, name: str, offset: int) -> None:
         self.path = name.encode()
@@ -62,13 +62,13 @@ class NodeFile:
     def add(
         self, body: Sequence[bytes], keys: list[bytes], common: int, below: Statistics
     ) -> Node:
-        """Returns a node that is written.
+        """Appends a node, and returns a reference to it.
 
         Args:
-            body: Its columns.
-            keys: Of its entries.
-            common: Bytes that they begin with and that it leaves out.
-            below: Of what hangs from it.
+            body: Columns of the node.
+            keys: Keys of its entries.
+            common: Number of leading bytes that the keys share and the node omits.
+            below: Statistics of its descendants.
         """
         framed_node = framed(_MAGIC, body)
         offset, length = self._end, len(framed_node)
@@ -82,15 +82,15 @@ class NodeFile:
             statistics=Statistics(
                 below.num_keys,
                 below.num_tree_bytes + length,
-                min(below.num_indirect_value_bytes, _MOST),
+                min(below.num_indirect_value_bytes, _MAX_STATISTIC),
             ),
         )
 
 
 def leaves(file: NodeFile, names: list[bytes], places: Places) -> list[Node]:
-    """Returns the leaves that say where the value of each key lies."""
+    """Writes the leaf nodes, which hold the location of each key's value."""
     shared = shared_lengths(names)
-    # Paths are numbered in their order, which makes tables of files short.
+    # Files are numbered in the order of their paths, which keeps file tables short.
     paths = sorted({path.encode() for path in places.files})
     numbers = {path: number for number, path in enumerate(paths)}
     renumbered = [numbers[path.encode()] for path in places.files]
@@ -99,7 +99,7 @@ def leaves(file: NodeFile, names: list[bytes], places: Places) -> list[Node]:
     level = []
     for part in parts:
         keys, value_length = names[part], places.length[part]
-        # The root leaves nothing out: it has no parent to say it.
+        # The root omits nothing: it has no parent to hold the common bytes.
         common = _common(keys, shared[part]) if len(parts) > 1 else 0
         used, ids = np.unique(path[part], return_inverse=True)
         body = (
@@ -118,7 +118,7 @@ def leaves(file: NodeFile, names: list[bytes], places: Places) -> list[Node]:
 
 
 def interior(file: NodeFile, level: list[Node], height: int) -> list[Node]:
-    """Returns the level above a level."""
+    """Writes the level above a level."""
     names = [node.first_key for node in level]
     shared = shared_lengths(names)
     sizes = _INTERIOR_ENTRY_BYTES + len(file.path) + lengths(names)
@@ -147,14 +147,14 @@ def interior(file: NodeFile, level: list[Node], height: int) -> list[Node]:
 
 
 def _common(keys: list[bytes], shared: I64) -> int:
-    """How many bytes all keys of a node begin with."""
+    """Number of leading bytes that all keys of a node share."""
     return int(shared[1:].min()) if len(keys) > 1 else len(keys[0])
 
 
 def _key_columns(
     keys: list[bytes], shared: I64, common: int, subtree_commons: bytes = b""
 ) -> tuple[bytes, ...]:
-    """The columns of the keys, without the bytes that all of them begin with."""
+    """The columns of the keys, without the bytes that all of them share."""
     kept_from = [common, *shared[1:].tolist()]
     suffixes = [key[start:] for key, start in zip(keys, kept_from, strict=True)]
     return (
@@ -166,7 +166,7 @@ def _key_columns(
 
 
 def file_table(paths: list[bytes]) -> bytes:
-    """Returns the table of some files, in the order of their paths."""
+    """Encodes a table of files, in the order of their paths."""
     shared = shared_lengths(paths)
     suffixes = [path[at:] for path, at in zip(paths, shared.tolist(), strict=True)]
     columns = (
@@ -180,7 +180,7 @@ def file_table(paths: list[bytes]) -> bytes:
 
 
 def framed(magic: int, body: Sequence[bytes]) -> bytes:
-    """Returns a node or a manifest: its body between header and checksum."""
+    """Encodes a node or a manifest: a header, its body, a checksum."""
     content = b"".join((b"\0\0", *body))  # version, compression_format
     length = _FRAME_BYTES + len(content)
     data = struct.pack(">I", magic) + struct.pack("<Q", length) + content
@@ -188,7 +188,7 @@ def framed(magic: int, body: Sequence[bytes]) -> bytes:
 
 
 def _parts(sizes: I64, *, least: int) -> list[slice]:
-    """Which entries each node gets. Only the first ``least`` may make it too large."""
+    """Divides entries into nodes; only a node of `least` entries may be too large."""
     ends = np.cumsum(sizes)
     parts: list[slice] = []
     start = 0

@@ -1,4 +1,4 @@
-"""Reads: which ranges of which data files hold some chunks."""
+"""Plans reads: the ranges of data files that hold some chunks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy as np
 from storesvc.format.chunks import I64, Places
 
 READ_BYTES: Final = 16 << 20
-"""Neighbouring chunks are read together up to so much."""
+"""Maximum bytes of neighbouring chunks that are read together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A range of a data file that holds whole chunks, in the order they lie."""
+    """A range of a data file that holds whole chunks, in the order of their offsets."""
 
     file: str
     start: int
@@ -22,19 +22,19 @@ class Read:
     chunks: tuple[int, ...]
     lengths: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Of each chunk in the file. Back to back, unless gaps were asked for."""
+    """Offset of each chunk in the file. Consecutive, unless gaps were requested."""
 
 
 def plan_reads(
     places: Places, chunks: I64, *, at_most: int | None = None, gap_bytes: int = 0
 ) -> Iterator[Read]:
-    """Yields the reads that fetch chunks, in the order in which they lie.
+    """Yields the reads that fetch chunks, ordered by file and offset.
 
     Args:
-        places: Of all chunks.
-        chunks: Which of them.
-        at_most: Bytes of a read that holds more than one chunk; None: READ_BYTES.
-        gap_bytes: What may lie between two chunks that are read together.
+        places: Locations of all chunks.
+        chunks: Rows of the chunks to fetch.
+        at_most: Maximum bytes of a read of more than one chunk; None for READ_BYTES.
+        gap_bytes: Maximum bytes between two chunks that are read together.
     """
     columns = (column[chunks] for column in (places.file, places.offset, places.length))
     file, offset, length = columns
@@ -46,7 +46,7 @@ def plan_reads(
     stops, at = offset + length, 0
     for end in ends if len(order) else ():
         while at < end:
-            # the last of the neighbours that still fits; the first always does
+            # The last neighbour that still fits; the first one always does.
             limit = int(offset[at]) + (at_most or READ_BYTES)
             to = at + int(np.searchsorted(stops[at:end], limit, side="right"))
             to = max(to, at + 1)

@@ -1,9 +1,9 @@
-"""The envelope of small objects: a version and a checksum around a record.
+"""Seals small objects: a format version and a checksum around a record.
 
-Since version 2 of the format a seal binds a record to its place and to its kind: one
-that was copied to another place, or to the place of another kind, is refused there,
-and the refusal names what it is. Seals of version 1 bind only their bytes; they stay
-readable, and the next write of their place replaces them.
+Since version 2 of the format a seal binds a record to its path and its kind: a record
+that was copied to another path, or to the path of another kind, is rejected there, and
+the error names what it is. Seals of version 1 bind only their bytes; they stay
+readable, and the next write of their path replaces them.
 """
 
 import re
@@ -21,26 +21,26 @@ OLDEST_VERSION: Final = 1
 """The oldest version that this code reads."""
 
 _SHOWN: Final = 200
-"""Characters of a foreign place that a message shows."""
+"""Maximum characters of a foreign path in a message."""
 
 M = TypeVar("M", bound=Message)
 
 
 class CorruptRecordError(ValueError):
-    """An object that does not hold the record that was written there."""
+    """An object is not the record that was written at its path."""
 
 
 class FormatVersionError(ValueError):
-    """An object of another version of the format."""
+    """An object has another version of the format."""
 
 
 def seal(record: Message, *, place: str, nonce: bytes = b"") -> bytes:
-    """Returns the object that holds a record.
+    """Returns the sealed object of a record.
 
     Args:
         record: The record.
-        place: Where it is to be written, relative to the root of the store.
-        nonce: Bytes that no other write of the place has; conditional writes need them.
+        place: Path of the object, relative to the root of the store.
+        nonce: Unique bytes of this write; conditional writes need them.
     """
     bound = pb.BoundRecord(
         place=place,
@@ -57,35 +57,37 @@ def seal(record: Message, *, place: str, nonce: bytes = b"") -> bytes:
 
 
 def unseal(data: bytes, kind: type[M], *, place: str) -> M:
-    """Returns the record that an object holds.
+    """Returns the record in a sealed object.
 
     Args:
         data: The bytes of the object.
         kind: The expected kind of record.
-        place: Where the object was read, relative to the root of the store.
+        place: Path that the object was read from, relative to the root of the store.
 
     Raises:
-        CorruptRecordError: The bytes are not those that ``seal`` made, or it made them
-            for another place or of another kind of record.
-        FormatVersionError: They are of a version that this code cannot read.
+        CorruptRecordError: The bytes are no sealed record, or one of another path or
+            kind.
+        FormatVersionError: This release cannot read the format version.
     """
     try:
         sealed = pb.Sealed.FromString(data)
     except DecodeError as e:
         raise CorruptRecordError("expected a sealed record") from e
-    # The checksum comes first, and is the same in all versions: damage is not to be
-    # mistaken for another version.
+    # 1. The checksum, whose definition all versions share: damage must not look like
+    #    another version.
     if (
-        not sealed.format_version  # an empty object is the sum of nothing
+        not sealed.format_version  # the checksum of an empty object would match
         or _checksum(sealed.payload, sealed.nonce, sealed.format_version)
         != sealed.crc32c
     ):
         raise CorruptRecordError("its checksum does not match its bytes")
+    # 2. The version.
     if not OLDEST_VERSION <= sealed.format_version <= FORMAT_VERSION:
         raise FormatVersionError(
             f"expected format version {OLDEST_VERSION} to {FORMAT_VERSION}, got "
             f"{sealed.format_version}"
         )
+    # 3. The path and the kind, since version 2.
     payload = sealed.payload
     try:
         if sealed.format_version > OLDEST_VERSION:
@@ -96,18 +98,18 @@ def unseal(data: bytes, kind: type[M], *, place: str) -> M:
 
 
 def _record_of(bound: pb.BoundRecord, kind: type[Message], place: str) -> bytes:
-    """Returns the serialised record; refuses that of another kind or place."""
+    """Returns the serialised record; rejects another kind or path."""
     expected = kind.DESCRIPTOR.name
     if (bound.kind, bound.place) != (expected, place):
         raise CorruptRecordError(
-            f"expected the {_words(expected)} of this place, got the "
+            f"expected the {_words(expected)} of this path, got the "
             f"{_words(bound.kind)} of {bound.place[:_SHOWN]}"
         )
     return bound.record
 
 
 def _words(kind: str) -> str:
-    """Returns the name of a kind as words, such as "tag record"."""
+    """Splits the name of a kind into words, such as "tag record"."""
     return re.sub(r"(?<=.)(?=[A-Z])", " ", kind[:_SHOWN]).lower()
 
 

@@ -1,8 +1,7 @@
-"""Leaf tables as values: the leaves of a tree, and where their chunks count.
+"""Leaf tables as values: the leaves of a tree, and the ordinals of their chunks.
 
-``pack_leaves`` makes the columns of ``LeafTable``; ``unpack_leaves`` checks every
-rule of ``tree.proto`` and makes leaves of them, so that nothing behind it needs
-to distrust a table.
+``pack_leaves`` encodes leaves as the columns of ``LeafTable``; ``unpack_leaves``
+decodes them and checks every rule of ``tree.proto``, so that no other code has to.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -26,36 +25,36 @@ MAX_PART_ROWS: Final = 4096
 """Rows of one part of a leaf table: below 2 MiB with keys of usual length."""
 
 MAX_PART_BYTES: Final = 2 << 20
-"""Bytes of one part of a table on the wire."""
+"""Maximum bytes of one part of a table on the wire."""
 
 MAX_CHUNK_BYTES: Final = 64 << 20
-"""Bytes of a chunk's elements that any server takes."""
+"""Maximum bytes of a chunk's elements that any server accepts."""
 
 MAX_STRUCTURE_BYTES: Final = 16 << 20
-"""Bytes of the client's document about a tree."""
+"""Maximum bytes of the client's document about a tree."""
 
 MAX_LEAF_BYTES: Final = 2**62
-"""Bytes of a leaf; keeps all sums in int64."""
+"""Maximum bytes of a leaf; keeps all sums in int64."""
 
 PRNG_IMPLS: Final = MappingProxyType({"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4})
 """PRNG implementations of jax, and the words (uint32) of their keys."""
 
 PYTHON_DTYPES: Final = frozenset({"bool", "int64", "float64", "complex128"})
-"""What Python numbers are stored as."""
+"""Element types of stored Python numbers."""
 
 _STRUCTURE_PIECE_BYTES: Final = 1 << 20
 
 _COLUMNS: Final = ("path_kinds", "kind", "dtype", "rank", "sharding", "prng_impl")
-"""Of a leaf table, beside ``key``: one entry a row."""
+"""Columns of a leaf table with one entry per row, besides ``key``."""
 
 _LEAF_MEMORY_BYTES: Final = 250
 _GRID_MEMORY_BYTES: Final = 100
 _SIZE_MEMORY_BYTES: Final = 110
-"""Measured: of a leaf but for its key, of a grid that no other leaf has, and of each
-dimension of that, in the grid and in the leaf."""
+"""Measured memory of a leaf without its key, of a grid that no other leaf has, and of
+each dimension of such a grid, in the grid and in the leaf."""
 
 _COLUMN_MEMORY_BYTES: Final = 16
-"""Of a leaf: its first chunk, and the length of its chunks."""
+"""Memory of a leaf's first chunk and chunk length."""
 
 _SCALARS: Final = frozenset({pb.LEAF_KIND_HOST_SCALAR, pb.LEAF_KIND_PYTHON_SCALAR})
 
@@ -66,17 +65,17 @@ H = TypeVar("H", bound=Hashable)
 
 
 class InvalidTreeError(ValueError):
-    """A leaf table that contradicts itself."""
+    """A leaf table contradicts itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSharding:
-    """How a leaf lay on its devices when it was saved."""
+    """The sharding of a leaf on its devices when it was saved."""
 
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
     spec: tuple[tuple[str, ...], ...]
-    """For each leading dimension, the mesh axes that split it."""
+    """Mesh axes that split each leading dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,18 +87,18 @@ class Leaf:
     kind: "pb.LeafKind.ValueType"
     dtype: str
     shape: tuple[int, ...]
-    """Of what is stored: for PRNG keys, of their key data."""
+    """Shape of the stored array: for PRNG keys, of their key data."""
     chunk_shape: tuple[int, ...]
     sharding: SavedSharding | None = None
     prng_impl: str | None = None
 
     @property
     def grid(self) -> Grid:
-        """The chunk grid."""
+        """Chunk grid."""
         return _grid(self.shape, self.chunk_shape, self.dtype)
 
     def is_cut_as(self, other: "Leaf") -> bool:
-        """Returns whether chunks of the same number hold the same elements of both."""
+        """Returns whether equally numbered chunks hold the same elements of both."""
         return (self.shape, self.chunk_shape, self.dtype) == (
             other.shape,
             other.chunk_shape,
@@ -122,14 +121,14 @@ class StoredLengths:
 
     _first_chunk: I64
     _lengths: I64
-    """Of the chunks of each leaf."""
+    """Stored bytes of each chunk, by leaf."""
 
     @overload
     def __getitem__(self, chunks: int) -> int: ...
     @overload
     def __getitem__(self, chunks: I64) -> I64: ...
     def __getitem__(self, chunks: int | I64) -> int | I64:
-        """Returns the bytes of a chunk, or of each of some, by their ordinals."""
+        """Returns the bytes of one chunk, or of an array of chunks, by ordinal."""
         rows = np.searchsorted(self._first_chunk, chunks, side="right") - 1
         lengths: I64 = self._lengths[rows]
         return int(lengths) if isinstance(chunks, int) else lengths
@@ -149,10 +148,10 @@ class Tree:
 
     leaves: tuple[Leaf, ...]
     structure: bytes = field(default=b"", repr=False)
-    """The client's document about the tree; "" where there is none."""
+    """The client's document about the tree; empty if there is none."""
     grids: tuple[Grid, ...] = field(init=False, repr=False)
     chunk_count: int = field(init=False)
-    """Chunks of all leaves; exact, also where no array could hold them."""
+    """Number of chunks of all leaves; exact, even beyond the size of any array."""
 
     def __post_init__(self) -> None:
         grids = tuple(leaf.grid for leaf in self.leaves)
@@ -160,8 +159,8 @@ class Tree:
         object.__setattr__(self, "chunk_count", sum(g.count for g in grids))
 
     def is_cut_as(self, other: "Tree") -> bool:
-        """Returns whether chunks of the same ordinal are of the same part of the same
-        leaf in both."""
+        """Returns whether equal ordinals are chunks of the same elements in both
+        trees."""
         return len(self.leaves) == len(other.leaves) and all(
             a.key == b.key and a.is_cut_as(b)
             for a, b in zip(self.leaves, other.leaves, strict=True)
@@ -169,7 +168,7 @@ class Tree:
 
     @cached_property
     def first_chunk(self) -> I64:
-        """The ordinal of each leaf's first chunk, and one past the last of all."""
+        """Ordinal of each leaf's first chunk, followed by the number of chunks."""
         counts = accumulate((g.count for g in self.grids), initial=0)
         return np.fromiter(counts, np.int64, len(self.leaves) + 1)
 
@@ -180,12 +179,12 @@ class Tree:
 
     @cached_property
     def by_key(self) -> dict[str, int]:
-        """The row of each key."""
+        """Row of each key."""
         return {leaf.key: row for row, leaf in enumerate(self.leaves)}
 
     @cached_property
     def lengths(self) -> "StoredLengths":
-        """Bytes of each chunk as stored, checksum included."""
+        """Stored bytes of each chunk, checksum included."""
         length = [g.chunk_bytes + zarr.CHECKSUM_BYTES for g in self.grids]
         return StoredLengths(self.first_chunk, np.array(length, np.int64))
 
@@ -196,8 +195,8 @@ class Tree:
 
     @cached_property
     def memory_bytes(self) -> int:
-        """What it takes in memory, about, with all that is made of it at its first
-        use; as ``unpack_leaves`` makes it, which shares what leaves share."""
+        """Approximate memory of the tree and of its cached properties, if
+        ``unpack_leaves`` made it, which shares equal values between leaves."""
         grids = {id(grid): len(grid.shape) for grid in self.grids}
         return (
             _LEAF_MEMORY_BYTES * len(self.leaves)
@@ -209,7 +208,7 @@ class Tree:
         )
 
     def locate(self, chunk: int) -> tuple[int, int]:
-        """Returns the row of a chunk's leaf, and the chunk's number within it."""
+        """Returns the row of a chunk's leaf, and the chunk's number in the leaf."""
         row = int(np.searchsorted(self.first_chunk, chunk, side="right")) - 1
         return row, chunk - int(self.first_chunk[row])
 
@@ -219,7 +218,7 @@ class Tree:
         return zarr.chunk_key(self.leaves[row].key, self.grids[row].index(within))
 
     def locate_all(self, chunks: I64) -> tuple[I64, I64]:
-        """Returns for each of some chunks what ``locate`` returns."""
+        """Returns the results of ``locate`` for an array of chunks."""
         rows = np.searchsorted(self.first_chunk, chunks, side="right") - 1
         return rows, chunks - self.first_chunk[rows]
 
@@ -232,7 +231,7 @@ class Tree:
         ]
 
     def describe_chunk(self, chunk: int) -> str:
-        """Returns how messages call a chunk."""
+        """Returns the name of a chunk in messages."""
         row, within = self.locate(chunk)
         return f"leaf {self.leaves[row].key!r} chunk {within}"
 
@@ -284,7 +283,7 @@ def _unpack_rows(table: pb.LeafTable) -> Iterator[Leaf]:
     shardings = [None, *map(_unpack_sharding, table.shardings)]
     impls = [None, *table.prng_impls]
     dtypes = list(table.dtypes)
-    # What many leaves have in common is checked once, and kept once.
+    # Values that many leaves share are checked once, and kept once.
     checked: set[tuple[object, ...]] = set()
     texts: dict[str, str] = {}
     sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -312,7 +311,7 @@ def _unpack_rows(table: pb.LeafTable) -> Iterator[Leaf]:
 
 
 def _check_columns(table: pb.LeafTable) -> None:
-    """Refuses columns that are too long, too short or out of order."""
+    """Rejects columns that are too long, too short or out of order."""
     rows = len(table.key)
     for name in _COLUMNS:
         if len(getattr(table, name)) != rows:
@@ -339,7 +338,7 @@ def _check_columns(table: pb.LeafTable) -> None:
 
 
 def _check_leaf(leaf: Leaf, find_problem: Callable[[Leaf], str | None]) -> None:
-    """Refuses a row that breaks a rule, naming the leaf."""
+    """Rejects a row that breaks a rule, with the name of its leaf."""
     try:
         problem = find_problem(leaf)
     except InvalidKeyError as e:
@@ -403,7 +402,7 @@ def _entry(values: Sequence[T], index: int, column: str) -> T:
 
 
 def _numbered(values: Iterable[H | None]) -> dict[H | None, int]:
-    """Numbers distinct values from 1 in order of appearance; None is 0."""
+    """Numbers distinct values from 1 in order of first appearance; None is 0."""
     numbers: dict[H | None, int] = {None: 0}
     for value in values:
         numbers.setdefault(value, len(numbers))

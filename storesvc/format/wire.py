@@ -1,9 +1,9 @@
-"""Frames on the wire, beside protobuf: which copies what a message holds several times.
+"""Encodes and decodes frames without protobuf, which copies their data several times.
 
-A message that carries chunks holds one frame, and ends with the bytes of that. So all
-before them, its head, can be made, and read, by itself; the bytes are copied once on
-their way out, and on their way in not at all. What comes out is what the generated
-classes write, to the byte; what comes in in another order than theirs is left to them.
+A message that carries chunks holds one frame, and ends with the frame's data. So all
+bytes before the data, the head, can be encoded and decoded separately: the data are
+copied once when sent, and not at all when received. The encoding equals that of the
+generated classes byte for byte; messages in another field order are left to them.
 Source: https://protobuf.dev/programming-guides/encoding.
 """
 
@@ -14,21 +14,21 @@ from google.protobuf.message import DecodeError
 from storesvc_proto.v1 import upload_service_pb2 as api
 
 _DELIMITED: Final = 2
-"""The wire type of bytes and messages."""
+"""Wire type of bytes and messages."""
 
 _MAX_SHIFT: Final = 63
 
 
 class Frame(NamedTuple):
-    """A frame that came in."""
+    """A received frame."""
 
     columns: api.ChunkFrame
-    """Without the bytes."""
+    """The frame without its data."""
     data: memoryview
 
 
 def tag(field: int) -> bytes:
-    """Returns what a field of bytes, or of a message, begins with."""
+    """Returns the encoded tag of a field of bytes or of a message."""
     return bytes([field << 3 | _DELIMITED])
 
 
@@ -36,20 +36,20 @@ _DATA: Final = tag(api.ChunkFrame.DATA_FIELD_NUMBER)
 
 
 def head(outer: bytes, columns: api.ChunkFrame, size: int) -> bytes:
-    """Returns what a message with a frame begins with.
+    """Encodes the part of a message before its frame's data.
 
     Args:
         outer: The tag of the frame in it.
-        columns: The frame, without its bytes.
-        size: Of the bytes that follow; at least 1.
+        columns: The frame, without its data.
+        size: Bytes of the data, at least 1.
     """
     before = columns.SerializeToString() + _DATA + _varint(size)
     return b"".join((outer, _varint(len(before) + size), before))
 
 
 def split(message: bytes, outer: bytes) -> Frame | None:
-    """Returns the frame of a message; None: it is none that the generated classes wrote
-    with a frame, and they may read it.
+    """Decodes the frame of a message; returns None for a message in another form than
+    the generated classes write, which they may parse.
 
     Args:
         message: Serialised.
@@ -66,13 +66,14 @@ def split(message: bytes, outer: bytes) -> Frame | None:
                 columns = api.ChunkFrame.FromString(message[begin:end])
                 return Frame(columns, memoryview(message)[data:])
             end = data + size
-    except (IndexError, DecodeError):  # cut off
+    except (IndexError, DecodeError):  # truncated
         return None
     return None
 
 
 def _varint_at(data: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it; a longer one is cut."""
+    """Returns the number at an offset, and the offset of its end; truncates a long
+    one."""
     number = shift = 0
     while data[at] > 0x7F and shift < _MAX_SHIFT:
         number |= (data[at] & 0x7F) << shift

@@ -13,7 +13,7 @@ from typing import Any, Final
 from storesvc.format.dtypes import zarr_data_type
 
 CHECKSUM_BYTES: Final = 4
-"""What the ``crc32c`` codec appends to a chunk."""
+"""Bytes that the ``crc32c`` codec appends to a chunk."""
 
 
 def metadata_key(leaf_key: str) -> str:

@@ -13,7 +13,12 @@ from typing import Final
 
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.journal import Journal
-from storesvc.catalog.rollbacks import contradiction, has_manifest, put_back, removed
+from storesvc.catalog.rollbacks import (
+    contradiction,
+    has_manifest,
+    rolled_back,
+    slot_missing,
+)
 from storesvc.catalog.slots import FREE
 from storesvc.format.names import RunName
 from storesvc.gc import mark
@@ -76,8 +81,8 @@ class History:
             if not why or not await self._is_still(run, step, slot):
                 continue
             if slot is None:
-                raise removed(run, step, str(named[upload]))
-            raise put_back(run, step, upload, why)
+                raise slot_missing(run, step, str(named[upload]))
+            raise rolled_back(run, step, upload, why)
 
     async def _check_orphans(
         self, run: RunName, snapshot: Snapshot, known: Mapping[str, Fate]
@@ -100,7 +105,7 @@ class History:
             is_older = stamp.ToDatetime(UTC) <= one.create_time.ToDatetime(UTC)
             if is_older and await self._is_still(run, one.step, slot):
                 why = f"announcement {number} of the journal is of it, and later"
-                raise put_back(run, one.step, upload, why)
+                raise rolled_back(run, one.step, upload, why)
 
     async def _last(
         self, run: RunName, uploads: Collection[str]

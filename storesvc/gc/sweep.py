@@ -13,7 +13,7 @@ from typing import Final
 
 from storesvc.catalog.catalog import Catalogue
 from storesvc.catalog.lease_clock import Observations
-from storesvc.catalog.rollbacks import purged
+from storesvc.catalog.rollbacks import data_missing
 from storesvc.clock import Clock
 from storesvc.errors import CorruptDataError
 from storesvc.format import layout
@@ -217,5 +217,5 @@ def _without_table(
     slot = known[places.upload_of(table) or ""].slot
     assert slot is not None
     if places.manifest(slot.upload, slot.manifest_digest) not in snapshot.listed:
-        return purged(places.name, slot)
+        return data_missing(places.name, slot)
     return CorruptDataError(f"{table} is missing")

@@ -44,7 +44,8 @@ from storesvc.format.reads import Read, plan_reads
 from storesvc.inspect import damage
 from storesvc.inspect.damage import Damage, LeafMetadata
 from storesvc.inspect.verify_report import Report, Tally
-from storesvc.storage.tensorstore_bucket import KvBucket, Place
+from storesvc.storage.ocdbt_reader import ValueLocation
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 VERIFICATIONS_AT_ONCE: Final = 2
@@ -138,11 +139,11 @@ class _Reading:
             await self._check_slot()
             raise
 
-    async def shown(self) -> dict[str, Place] | None:
+    async def shown(self) -> dict[str, ValueLocation] | None:
         """Returns the locations of values according to the key space; None: the key
         space is missing or damaged."""
         space = self._bucket.key_space(
-            place=self._places.key_space(self._record.upload, self._record.attempt),
+            path=self._places.key_space(self._record.upload, self._record.attempt),
             pool=self._places.pool,
         )
         shown = None
@@ -314,12 +315,12 @@ async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) 
 
 
 def _metadata_places(
-    metadata: LeafMetadata, shown: Mapping[str, Place]
+    metadata: LeafMetadata, shown: Mapping[str, ValueLocation]
 ) -> tuple[list[Damage], list[list[int]], Places]:
     """Returns the damages of leaves without metadata in the key space; for the other
     leaves the rows that share a location, and the distinct locations."""
     unshown = metadata.unshown(shown)
-    sharing: dict[Place, list[int]] = {}
+    sharing: dict[ValueLocation, list[int]] = {}
     for row, key in enumerate(metadata.keys):
         if row not in unshown:
             sharing.setdefault(shown[key], []).append(row)
@@ -327,7 +328,7 @@ def _metadata_places(
     return list(unshown.values()), list(sharing.values()), places
 
 
-def _check_files(shown: Mapping[str, Place]) -> None:
+def _check_files(shown: Mapping[str, ValueLocation]) -> None:
     """Rejects a key space that references values outside the data files of the pool.
 
     Raises:

@@ -24,7 +24,7 @@ from storesvc.rpc.message_budget import LEAST_BYTES_PER_SECOND, RETRY_SECONDS, S
 from storesvc.rpc.parsing import MESSAGE_TYPE
 from storesvc.rpc.request_limits import check_counts
 from storesvc.rpc.status import refuse
-from storesvc.storage.log_throttle import Sparing
+from storesvc.storage.log_throttle import LogThrottle
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 MAX_MESSAGE_BYTES: Final = 4 << 20
@@ -69,7 +69,7 @@ S = TypeVar("S")
 T = TypeVar("T", bound=PartedRequest)
 
 _log = logging.getLogger(__name__)
-_lines = Sparing()
+_lines = LogThrottle()
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from storesvc.errors import InvalidChunkError, StalledError
-from storesvc.format.checksums import Summing
+from storesvc.format.checksums import ChunkHasher
 from storesvc.format.chunks import Places, Sums
 from storesvc.format.trees import Tree
 from storesvc.format.wire import Frame
@@ -47,7 +47,7 @@ class _OpenChunk:
     """Its length in bytes, checksum included."""
     held: int = 0
     """Bytes received so far."""
-    summing: Summing = field(default_factory=Summing)
+    summing: ChunkHasher = field(default_factory=ChunkHasher)
     tail: bytes = b""
     """The checksum that it carries, as far as received."""
 

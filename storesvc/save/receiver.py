@@ -47,7 +47,8 @@ from storesvc.save.batches import Batch
 from storesvc.save.direct_chunks import check_direct_chunks
 from storesvc.save.staging_tables import stage
 from storesvc.save.uploads import OpenUpload, Uploads
-from storesvc.storage.tensorstore_bucket import KvBucket, NewObject
+from storesvc.storage.new_object import NewObject
+from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import tree_pb2
 
 MAX_BATCHES: Final = 4

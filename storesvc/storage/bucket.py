@@ -1,7 +1,7 @@
-"""The bucket: the little that the service asks of a storage.
+"""Defines the bucket: the few operations that the service needs of a storage.
 
-Any storage with a conditional write will do: it is the only arbiter there is.
-Places are texts below the root, "/" between their parts.
+Any storage with conditional writes implements it: they are the only arbiter between
+processes. Paths are relative to the root of the store, with "/" between their parts.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from enum import Enum
 from typing import Final, NewType, Protocol, TypeAlias
 
 Generation = NewType("Generation", bytes)
-"""Names one write of one place; opaque."""
+"""Version of an object, as its last write made it; opaque."""
 
 
 class Condition(Enum):
-    """When a write takes place, other than at a generation."""
+    """Precondition of a write, other than a generation."""
 
     ALWAYS = "always"
     IF_ABSENT = "if absent"
@@ -23,73 +23,74 @@ ALWAYS: Final = Condition.ALWAYS
 IF_ABSENT: Final = Condition.IF_ABSENT
 
 WriteCondition: TypeAlias = Condition | Generation
-"""A generation: only while the place still holds that write."""
+"""A generation requires that the object still has that version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a place holds."""
+    """The contents of an object."""
 
     data: bytes
     generation: Generation
 
 
 class PreconditionError(Exception):
-    """The place does not hold what the write was conditional on.
+    """The object does not have the version that the write requires.
 
-    After a retry below us this may be our own write: read back before believing
-    in a rival.
+    A retry in a lower layer can fail its precondition against the object that its own
+    first attempt wrote: read the object back before assuming a concurrent writer.
     """
 
 
 class Bucket(Protocol):
-    """A storage.
+    """A storage of objects.
 
-    Every method raises ``StorageUnavailableError`` where the storage does not
-    answer, ``StorageDeniedError`` where it lets us not in, or not do this, and
-    ``StorageFullError`` where it is full.
+    Every method raises ``StorageUnavailableError`` where the storage does not answer,
+    ``StorageDeniedError`` where it rejects the credentials or denies the operation,
+    and ``StorageFullError`` where it is full.
     """
 
-    async def read(self, place: str) -> Stored | None:
-        """Returns what a place holds; None where it holds nothing."""
+    async def read(self, path: str) -> Stored | None:
+        """Returns an object; None if it does not exist."""
 
-    async def read_range(self, place: str, start: int, stop: int) -> bytes:
-        """Returns the bytes from ``start`` up to ``stop``.
+    async def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """Returns the bytes of an object from ``start`` up to ``stop``.
 
         Raises:
-            CorruptDataError: The place holds nothing, or less.
+            CorruptDataError: The object is missing or shorter.
         """
 
     async def write(
-        self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
+        self, path: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
-        """Writes a place as a whole; durable when it returns.
+        """Writes a whole object; durable when it returns.
 
         Raises:
             PreconditionError: The condition did not hold; nothing was written.
         """
 
-    async def settle(self, place: str) -> None:
-        """Makes durable what a place was just seen to hold.
+    async def settle(self, path: str) -> None:
+        """Makes an object durable, in the version that a read has just returned.
 
-        A write that was cut off, or whose sync failed, can be seen before it is
-        durable: who answers for what another call wrote MUST settle it first.
+        A write that was interrupted, or whose sync failed, can be visible before it is
+        durable: a call that reports the write of another call MUST settle it first.
         """
 
-    async def delete(self, place: str, *, generation: Generation | None = None) -> None:
-        """Empties a place, if it still holds that write. Empty already: no error.
+    async def delete(self, path: str, *, generation: Generation | None = None) -> None:
+        """Deletes an object, if it still has that generation; an absent one is no
+        error.
 
         Raises:
-            PreconditionError: It holds another write.
+            PreconditionError: It has another generation.
         """
 
     async def delete_below(self, prefix: str) -> None:
-        """Empties every place that begins with a prefix; not atomic."""
+        """Deletes every object whose path begins with a prefix; not atomic."""
 
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
-        """Returns the places that begin with a prefix, ascending.
+        """Returns the paths that begin with a prefix, ascending.
 
         Args:
-            prefix: What they begin with.
-            after: Only those after this place, which begins with the prefix.
+            prefix: The common beginning of the paths.
+            after: Returns only paths after this one, which begins with the prefix.
         """

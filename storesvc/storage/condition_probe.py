@@ -1,9 +1,9 @@
-"""Probes: whether a storage keeps the promises that a store rests on.
+"""Probes a storage for conditional writes, conditional deletions and complete lists.
 
 Conditional writes and deletions are the only arbiter of a store, and a complete list
-decides what is garbage. Not all that speaks the API of Google Cloud Storage or of S3
-honours the conditions: emulators accept and ignore them. A store there would lose
-checkpoints without an error, so none is made and none is opened there.
+decides what is garbage. Some storages that speak the API of Google Cloud Storage or of
+S3, emulators above all, accept conditions and ignore them. A store there would lose
+checkpoints without an error, so no store is created or opened there.
 """
 
 import uuid
@@ -22,67 +22,67 @@ from storesvc.storage.bucket import (
 
 
 async def check_conditions(bucket: Bucket) -> None:
-    """Refuses a storage that ignores a condition, or whose list lacks an object.
+    """Rejects a storage that ignores a condition, or whose list lacks an object.
 
     Writes, lists and deletes one object of its own.
 
     Raises:
-        InvalidFieldError: The storage does so.
-        StorageDeniedError: It does not let this process write.
-        StorageUnavailableError: It does not answer.
+        InvalidFieldError: The storage fails a probe.
+        StorageDeniedError: The storage does not let this process write.
+        StorageUnavailableError: The storage does not answer.
     """
-    place = f"{layout.PROBES}{uuid.uuid4().hex}"
-    first = await _written(bucket, place, b"1", IF_ABSENT)
+    path = f"{layout.PROBES}{uuid.uuid4().hex}"
+    first = await _written(bucket, path, b"1", IF_ABSENT)
     try:
-        second = await _written(bucket, place, b"2", first)
+        second = await _written(bucket, path, b"2", first)
         await _violated(
-            bucket.write(place, b"3", condition=IF_ABSENT),
+            bucket.write(path, b"3", condition=IF_ABSENT),
             "the creation of an object (ifGenerationMatch=0, If-None-Match)",
         )
         await _violated(
-            bucket.write(place, b"4", condition=first),
+            bucket.write(path, b"4", condition=first),
             "the overwriting of an object (ifGenerationMatch, If-Match)",
         )
         await _violated(
-            bucket.delete(place, generation=first),
+            bucket.delete(path, generation=first),
             "the deletion of an object (ifGenerationMatch, If-Match)",
         )
-        if place not in await bucket.list(layout.PROBES):
+        if path not in await bucket.list(layout.PROBES):
             raise InvalidFieldError(
-                f"{place}: expected a list of the storage to have an object that was "
-                "just written, got none; storesvc requires lists that are complete: "
-                "use another storage"
+                f"{path}: expected a list of the storage to have an object that was "
+                "just written, got none; storesvc requires complete lists: use another "
+                "storage"
             )
     except BaseException:
         with suppress(StoreError):
-            await bucket.delete(place)
+            await bucket.delete(path)
         raise
-    await bucket.delete(place, generation=second)
+    await bucket.delete(path, generation=second)
 
 
 async def _written(
-    bucket: Bucket, place: str, data: bytes, condition: WriteCondition
+    bucket: Bucket, path: str, data: bytes, condition: WriteCondition
 ) -> Generation:
-    """Writes, and returns the generation; a conflict may be with our own write, where
-    its answer was lost."""
+    """Writes an object, and returns its generation. A conflict may be with our own
+    write, if its response was lost."""
     try:
-        return await bucket.write(place, data, condition=condition)
+        return await bucket.write(path, data, condition=condition)
     except PreconditionError as e:
-        stored = await bucket.read(place)
+        stored = await bucket.read(path)
         if stored is None or stored.data != data:
             raise StorageUnavailableError(
-                f"{place}: expected the storage to write on a condition that holds, "
-                "got a conflict; try again"
+                f"{path}: expected the storage to accept a write whose condition "
+                "holds, got a conflict; try again"
             ) from e
         return stored.generation
 
 
 async def _violated(change: Awaitable[object], what: str) -> None:
-    """Refuses a storage that makes a change whose condition does not hold."""
+    """Rejects a storage that makes a change whose condition does not hold."""
     with suppress(PreconditionError):
         await change
         raise InvalidFieldError(
-            f"the storage ignores the condition of {what}: a store in it would lose "
+            f"the storage ignores the condition on {what}: a store in it would lose "
             "checkpoints; storesvc requires conditional writes: use a storage that "
-            "honours them"
+            "checks them"
         )

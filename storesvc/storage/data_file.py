@@ -1,8 +1,8 @@
-"""Data files on a root of files: how bytes get into them.
+"""Writes data files on a root of files.
 
-A data file has a name that nobody else uses, is written once from its beginning to
-its end, and never changed. What a killed write leaves is named by no record, and is
-collected with all else of its upload.
+A data file has a unique name, is written once from its beginning to its end, and is
+never changed. No record names the remains of a killed write; they are collected with
+the rest of its upload.
 """
 
 import os
@@ -20,37 +20,38 @@ HOW_TO_FREE_SPACE: Final = (
     "RUN --abort UPLOAD' a save that has failed, and 'storectl gc --grace 0s' removes "
     "what they leave"
 )
-"""What to do about a full disk, on either side. Without a grace period, the collection
-removes what was purged just now, too."""
+"""Remedy for a full disk, in the messages of both sides. Without a grace period, the
+collection also removes what was purged just now."""
 
 _PARTS_AT_ONCE: Final = 1024
-"""What Linux takes in one call (IOV_MAX)."""
+"""Maximum buffers of one ``writev`` call on Linux (IOV_MAX)."""
 
 
 class NewFile:
     """A data file that is being written.
 
-    As a context: durable once that has ended, or gone where it ended with an error. Its
-    directory's entry is not durable: who names the file to others syncs that first.
+    As a context manager: the file is durable at the end of the block, or removed if the
+    block raised. The directory entry is not durable: sync the directory before any
+    record names the file.
     """
 
-    def __init__(self, root: Path, place: str) -> None:
-        """Creates it.
+    def __init__(self, root: Path, path: str) -> None:
+        """Creates the file.
 
         Args:
             root: A directory.
-            place: Where below it; no directory of it may be a link.
+            path: Relative to the root; none of its directories may be a link.
 
         Raises:
-            OSError: It cannot be, or is there already.
+            OSError: The file exists, or cannot be created.
         """
         self._root = root
-        self._place = place
-        self._descriptor = rooted_files.create_file(root, place)
+        self._path = path
+        self._descriptor = rooted_files.create_file(root, path)
         self.size_bytes = 0
 
     def append(self, parts: Sequence[Buffer]) -> None:
-        """Writes parts behind what was written, without holding the interpreter.
+        """Appends buffers to the file; releases the interpreter lock while it writes.
 
         Args:
             parts: Contiguous buffers of bytes.
@@ -67,27 +68,28 @@ class NewFile:
             self.size_bytes += written
             while parts and written >= len(parts[0]):
                 written -= len(parts.pop(0))
-            if parts:  # the kernel takes 2 GiB at once, or what a full disk has left
+            # A short write: one call writes at most 2 GiB, or what fits on the disk.
+            if parts:
                 parts[0] = parts[0][written:]
 
     def keep(self) -> None:
-        """Makes what was written durable, and ends it.
+        """Makes the contents durable and closes the file.
 
         Raises:
-            OSError: The storage failed; the file is gone.
+            OSError: The storage failed; the file is removed.
         """
         try:
             os.fsync(self._descriptor)
         except OSError:
-            self.discard()  # nobody knows what of it is on the disk
+            self.discard()  # after a failed sync the contents on disk are unknown
             raise
         os.close(self._descriptor)
 
     def discard(self) -> None:
-        """Ends it, and removes it."""
+        """Closes and removes the file."""
         os.close(self._descriptor)
         with suppress(OSError):
-            rooted_files.remove_file(self._root, self._place)
+            rooted_files.remove_file(self._root, self._path)
 
     def __enter__(self) -> Self:
         return self

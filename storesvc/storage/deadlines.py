@@ -1,4 +1,4 @@
-"""Deadlines: how long a storage may take to answer."""
+"""Bounds how long a storage may take to answer."""
 
 import asyncio
 import logging
@@ -6,34 +6,35 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from storesvc.storage.location import MEMORY_DRIVER, Storage
-from storesvc.storage.log_throttle import Sparing
+from storesvc.storage.log_throttle import LogThrottle
 
 ANSWER_SECONDS: Final = 60.0
-"""How long a storage may take to answer, retries included ..."""
+"""Maximum time of a response, retries included, before the time for its bytes."""
 
 LEAST_BYTES_PER_SECOND: Final = 1 << 20
-"""... and how slowly bytes may come and go meanwhile."""
+"""Throughput by which the size of a request or response extends its deadline."""
 
 DISK_SECONDS: Final = 30.0
-"""How long a read from a disk of this machine may take, beside the time that its bytes
-take: so that its error, which names the file, comes before that of the call."""
+"""Maximum time of a read from a local disk, before the time for its bytes. Shorter than
+the deadline of the call, so that the error that names the file comes first."""
 
 LATE_SECONDS: Final = 15.0
-"""After which the log tells, where nothing comes nor goes."""
+"""Time after which a warning is logged, before the time for the bytes."""
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_lines = Sparing()
+_throttle = LogThrottle()
 
 
 def seconds_of(storage: Storage, *, size_bytes: int = 0) -> float | None:
-    """Returns how long an answer may take; None: any time, since it is memory. A disk
-    of this machine has a deadline too: it may be a network's, which hangs.
+    """Returns the deadline of a call in seconds; None for a bucket in memory.
+
+    A local disk has a deadline too: it may be a network file system that hangs.
 
     Args:
-        storage: Which is asked.
-        size_bytes: What comes or goes.
+        storage: The storage to be called.
+        size_bytes: Size of the request or of the response.
     """
     if storage.spec["driver"] == MEMORY_DRIVER:
         return None
@@ -41,17 +42,17 @@ def seconds_of(storage: Storage, *, size_bytes: int = 0) -> float | None:
 
 
 async def answer(storage: Storage, asked: Awaitable[T], *, size_bytes: int = 0) -> T:
-    """Returns what a storage answers; the arguments are those of ``seconds_of``.
+    """Awaits a call of a storage within its deadline; arguments as of ``seconds_of``.
 
     Raises:
-        TimeoutError: It takes longer than it may.
+        TimeoutError: The deadline has passed.
     """
     seconds = seconds_of(storage, size_bytes=size_bytes)
     if seconds is None:
         return await asked
     late_seconds = seconds - ANSWER_SECONDS + LATE_SECONDS
     loop = asyncio.get_running_loop()
-    late = loop.call_later(late_seconds, _tell_late, storage, late_seconds, loop.time)
+    late = loop.call_later(late_seconds, _log_late, storage, late_seconds, loop.time)
     try:
         async with asyncio.timeout(seconds):
             return await asked
@@ -59,6 +60,6 @@ async def answer(storage: Storage, asked: Awaitable[T], *, size_bytes: int = 0) 
         late.cancel()
 
 
-def _tell_late(storage: Storage, seconds: float, clock: Callable[[], float]) -> None:
-    if _lines.admits(storage.name, now=clock()):
+def _log_late(storage: Storage, seconds: float, clock: Callable[[], float]) -> None:
+    if _throttle.admits(storage.name, now=clock()):
         _log.warning("%s has not answered for %.0f s", storage.name, seconds)

@@ -1,13 +1,21 @@
-"""Directories that survive a power cut.
+"""Keeps the directories of a root of files durable and clear of interrupted writes.
 
-TensorStore syncs a file and the directory that it lies in. The entry of a directory
-that it made lies one higher, and nothing syncs that: after a power cut a file system
-may have the file, and no way to it. So on a root of files every directory is made
-here, and its entry synced, before anything is put into it.
+TensorStore syncs a file and its directory. The entry of a directory that TensorStore
+creates is in the parent, which nothing syncs: after a power cut a file system may have
+the file, and no directory entry that leads to it. So every directory is created here,
+and its entry synced, before anything is put into it.
+
+TensorStore writes a file next to its path, in ``<path>.__lock``, which is also the lock
+of the path, and then renames it. A killed process leaves that file. The next write
+overwrites it from its beginning and does not truncate it (seen in 0.1.86), so a shorter
+write would end in bytes of the killed one: `clear_interrupted_write` truncates it.
 """
 
+import fcntl
 import os
+import struct
 import threading
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -15,48 +23,54 @@ from typing import Final
 from cachetools import LRUCache
 
 from storesvc.storage import rooted_files
+from storesvc.storage.location import LOCK_SUFFIX
 
 KEPT: Final = 10_000
-"""Directories that are known to be durable; others are synced again."""
+"""Maximum directories that are remembered as durable; others are synced again."""
+
+_WHOLE_FILE: Final = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+_FLAGS: Final = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Flags that follow no link, and do not block on a FIFO."""
 
 
 class Directories:
-    """Those below one root. Every method blocks: it is for a thread."""
+    """The directories below one root. Every method blocks: call it from a thread."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._synced: LRUCache[str, bool] = LRUCache(KEPT)
-        self._lock = threading.Lock()  # a cache knows no threads
+        self._lock = threading.Lock()  # LRUCache is not thread-safe
 
     def first_names(self, limit: int) -> list[str]:
-        """Returns the names of up to so many entries of the root itself."""
+        """Returns up to `limit` names of entries of the root itself."""
         try:
             with os.scandir(self._root) as entries:
                 return [entry.name for entry in islice(entries, limit)]
-        except OSError:  # there is none, or it is refused when it is written to
+        except OSError:  # it does not exist, or the first write will report the error
             return []
 
-    def make(self, place: str) -> None:
-        """Makes the directory of a place, and makes it durable.
+    def make(self, path: str) -> None:
+        """Creates the directory of a path, durably.
 
         Raises:
-            IrregularFileError: A directory of the place is a link.
+            IrregularFileError: A directory of the path is a link.
             OSError: The storage failed.
         """
-        self._make(place.rpartition("/")[0])
+        self._make(path.rpartition("/")[0])
 
-    def sync(self, place: str) -> None:
-        """Makes durable that a place is there, or is not.
+    def sync(self, path: str) -> None:
+        """Makes the presence or absence of a path durable.
 
         Raises:
-            IrregularFileError: A directory of the place is a link.
+            IrregularFileError: A directory of the path is a link.
             OSError: The storage failed.
         """
-        with rooted_files.opened_directory(self._root, place) as directory:
+        with rooted_files.opened_directory(self._root, path) as directory:
             os.fsync(directory)
 
     def remove_below(self, prefix: str) -> None:
-        """Removes all whose place begins with a prefix, and its directories.
+        """Removes everything whose path begins with a prefix, directories included.
 
         Raises:
             IrregularFileError: A directory of the prefix is a link.
@@ -70,12 +84,12 @@ class Directories:
     def _make(self, directory: str) -> None:
         with self._lock:
             is_synced = self._synced.get(directory, False)
-        if is_synced and self._is_there(directory):
+        if is_synced and (self._root / directory).is_dir():
             return
         if directory:
             self._make(directory.rpartition("/")[0])
             rooted_files.make_directory(self._root, directory)
-            # also where it was there: the process that made it may have died before
+            # Also if it existed: the process that created it may have died before.
             self.sync(directory)
         else:
             self._root.mkdir(parents=True, exist_ok=True)
@@ -83,8 +97,24 @@ class Directories:
         with self._lock:
             self._synced[directory] = True
 
-    def _is_there(self, directory: str) -> bool:
-        return (self._root / directory).is_dir()
+
+def clear_interrupted_write(path: Path) -> None:
+    """Truncates the file that a killed write of `path` left; a write in progress is not
+    touched."""
+    lock = path.with_name(path.name + LOCK_SUFFIX)
+    try:
+        descriptor = os.open(lock, _FLAGS)
+    except OSError:  # usually there is none
+        return
+    try:
+        # A write holds this lock until it has renamed the file: if we get the lock, and
+        # the file still has its name, no write is in progress.
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+            if os.path.samestat(os.fstat(descriptor), lock.stat()):
+                os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
 
 
 def _sync(directory: Path) -> None:

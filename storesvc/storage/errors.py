@@ -1,6 +1,6 @@
-"""Errors of storages, in the service's words.
+"""Translates the errors of TensorStore and of the operating system into ours.
 
-TensorStore raises builtin exceptions; the status code heads the message.
+TensorStore raises builtin exceptions; their message begins with the status code.
 """
 
 import errno
@@ -26,31 +26,33 @@ _DAMAGE: Final = (
     "Error decoding",
     "NOT_FOUND: Error reading",
 )
-"""What messages begin with that tell of damaged or missing bytes."""
+"""Beginnings of messages about damaged or missing bytes."""
 
 _READ_ONLY: Final = "Read-only file system"
-"""How an error of TensorStore words EROFS."""
+"""Message of TensorStore for EROFS."""
 
 _DENIED: Final = ("PERMISSION_DENIED", "UNAUTHENTICATED")
-_UNACCEPTED: Final = (
+_UNAUTHENTICATED: Final = (
     "http_response_code='401'",
     "InvalidAccessKeyId",
     "RequestTimeTooSkewed",
     "SignatureDoesNotMatch",
 )
-"""Tells who is not known from who may not, where the status code does not."""
+"""Parts of messages about rejected credentials, where the status code does not
+distinguish them from missing permissions."""
 
 
 @contextmanager
-def translated(storage: Storage, place: str) -> Generator[None]:
-    """Raises our error for any that TensorStore raises inside, and for a deadline.
+def translated(storage: Storage, path: str) -> Generator[None]:
+    """Translates errors of TensorStore, of files and of deadlines that are raised
+    inside.
 
     Raises:
-        CorruptDataError: What is stored there is damaged, or shorter than it was.
-        StorageDeniedError: The storage lets us not in, or not do this, or is
-            read-only.
-        StorageFullError: It is full.
-        StorageUnavailableError: It failed, or does not answer.
+        CorruptDataError: The stored object is damaged, or shorter than it was.
+        StorageDeniedError: The storage rejects the credentials, denies the operation,
+            or is read-only.
+        StorageFullError: The storage is full.
+        StorageUnavailableError: The storage failed, or does not answer.
     """
     try:
         yield
@@ -58,7 +60,7 @@ def translated(storage: Storage, place: str) -> Generator[None]:
         raise
     except TimeoutError as e:
         raise StorageUnavailableError(
-            f"{storage.describe(place)}: the storage did not answer in time; try again",
+            f"{storage.describe(path)}: the storage did not answer in time; try again",
             storage=storage.name,
         ) from e
     except IrregularFileError as e:
@@ -67,16 +69,16 @@ def translated(storage: Storage, place: str) -> Generator[None]:
             "file that was stored, or use another checkpoint"
         ) from e
     except PermissionError as e:
-        raise denied(storage, place, e.strerror or str(e)) from e
+        raise denied(storage, path, e.strerror or str(e)) from e
     except (ValueError, RuntimeError, OSError, KeyError) as e:
         if isinstance(e, OSError) and e.errno == errno.EROFS:
-            raise read_only(storage, place) from e
-        raise _error(storage, place, str(e)) from e
+            raise _read_only(storage, path) from e
+        raise _error(storage, path, str(e)) from e
 
 
-def _error(storage: Storage, place: str, text: str) -> StoreError:
-    where, told = storage.describe(place), text.partition(" [")[0]
-    # of a bucket it is a quota of requests, which passes
+def _error(storage: Storage, path: str, text: str) -> StoreError:
+    where, reason = storage.describe(path), text.partition(" [")[0]
+    # From a bucket it is a quota of requests, which is a transient error.
     is_full = text.startswith("RESOURCE_EXHAUSTED") and not storage.is_remote
     if is_full or "No space left" in text:
         return StorageFullError(
@@ -84,67 +86,67 @@ def _error(storage: Storage, place: str, text: str) -> StoreError:
             storage=storage.name,
         )
     if _READ_ONLY in text:
-        return read_only(storage, place)
+        return _read_only(storage, path)
     if text.startswith(_DENIED):
-        why = told.partition(": ")[2]
-        if is_about_who_asks(text):
-            return unaccepted(storage, place, why)
-        return denied(storage, place, why)
+        why = reason.partition(": ")[2]
+        if is_unauthenticated(text):
+            return unauthenticated(storage, path, why)
+        return denied(storage, path, why)
     if text.startswith(_DAMAGE):
         return CorruptDataError(
-            f"{where} is damaged or cut off ({told}); use another checkpoint"
+            f"{where} is damaged or truncated ({reason}); use another checkpoint"
         )
-    return failed(storage, place, told)
+    return failed(storage, path, reason)
 
 
-def is_about_who_asks(text: str) -> bool:
-    """Returns whether a denial tells that the storage does not know who asks."""
-    return any(sign in text for sign in _UNACCEPTED)
+def is_unauthenticated(text: str) -> bool:
+    """Returns whether a denial is about the credentials, not about permissions."""
+    return any(sign in text for sign in _UNAUTHENTICATED)
 
 
-def failed(storage: Storage, place: str, told: str) -> StorageUnavailableError:
-    """Returns what is said where the storage could not do what was asked."""
+def failed(storage: Storage, path: str, reason: str) -> StorageUnavailableError:
+    """Returns the error of a storage that could not do what was requested."""
     return StorageUnavailableError(
-        f"{storage.describe(place)}: the storage failed: {told}", storage=storage.name
+        f"{storage.describe(path)}: the storage failed: {reason}", storage=storage.name
     )
 
 
-def denied(storage: Storage, place: str, told: str) -> StorageDeniedError:
-    """Returns what is said where the storage knows who asks, and lets them not."""
-    who, what = ("our credentials", "objects")
+def denied(storage: Storage, path: str, reason: str) -> StorageDeniedError:
+    """Returns the error of a storage that accepts the credentials and denies the
+    operation to them."""
+    identity, objects = ("our credentials", "objects")
     if not storage.is_remote:
-        who, what = ("the user of this process", "files")
+        identity, objects = ("the user of this process", "files")
     return StorageDeniedError(
-        f"{storage.describe(place)}: the storage denies this to {who} "
-        f"({told.removesuffix('.')}); let them read, write, list and delete {what} "
-        f"below {storage.name}",
+        f"{storage.describe(path)}: the storage denies this to {identity} "
+        f"({reason.removesuffix('.')}); let them read, write, list and delete "
+        f"{objects} below {storage.name}",
         storage=storage.name,
     )
 
 
-def read_only(storage: Storage, place: str) -> StorageDeniedError:
-    """Returns what refuses to write to a file system that is mounted read-only."""
+def _read_only(storage: Storage, path: str) -> StorageDeniedError:
     return StorageDeniedError(
-        f"{storage.describe(place)}: the storage {storage.name} is read-only; mount it "
+        f"{storage.describe(path)}: the storage {storage.name} is read-only; mount it "
         "for writing, or only read from it",
         storage=storage.name,
         read_only="true",
     )
 
 
-def unaccepted(storage: Storage, place: str, told: str) -> StorageDeniedError:
-    """Returns what is said where the storage does not know who asks."""
+def unauthenticated(storage: Storage, path: str, reason: str) -> StorageDeniedError:
+    """Returns the error of a storage that rejects the credentials."""
     return StorageDeniedError(
-        f"{storage.describe(place)}: the storage does not accept our credentials "
-        f"({told.removesuffix('.')}); renew them, and see that their account exists "
-        "and the clock is right",
+        f"{storage.describe(path)}: the storage does not accept our credentials "
+        f"({reason.removesuffix('.')}); renew them, and check that their account "
+        "exists and the clock is right",
         storage=storage.name,
     )
 
 
 def no_bucket(storage: Storage) -> InvalidFieldError:
-    """Returns the refusal of a root in a bucket that does not exist."""
+    """Returns the error of a root in a bucket that does not exist."""
     return InvalidFieldError(
-        f"root {storage.name}: expected a bucket that exists, got none of this name; "
+        f"root {storage.name}: expected an existing bucket, got none of this name; "
         "create it, or correct the name"
     )

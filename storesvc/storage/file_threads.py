@@ -1,12 +1,13 @@
-"""Threads for calls that a file system may block: reads, writes and syncs of files.
+"""Runs blocking calls of a file system in daemon threads with deadlines.
 
-They are apart from the threads of ``asyncio.to_thread``, which all other work shares
-and which the interpreter joins when it ends. A call that exceeds its deadline is
-refused; its thread cannot be stopped, so it is abandoned and another takes its place.
-Until it returns, further calls for the same place are refused at once, and before the
-deadline few calls for one place run at a time: so a file that hangs occupies few
-threads, however often it is asked for. The number of abandoned threads is bounded, and
-they are daemons: a process ends without them.
+``asyncio.to_thread`` shares its threads with all other work, and the interpreter joins
+them at exit. Here a file system that hangs occupies few threads and delays no exit:
+
+1. A call that exceeds its deadline fails. Its thread cannot be stopped, so it is
+   abandoned, and a new thread replaces it.
+2. Until an abandoned call returns, further calls for its path fail at once.
+3. Before the deadline, few calls for one path run concurrently.
+4. The number of abandoned threads is bounded, and all threads are daemons.
 """
 
 import asyncio
@@ -23,25 +24,25 @@ from storesvc.errors import StorageUnavailableError
 T = TypeVar("T")
 
 THREADS: Final = 32
-"""Calls at a time. Others wait, which counts towards their deadline."""
+"""Maximum concurrent calls. Others are queued, which counts towards their deadline."""
 
-PER_PLACE: Final = 4
-"""Of them, for one place."""
+CALLS_PER_PATH: Final = 4
+"""Maximum concurrent calls for one path."""
 
 MAX_ABANDONED: Final = 64
-"""Threads whose calls have exceeded their deadline; then every call is refused."""
+"""Maximum threads of calls past their deadline; at this number every call fails."""
 
 IDLE_SECONDS: Final = 10.0
-"""After which a thread without work ends."""
+"""Time after which an idle thread ends."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Call(Generic[T]):
-    """A call for a place."""
+    """A call for a path; the arguments of ``FileThreads.run``."""
 
-    place: str
+    path: str
     function: Callable[[], T]
     discard: Callable[[T], object] | None
     instead: Callable[[], object] | None
@@ -56,50 +57,50 @@ class FileThreads:
     """Runs the blocking calls of one storage."""
 
     def __init__(self, name: str) -> None:
-        """Prepares to run calls; threads start when they are needed.
+        """Creates no thread yet.
 
         Args:
-            name: What errors call the storage.
+            name: The storage's name in errors.
         """
         self._name = name
         self._queue: deque[_Call[Any]] = deque()
         self._changed = threading.Condition()
         self._threads = 0
-        """Those that are not abandoned."""
+        """Number of threads, without the abandoned ones."""
         self._idle = 0
         self._running: Counter[str] = Counter()
-        """By place; the abandoned included."""
+        """Running calls by path, abandoned ones included."""
         self._abandoned: Counter[str] = Counter()
-        """By place."""
+        """Abandoned calls by path."""
 
     async def run(
         self,
-        place: str,
+        path: str,
         function: Callable[[], T],
         *,
         seconds: float | None,
         discard: Callable[[T], object] | None = None,
         instead: Callable[[], object] | None = None,
     ) -> T:
-        """Returns what a function returns.
+        """Runs a blocking function, and returns its result.
 
         Args:
-            place: What the function reads or writes.
-            function: Blocks.
-            seconds: How long it may take, with what it waits; None: any time.
-            discard: Takes what the function returns where nobody waits for it any
-                more, in a thread of its own.
-            instead: Called, in a thread of its own, where the function never is, as
-                nobody waits for it any more.
+            path: The path that the function reads or writes.
+            function: The blocking function.
+            seconds: Deadline, time in the queue included; None for no deadline.
+            discard: Called with the result, in a new thread, if the caller no longer
+                waits for it.
+            instead: Called, in a new thread, if the caller stops waiting before the
+                function begins.
 
         Raises:
-            StorageUnavailableError: An earlier call for the place, or too many for
-                others, have not returned.
-            TimeoutError: It takes longer than it may.
+            StorageUnavailableError: An earlier call for the path has not returned, or
+                too many calls for other paths have not.
+            TimeoutError: The deadline has passed.
         """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
-        call = _Call(place, function, discard, instead, loop, result)
+        call = _Call(path, function, discard, instead, loop, result)
         try:
             self._submit(call)
         except StorageUnavailableError:
@@ -116,16 +117,16 @@ class FileThreads:
 
     def _submit(self, call: _Call[Any]) -> None:
         with self._changed:
-            if call.place in self._abandoned:
+            if call.path in self._abandoned:
                 raise StorageUnavailableError(
-                    f"{call.place}: an earlier call for this file has not returned; "
-                    "check the disk or the network that it lies on, and try again",
+                    f"{call.path}: an earlier call for this file has not returned; "
+                    "check the disk or the network that holds it, and try again",
                     storage=self._name,
                 )
             if self._abandoned.total() >= MAX_ABANDONED:
                 raise StorageUnavailableError(
-                    f"{call.place}: {MAX_ABANDONED} calls for other files have not "
-                    "returned; check the disk or the network that the store lies on",
+                    f"{call.path}: {MAX_ABANDONED} calls for other files have not "
+                    "returned; check the disk or the network that holds the store",
                     storage=self._name,
                 )
             self._queue.append(call)
@@ -139,15 +140,15 @@ class FileThreads:
         threading.Thread(target=self._work, name="storesvc-file", daemon=True).start()
 
     def _expire(self, call: _Call[Any]) -> None:
-        """Refuses a call that exceeds its deadline, and replaces its thread."""
+        """Fails a call at its deadline, and replaces its thread."""
         with self._changed:
             if call.is_running:
                 call.is_abandoned = True
-                self._abandoned[call.place] += 1
+                self._abandoned[call.path] += 1
                 self._threads -= 1
                 if self._queue:
                     self._start()
-                _log.warning("%s: a call for it does not return", call.place)
+                _log.warning("%s: a call for this file does not return", call.path)
         if not call.result.done():
             call.result.set_exception(TimeoutError())
 
@@ -156,25 +157,25 @@ class FileThreads:
             result, error = None, None
             try:
                 result = call.function()
-            except BaseException as e:  # noqa: BLE001 - for the caller, which waits
+            except BaseException as e:  # noqa: BLE001 - the awaiting caller raises it
                 error = e
             with self._changed:
                 call.is_running = False
-                _subtract(self._running, call.place)
+                _subtract(self._running, call.path)
                 if call.is_abandoned:
-                    _subtract(self._abandoned, call.place)
+                    _subtract(self._abandoned, call.path)
                     if self._queue and self._threads < THREADS:
-                        self._start()  # for what waited for this place
+                        self._start()  # for queued calls of this path
             with suppress(RuntimeError):  # the loop is closed
                 call.loop.call_soon_threadsafe(_end, call, result, error)
             if call.is_abandoned:
                 return
-            del call, result, error  # what they hold is not for the next to wait for
+            del call, result, error  # an idle thread must not keep them alive
 
     def _next(self) -> _Call[Any] | None:
-        """The next call, to be run; None: the thread shall end."""
+        """Waits for the next call to run; None ends the thread."""
         with self._changed:
-            while (call := self._taken()) is None:
+            while (call := self._dequeue()) is None:
                 self._idle += 1
                 is_awake = self._changed.wait(IDLE_SECONDS)
                 self._idle -= 1
@@ -182,34 +183,34 @@ class FileThreads:
                     self._threads -= 1
                     return None
             call.is_running = True
-            self._running[call.place] += 1
+            self._running[call.path] += 1
             return call
 
-    def _taken(self) -> _Call[Any] | None:
-        """Takes the first call from the queue that may run."""
+    def _dequeue(self) -> _Call[Any] | None:
+        """Removes and returns the first call of the queue that may run."""
         while self._queue and self._queue[0].result.done():
-            _skip(self._queue.popleft())  # nobody waits for it any more
+            _skip(self._queue.popleft())  # its caller no longer waits
         for at, call in enumerate(self._queue):
-            if not call.result.done() and self._running[call.place] < PER_PLACE:
+            if not call.result.done() and self._running[call.path] < CALLS_PER_PATH:
                 del self._queue[at]
                 return call
         return None
 
 
 def _skip(call: _Call[Any]) -> None:
-    """Gives up a call whose function was never called."""
+    """Ends a call whose function was never called."""
     if call.instead is not None:
         threading.Thread(target=call.instead, daemon=True).start()
 
 
-def _subtract(counter: Counter[str], place: str) -> None:
-    counter[place] -= 1
-    if not counter[place]:
-        del counter[place]  # it has as many entries as there are threads
+def _subtract(counter: Counter[str], path: str) -> None:
+    counter[path] -= 1
+    if not counter[path]:
+        del counter[path]  # keeps the counter as small as the number of threads
 
 
 def _end(call: _Call[Any], result: Any, error: BaseException | None) -> None:
-    """Gives a call its result; in the thread of its loop."""
+    """Sets the result of a call; runs in the thread of its event loop."""
     if call.deadline is not None:
         call.deadline.cancel()
     if not call.result.done():

@@ -1,41 +1,72 @@
-"""Answers of TensorStore, awaited by who may be cancelled."""
+"""Awaits what a storage library does outside the event loop.
+
+`await_future` awaits a TensorStore future, `run_in_daemon_thread` a blocking call.
+Neither delays the exit of the process or of a cancelled caller.
+"""
 
 import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     import tensorstore as ts
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def answered(asked: "ts.Future[T]") -> T:
-    """Returns an answer, once it is there; who is cancelled meanwhile gives it up.
+async def await_future(future: "ts.Future[T]") -> T:
+    """Returns the result of a TensorStore future; on cancellation drops the future
+    without `cancel()`, which can deadlock.
 
-    To be used in place of ``await asked``, which may stop the process for ever: where
-    that is cancelled while the answer comes in, ``tensorstore.Future.cancel`` keeps the
-    interpreter's lock, and waits for a thread of TensorStore that waits for that lock
-    (seen in 0.1.86, once in some 50,000 that were cancelled as they were answered).
-    What nobody has a reference to is given up as well, and waits for nothing.
+    Replaces ``await future``: if that is cancelled while the result arrives,
+    ``tensorstore.Future.cancel`` holds the interpreter lock while it waits for a
+    TensorStore thread, which waits for that lock (seen in 0.1.86, once in some 50,000
+    cancellations at the moment of the result). A future without references is dropped
+    as well, and blocks nothing.
 
     Raises:
-        Exception: What it failed with.
+        Exception: The error of the future.
     """
     loop = asyncio.get_running_loop()
-    come = loop.create_future()
+    done = loop.create_future()
 
     def settle() -> None:
-        if not come.done():
-            come.set_result(None)
+        if not done.done():
+            done.set_result(None)
 
-    def tell(_: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended
+    def notify(_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle)
 
-    asked.add_done_callback(tell)
+    future.add_done_callback(notify)
     try:
-        await come
+        await done
     finally:
-        asked.remove_done_callback(tell)
-    return asked.result()
+        future.remove_done_callback(notify)
+    return future.result()
+
+
+async def run_in_daemon_thread(
+    function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Returns the result of a blocking function, run in a new daemon thread; on
+    cancellation leaves the thread running.
+
+    ``asyncio.to_thread`` uses executor threads, which the interpreter joins at exit: a
+    storage that does not answer would delay the exit by the timeout of its client.
+    """
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+
+    def run() -> None:
+        try:
+            result.set_result(function(*args, **kwargs))
+        except BaseException as e:  # noqa: BLE001 - the awaiting caller raises it
+            result.set_exception(e)
+
+    threading.Thread(target=run, name="storesvc-blocking-call", daemon=True).start()
+    return await asyncio.wrap_future(result)

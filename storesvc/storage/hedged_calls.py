@@ -1,12 +1,12 @@
-"""Calls of a storage on the network, asked again where no answer comes."""
+"""Runs calls of a storage on the network, with hedges and retries."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar, assert_never
 
-from storesvc.storage.hedging import Asked, Hedging, Limits, Step
-from storesvc.storage.log_throttle import Sparing
+from storesvc.storage.hedging import HedgedCall, Hedging, Limits, Step
+from storesvc.storage.log_throttle import LogThrottle
 
 T = TypeVar("T")
 
@@ -14,34 +14,35 @@ _log = logging.getLogger(__name__)
 
 
 class HedgedCalls:
-    """Those of one kind, of one storage."""
+    """Runs the reads, the writes or the conditional changes of one storage."""
 
     def __init__(self, limits: Limits) -> None:
         self._hedging = Hedging(limits)
-        self._lines = Sparing()
+        self._throttle = LogThrottle()
 
     async def answer(
         self, ask: Callable[[], Awaitable[T]], *, size_bytes: int, name: str
     ) -> T:
-        """Returns the first answer.
+        """Returns the first response.
 
         Args:
-            ask: Asks for it; again, where it is called again.
-            size_bytes: That come or go.
-            name: What logs call it.
+            ask: Sends one request and returns its response; called again for each
+                hedge and retry.
+            size_bytes: Size of the request or of the response.
+            name: The call's name in log lines.
 
         Raises:
-            TimeoutError: There was none in time.
+            TimeoutError: There was no response within the deadlines of all attempts.
         """
-        call = _Call(ask, self._hedging, size_bytes, name, self._lines)
+        call = _Requests(ask, self._hedging, size_bytes, name, self._throttle)
         try:
             return await call.answer()
         finally:
             call.end()
 
 
-class _Call(Generic[T]):
-    """One call, as often as it is asked."""
+class _Requests(Generic[T]):
+    """The requests of one call."""
 
     def __init__(
         self,
@@ -49,68 +50,68 @@ class _Call(Generic[T]):
         hedging: Hedging,
         size_bytes: int,
         name: str,
-        lines: Sparing,
+        throttle: LogThrottle,
     ) -> None:
         self._ask = ask
         self._clock = asyncio.get_running_loop().time
         self._name = name
-        self._lines = lines
-        self._under_way: set[asyncio.Future[T]] = set()
-        self._asked: Asked = hedging.begin(size_bytes, now=self._clock())
+        self._throttle = throttle
+        self._in_flight: set[asyncio.Future[T]] = set()
+        self._call: HedgedCall = hedging.begin(size_bytes, now=self._clock())
         self._is_answered = False
 
     async def answer(self) -> T:
-        """Asks, and asks again, until one is answered."""
-        self._begin()
+        """Sends requests until one succeeds, or the last one in flight fails."""
+        self._send()
         while True:
             done, _ = await asyncio.wait(
-                self._under_way,
-                timeout=max(0.0, self._asked.due - self._clock()),
+                self._in_flight,
+                timeout=max(0.0, self._call.due - self._clock()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            self._under_way -= done
+            self._in_flight -= done
             good = [one for one in done if one.exception() is None]
-            if good or (done and not self._under_way):
+            if good or (done and not self._in_flight):
                 self._is_answered = True
                 return (good or list(done))[0].result()
             if not done:
                 self._step()
 
     def end(self) -> None:
-        """Gives up what is still asked."""
-        self._give_up()
+        """Abandons the requests in flight."""
+        self._abandon()
         if self._is_answered:
-            self._asked.answered(now=self._clock())
+            self._call.answered(now=self._clock())
         else:
-            self._asked.given_up()
+            self._call.abandoned()
 
     def _step(self) -> None:
-        match self._asked.step(now=self._clock()):
+        match self._call.step(now=self._clock()):
             case Step.FAIL:
                 raise TimeoutError
-            case Step.BESIDE:
-                self._begin()
-            case Step.ANEW:
-                self._give_up()
-                self._tell_late()
-                self._begin()
+            case Step.HEDGE:
+                self._send()
+            case Step.RETRY:
+                self._abandon()
+                self._log_late()
+                self._send()
             case Step.WAIT:
                 pass
             case step:
                 assert_never(step)
 
-    def _tell_late(self) -> None:
+    def _log_late(self) -> None:
         now = self._clock()
-        if self._lines.admits("late", now=now):
-            seconds = now - self._asked.began
+        if self._throttle.admits("late", now=now):
+            seconds = now - self._call.began
             _log.warning(
-                "%s has not answered for %.0f s, asked again", self._name, seconds
+                "%s has not answered for %.0f s; retrying", self._name, seconds
             )
 
-    def _begin(self) -> None:
-        self._under_way.add(asyncio.ensure_future(self._ask()))
+    def _send(self) -> None:
+        self._in_flight.add(asyncio.ensure_future(self._ask()))
 
-    def _give_up(self) -> None:
-        for one in self._under_way:
+    def _abandon(self) -> None:
+        for one in self._in_flight:
             one.cancel()
-        self._under_way.clear()
+        self._in_flight.clear()

@@ -1,20 +1,19 @@
-"""When a storage is asked again for a read, or a write, and when that is given up.
+"""Decides when a read or a write of a storage is hedged, retried and abandoned.
 
-Of many answers over a network a few take ten times as long as the others, and some
-never come. So a read that takes longer than nearly all of its size did lately is asked
-a second time beside the first, and the first answer counts. A storage that has too much
-to do is slow with all of them: what is asked twice is a small share of what is asked
-once, and whoever has no share left waits.
+Of many responses over a network a few take ten times as long as the others, and some
+never come. So a read that takes longer than nearly all recent reads of its size is
+hedged: a second request is sent, and the first response counts. An overloaded storage
+is slow with all requests; a token bucket keeps hedges to a small share of the requests,
+and a read that finds it empty waits.
 
-Past a deadline all that was asked for a read is given up, and it is asked anew; a few
-times, then the read has failed. The deadline allows for what is under way beside it: on
-a slow network many reads take long together, and none of them stalls.
+At its deadline all requests of a read are abandoned, and it is retried; after a number
+of attempts the read fails. The deadline grows with the bytes in flight: on a slow
+network many concurrent reads take long together, and none of them has stalled.
 
-So it is with writes of what nobody else writes, which may as well be written twice, and
-with changes of which only the first can take place.
+The same holds for writes of objects with a single writer, which may be written twice,
+and for conditional changes, of which only the first can take effect.
 
-Decides only: moments are seconds of any clock that never goes back. Threads may share
-it.
+This module decides only: times are seconds of any monotonic clock. Thread-safe.
 
 Example:
     >>> reads = Hedging(Limits(answer_seconds=10, tries=2))
@@ -22,7 +21,7 @@ Example:
     >>> read.due
     2.0
     >>> read.step(now=2), read.step(now=11), read.step(now=22)
-    (<Step.BESIDE: 1>, <Step.ANEW: 2>, <Step.FAIL: 3>)
+    (<Step.HEDGE: 1>, <Step.RETRY: 2>, <Step.FAIL: 3>)
 """
 
 import math
@@ -33,58 +32,61 @@ from enum import Enum
 from typing import Final
 
 QUANTILE: Final = 0.95
+"""Quantile of recent latencies from which the threshold of a slow read is computed."""
+
 SLOW: Final = 2.0
-"""A read is slow that takes so many times as long as that share of the others."""
+"""Factor on that quantile above which a read is slow."""
 
 RECENT: Final = 128
-"""Reads of about a size that others are compared with."""
+"""Recent reads of each size class that the quantile is taken of."""
 
 LEAST_RECENT: Final = 16
-"""With fewer, nobody knows what is slow."""
+"""Reads below which the quantile is unknown."""
 
-SHARE: Final = 0.05
-"""Of reads that are asked a second time beside the first ..."""
+HEDGE_SHARE: Final = 0.05
+"""Tokens that each read adds to the token bucket; a hedge takes one."""
 
-SPARE: Final = 4.0
-"""... and how many of them may be before, or after, many were not."""
+HEDGE_BURST: Final = 4.0
+"""Capacity of the token bucket, which is also its first filling."""
 
 _UNIT: Final = 1 << 20
 
 
 class Step(Enum):
-    """What to do about a read that was not answered when it was due."""
+    """Actions for a read that has no response when it is due."""
 
-    BESIDE = 1
-    """Ask it a second time."""
-    ANEW = 2
-    """Give up what was asked, and ask again."""
+    HEDGE = 1
+    """Send a second request; keep the first."""
+    RETRY = 2
+    """Abandon all requests, and send another."""
     FAIL = 3
-    """Give it up."""
+    """Abandon the read."""
     WAIT = 4
-    """Nothing, until it is due again."""
+    """Do nothing until it is due again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a storage may take."""
+    """Limits of the calls of one storage."""
 
     floor_seconds: float = 0.5
-    """No read is slow before ..."""
+    """Minimum latency of a slow read."""
     unknown_seconds: float = 2.0
-    """... and where nobody knows what is slow, this is."""
+    """Latency of a slow read while the quantile is unknown."""
     answer_seconds: float = 15.0
-    """Within which a read is answered that is asked once, or beside itself ..."""
+    """Deadline of one attempt, before the time for the bytes in flight."""
     least_bytes_per_second: float = 8 << 20
-    """... and how slowly the bytes of all that are under way may come meanwhile."""
+    """Throughput by which the bytes of all reads in flight extend the deadline."""
     tries: int = 3
-    """How often a read is asked before it has failed."""
+    """Maximum attempts of a read."""
 
 
 READS: Final = Limits()
 
 WRITES: Final = Limits(
     floor_seconds=2.0,
-    # to write all of the first ones twice would cost more than to wait
+    # Hedging the first writes, before the quantile is known, would cost more than it
+    # saves.
     unknown_seconds=math.inf,
     answer_seconds=30.0,
     least_bytes_per_second=4 << 20,
@@ -95,7 +97,7 @@ CHANGES: Final = Limits(floor_seconds=1.0, answer_seconds=10.0, tries=6)
 
 
 class Hedging:
-    """The reads, or the writes, of one storage."""
+    """The latencies and the token bucket of one storage's reads, or writes."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -103,19 +105,20 @@ class Hedging:
         self._recent: defaultdict[int, deque[float]] = defaultdict(
             lambda: deque(maxlen=RECENT)
         )
-        """Seconds that reads took, by a power of two of their size."""
-        self._spare = SPARE
+        """Latencies in seconds, by size class."""
+        self._tokens = HEDGE_BURST
         self._bytes = 0
+        """Bytes of all reads in flight."""
 
-    def begin(self, size_bytes: int, *, now: float) -> "Asked":
-        """Returns a read that is asked now."""
+    def begin(self, size_bytes: int, *, now: float) -> "HedgedCall":
+        """Returns a read whose first request is sent now."""
         with self._lock:
             self._bytes += size_bytes
-            self._spare = min(SPARE, self._spare + SHARE)
-        return Asked(self, size_bytes, now)
+            self._tokens = min(HEDGE_BURST, self._tokens + HEDGE_SHARE)
+        return HedgedCall(self, size_bytes, now)
 
     def slow_seconds(self, size_bytes: int) -> float:
-        """Returns after how long a read of a size is slow."""
+        """Returns the latency above which a read of a size is slow."""
         with self._lock:
             took = sorted(self._recent[_size_class(size_bytes)])
         if len(took) < LEAST_RECENT:
@@ -125,29 +128,29 @@ class Hedging:
 
     @property
     def deadline_seconds(self) -> float:
-        """Within how long what is asked now is to be answered."""
+        """Deadline of an attempt that begins now."""
         allowed = self._bytes / self._limits.least_bytes_per_second
         return self._limits.answer_seconds + allowed
 
     @property
     def tries(self) -> int:
-        """How often a read is asked before it has failed."""
+        """Maximum attempts of a read."""
         return self._limits.tries
 
     def spend(self) -> bool:
-        """Takes the share of one that is asked a second time; False: none is left."""
+        """Takes the token of one hedge; returns False where none is left."""
         with self._lock:
-            if self._spare < 1:
+            if self._tokens < 1:
                 return False
-            self._spare -= 1
+            self._tokens -= 1
             return True
 
     def end(self, size_bytes: int, seconds: float | None) -> None:
-        """Takes note of the end of a read.
+        """Records the end of a read.
 
         Args:
-            size_bytes: Of the read.
-            seconds: That it took; None: it was not answered.
+            size_bytes: Size of the read.
+            seconds: Its latency; None if it got no response.
         """
         with self._lock:
             self._bytes -= size_bytes
@@ -155,8 +158,8 @@ class Hedging:
                 self._recent[_size_class(size_bytes)].append(seconds)
 
 
-class Asked:
-    """A read that was asked and is not answered."""
+class HedgedCall:
+    """A read in flight."""
 
     def __init__(self, reads: Hedging, size_bytes: int, now: float) -> None:
         self._reads = reads
@@ -168,12 +171,13 @@ class Asked:
 
     @property
     def due(self) -> float:
-        """The moment of the next step, unless it is answered before."""
+        """Time of the next step, unless a response comes first."""
         return min(self._slow_at, self._late_at)
 
     def step(self, *, now: float) -> Step:
-        """Returns what to do about it now."""
-        if now >= self._late_at:  # and what began since counts, too
+        """Returns the action to take now."""
+        # Reads that began after the attempt extend its deadline, too.
+        if now >= self._late_at:
             self._late_at = max(
                 self._late_at, self._asked_at + self._reads.deadline_seconds
             )
@@ -181,22 +185,22 @@ class Asked:
             if self._tries >= self._reads.tries:
                 return Step.FAIL
             self._ask(now)
-            return Step.ANEW
+            return Step.RETRY
         if now < self._slow_at:
             return Step.WAIT
         if self._reads.spend():
             self._slow_at = math.inf
-            return Step.BESIDE
-        # those that are answered meanwhile leave a share
+            return Step.HEDGE
+        # Reads that begin in the meantime refill the token bucket.
         self._slow_at = now + (now - self._asked_at)
         return Step.WAIT
 
     def answered(self, *, now: float) -> None:
-        """Takes note of the answer."""
+        """Records the response."""
         self._reads.end(self._size_bytes, now - self._asked_at)
 
-    def given_up(self) -> None:
-        """Takes note that none is awaited any more."""
+    def abandoned(self) -> None:
+        """Records that the caller no longer waits for a response."""
         self._reads.end(self._size_bytes, None)
 
     def _ask(self, now: float) -> None:
@@ -207,4 +211,5 @@ class Asked:
 
 
 def _size_class(size_bytes: int) -> int:
+    """The power of two of a size in MiB, rounded up."""
     return (size_bytes // _UNIT).bit_length()

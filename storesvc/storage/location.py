@@ -1,8 +1,9 @@
-"""Storages: what the root of a store means to TensorStore.
+"""Parses the root of a store into the storage that TensorStore opens.
 
-Options of a bucket follow its root, as a query:
+Options of a bucket follow its root as a query:
 ``gs://BUCKET/PREFIX?concurrency=256&driver=gcs_grpc``,
-``s3://BUCKET/PREFIX?endpoint=https://minio:9000&region=us-east-1``. Decides only.
+``s3://BUCKET/PREFIX?endpoint=https://minio:9000&region=us-east-1``.
+This module decides only.
 """
 
 import os
@@ -15,8 +16,8 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from storesvc.errors import InvalidFieldError
 
 CONCURRENCY: Final = 128
-"""Requests to a bucket at a time. TensorStore's own 32 leave most of a bucket idle: one
-request moves some 50 MB/s, whatever the network."""
+"""Default of concurrent requests to a bucket. TensorStore's own 32 leave most of a
+bucket idle: one request transfers some 50 MB/s on any network."""
 
 MAX_CONCURRENCY: Final = 4096
 
@@ -25,20 +26,20 @@ RETRIES: Final[dict[str, Any]] = {
     "initial_delay": "100ms",
     "max_delay": "3s",
 }
-"""Of a request that fails in passing, each later than the one before, with jitter.
+"""Retries of a transient error within one request, with exponential backoff and jitter.
 TensorStore's own 32 retries outlast every deadline."""
 
 JSON_DRIVER: Final = "gcs"
 GRPC_DRIVER: Final = "gcs_grpc"
 GCS_DRIVERS: Final = (JSON_DRIVER, GRPC_DRIVER)
-"""TensorStore's of Google Cloud Storage: over HTTP, and over gRPC."""
+"""TensorStore's drivers for Google Cloud Storage: over HTTP, and over gRPC."""
 
 S3_DRIVER: Final = "s3"
 FILE_DRIVER: Final = "file"
 MEMORY_DRIVER: Final = "memory"
 
 LOCK_SUFFIX: Final = ".__lock"
-"""Of the files beside those that TensorStore writes."""
+"""Suffix of the lock files that TensorStore puts next to the files that it writes."""
 
 _LEAST_NAME: Final = 3
 
@@ -48,49 +49,48 @@ class Storage:
     """A storage, as TensorStore opens it."""
 
     name: str
-    """What messages call it: its root without the options."""
+    """Root of the storage without its options; messages show it."""
     spec: Mapping[str, Any]
-    """Of the key-value store at the root."""
+    """Spec of TensorStore's key-value store at the root."""
     context: Mapping[str, Any]
-    """Resources that its driver takes from a context."""
+    """Resources of the driver, for ``tensorstore.Context``."""
     is_remote: bool
-    """Whether it answers over a network."""
+    """True if the storage is reached over a network."""
     endpoint: str | None = None
-    """The URL of the API of a bucket; None: that of its maker."""
+    """URL of the API of a bucket; None for the provider's default."""
 
     @property
     def concurrency(self) -> int:
-        """Requests to it at a time; each driver has a resource of its own for that."""
+        """Maximum concurrent requests; each driver has its own resource for them."""
         suffix = "_request_concurrency"
         limits = [self.context[name] for name in self.context if name.endswith(suffix)]
         return int(limits[0]["limit"]) if limits else 1
 
-    def describe(self, place: str) -> str:
-        """Returns what messages call a place in it."""
-        return f"{self.name}/{place}" if self.is_remote else place
+    def describe(self, path: str) -> str:
+        """Returns the name of a path in messages."""
+        return f"{self.name}/{path}" if self.is_remote else path
 
-    def check(self, place: str) -> None:
-        """Refuses a place that would become another on the way to S3, whose names are
-        paths of addresses, or that no list in XML can tell; and on files the name of a
-        directory, or of a lock of TensorStore.
+    def check(self, path: str) -> None:
+        """Rejects a path that the storage cannot hold.
+
+        On S3, names are URL paths, in which "." and ".." are resolved, and XML lists
+        cannot hold control characters. On files, a name ending with "/" is a directory,
+        and one ending with the lock suffix belongs to TensorStore.
 
         Raises:
-            InvalidFieldError: It is such a place.
+            InvalidFieldError: The path is such a name.
         """
-        if self.spec["driver"] == FILE_DRIVER and place.endswith(("/", LOCK_SUFFIX)):
+        if self.spec["driver"] == FILE_DRIVER and path.endswith(("/", LOCK_SUFFIX)):
             raise InvalidFieldError(
-                f"{self.name}: expected a place that does not end with '/' or "
-                f"{LOCK_SUFFIX!r}, got {place!r}"
+                f"{self.name}: expected a path that does not end with '/' or "
+                f"{LOCK_SUFFIX!r}, got {path!r}"
             )
         if self.spec["driver"] != S3_DRIVER:
             return
-        if (
-            not {".", ".."}.isdisjoint(place.split("/"))
-            or min(place, default=" ") < " "
-        ):
+        if not {".", ".."}.isdisjoint(path.split("/")) or min(path, default=" ") < " ":
             raise InvalidFieldError(
-                f"{self.name}: expected a place without '.' and '..' and control "
-                f"characters, got {place!r}"
+                f"{self.name}: expected a path without '.' and '..' and control "
+                f"characters, got {path!r}"
             )
 
 
@@ -98,8 +98,8 @@ def storage_at(root: str) -> Storage:
     """Returns the storage at a root.
 
     Raises:
-        InvalidFieldError: The root is not a URI of a storage we know, has a fragment,
-            or an option that this storage has not, or one twice.
+        InvalidFieldError: The root is not a URI of a known storage, has a fragment, has
+            an option that this storage does not know, or has an option twice.
     """
     url = urlsplit(root)
     if "#" in root:
@@ -124,10 +124,13 @@ def storage_at(root: str) -> Storage:
 
 
 def is_writable(storage: Storage) -> bool:
-    """Returns whether this process may write to a storage, as far as can be seen
-    without writing: of a bucket, or of what does not exist yet, it cannot."""
+    """Returns whether this process may write to a storage.
+
+    True for a bucket, and for a directory that does not exist yet: only a write shows
+    it there.
+    """
     path = storage.spec.get("path", "")
-    is_file = storage.spec["driver"] == "file"
+    is_file = storage.spec["driver"] == FILE_DRIVER
     return not is_file or not Path(path).exists() or os.access(path, os.W_OK)
 
 
@@ -166,8 +169,8 @@ def _gcs(root: str, url: SplitResult) -> Storage:
 
 def _s3(root: str, url: SplitResult) -> Storage:
     options = _options(root, url, ("concurrency", "endpoint", "region"))
-    # else TensorStore asks first, and takes who does not say for one that does not
-    # know conditions
+    # Without this, TensorStore probes the endpoint first, and takes one that does not
+    # identify itself for one without conditional writes.
     spec: dict[str, Any] = {"driver": S3_DRIVER, "use_conditional_write": True}
     endpoint = _endpoint(root, options)
     if endpoint is not None:
@@ -186,7 +189,7 @@ def _s3(root: str, url: SplitResult) -> Storage:
 
 
 def _endpoint(root: str, options: Mapping[str, str]) -> str | None:
-    """The URL of the API; None: that of its maker."""
+    """URL of the API; None for the provider's default."""
     if "endpoint" not in options:
         return None
     endpoint = options["endpoint"].rstrip("/")

@@ -1,11 +1,11 @@
-"""Lines for the log, sparingly: of many that tell alike, one in a while.
+"""Throttles the log: one line per key every 10 seconds.
 
-A storage in trouble fails hundreds of requests in a second, all of them the same way.
-Decides only: moments are seconds of any clock that never goes back.
+A storage in trouble fails hundreds of requests per second, all in the same way. This
+module decides only: times are seconds of any monotonic clock.
 
 Example:
-    >>> lines = Sparing()
-    >>> [lines.admits("late", now=now) for now in (0, 9, 10, 11)]
+    >>> throttle = LogThrottle()
+    >>> [throttle.admits("late", now=now) for now in (0, 9, 10, 11)]
     [True, False, True, False]
 """
 
@@ -13,24 +13,24 @@ from collections.abc import Hashable
 from typing import Final
 
 PAUSE_SECONDS: Final = 10.0
-"""Between two lines that tell alike."""
+"""Minimum time between two lines of one key."""
 
 
-class Sparing:
-    """Lines of one log. Threads may share it."""
+class LogThrottle:
+    """Decides which lines of one log are written. Thread-safe."""
 
     def __init__(self) -> None:
         self._admitted: dict[Hashable, float] = {}
 
-    def admits(self, kind: Hashable, *, now: float) -> bool:
-        """Returns whether there was no line of a kind in the last while.
+    def admits(self, key: Hashable, *, now: float) -> bool:
+        """Returns whether a line may be logged now; if so, the pause of its key begins.
 
         Args:
-            kind: What the line tells; of few.
-            now: When.
+            key: Lines with an equal key are alike. Keys are kept: use few.
+            now: The current time.
         """
-        last = self._admitted.get(kind)
+        last = self._admitted.get(key)
         if last is not None and now - last < PAUSE_SECONDS:
             return False
-        self._admitted[kind] = now
+        self._admitted[key] = now
         return True

@@ -1,10 +1,10 @@
-"""Time stamps of files, which tell one write of a place from another.
+"""Guards conditional writes of files against equal modification times.
 
-The generation of a file is its inode and the time of its last change (TensorStore's
-file driver). A file that is replaced gives its inode back, and kernels may stamp files
-by the tick of a clock: two writes within one tick could look the same, and a write
-that was conditional on the first could come after the second. So a conditional write
-waits until the one before is a tick old; then no generation of a place comes twice.
+TensorStore's file driver identifies a version of a file by its inode and mtime. Kernels
+reuse inodes and stamp mtimes at a coarse tick (10 ms on Linux), so two writes within
+one tick can produce the same version, and a conditional write based on the first could
+overwrite the second. A conditional write therefore waits until the previous version of
+the file is at least one tick old; no version then repeats.
 """
 
 import time
@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Final
 
 TICK_SECONDS: Final = 0.011
-"""Longer than the tick of any kernel: that of Linux is 10 ms at most."""
+"""Upper bound of a kernel's timestamp granularity (Linux: 10 ms), plus a margin."""
 
 
 def seconds_until_next(path: Path) -> float:
-    """Returns how long to wait until a write of a file gets another time stamp than it
-    has now; 0: no time. It blocks: it is for a thread."""
+    """Returns the seconds until a new write of `path` gets a different mtime.
+
+    0 where it already does. Blocks on the file system: call it from a thread.
+    """
     try:
         written = path.stat(follow_symlinks=False).st_mtime_ns
-    except FileNotFoundError:  # nothing is there, so nothing can be taken for it
+    except FileNotFoundError:  # there is no previous version to confuse
         return 0.0
     age = (time.time_ns() - written) / 1e9
     return TICK_SECONDS - max(0.0, age) if age < TICK_SECONDS else 0.0

@@ -1,8 +1,8 @@
-"""Deletions in a bucket on S3, of one generation alone.
+"""Deletes objects on S3 with a condition on their generation.
 
-TensorStore looks at an object and then deletes it, whatever it has become meanwhile: a
-slot that was taken since would lose its checkpoint. S3 itself heeds a condition, which
-this asks for, with a request that obstore signs.
+TensorStore reads an object's version and then deletes the object without a condition: a
+slot that another process has taken in between would lose its checkpoint. S3 itself
+checks If-Match on DELETE; this module sends that request, which obstore signs.
 """
 
 import asyncio
@@ -19,38 +19,38 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from storesvc.errors import InvalidFieldError
 from storesvc.storage import deadlines
 from storesvc.storage.bucket import Generation, PreconditionError
-from storesvc.storage.daemon_threads import aside
 from storesvc.storage.errors import (
     denied,
     failed,
-    is_about_who_asks,
-    unaccepted,
+    is_unauthenticated,
+    unauthenticated,
 )
+from storesvc.storage.futures import run_in_daemon_thread
 from storesvc.storage.location import Storage
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
 TIMEOUT_SECONDS: Final = 10.0
-"""Of one try."""
+"""Timeout of one attempt."""
 
 AT_ONCE: Final = 32
-"""Deletions under way, each of which waits in a thread."""
+"""Maximum concurrent deletions, each of which blocks a thread."""
 
 PAUSES: Final = (0.1, 0.4, 1.6)
-"""Before each further try of what failed in passing, in seconds."""
+"""Backoff in seconds before each retry of a transient error."""
 
 _SEARCH: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=5)}
 _CLIENT: Final = {"connect_timeout": "2s", "timeout": "5s"}
 
 _SIGNED_FOR: Final = timedelta(minutes=5)
 
-_TOLD: Final = ("Code", "Message")
-_MOST_TOLD: Final = 1 << 16
+_SHOWN_FIELDS: Final = ("Code", "Message")
+_MAX_ERROR_BYTES: Final = 1 << 16
 
-_PASSING: Final = {
+_TRANSIENT: Final = {
     HTTPStatus.REQUEST_TIMEOUT,
-    HTTPStatus.CONFLICT,  # another change of the object is under way
+    HTTPStatus.CONFLICT,  # another change of the object is in progress
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.INTERNAL_SERVER_ERROR,
     HTTPStatus.BAD_GATEWAY,
@@ -60,65 +60,65 @@ _PASSING: Final = {
 
 
 class S3Deletes:
-    """Those of a bucket, below a root. Threads may share it."""
+    """Deletes objects of a bucket below a root. Thread-safe."""
 
     def __init__(self, storage: Storage, store: "S3Store") -> None:
         self._storage = storage
         self._store = store
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(AT_ONCE)
 
     @classmethod
     async def of(cls, storage: Storage) -> Self:
-        """Returns those of a storage on S3; asks it nothing.
+        """Returns the deletions of a storage on S3; sends no request to it.
 
         Raises:
-            InvalidFieldError: The package that signs is not installed, or there are no
-                credentials.
+            InvalidFieldError: obstore is not installed, or there are no credentials.
         """
         deletes = cls(storage, _signer(storage))
         try:
-            await deadlines.answer(storage, aside(deletes._signed, ""))
+            await deadlines.answer(storage, run_in_daemon_thread(deletes._signed, ""))
         except _UnsignedError as e:
             raise InvalidFieldError(
                 f"root {storage.name}: expected credentials of S3, got none ({e}); set "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or let the workload have "
-                "an identity"
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the workload an "
+                "identity"
             ) from e
         return deletes
 
-    async def delete(self, place: str, generation: Generation) -> None:
-        """Deletes what a place holds, if it is still that write.
+    async def delete(self, path: str, generation: Generation) -> None:
+        """Deletes an object, if it still has that generation.
 
         Raises:
-            PreconditionError: It is not.
-            StorageDeniedError: The storage lets us not in, or not do this.
-            StorageUnavailableError: It failed, or does not answer.
+            PreconditionError: It has another generation, or is absent.
+            StorageDeniedError: The storage rejects the credentials, or denies the
+                deletion.
+            StorageUnavailableError: The storage failed, or does not answer.
         """
-        asked = self._in_turn(place, generation)
+        asked = self._delete(path, generation)
         if not await deadlines.answer(self._storage, asked):
-            raise PreconditionError(place)
+            raise PreconditionError(path)
 
-    async def _in_turn(self, place: str, generation: Generation) -> bool:
-        async with self._turns:
-            return await aside(self._delete, place, generation)
+    async def _delete(self, path: str, generation: Generation) -> bool:
+        async with self._slots:
+            return await run_in_daemon_thread(self._retried, path, generation)
 
-    def _delete(self, place: str, generation: Generation) -> bool:
+    def _retried(self, path: str, generation: Generation) -> bool:
         for pause in PAUSES:
             try:
-                return self._try(place, generation)
-            except _PassingError:
+                return self._try(path, generation)
+            except _TransientError:
                 time.sleep(pause)
         try:
-            return self._try(place, generation)
-        except _PassingError as e:
-            raise failed(self._storage, place, str(e)) from e
+            return self._try(path, generation)
+        except _TransientError as e:
+            raise failed(self._storage, path, str(e)) from e
 
-    def _try(self, place: str, generation: Generation) -> bool:
+    def _try(self, path: str, generation: Generation) -> bool:
         try:
-            url = self._signed(place)
+            url = self._signed(path)
         except _UnsignedError as e:
-            raise unaccepted(self._storage, place, str(e)) from e
-        # TensorStore's word for the ETag, behind what kind of word it is
+            raise unauthenticated(self._storage, path, str(e)) from e
+        # TensorStore's generation is one byte for its kind, and the ETag.
         etag = generation[1:].decode()
         request = urllib.request.Request(  # noqa: S310 - of an endpoint over HTTP
             url, method="DELETE", headers={"If-Match": etag}
@@ -129,37 +129,37 @@ class S3Deletes:
         except urllib.error.HTTPError as e:
             if e.code in (HTTPStatus.PRECONDITION_FAILED, HTTPStatus.NOT_FOUND):
                 return False
-            raise self._refused(place, e) from e
+            raise self._error(path, e) from e
         except (OSError, http.client.HTTPException) as e:
-            raise _PassingError(str(e)) from e
+            raise _TransientError(str(e)) from e
 
-    def _signed(self, place: str) -> str:
-        """The address that deletes what a place holds."""
+    def _signed(self, path: str) -> str:
+        """The signed URL that deletes an object."""
         import obstore
         from obstore.exceptions import BaseError
 
-        path = f"{self._storage.spec['path']}{place}"
+        key = f"{self._storage.spec['path']}{path}"
         try:
-            return obstore.sign(self._store, "DELETE", path, _SIGNED_FOR)
+            return obstore.sign(self._store, "DELETE", key, _SIGNED_FOR)
         except BaseError as e:
             raise _UnsignedError(str(e).partition("\n")[0]) from e
 
-    def _refused(self, place: str, cause: urllib.error.HTTPError) -> Exception:
-        told = _told(cause)
-        if cause.code in _PASSING:
-            return _PassingError(told)
-        if cause.code == HTTPStatus.UNAUTHORIZED or is_about_who_asks(told):
-            return unaccepted(self._storage, place, told)
+    def _error(self, path: str, cause: urllib.error.HTTPError) -> Exception:
+        reason = _reason(cause)
+        if cause.code in _TRANSIENT:
+            return _TransientError(reason)
+        if cause.code == HTTPStatus.UNAUTHORIZED or is_unauthenticated(reason):
+            return unauthenticated(self._storage, path, reason)
         if cause.code == HTTPStatus.FORBIDDEN:
-            return denied(self._storage, place, told)
-        return failed(self._storage, place, told)
+            return denied(self._storage, path, reason)
+        return failed(self._storage, path, reason)
 
 
-def _told(cause: urllib.error.HTTPError) -> str:
-    """What an answer says, in the words of TensorStore."""
+def _reason(cause: urllib.error.HTTPError) -> str:
+    """The code and message of a response, formatted as TensorStore does."""
     with suppress(OSError, http.client.HTTPException):
-        text = cause.read(_MOST_TOLD).decode(errors="replace")
-        found = [re.search(f"<{kind}>(.*?)</{kind}>", text) for kind in _TOLD]
+        text = cause.read(_MAX_ERROR_BYTES).decode(errors="replace")
+        found = [re.search(f"<{kind}>(.*?)</{kind}>", text) for kind in _SHOWN_FIELDS]
         if words := [match[1] for match in found if match]:
             return ": ".join(words)
     return f"{cause.code} {cause.reason}"
@@ -169,8 +169,8 @@ class _UnsignedError(Exception):
     """There are no credentials to sign with."""
 
 
-class _PassingError(Exception):
-    """What may work the next time."""
+class _TransientError(Exception):
+    """An attempt failed in a way that a retry may not."""
 
 
 def _signer(storage: Storage) -> "S3Store":
@@ -181,7 +181,7 @@ def _signer(storage: Storage) -> "S3Store":
             f"root {storage.name}: a bucket on S3 needs {e.name}; pip install "
             "'storesvc[server,s3]'"
         ) from e
-    # of the search for credentials, which is all that it asks for
+    # obstore sends no requests but those of its search for credentials.
     options: dict[str, Any] = {"retry_config": _SEARCH, "client_options": dict(_CLIENT)}
     if "endpoint" in storage.spec:
         options["endpoint"] = storage.spec["endpoint"]

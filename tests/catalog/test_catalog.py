@@ -175,7 +175,7 @@ def test_deleted_checkpoints_are_listed_page_by_page_where_they_are_asked_for(
     assert [3] == [r.latest_step for r in client.runs("deleted")]
 
 
-def test_a_checkpoint_tells_its_key_space_and_what_it_brought(
+def test_a_checkpoint_has_its_key_space_and_its_own_bytes(
     server: ServerProcess, client: store.Client
 ) -> None:
     found = client.run("prod/llama-8b").checkpoint(10)
@@ -468,7 +468,7 @@ def test_a_run_that_always_had_a_checkpoint_is_never_without_one(
     asyncio.run(main())
 
 
-def test_what_was_never_the_latest_is_not_told_as_such() -> None:
+def test_a_checkpoint_that_was_never_the_latest_is_not_returned_as_such() -> None:
     async def main() -> None:
         bucket = await FaultyBucket.faulty("memory://")
         await put(bucket, 4, 5, 6, state=COMMITTED)
@@ -522,10 +522,10 @@ def test_what_is_damaged_while_it_is_passed_over_is_a_row_like_others() -> None:
 
 
 @pytest.mark.parametrize("turns", [40, 1_000_000])
-def test_nothing_is_not_told_before_it_is_known(
+def test_no_checkpoint_is_not_reported_before_it_is_certain(
     monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
-    """Whether there is a checkpoint, while saves come and go whenever it is looked."""
+    """A list finds a checkpoint although slots change during each of its reads."""
     monkeypatch.setattr(slot_reader, "_PAUSE_SECONDS", 0)
     taken = itertools.count(1)
 

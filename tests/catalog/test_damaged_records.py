@@ -1,4 +1,4 @@
-"""A damaged record is named, and costs what it recorded: nothing beside it."""
+"""A damaged record is named, and costs only what it recorded."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -64,10 +64,10 @@ def damage(root: Path, place: str) -> Path:
     return file
 
 
-def told(
+def reported(
     list_: Callable[..., Iterable[T]], *arguments: Any
 ) -> tuple[list[T], store.DataLossError]:
-    """What a list tells, and the error of the one row that it cannot tell."""
+    """Returns the sound rows of a list, and the error of its damaged row."""
     errors: list[store.DataLossError] = []
     found = list(list_(*arguments, on_damage=errors.append))
     (error,) = errors
@@ -75,12 +75,12 @@ def told(
     return found, error
 
 
-def test_a_list_ends_at_a_damaged_checkpoint_or_goes_on_where_it_is_asked_to(
+def test_a_list_ends_at_a_damaged_checkpoint_or_continues_if_requested(
     root: Path, run: store.Run
 ) -> None:
     damage(root, PLACES.checkpoint(1))
 
-    found, error = told(run.checkpoints)
+    found, error = reported(run.checkpoints)
     assert [3, 2, 0] == [checkpoint.step for checkpoint in found]
     assert "the record of tests/damaged@1 is damaged" in str(error)
     assert "restore this object from a copy, or remove it" in str(error)
@@ -98,7 +98,7 @@ def test_a_list_ends_at_a_damaged_checkpoint_or_goes_on_where_it_is_asked_to(
         run.checkpoint(4)
 
 
-def test_a_damaged_latest_is_told_and_never_an_older_one_instead(
+def test_a_damaged_latest_checkpoint_is_an_error_and_never_an_older_one(
     root: Path, client: store.Client, run: store.Run
 ) -> None:
     damage(root, PLACES.checkpoint(3))
@@ -107,7 +107,7 @@ def test_a_damaged_latest_is_told_and_never_an_older_one_instead(
         run.restore("latest")
     with pytest.raises(store.DataLossError, match="tests/damaged@3 is damaged"):
         next(run.checkpoints())
-    found, error = told(client.runs)
+    found, error = reported(client.runs)
     assert [OTHER] == [other.name for other in found]
     assert "tests/damaged@3 is damaged" in str(error)
     assert [] == list(run.tags.list())  # the run is there
@@ -140,7 +140,7 @@ def test_pages_join_over_damaged_rows(
     assert ["3", "1", "0"] == [e.metadata["name"].rpartition("/")[2] for e in met]
 
 
-def test_storectl_prints_what_can_be_told_and_fails(
+def test_storectl_prints_the_sound_rows_and_fails(
     root: Path, server: InProcessServer, run: store.Run
 ) -> None:
     damage(root, PLACES.checkpoint(1))
@@ -165,12 +165,12 @@ def test_storectl_prints_what_can_be_told_and_fails(
     assert (0, 3) == (result.exit_code, len(result.stdout.splitlines()))
 
 
-def test_a_damaged_run_is_told_after_all_others(
+def test_a_damaged_run_is_reported_after_all_others(
     root: Path, client: store.Client, run: store.Run
 ) -> None:
     file = damage(root, layout.run_record(RUN))
 
-    found, error = told(client.runs, "tests")
+    found, error = reported(client.runs, "tests")
     assert [OTHER] == [other.name for other in found]
     assert f"{layout.run_record(RUN)} is damaged" in str(error)
     assert 3 == run.restore("latest")["step"][0]
@@ -191,7 +191,7 @@ def test_a_damaged_tag_is_named_wherever_it_stands_in_the_way(
     run.tags.set("good", 2)
     file = damage(root, PLACES.tag("best"))
 
-    found, error = told(run.tags.list)
+    found, error = reported(run.tags.list)
     assert ["good"] == [tag.name for tag in found]
     named = "the record of tag tests/damaged@best is damaged"
     assert named in str(error)
@@ -218,7 +218,7 @@ def test_a_damaged_hold_can_be_ended(
         damage(root, PLACES.hold(listed.id))
         run.delete(2)
 
-        found, error = told(run.holds.list)
+        found, error = reported(run.holds.list)
         assert [1] == [hold.step for hold in found]
         named = f"the record of tests/damaged hold {listed.id} is damaged"
         assert named in str(error)
@@ -231,7 +231,7 @@ def test_a_damaged_hold_can_be_ended(
     held.close()
 
 
-def test_a_damaged_upload_is_told_after_all_others(
+def test_a_damaged_upload_is_reported_after_all_others(
     root: Path, server: InProcessServer, run: store.Run
 ) -> None:
     ids = []
@@ -240,7 +240,7 @@ def test_a_damaged_upload_is_told_after_all_others(
         ids.append(name.rpartition("/")[2])
     damage(root, PLACES.upload(ids[0]))
 
-    found, error = told(run.uploads.list)
+    found, error = reported(run.uploads.list)
     assert [ids[1]] == [upload.id for upload in found]
     assert PLACES.upload(ids[0]) in str(error)
 
@@ -258,7 +258,7 @@ def test_a_damaged_checkpoint_postpones_the_collection_of_its_run_alone(
     assert not passes[OTHER].postponed
 
 
-def test_a_checkpoint_is_given_up_by_removing_its_damaged_record(
+def test_a_checkpoint_is_abandoned_by_removing_its_damaged_record(
     root: Path, client: store.Client, run: store.Run
 ) -> None:
     damage(root, PLACES.checkpoint(1)).unlink()

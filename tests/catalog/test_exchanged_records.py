@@ -78,7 +78,7 @@ def client(root: Path, serve: Callable[..., InProcessServer]) -> Iterator[store.
 
 
 def kind_of(place: str) -> str:
-    """Returns which kind of record lies at a place; "": no sealed record."""
+    """Returns the kind of record at a path; "" for no sealed record."""
     parts = place.split("/")
     kind = parts[3] if parts[0] == "data" else parts[0].removesuffix(".binpb")
     if kind == "uploads" and len(parts) > 5:
@@ -122,11 +122,11 @@ def test_no_record_counts_at_the_place_of_another(prepared: Path) -> None:
 def test_no_record_counts_as_another_kind() -> None:
     kinds = {*KINDS.values(), pb.CollectorRecord}
     for kind, other in permutations(kinds, 2):
-        with pytest.raises(CorruptRecordError, match=r"expected the .* of this place"):
+        with pytest.raises(CorruptRecordError, match=r"expected the .* of this path"):
             unseal(seal(other(), place="p"), kind, place="p")
 
 
-def test_damage_is_told_before_another_version_and_before_another_place() -> None:
+def test_damage_is_reported_before_another_version_and_before_another_path() -> None:
     data = pb.Sealed.FromString(seal(pb.TagRecord(step=1), place="p", nonce=b"n"))
     data.payload = data.payload[:-1]
     with pytest.raises(CorruptRecordError, match="its checksum does not match"):
@@ -149,7 +149,7 @@ def test_a_later_version_is_refused_as_such(root: Path) -> None:
     assert "FORMAT_UNSUPPORTED" == caught.value.reason
 
 
-def test_a_record_of_version_1_counts_wherever_it_lies() -> None:
+def test_a_record_of_version_1_is_valid_at_any_path() -> None:
     record = pb.TagRecord(step=7)
     data = sealed_of_version_1(record.SerializeToString(deterministic=True))
     assert record == unseal(data, pb.TagRecord, place="anywhere")
@@ -160,13 +160,13 @@ def test_exchanged_tags_name_nothing(root: Path, client: store.Client) -> None:
     exchange(root, places.tag("prod"), places.tag("canary"))
 
     for tag, other in permutations(("prod", "canary")):
-        told = refused(lambda tag=tag: run.restore(tag))  # type: ignore[misc]
+        reported = refused(lambda tag=tag: run.restore(tag))  # type: ignore[misc]
         assert (
             f"the record of tag {ONE}@{tag} is damaged ({places.tag(tag)}: expected "
-            "the tag record of this place, got the tag record of "
+            "the tag record of this path, got the tag record of "
             f"{places.tag(other)}); "
-            "restore this object from a copy, or remove it to give tag "
-            f"{ONE}@{tag} up" == told
+            "restore this object from a copy, or remove it to abandon tag "
+            f"{ONE}@{tag}" == reported
         )
     damaged: list[store.DataLossError] = []
     assert [] == list(run.tags.list(on_damage=damaged.append))
@@ -185,7 +185,7 @@ def test_exchanged_runs_lose_nothing_by_the_policy_of_the_other(
 
     for _ in range(2):
         for made in client.collect(grace=timedelta(0)):
-            assert "run record of this place, got the run record of" in made.postponed
+            assert "run record of this path, got the run record of" in made.postponed
             assert (0, 0) == (made.deleted_checkpoint_count, made.deleted_object_count)
     for name in (ONE, OTHER):
         steps = [checkpoint.step for checkpoint in client.run(str(name)).checkpoints()]
@@ -200,9 +200,9 @@ def test_the_record_of_a_checkpoint_of_another_run_or_step_is_damage(
     for other in (RunPlaces(OTHER).checkpoint(4), RunPlaces(ONE).checkpoint(2)):
         shutil.copyfile(root / other, root / place)
         for call in (run.latest, lambda: run.checkpoint(4), lambda: run.restore(4)):
-            told = refused(call)
-            assert f"the record of {ONE}@4 is damaged ({place}: " in told
-            assert f"got the checkpoint record of {other})" in told
+            reported = refused(call)
+            assert f"the record of {ONE}@4 is damaged ({place}: " in reported
+            assert f"got the checkpoint record of {other})" in reported
         (made,) = client.collect(str(ONE), grace=timedelta(0))
         assert f"the record of {ONE}@4 is damaged" in made.postponed
         (root / place).write_bytes(whole)
@@ -257,7 +257,7 @@ def test_exchanged_records_of_uploads_commit_nothing(
         assert [8, 7] == [c.step for c in client.run(str(ONE)).checkpoints()][:2]
 
 
-def test_exchanged_announcements_are_damage_and_the_watch_goes_on_after_them(
+def test_exchanged_announcements_are_damage_and_the_watch_continues_after_them(
     root: Path, client: store.Client
 ) -> None:
     run = client.run(str(ONE))

@@ -1,4 +1,4 @@
-"""The journal: numbers that are dense and never begin anew, whoever announces."""
+"""Numbers of the journal are consecutive and never used twice, by any process."""
 
 import asyncio
 import uuid
@@ -186,7 +186,7 @@ def test_a_write_that_landed_and_was_reported_as_a_conflict_announces_once(
     within(test)
 
 
-def test_a_lost_answer_leaves_a_number_that_nobody_uses(
+def test_a_lost_response_leaves_an_unused_number(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:
@@ -202,7 +202,7 @@ def test_a_lost_answer_leaves_a_number_that_nobody_uses(
     within(test)
 
 
-def test_what_nobody_follows_is_asked_for_with_two_reads(
+def test_a_journal_without_watchers_is_read_with_two_reads(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:
@@ -354,7 +354,7 @@ def test_a_number_just_before_those_that_are_left_is_none_to_announce_with(
     within(test)
 
 
-def test_of_namespaces_that_nobody_uses_nothing_is_kept(
+def test_unused_namespaces_take_no_memory(
     within: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journals, "MAX_KNOWN", 3)
@@ -396,7 +396,7 @@ def test_a_position_outside_the_journal_is_refused(
     within(test)
 
 
-def test_what_lies_astray_is_no_number(within: Callable[[Test], None]) -> None:
+def test_a_foreign_object_is_no_number(within: Callable[[Test], None]) -> None:
     async def test(bucket: FaultyBucket) -> None:
         await bucket.write(f"{layout.journal('n')}notes.txt", b"hello")
         journal = Journal(bucket, clock=HandClock())
@@ -407,7 +407,7 @@ def test_what_lies_astray_is_no_number(within: Callable[[Test], None]) -> None:
     within(test)
 
 
-def test_a_damaged_announcement_stops_nobody_who_announces(
+def test_a_damaged_announcement_does_not_block_announcements(
     within: Callable[[Test], None],
 ) -> None:
     async def test(bucket: FaultyBucket) -> None:

@@ -1,4 +1,4 @@
-"""When a lease is over: what one process sees decides, and no clock of another."""
+"""A lease expires by the observations of one process, not by other clocks."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta

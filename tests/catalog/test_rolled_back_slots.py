@@ -75,8 +75,8 @@ async def objects(process: Process) -> Objects:
 
 async def committed(process: Process) -> tuple[UploadName, Objects, Objects]:
     """Saves two steps, the second of which shares chunks with the first, and took its
-    step over from another upload; returns it, what lay in the run before it began, and
-    right before its commit."""
+    step over from another upload; returns it, and the objects of the run before it
+    began and right before its commit."""
     await process.save(1)
     lost = await process.begin(STEP)
     await process.send(lost, {0: 1})
@@ -145,8 +145,10 @@ def test_a_committed_upload_is_never_ended_whatever_its_slot_says(
         # The journal is read only for what is about to end.
         needs_journal = name is announced and leaf_table == "put back"
         for reason in reasons[-1:] if needs_journal else reasons:
-            told = f"the record of {RUN}@{STEP} is damaged ({SLOT}: an earlier version"
-            assert told in reason
+            reported = (
+                f"the record of {RUN}@{STEP} is damaged ({SLOT}: an earlier version"
+            )
+            assert reported in reason
             assert upload.upload in reason
         own = {place for place in before if upload.upload in place}
         assert own <= set(await objects(process))
@@ -173,8 +175,8 @@ def test_the_journal_outlives_the_record_of_an_upload(*, deleted: bool) -> None:
 
         reasons = await collect_often(process)
 
-        told = f"the record of {RUN}@{STEP} is damaged ({SLOT}: an earlier version"
-        assert [not deleted] * 4 == [told in reason for reason in reasons]
+        reported = f"the record of {RUN}@{STEP} is damaged ({SLOT}: an earlier version"
+        assert [not deleted] * 4 == [reported in reason for reason in reasons]
         if not deleted:
             await put(process, SLOT, newest[SLOT])
             await process.check()
@@ -262,7 +264,7 @@ def test_nothing_takes_over_or_aborts_what_was_committed() -> None:
     asyncio.run(main())
 
 
-def test_a_slot_that_was_put_back_is_given_up_by_removing_it() -> None:
+def test_a_slot_that_was_rolled_back_is_abandoned_by_removing_it() -> None:
     async def main() -> None:
         process = await started()
         upload, _, late = await committed(process)
@@ -277,7 +279,7 @@ def test_a_slot_that_was_put_back_is_given_up_by_removing_it() -> None:
     asyncio.run(main())
 
 
-def test_an_upload_that_was_aborted_and_put_back_ends_as_any_other() -> None:
+def test_an_upload_that_was_aborted_and_rolled_back_ends_as_any_other() -> None:
     async def main() -> None:
         process = await started()
         await process.save(1)
@@ -330,7 +332,7 @@ def free_of_nobody(slot: pb.CheckpointRecord, other: str) -> None:
 
 
 def free_of_many(slot: pb.CheckpointRecord, other: str) -> None:
-    """What begins with this id is of several uploads."""
+    """An id that is a prefix of several uploads' objects."""
     slot.state, slot.upload = pb.CheckpointRecord.STATE_FREE, other[:1]
 
 
@@ -377,7 +379,9 @@ def test_a_slot_that_no_release_writes_costs_no_data(
     asyncio.run(main())
 
 
-def test_a_purged_checkpoint_whose_record_is_put_back_says_what_it_lacks() -> None:
+def test_a_purged_checkpoint_whose_record_is_rolled_back_reports_what_it_lacks() -> (
+    None
+):
     async def main() -> None:
         process = await started()
         _, _, _ = await committed(process)
@@ -387,10 +391,12 @@ def test_a_purged_checkpoint_whose_record_is_put_back_says_what_it_lacks() -> No
         await put(process, SLOT, newest[SLOT])
 
         found = await process.store.catalogue.checkpoint(CheckpointName(RUN, STEP))
-        told = f"{RUN}@{STEP}: its manifest is missing, as all that its record names"
-        with pytest.raises(CorruptDataError, match=told):
+        reported = (
+            f"{RUN}@{STEP}: its manifest is missing, like all that its record names"
+        )
+        with pytest.raises(CorruptDataError, match=reported):
             await process.store.catalogue.manifest_bytes(RUN, found)
-        assert told in (await process.collect()).postponed
+        assert reported in (await process.collect()).postponed
 
         await process.delete(STEP)
         assert "" == (await process.collect()).postponed
@@ -412,7 +418,7 @@ def client(server: ServerProcess) -> Iterator[store.Client]:
         yield client
 
 
-def test_a_client_is_shown_the_slot_that_was_put_back(
+def test_a_client_gets_an_error_for_a_slot_that_was_rolled_back(
     server: ServerProcess, client: store.Client
 ) -> None:
     name = "tests/put-back"
@@ -428,21 +434,21 @@ def test_a_client_is_shown_the_slot_that_was_put_back(
     after = (server.root / place).read_bytes()
     (server.root / place).write_bytes(before)
 
-    told = "the record of tests/put-back@1 is damaged"
+    reported = "the record of tests/put-back@1 is damaged"
     damaged: list[store.DataLossError] = []
     assert [0] == [c.step for c in run.checkpoints(on_damage=damaged.append)]
-    assert [True] == [told in str(error) for error in damaged]
+    assert [True] == [reported in str(error) for error in damaged]
     for which in ("latest", "best", 1):
-        with pytest.raises(store.DataLossError, match=told):
+        with pytest.raises(store.DataLossError, match=reported):
             run.checkpoint(which)
-        with pytest.raises(store.DataLossError, match=told):
+        with pytest.raises(store.DataLossError, match=reported):
             run.verify(which)
-    with pytest.raises(grpc.RpcError, match=told):
+    with pytest.raises(grpc.RpcError, match=reported):
         writer.abort()
-    with pytest.raises(grpc.RpcError, match=told):
+    with pytest.raises(grpc.RpcError, match=reported):
         Writer(server.address, name, 1).begin()
     (made,) = client.collect(name, grace=NOW)
-    assert told in made.postponed
+    assert reported in made.postponed
     (server.root / place).write_bytes(after)
     assert run.verify("best").ok
     assert 1 == run.latest().step

@@ -27,7 +27,7 @@ PINNED = policies.Candidate(step=1, commit_time=NOW, pinned=True)
 NEWEST = policies.Candidate(step=2, commit_time=NOW, metrics={"loss": 1.0})
 RUN = RunName("tests", "unknown")
 LATER_STATE = 99
-"""As a later release might number one."""
+"""A number that a later release might use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class KeepWeekends(RetentionPolicy):
 
 
 NO_RULE = retention_pb2.RetentionPolicy()
-"""What a message with the rule of a later release is read as."""
+"""Result of parsing a message with a rule of a later release."""
 
 
 @pytest.mark.parametrize(

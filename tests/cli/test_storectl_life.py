@@ -124,7 +124,7 @@ def test_a_protected_tag_moves_with_its_etag_and_stays_protected(
     assert f"{name}@prod is step 20, protected\n" == tell(
         "tag", path, "prod", "--etag", etag
     )
-    assert "it changed meanwhile" in refused("tag", path, "prod", "--etag", etag)
+    assert "it has changed since" in refused("tag", path, "prod", "--etag", etag)
     # as it is in JSON, and as a shell that took the quotes off passes it on
     (moved,) = ask("tag", name)
     bare = moved["etag"].strip('"')

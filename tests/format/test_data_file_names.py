@@ -52,7 +52,7 @@ HOSTILE = (
     f"{ID}/" + "a" * 5000,
     "../" * 2000 + "etc/passwd",
 )
-"""Names of data files that nobody makes, but who wants another file than his own."""
+"""Names of data files that only an attacker would use, to reach foreign files."""
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
@@ -75,7 +75,7 @@ def name_file(saved: Saved, name: str) -> None:
 
 @contextmanager
 def corrupt() -> Iterator[None]:
-    """Expects that what lies in the store is called corrupt."""
+    """Expects an error about corrupt data in the store."""
     with (
         pytest.raises(store.DataLossError, match="data file") as lost,
         translated("here"),
@@ -137,7 +137,7 @@ def test_nothing_is_reused_from_a_base_with_such_a_name(
 
 
 def rename(root: Path, place: str, name: str) -> None:
-    """Has a stored table of chunks say that they lie in another file."""
+    """Changes a stored table of chunks so that it names another file."""
     receipt = stored_records.read(root, place, bucket_pb2.Receipt)
     table = tree_pb2.ChunkTable.FromString(receipt.chunks)
     table.files[:] = [name]
@@ -204,8 +204,8 @@ def test_a_file_table_with_such_a_name_lets_nothing_be_collected(
     run.delete(4)
 
     before = sorted((server.root / saved.places.pool).glob("*/*"))
-    (told,) = client.collect(run.name, grace=timedelta(0))
+    (reported,) = client.collect(run.name, grace=timedelta(0))
 
-    assert "is damaged: data file" in told.postponed
+    assert "is damaged: data file" in reported.postponed
     assert secret.exists()
     assert before == sorted((server.root / saved.places.pool).glob("*/*"))

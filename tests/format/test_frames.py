@@ -1,4 +1,4 @@
-"""Frames that are serialised and parsed by hand are those of the generated classes."""
+"""Frames encoded and decoded by hand equal the frames of the generated classes."""
 
 import itertools
 

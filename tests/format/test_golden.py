@@ -2,7 +2,7 @@
 
 ``tests/golden/v1`` and ``v2`` were written once, by
 ``python -m tests.format.test_golden``; they must never be written again. A new format
-adds a folder beside them.
+adds a folder next to them.
 """
 
 import shutil
@@ -30,7 +30,7 @@ HERE = Path(__file__).parents[1] / "golden"
 
 
 def the_tree() -> dict[str, Any]:
-    """What it holds."""
+    """Contents of the checkpoint."""
     return {
         "a": {
             "params": {

@@ -71,8 +71,8 @@ def test_a_long_key_is_refused_with_its_size() -> None:
     [
         (["b", "a"], "'a': expected keys in strictly ascending order"),
         (["a", "a"], "'a': expected keys in strictly ascending order"),
-        (["a", "a!", "a/b"], "'a/b' lies below the leaf 'a'"),
-        (["", "a"], "'a' lies below the leaf ''"),
+        (["a", "a!", "a/b"], "'a/b' is below the leaf 'a'"),
+        (["", "a"], "'a' is below the leaf ''"),
     ],
 )
 def test_keys_that_are_not_those_of_a_tree_are_refused(

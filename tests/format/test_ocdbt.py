@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from storesvc.errors import CorruptDataError
 from storesvc.format import ocdbt, ocdbt_nodes
 from storesvc.format.chunks import MAX_VALUE, Places
-from storesvc.storage.tensorstore_bucket import KeySpace, KvBucket, Place
+from storesvc.storage.ocdbt_reader import KeySpace, ValueLocation
+from storesvc.storage.tensorstore_bucket import KvBucket
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ocdbt"
 
@@ -41,12 +42,12 @@ def encoded(
     values: Mapping[str, tuple[str, int, int]], **changed: Any
 ) -> ocdbt.Encoded:
     keys, places = sorted_places(values)
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "node_file": "3f2a/n",
         "commit_time_ns": 5,
         "uuid": UUID,
     } | changed
-    return ocdbt.encode(keys, places, **told)
+    return ocdbt.encode(keys, places, **reported)
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Store:
             asyncio.run(self.bucket.write(place, data))
 
     def key_space(self, name: str = "x") -> KeySpace:
-        return self.bucket.key_space(place=f"trees/{name}/", pool="pool/")
+        return self.bucket.key_space(path=f"trees/{name}/", pool="pool/")
 
     def add(self, written: ocdbt.Encoded, name: str = "x") -> KeySpace:
         """The key space of something encoded."""
@@ -77,7 +78,7 @@ class Store:
         return self.key_space(name)
 
     def add_values(self, values: Mapping[str, bytes], name: str = "x") -> KeySpace:
-        """A key space of values that lie back to back in one file."""
+        """A key space of values that are contiguous in one file."""
         keys = sorted(values)
         ends = itertools.accumulate(len(values[key]) for key in keys)
         places = {
@@ -103,7 +104,7 @@ def listed(key_space: KeySpace, first: str = "", last: str = "") -> list[str]:
 
 def manifest(key_space: KeySpace) -> dict[str, Any]:
     opened = key_space._bucket.opened
-    base = opened.root / key_space._place
+    base = opened.root / key_space._path
     dumped = ts.ocdbt.dump(base, context=opened.context).result()
     assert isinstance(dumped, dict)
     return dumped
@@ -126,19 +127,19 @@ def node(key_space: KeySpace, location: str) -> dict[str, Any]:
 
 def walked(key_space: KeySpace, location: str) -> dict[str, int]:
     """The statistics of a node, added up; those that are stored must be the same."""
-    told = {"num_keys": 0, "num_tree_bytes": 0, "num_indirect_value_bytes": 0}
-    told["num_tree_bytes"] = int(location.rpartition(":")[2])
+    reported = {"num_keys": 0, "num_tree_bytes": 0, "num_indirect_value_bytes": 0}
+    reported["num_tree_bytes"] = int(location.rpartition(":")[2])
     for entry in node(key_space, location)["entries"]:
         if "location" in entry:
             below = walked(key_space, entry["location"])
             assert below == entry["statistics"]
-            told = {name: told[name] + below[name] for name in told}
+            reported = {name: reported[name] + below[name] for name in reported}
         else:
-            told["num_keys"] += 1
-            told["num_indirect_value_bytes"] += int(
+            reported["num_keys"] += 1
+            reported["num_indirect_value_bytes"] += int(
                 entry["indirect_value"].split(":")[4]
             )
-    return told
+    return reported
 
 
 VALUES: Final = {
@@ -223,7 +224,7 @@ def test_a_key_space_may_be_empty() -> None:
     assert version(theirs)["root"] == version(key_space)["root"]
 
 
-def test_values_may_lie_before_the_nodes_in_their_file() -> None:
+def test_values_may_precede_the_nodes_in_their_file() -> None:
     store = Store()
     written = encoded({"a": ("3f2a/n", 0, 3), "b": ("3f2a/n", 3, 2)}, node_offset=5)
     moved = ocdbt.Encoded(nodes=b"value" + written.nodes, manifest=written.manifest)
@@ -279,7 +280,7 @@ sizes = st.integers(0, MAX_VALUE - 1) | st.integers(0, 62).map(lambda n: (1 << n
 )
 def test_places_of_any_size_are_kept(values: dict[str, tuple[str, int, int]]) -> None:
     key_space = Store().add(encoded(values))
-    assert {key: Place(*place) for key, place in values.items()} == asyncio.run(
+    assert {key: ValueLocation(*place) for key, place in values.items()} == asyncio.run(
         key_space.places()
     )
     most = min(sum(length for _, _, length in values.values()), 2**64 - 1)
@@ -424,11 +425,11 @@ def test_what_the_format_has_no_place_for_is_refused(
         "offset": np.arange(2),
         "length": np.arange(2),
     }
-    told: dict[str, Any] = {"node_file": "n", "commit_time_ns": 5, "uuid": UUID}
+    reported: dict[str, Any] = {"node_file": "n", "commit_time_ns": 5, "uuid": UUID}
     for name, value in changed.items():
-        (columns if name in columns else told)[name] = value
+        (columns if name in columns else reported)[name] = value
     with pytest.raises(ValueError, match=message):
-        ocdbt.encode(keys, Places(files=("b0",), **columns), **told)
+        ocdbt.encode(keys, Places(files=("b0",), **columns), **reported)
 
 
 def test_the_longest_key_is_kept() -> None:
@@ -437,7 +438,7 @@ def test_the_longest_key_is_kept() -> None:
 
 
 def the_golden_key_space() -> ocdbt.Encoded:
-    """What it has: a root, and leaves that name two files."""
+    """Nodes of the key space: a root, and leaves that name two files."""
     values = {
         f"params/{layer}/{name}/c/0": ("3f2a/8c1d", 4 * at, 4)
         for at, (layer, name) in enumerate(itertools.product(range(5), ("b", "kernel")))

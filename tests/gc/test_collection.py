@@ -447,7 +447,7 @@ def test_the_journal_is_not_listed_for_tags_that_are_there() -> None:
 
         journal = layout.journal(RUN.namespace)
         assert calls
-        assert [] == [call for call in calls if call.place.startswith(journal)]
+        assert [] == [call for call in calls if call.path.startswith(journal)]
 
     asyncio.run(main())
 
@@ -458,7 +458,7 @@ def test_a_collection_that_the_storage_fails_is_told_as_postponed() -> None:
         await process.save(1)
         process.bucket.calls.follow(
             lambda call: (
-                Fault.UNAVAILABLE if call.place == PLACES.checkpoint(1) else Fault.NONE
+                Fault.UNAVAILABLE if call.path == PLACES.checkpoint(1) else Fault.NONE
             )
         )
 
@@ -492,17 +492,17 @@ class FullBucket(FaultyBucket):
 
     room = 10**9
 
-    async def write(self, place: str, data: bytes, **kwargs: Any) -> Any:
-        stored = await self.read(place)
+    async def write(self, path: str, data: bytes, **kwargs: Any) -> Any:
+        stored = await self.read(path)
         grows = len(data) - len(stored.data if stored else b"")
         if grows > self.room:
-            raise StorageFullError(f"{place}: the storage is full")
+            raise StorageFullError(f"{path}: the storage is full")
         self.room -= max(grows, 1)
-        return await super().write(place, data, **kwargs)
+        return await super().write(path, data, **kwargs)
 
-    async def delete(self, place: str, **kwargs: Any) -> None:
-        stored = await self.read(place)
-        await super().delete(place, **kwargs)
+    async def delete(self, path: str, **kwargs: Any) -> None:
+        stored = await self.read(path)
+        await super().delete(path, **kwargs)
         self.room += len(stored.data) if stored else 0
 
 

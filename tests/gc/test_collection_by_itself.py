@@ -39,7 +39,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_collection() -> None:
         await _deleted_in(process, *runs)
         bad = {RunPlaces(runs[at]).checkpoint(1) for at in (0, 1, 3)}
         process.bucket.calls.follow(
-            lambda call: Fault.UNAVAILABLE if call.place in bad else Fault.NONE
+            lambda call: Fault.UNAVAILABLE if call.path in bad else Fault.NONE
         )
 
         await _pass(process.store, Lease(process.store, length=timedelta(hours=1)))
@@ -57,9 +57,9 @@ def test_a_pass_is_given_up_where_the_storage_does_not_answer_at_all() -> None:
         asked = []
 
         def fail(call: Call) -> Fault:
-            if not call.place.startswith("data/"):
+            if not call.path.startswith("data/"):
                 return Fault.NONE
-            asked.append(call.place.split("/")[1])
+            asked.append(call.path.split("/")[1])
             return Fault.UNAVAILABLE
 
         process.bucket.calls.follow(fail)
@@ -85,7 +85,7 @@ def test_retention_after_a_commit_goes_on_past_a_run_that_fails() -> None:
         process.bucket.calls.follow(
             lambda call: (
                 Fault.UNAVAILABLE
-                if call.place == layout.run_record(bad)
+                if call.path == layout.run_record(bad)
                 else Fault.NONE
             )
         )

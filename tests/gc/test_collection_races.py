@@ -126,17 +126,17 @@ class HookedBucket(FaultyBucket):
             del self.hook
             await waiting[2]()
 
-    async def read(self, place: str) -> Any:
-        await self._happen("read", place)
-        return await super().read(place)
+    async def read(self, path: str) -> Any:
+        await self._happen("read", path)
+        return await super().read(path)
 
     async def list(self, prefix: str, **kwargs: Any) -> Any:
         await self._happen("list", prefix)
         return await super().list(prefix, **kwargs)
 
-    async def write(self, place: str, data: bytes, **kwargs: Any) -> Any:
-        await self._happen("write", place)
-        return await super().write(place, data, **kwargs)
+    async def write(self, path: str, data: bytes, **kwargs: Any) -> Any:
+        await self._happen("write", path)
+        return await super().write(path, data, **kwargs)
 
 
 async def hooked() -> tuple[Process, HookedBucket, Process]:

@@ -262,7 +262,7 @@ def test_a_tag_whose_checkpoint_is_gone_says_so() -> None:
     record = pb.TagRecord(step=1, upload="f" * 32)
     put_record(world, RunPlaces(RUN).tag("best"), record)
 
-    with pytest.raises(CheckpointNotFoundError, match="the tag names is gone"):
+    with pytest.raises(CheckpointNotFoundError, match="points to a purged checkpoint"):
         asyncio.run(process.catalogue.checkpoint(CheckpointName(RUN, "best")))
 
 

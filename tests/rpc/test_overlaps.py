@@ -176,7 +176,7 @@ def test_a_commit_that_another_overtook_gives_its_answer(
         # and leaves what the other has committed, for plain TensorStore too
         places = RunPlaces(RUN)
         space = commits._bucket.key_space(
-            place=places.key_space(record.upload, record.attempt), pool=places.pool
+            path=places.key_space(record.upload, record.attempt), pool=places.pool
         )
         found = await space.places()
         assert found is not None
@@ -359,8 +359,8 @@ def test_a_commit_that_answers_for_another_write_makes_it_durable_first(
 
     def plan(call: Call) -> Fault:
         if call.operation == "settle":
-            settled.append(call.place)
-        is_record = call.operation == "write" and "/checkpoints/" in call.place
+            settled.append(call.path)
+        is_record = call.operation == "write" and "/checkpoints/" in call.path
         return fault if is_record and not settled else Fault.NONE
 
     async def main() -> None:
@@ -444,7 +444,7 @@ def test_a_save_whose_step_is_freed_while_it_begins_begins_again(
     emptied: list[Call] = []
 
     def plan(call: Call) -> Fault:
-        if call.operation == "write" and str(slot).endswith(call.place) and not emptied:
+        if call.operation == "write" and str(slot).endswith(call.path) and not emptied:
             emptied.append(call)
             slot.unlink()
         return Fault.NONE

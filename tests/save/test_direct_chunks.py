@@ -208,7 +208,7 @@ def test_what_is_placed_is_made_durable_before_it_is_written_down(
     calls: list[tuple[str, str]] = []
 
     def plan(call: Call) -> Fault:
-        calls.append((call.operation, call.place))
+        calls.append((call.operation, call.path))
         return Fault.NONE
 
     with serving(tmp_path, plan) as address:

@@ -47,7 +47,7 @@ def test_a_repeated_change_is_settled(
 
     def plan(call: Call) -> Fault:
         if call.operation == "settle":
-            settled.append(call.place)
+            settled.append(call.path)
         return Fault.NONE
 
     async def main() -> None:

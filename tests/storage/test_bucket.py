@@ -1,7 +1,7 @@
-"""What the service asks of a storage, of every storage that it runs on.
+"""Tests of the `Bucket` protocol, run on every storage.
 
-``BucketTests`` is inherited by a class for each storage; ``SharedBucketTests`` by
-those of storages that several processes can open.
+A class per storage inherits ``BucketTests``, and ``SharedBucketTests`` if several
+processes can open the storage.
 """
 
 import asyncio
@@ -206,7 +206,7 @@ class BucketTests:
 
         within(test)
 
-    def test_a_list_goes_on_after_a_place(self, within: Callable[..., None]) -> None:
+    def test_a_list_continues_after_a_path(self, within: Callable[..., None]) -> None:
         async def test(bucket: KvBucket) -> None:
             for place in ("a/1", "a/2", "a/2.x", "a/3", "b"):
                 await bucket.write(place, b"")
@@ -385,7 +385,7 @@ asyncio.run(race(sys.argv[1], sys.argv[2], int(sys.argv[3])))
 
 
 class SharedBucketTests(BucketTests):
-    """Of a storage that several processes can open."""
+    """Tests of a storage that several processes can open."""
 
     @pytest.mark.slow
     def test_of_two_processes_one_wins_and_no_increment_is_lost(
@@ -432,8 +432,8 @@ class SharedBucketTests(BucketTests):
 
 
 class CountedBucketTests(BucketTests):
-    """Of a storage whose generations tell writes from each other; those of S3 are sums
-    of what was written."""
+    """Tests of a storage with a new generation per write; on S3 a generation is a
+    checksum of the contents."""
 
     def test_the_same_bytes_written_again_are_another_generation(
         self, within: Callable[..., None]
@@ -446,7 +446,7 @@ class CountedBucketTests(BucketTests):
 
         within(test)
 
-    def test_a_place_created_anew_is_another_generation(
+    def test_an_object_created_again_has_another_generation(
         self, within: Callable[..., None]
     ) -> None:
         async def test(bucket: KvBucket) -> None:
@@ -478,7 +478,7 @@ class TestFileBucket(SharedBucketTests, CountedBucketTests):
             or any(len(p) > 200 or p.endswith(".__lock") for p in parts)
         )
 
-    def test_a_full_disk_is_told_and_can_be_read_and_emptied(
+    def test_a_full_disk_is_reported_and_can_be_read_and_emptied(
         self, tmp_path: Path
     ) -> None:
         async def test(root: Path) -> None:
@@ -526,7 +526,7 @@ class TestGcsBucket(SharedBucketTests, CountedBucketTests):
 
     def test_a_bucket_that_is_not_there_is_refused(self) -> None:
         root = f"gs://storesvc-{uuid.uuid4().hex}/x"
-        with pytest.raises(InvalidFieldError, match=f"{root}: expected a bucket that"):
+        with pytest.raises(InvalidFieldError, match=f"{root}: expected an existing"):
             asyncio.run(KvBucket.open(root))
 
 

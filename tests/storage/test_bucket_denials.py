@@ -1,5 +1,4 @@
-"""What a client is told of a bucket that denies the store something: at once, and by
-whichever way its bytes go."""
+"""A denial by a bucket is raised at once, on each path that the bytes may take."""
 
 import logging
 import re
@@ -64,7 +63,7 @@ REFUSALS = [
     (
         Status(401, message="Invalid Credentials"),
         "the storage does not accept our credentials (",
-        "); renew them, and see that their account exists and the clock is right",
+        "); renew them, and check that their account exists and the clock is right",
     ),
 ]
 
@@ -72,7 +71,7 @@ REFUSALS = [
 @pytest.mark.parametrize(
     ("refusal", "said", "advice"), REFUSALS, ids=["denied", "unaccepted"]
 )
-def test_a_denial_is_told_at_once_in_a_sentence_that_names_the_bucket(
+def test_a_denial_is_raised_at_once_and_names_the_bucket(
     client: store.Client,
     gcs: FakeGcs,
     root: str,
@@ -95,12 +94,12 @@ def test_a_denial_is_told_at_once_in_a_sentence_that_names_the_bucket(
         opened.restore,
         lambda: run.save(2, TREE).result(),
     ):
-        with pytest.raises(store.PreconditionError) as told:
+        with pytest.raises(store.PreconditionError) as reported:
             ask()
-        assert "STORAGE_DENIED" == told.value.reason
-        assert {"storage": root} == dict(told.value.metadata)
-        told.match(f"^{root}/[^ ]*: {re.escape(said)}[^\n]*{re.escape(advice)}")
-        assert "\n" not in str(told.value)
+        assert "STORAGE_DENIED" == reported.value.reason
+        assert {"storage": root} == dict(reported.value.metadata)
+        reported.match(f"^{root}/[^ ]*: {re.escape(said)}[^\n]*{re.escape(advice)}")
+        assert "\n" not in str(reported.value)
     assert time.monotonic() - began < PATIENCE_SECONDS
 
     gcs.clear()
@@ -111,21 +110,23 @@ def test_a_denial_is_told_at_once_in_a_sentence_that_names_the_bucket(
 def test_a_store_that_is_denied_cannot_be_opened(gcs: FakeGcs, root: str) -> None:
     gcs.fault(".", Status(403), times=ALWAYS)
 
-    with pytest.raises(store.PreconditionError, match="denies this to our") as told:
+    with pytest.raises(store.PreconditionError, match="denies this to our") as reported:
         store.connect(root)
 
-    assert "STORAGE_DENIED" == told.value.reason
+    assert "STORAGE_DENIED" == reported.value.reason
 
 
-def test_who_is_denied_what_its_server_is_not_is_told_how_to_do_without(
+def test_a_client_that_is_denied_what_its_server_may_do_learns_how_to_use_the_server(
     gcs: FakeGcs, root: str, server: ServerProcess
 ) -> None:
     gcs.fault(".", Status(403), times=ALWAYS)
 
-    with pytest.raises(store.PreconditionError, match="or leave direct= out") as told:
+    with pytest.raises(
+        store.PreconditionError, match="or leave direct= out"
+    ) as reported:
         store.connect(server.address, direct=root)
 
-    assert "STORAGE_DENIED" == told.value.reason
+    assert "STORAGE_DENIED" == reported.value.reason
 
 
 @pytest.mark.slow
@@ -166,6 +167,6 @@ def test_who_may_only_read_reads_without_a_hold(
 
     np.testing.assert_array_equal(TREE["x"], back["x"])
     assert ["x"] == [leaf.key for leaf in leaves]
-    told = [one for one in caplog.messages if "is read without a hold on it" in one]
-    assert 2 == len(told)
-    assert all("denies this to our credentials" in one for one in told)
+    reported = [one for one in caplog.messages if "is read without a hold on it" in one]
+    assert 2 == len(reported)
+    assert all("denies this to our credentials" in one for one in reported)

@@ -1,5 +1,4 @@
-"""A client beside a bucket reads and writes data files by itself, and few bytes more
-than it must."""
+"""A direct client reads and writes data files itself, with few extra bytes."""
 
 import gc
 import re
@@ -82,14 +81,14 @@ def of_data(gcs: FakeGcs, method: str) -> list[Logged]:
 
 
 def read_bytes(gcs: FakeGcs) -> int:
-    """What was read of data files."""
+    """Bytes that were read from data files."""
     return sum(one.sent_bytes for one in of_data(gcs, "GET"))
 
 
-def test_bytes_come_and_go_beside_the_server(
+def test_data_bypass_the_server(
     direct: store.Client, served: tuple[ServerProcess, str], gcs: FakeGcs
 ) -> None:
-    tree, run = {"x": drawn(2000, 1000), "small": drawn(3)}, direct.run("tests/beside")
+    tree, run = {"x": drawn(2000, 1000), "small": drawn(3)}, direct.run("tests/direct")
 
     report = run.save(1, tree).report()
     sent = gcs.sent_bytes
@@ -101,7 +100,7 @@ def test_bytes_come_and_go_beside_the_server(
     assert report.total_bytes <= gcs.sent_bytes - sent < 1.05 * report.total_bytes
     assert run.verify(1).ok
     log = served[0].log
-    assert "ReadChunks tests/beside" not in log
+    assert "ReadChunks tests/direct" not in log
 
 
 LAYOUTS: dict[str, Callable[[], NamedSharding]] = {
@@ -192,7 +191,7 @@ def test_what_a_broken_save_had_written_is_not_written_again(
     gcs.clear()
     report = run.save(0, tree).report()
 
-    # of the eight, some may not have been told of when it broke
+    # of the eight, some may not have been reported of when it broke
     assert report.sent_bytes <= report.total_bytes * 14 // 16
     back = run.restore(0)
     assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
@@ -252,7 +251,7 @@ def test_what_was_read_and_written_is_freed_at_once(direct: store.Client) -> Non
         gc.enable()
 
 
-def test_the_data_file_that_took_the_longest_is_told(direct: store.Client) -> None:
+def test_the_slowest_data_file_is_logged(direct: store.Client) -> None:
     run = direct.run("tests/slowest")
     run.save(0, {"x": drawn(100)}).result()
     opened = run.open(0)
@@ -289,7 +288,7 @@ def test_a_root_without_a_store_is_refused(
         store.connect(served[0].address, direct=f"gs://{bucket}/empty")
 
 
-def test_a_bucket_that_lets_nobody_in_is_told(
+def test_a_bucket_that_denies_all_access_is_reported(
     served: tuple[ServerProcess, str], gcs: FakeGcs
 ) -> None:
     gcs.deny(BUCKET)
@@ -312,7 +311,7 @@ def test_the_full_stop_of_what_a_bucket_says_ends_no_sentence_of_ours(
     gcs.clear()
 
 
-def test_without_the_packages_of_a_bucket_it_is_told_which_to_install(
+def test_missing_packages_of_a_bucket_are_an_error_that_names_the_extra(
     served: tuple[ServerProcess, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorstore", None)

@@ -1,5 +1,5 @@
-"""What a bucket may do to a client that reads and writes it by itself: nothing stalls
-for ever, and nothing comes back that was not saved."""
+"""Faults of a bucket whose client transfers directly: no call stalls forever, and no
+restore returns data that were not saved."""
 
 import logging
 import re
@@ -33,7 +33,7 @@ LEAVES = 12
 FAST = 1 << 40
 
 HEDGED = Limits(floor_seconds=0.3, unknown_seconds=0.0, answer_seconds=600)
-"""Who waits for an answer that never comes is helped by a second request only."""
+"""Only a second request ends a wait for a response that never comes."""
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def root(gcs: FakeGcs) -> Iterator[str]:
 
 @pytest.fixture
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Limits:
-    """How long a storage may take: those of the test's parameter."""
+    """Limits of reads: the test's parameter."""
     limits: Limits = request.param
-    monkeypatch.setattr(hedging, "SPARE", 1000.0)
+    monkeypatch.setattr(hedging, "HEDGE_BURST", 1000.0)
     monkeypatch.setattr(hedging, "READS", limits)
     return limits
 
@@ -116,7 +116,7 @@ def test_a_server_asks_twice_too(limits: Limits, run: store.Run, gcs: FakeGcs) -
     indirect=True,
     ids=["late"],
 )
-def test_reads_that_stall_are_asked_anew_and_told_of(
+def test_stalled_reads_are_retried_and_logged(
     limits: Limits, run: store.Run, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = "|".join(data_file(run, leaf) for leaf in TREE)
@@ -127,10 +127,10 @@ def test_reads_that_stall_are_asked_anew_and_told_of(
         assert_equal(run.restore(0))
     seconds = time.monotonic() - began
 
-    told = [message for message in caplog.messages if "asked again" in message]
-    assert 1 <= len(told) <= 1 + seconds / PAUSE_SECONDS
+    reported = [message for message in caplog.messages if "asked again" in message]
+    assert 1 <= len(reported) <= 1 + seconds / PAUSE_SECONDS
     late = f"restore of tests/faults@0: data file ({files}) has not answered for"
-    assert all(re.match(late, message) for message in told)
+    assert all(re.match(late, message) for message in reported)
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_reads_that_stall_are_asked_anew_and_told_of(
     indirect=True,
     ids=["late"],
 )
-def test_a_data_file_that_never_answers_is_told_of_within_bounds(
+def test_a_data_file_that_never_answers_is_reported_within_its_deadline(
     limits: Limits, run: store.Run, gcs: FakeGcs
 ) -> None:
     file = data_file(run, "05")
@@ -174,7 +174,9 @@ def test_a_restore_waits_no_longer_than_it_may_itself(
         run.restore(0, deadline=timedelta(seconds=2))
 
 
-def test_the_data_file_that_answered_last_is_told(run: store.Run, gcs: FakeGcs) -> None:
+def test_the_data_file_that_answered_last_is_logged(
+    run: store.Run, gcs: FakeGcs
+) -> None:
     file = data_file(run, "03")
     gcs.fault(f"GET .*{file}", Delay(0.3))
     opened = run.open(0)
@@ -225,7 +227,7 @@ def test_an_object_that_was_cut_off_is_data_loss_of_its_leaf(
     with GcsCalls(gcs.url) as calls:
         calls.upload(place, calls.read(place).body[:-1])
 
-    with pytest.raises(store.DataLossError, match=r"leaf '0\d' chunk 0.*cut off"):
+    with pytest.raises(store.DataLossError, match=r"leaf '0\d' chunk 0.*truncated"):
         run.restore(0)
 
 
@@ -242,7 +244,7 @@ def test_a_flipped_bit_is_data_loss_of_its_leaf(
         run.restore(0)
 
 
-def test_who_may_not_read_is_told_so(run: store.Run, gcs: FakeGcs) -> None:
+def test_a_denied_read_is_reported(run: store.Run, gcs: FakeGcs) -> None:
     gcs.fault("GET .*pool", Status(403), times=ALWAYS)
 
     with pytest.raises(
@@ -251,7 +253,7 @@ def test_who_may_not_read_is_told_so(run: store.Run, gcs: FakeGcs) -> None:
         run.restore(0)
 
 
-def test_who_may_not_write_is_told_so(run: store.Run, gcs: FakeGcs) -> None:
+def test_a_denied_write_is_reported(run: store.Run, gcs: FakeGcs) -> None:
     gcs.fault("POST /upload.*pool", Status(403), times=ALWAYS)
 
     with pytest.raises(
@@ -266,9 +268,9 @@ def test_who_may_not_write_is_told_so(run: store.Run, gcs: FakeGcs) -> None:
 def write_limits(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Limits:
-    """How long a storage may take to write: those of the test's parameter."""
+    """Limits of writes: the test's parameter."""
     limits: Limits = request.param
-    monkeypatch.setattr(hedging, "SPARE", 1000.0)
+    monkeypatch.setattr(hedging, "HEDGE_BURST", 1000.0)
     monkeypatch.setattr(hedging, "WRITES", limits)
     return limits
 
@@ -302,7 +304,7 @@ def test_an_object_whose_writing_stalls_is_written_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "served"])
 @pytest.mark.parametrize("write_limits", [HEDGED], indirect=True, ids=["hedged"])
-def test_an_object_whose_writing_stalls_is_written_beside_itself(
+def test_a_stalled_write_of_an_object_is_hedged(
     write_limits: Limits,
     run: store.Run,
     gcs: FakeGcs,

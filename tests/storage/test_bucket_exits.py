@@ -19,7 +19,8 @@ from tests.support.server_process import ServerProcess
 TIMEOUT_SECONDS = 3
 
 SOON_SECONDS = 15
-"""Of which a busy machine takes most; what waits for a bucket takes twice as many."""
+"""Maximum seconds of an exit. A busy machine takes most of them; waiting for a bucket
+would take twice as many."""
 
 STORECTL = (sys.executable, "-m", "storesvc_client.cli")
 
@@ -33,7 +34,7 @@ threading.Thread(target=lambda: list(client.runs()), daemon=True).start()
 time.sleep(2)
 sys.exit(3)
 """
-"""Asks for a list that is not answered, and ends meanwhile."""
+"""Requests a list that is not answered, and exits while it waits."""
 
 DELETING = """
 import asyncio, sys, threading, time
@@ -49,7 +50,7 @@ async def main():
     sys.exit(3)
 asyncio.run(main())
 """
-"""Asks for a deletion that is not answered, and ends meanwhile."""
+"""Requests a deletion that is not answered, and exits while it waits."""
 
 pytestmark = [pytest.mark.emulated, pytest.mark.slow]
 
@@ -100,8 +101,8 @@ def test_a_command_ends_with_its_timeout_where_the_bucket_does_not_answer(
 
     assert time.monotonic() - began < SOON_SECONDS
     assert (1, "") == (process.returncode, out)
-    (told,) = (line for line in err.splitlines() if line.startswith("storectl: "))
-    assert f"{root}: the storage did not answer within 3 s; try again, or" in told
+    (reported,) = (line for line in err.splitlines() if line.startswith("storectl: "))
+    assert f"{root}: the storage did not answer within 3 s; try again, or" in reported
 
 
 @pytest.mark.parametrize("request_line", ["GET .*/o[?]", "GET .*/o/"])

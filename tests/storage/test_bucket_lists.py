@@ -37,13 +37,13 @@ def far(gcs: FakeGcs) -> Iterator[FakeGcs]:
 
 
 def reads(gcs: FakeGcs) -> int:
-    """How many records of checkpoints were read."""
+    """Number of records of checkpoints that were read."""
     targets = [one.target for one in gcs.log if "alt=media" in one.target]
     return sum("%2Fcheckpoints%2F" in target for target in targets)
 
 
 def lists(gcs: FakeGcs) -> int:
-    """How many pages of names were asked for."""
+    """Number of requests for pages of names."""
     return sum(one.target.split("?")[0].endswith("/o") for one in gcs.log)
 
 
@@ -53,8 +53,8 @@ def test_many_records_are_read_at_a_time_and_hardly_one_twice(
     steps = [checkpoint.step for checkpoint in run.checkpoints()]
 
     assert list(reversed(range(CHECKPOINTS))) == steps
-    # one of each page tells whether there is more; some are asked twice where time is
-    # short
+    # One read per page shows whether there is more; some are hedged if the machine is
+    # slow.
     assert CHECKPOINTS <= reads(far) < 1.1 * CHECKPOINTS
     assert lists(far) <= 2
     assert far.most_pending > 64

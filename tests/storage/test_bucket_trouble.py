@@ -1,5 +1,5 @@
-"""A bucket on Google Cloud Storage in trouble: what passes is outlasted, what does not
-is told soon, and names the bucket."""
+"""Faults of a bucket on Google Cloud Storage: transient errors are retried, others are
+raised soon and name the bucket."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.emulated
 
 @pytest.fixture
 def root(gcs: FakeGcs) -> Iterator[str]:
-    """Of a fresh store."""
+    """Root of a fresh store."""
     gcs.clear()
     yield gcs_root()
     gcs.clear()
@@ -69,7 +69,7 @@ def test_a_conflict_that_a_lost_answer_made_up_deletes_what_it_should(
     within(test)
 
 
-def test_what_fails_in_passing_is_tried_again(within: Within, gcs: FakeGcs) -> None:
+def test_transient_errors_are_retried(within: Within, gcs: FakeGcs) -> None:
     async def test(bucket: KvBucket) -> None:
         for action in (Status(429), Status(503), Reset()):
             gcs.fault("POST /upload", action, times=2)
@@ -82,7 +82,7 @@ def test_what_fails_in_passing_is_tried_again(within: Within, gcs: FakeGcs) -> N
 
 
 @pytest.mark.slow
-def test_what_fails_for_good_is_told_soon_and_names_the_bucket(
+def test_permanent_errors_are_raised_soon_and_name_the_bucket(
     within: Within, gcs: FakeGcs, root: str
 ) -> None:
     async def test(bucket: KvBucket) -> None:
@@ -95,7 +95,7 @@ def test_what_fails_for_good_is_told_soon_and_names_the_bucket(
     within(test)
 
 
-def test_a_storage_that_does_not_answer_is_given_up(
+def test_a_call_fails_at_its_deadline(
     within: Within,
     gcs: FakeGcs,
     monkeypatch: pytest.MonkeyPatch,
@@ -118,9 +118,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hedging, "CHANGES", limits)
 
 
-def test_a_change_that_stalls_is_made_beside_itself(
-    hasty: None, within: Within, gcs: FakeGcs
-) -> None:
+def test_a_stalled_change_is_hedged(hasty: None, within: Within, gcs: FakeGcs) -> None:
     async def test(bucket: KvBucket) -> None:
         generation = await bucket.write("a", b"1")
         gcs.fault("POST /upload", Stall())
@@ -188,7 +186,7 @@ def test_what_others_change_before_a_late_answer_makes_no_conflict_of_it(
     within(test)
 
 
-def test_what_creates_is_never_asked_beside_itself(
+def test_a_creation_is_never_hedged(
     hasty: None, within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of them that came late would bring back what was removed since."""
@@ -230,7 +228,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("refusal", "error", "said"), REFUSALS)
-def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
+def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
     within: Within,
     gcs: FakeGcs,
     root: str,
@@ -249,9 +247,9 @@ def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
         ):
             gcs.clear()
             gcs.fault(".", refusal, times=ALWAYS)
-            with pytest.raises(error) as told:
+            with pytest.raises(error) as reported:
                 await ask()
-            sentence = str(told.value)
+            sentence = str(reported.value)
             assert sentence.startswith(f"{root}/")
             assert said in sentence
             # a token that is given cannot be renewed, which is what lists then say
@@ -332,14 +330,14 @@ def test_a_storage_that_wants_fewer_requests_gets_fewer_and_then_does_them_all(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["manifest.ocdbt", "pool/"])
-def test_a_key_space_that_does_not_answer_is_asked_again_and_then_given_up(
+def test_a_read_of_a_key_space_is_retried_and_then_fails(
     within: Within,
     gcs: FakeGcs,
     monkeypatch: pytest.MonkeyPatch,
     target: str,
 ) -> None:
     async def test(bucket: KvBucket) -> None:
-        space = bucket.key_space(place="trees/a/", pool="pool/")
+        space = bucket.key_space(path="trees/a/", pool="pool/")
         assert await space.places() is None
         await asyncio.to_thread(lambda: space.opened().write("k", b"v" * 2000).result())
         found = await space.places()
@@ -356,7 +354,7 @@ def test_a_key_space_that_does_not_answer_is_asked_again_and_then_given_up(
     within(test)
 
 
-def test_a_list_that_does_not_answer_is_given_up(
+def test_a_list_fails_at_its_deadline(
     within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(bucket: KvBucket) -> None:

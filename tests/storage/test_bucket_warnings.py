@@ -1,5 +1,4 @@
-"""What the log tells of a bucket in trouble: each kind of it in a line that names the
-bucket, once in a while, however many requests meet it."""
+"""The log names a bucket in trouble, with one throttled line per kind of trouble."""
 
 import logging
 import time
@@ -43,11 +42,11 @@ def server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def at_most(seconds: float) -> int:
-    """Returns how many lines of a kind there may be in that time."""
+    """Returns the maximum number of lines of one key in that time."""
     return 1 + int(seconds / PAUSE_SECONDS)
 
 
-def test_a_server_whose_bucket_denies_it_says_so_once_in_a_while_and_still_answers(
+def test_a_server_whose_bucket_denies_it_logs_at_a_throttled_rate_and_still_answers(
     root: str, gcs: FakeGcs, server: ServerProcess
 ) -> None:
     with store.connect(server.address) as client:
@@ -61,12 +60,12 @@ def test_a_server_whose_bucket_denies_it_says_so_once_in_a_while_and_still_answe
                 run.checkpoint(1)
         seconds = time.monotonic() - began
 
-    told = [line for line in server.log.splitlines() if "WARNING" in line]
-    assert 1 <= len(told) <= at_most(seconds)
+    reported = [line for line in server.log.splitlines() if "WARNING" in line]
+    assert 1 <= len(reported) <= at_most(seconds)
     kind = "WARNING storesvc.rpc.boundary"
     said = "the storage denies this to our credentials (who are you); let them"
-    assert f"{kind}: {root}/data/tests/warned/checkpoints/" in told[0]
-    assert said in told[0]
+    assert f"{kind}: {root}/data/tests/warned/checkpoints/" in reported[0]
+    assert said in reported[0]
     assert printed(server.address, "ping").startswith(f"{server.address}: store ")
     for quoted in (kind, said.replace("who are you", "...")):
         assert quoted in GUIDE.read_text()
@@ -74,7 +73,7 @@ def test_a_server_whose_bucket_denies_it_says_so_once_in_a_while_and_still_answe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [429, 503])
-def test_a_bucket_that_fails_is_told_of_once_in_a_while(
+def test_failures_of_a_bucket_are_logged_at_a_throttled_rate(
     root: str,
     gcs: FakeGcs,
     code: int,
@@ -101,7 +100,7 @@ def test_a_bucket_that_fails_is_told_of_once_in_a_while(
 
 
 @pytest.mark.slow
-def test_a_bucket_that_does_not_answer_is_told_of_once_in_a_while(
+def test_a_bucket_that_does_not_answer_is_logged_at_a_throttled_rate(
     root: str,
     gcs: FakeGcs,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,7 +127,7 @@ def test_a_bucket_that_does_not_answer_is_told_of_once_in_a_while(
         gcs.clear()
 
     lists = [m for m in caplog.messages if m == f"{root} has not answered for 0 s"]
-    reads = [m for m in caplog.messages if m.endswith(", asked again")]
+    reads = [m for m in caplog.messages if m.endswith("; retrying")]
     assert 1 <= len(lists) <= at_most(seconds)
     assert 1 <= len(reads) <= at_most(seconds)
     assert reads[0].startswith(f"{root}/data/tests/warned/checkpoints/0")

@@ -1,4 +1,4 @@
-"""Whose credentials a store in a bucket shows, and what it says where there are none.
+"""A store in a bucket finds its credentials, and reports missing ones.
 
 TensorStore looks for credentials once in a process, so servers of their own show them.
 Of service accounts' files it asks www.googleapis.com for a token, whatever address the
@@ -17,7 +17,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.errors import InvalidFieldError
-from storesvc.storage import gcs_client
+from storesvc.storage import gcs
 from storesvc.storage.tensorstore_bucket import KvBucket
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Tokens
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.emulated
 def tokens(
     gcs: FakeGcs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Tokens]:
-    """Those that the storage wants to see; no process has any by itself."""
+    """Credentials that the storage requires; no process has any by default."""
     del gcs
     tokens = Tokens()
     with FakeGcs(buckets=[BUCKET], tokens=tokens) as strict:
@@ -55,7 +55,7 @@ def metadata(tokens: Tokens) -> Iterator[MetadataServer]:
 
 @pytest.fixture
 def client(tmp_path: Path, metadata: MetadataServer) -> Iterator[store.Client]:
-    """Of a server whose workload has an identity."""
+    """Environment of a server whose workload has an identity."""
     metadata.lifetime_seconds = MARGIN_SECONDS + 1
     server = ServerProcess(tmp_path, tmp_path, uri=gcs_root())
     server.environment = metadata.environment
@@ -83,7 +83,7 @@ def test_a_workload_with_an_identity_needs_nothing_else_and_renews_its_tokens(
 
 
 @pytest.mark.slow
-def test_credentials_that_are_revoked_are_told_at_once_in_a_sentence(
+def test_revoked_credentials_are_reported_at_once(
     client: store.Client, metadata: MetadataServer
 ) -> None:
     run = client.run("tests/identity")
@@ -94,11 +94,13 @@ def test_credentials_that_are_revoked_are_told_at_once_in_a_sentence(
 
     began = time.monotonic()
     for ask in (lambda: run.checkpoint(1), lambda: list(run.checkpoints())):
-        with pytest.raises(store.PreconditionError, match="accept our cred") as told:
+        with pytest.raises(
+            store.PreconditionError, match="accept our cred"
+        ) as reported:
             ask()
-        assert re.match(f"gs://{BUCKET}/[^ ]*: ", str(told.value))
-        assert "STORAGE_DENIED" == told.value.reason
-        assert "\n" not in str(told.value)
+        assert re.match(f"gs://{BUCKET}/[^ ]*: ", str(reported.value))
+        assert "STORAGE_DENIED" == reported.value.reason
+        assert "\n" not in str(reported.value)
     assert time.monotonic() - began < 20
 
     metadata.has_account = True
@@ -107,7 +109,7 @@ def test_credentials_that_are_revoked_are_told_at_once_in_a_sentence(
 
 
 @pytest.mark.slow
-def test_a_metadata_server_that_fails_in_passing_is_asked_again(
+def test_transient_errors_of_a_metadata_server_are_retried(
     client: store.Client, metadata: MetadataServer
 ) -> None:
     run = client.run("tests/identity")
@@ -125,7 +127,7 @@ def test_a_metadata_server_that_fails_in_passing_is_asked_again(
 
 
 @pytest.mark.parametrize("driver", ["gcs", "gcs_grpc"])
-def test_without_credentials_it_is_told_which_are_expected(
+def test_missing_credentials_are_an_error_that_names_the_expected_ones(
     tokens: Tokens, monkeypatch: pytest.MonkeyPatch, driver: str
 ) -> None:
     """Also where something swallows what is sent to a metadata server; TensorStore ends
@@ -137,7 +139,7 @@ def test_without_credentials_it_is_told_which_are_expected(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         monkeypatch.setenv("GCE_METADATA_IP", f"{host}:{port}")
-        monkeypatch.setattr(gcs_client, "SEARCH_SECONDS", 0.3)
+        monkeypatch.setattr(gcs, "SEARCH_SECONDS", 0.3)
         began = time.monotonic()
         with pytest.raises(InvalidFieldError, match="expected Application Default Cr"):
             asyncio.run(KvBucket.open(f"{gcs_root()}?driver={driver}"))
@@ -154,7 +156,7 @@ def test_without_credentials_it_is_told_which_are_expected(
         ('{"type": "service_account"}', "it is JSON, and not of whole credentials"),
     ],
 )
-def test_a_file_of_credentials_that_does_not_do_is_told_by_its_name_alone(
+def test_an_invalid_file_of_credentials_is_reported_by_its_name_alone(
     tokens: Tokens,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -167,18 +169,18 @@ def test_a_file_of_credentials_that_does_not_do_is_told_by_its_name_alone(
         file.write_text(content)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
 
-    with pytest.raises(store.InvalidRequestError) as told:
+    with pytest.raises(store.InvalidRequestError) as reported:
         store.connect(root)
 
     assert (
         f"root {root}: expected credentials in the file that "
         f"GOOGLE_APPLICATION_CREDENTIALS names, got {file} ({fault}); correct one of "
         "them, or unset the variable"
-    ) == str(told.value)
+    ) == str(reported.value)
 
 
 def test_grpc_needs_both_endpoints_or_neither(gcs: FakeGcs) -> None:
-    """Else its lists would be those of another storage."""
+    """Otherwise its lists would come from another storage."""
     del gcs
     with pytest.raises(InvalidFieldError, match="expected both endpoint= "):
         asyncio.run(KvBucket.open(f"{gcs_root()}?driver=gcs_grpc"))

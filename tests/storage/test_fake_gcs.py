@@ -1,4 +1,4 @@
-"""The emulator of GCS does what GCS does, and fails where it is told to."""
+"""The emulator of GCS behaves like GCS, and fails where a test requests it."""
 
 import socket
 import threading
@@ -186,7 +186,7 @@ def test_parts_may_end_their_lines_with_line_feeds(calls: GcsCalls, name: str) -
     assert data == calls.read(name).body
 
 
-def test_an_interrupted_upload_goes_on_where_it_was(calls: GcsCalls, name: str) -> None:
+def test_an_interrupted_upload_resumes(calls: GcsCalls, name: str) -> None:
     data = bytes(CHUNK) + b"end"
     place = calls.begin_upload(name)
 
@@ -535,7 +535,7 @@ def test_tensorstore_retries_what_may_pass(gcs: FakeGcs, store: ts.KvStore) -> N
     assert [503, None, 200, 200, 200] == [entry.status for entry in gcs.log]
 
 
-def test_tensorstore_gives_up_in_an_outage(gcs: FakeGcs, store: ts.KvStore) -> None:
+def test_tensorstore_fails_in_an_outage(gcs: FakeGcs, store: ts.KvStore) -> None:
     gcs.fault(".", Status(503), times=ALWAYS)
 
     with pytest.raises(ValueError, match="retry attempts failed"):

@@ -1,4 +1,4 @@
-"""The emulator of GCS fails where it is told to, and tells what it did."""
+"""The emulator of GCS fails where a test requests it, and logs its requests."""
 
 import subprocess
 import sys
@@ -201,7 +201,7 @@ def test_a_network_takes_its_time() -> None:
 # --- The log, and other processes -----------------------------------------------------
 
 
-def test_the_log_tells_what_was_moved(gcs: FakeGcs, calls: GcsCalls) -> None:
+def test_the_log_has_the_bytes_that_were_moved(gcs: FakeGcs, calls: GcsCalls) -> None:
     calls.upload("logged", bytes(3 * MiB))
     calls.read("logged", "bytes=0-9")
 

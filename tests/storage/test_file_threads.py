@@ -43,7 +43,7 @@ def with_hanging(
 
 async def becomes_true(is_so: Callable[[], bool]) -> None:
     """Waits for what other threads do."""
-    while not is_so():  # noqa: ASYNC110 - no event tells of it
+    while not is_so():  # noqa: ASYNC110 - no event signals it
         await asyncio.sleep(0.01)
 
 
@@ -122,7 +122,7 @@ def test_a_file_that_hangs_occupies_few_threads_before_its_deadline() -> None:
             for _ in range(file_threads.THREADS * 2)
         ]
         assert 1 == await threads.run("b", lambda: 1, seconds=60)
-        assert file_threads.PER_PLACE == threads._running["a"]
+        assert file_threads.CALLS_PER_PATH == threads._running["a"]
 
         hanging.go_on()
         assert ["late"] * len(calls) == await asyncio.gather(*calls)

@@ -1,4 +1,4 @@
-"""What is awaited of TensorStore: the answer, or that nobody wants it any more."""
+"""TensorStore futures are awaited, and dropped on cancellation."""
 
 import asyncio
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
-from storesvc.storage.futures import answered
+from storesvc.storage.futures import await_future
 
 
 def promised() -> tuple[Any, Any]:
@@ -24,7 +24,7 @@ def test_an_answer_comes_whenever_it_was_given() -> None:
         promise.set_result(1)
         later, coming = promised()
         asyncio.get_running_loop().call_later(0.01, later.set_result, 2)
-        return [await answered(given), await answered(coming)]
+        return [await await_future(given), await await_future(coming)]
 
     assert [1, 2] == asyncio.run(main())
 
@@ -33,7 +33,7 @@ def test_what_it_failed_with_is_raised() -> None:
     async def main() -> None:
         promise, asked = promised()
         promise.set_exception(LookupError("none"))
-        await answered(asked)
+        await await_future(asked)
 
     with pytest.raises(LookupError, match="none"):
         asyncio.run(main())
@@ -42,7 +42,7 @@ def test_what_it_failed_with_is_raised() -> None:
 def test_who_is_cancelled_hears_no_more_of_it_and_cancels_nothing() -> None:
     async def main() -> bool:
         promise, asked = promised()
-        waiting = asyncio.ensure_future(answered(asked))
+        waiting = asyncio.ensure_future(await_future(asked))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -54,11 +54,11 @@ def test_who_is_cancelled_hears_no_more_of_it_and_cancels_nothing() -> None:
     assert not asyncio.run(main())
 
 
-def test_an_answer_after_the_end_of_the_loop_disturbs_nobody() -> None:
+def test_a_result_after_the_end_of_the_loop_is_ignored() -> None:
     promise, asked = promised()
 
     async def main() -> None:
-        asking = answered(asked)
+        asking = await_future(asked)
         asking.send(None)  # it waits, and no task of the loop knows
         waiting.append(asking)
 
@@ -99,7 +99,7 @@ asyncio.run(main())
 def test_reads_that_are_cancelled_as_they_are_answered_stop_no_process(
     tmp_path: Path,
 ) -> None:
-    """As ``await`` of a future of TensorStore does, now and then."""
+    """Deadlocks, as ``await`` of a TensorStore future occasionally does."""
     done = subprocess.run(
         [sys.executable, "-c", CANCELLING, tmp_path.as_uri()],
         check=False,

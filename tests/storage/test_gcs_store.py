@@ -148,7 +148,7 @@ def test_what_is_purged_leaves_the_bucket(client: store.Client, root: str) -> No
 
 
 def places(root: str) -> list[str]:
-    """What is stored below a root."""
+    """Objects below a root."""
 
     async def listed() -> list[str]:
         return await (await KvBucket.open(root)).list("")
@@ -156,7 +156,9 @@ def places(root: str) -> list[str]:
     return asyncio.run(listed())
 
 
-def test_a_flipped_bit_in_an_object_is_told(client: store.Client, root: str) -> None:
+def test_a_flipped_bit_in_an_object_is_reported(
+    client: store.Client, root: str
+) -> None:
     run = client.run("tests/gcs")
     run.save(1, sharded(64)).result()
 
@@ -182,7 +184,7 @@ def test_a_flipped_bit_in_an_object_is_told(client: store.Client, root: str) -> 
 @pytest.mark.parametrize(
     "action", sampled([Status(429), Status(503), Reset(), Lost()], every=2)
 )
-def test_a_save_outlasts_what_fails_in_passing(
+def test_a_save_outlasts_transient_errors(
     client: store.Client, gcs: FakeGcs, action: Any
 ) -> None:
     run, tree = client.run("tests/gcs"), sharded(64)
@@ -201,7 +203,7 @@ def test_a_save_outlasts_what_fails_in_passing(
 @pytest.mark.parametrize(
     "action", sampled([Status(503), Reset(), Truncate(100)], every=2)
 )
-def test_a_restore_outlasts_what_fails_in_passing(
+def test_a_restore_outlasts_transient_errors(
     client: store.Client, gcs: FakeGcs, action: Any
 ) -> None:
     run, tree = client.run("tests/gcs"), sharded()
@@ -213,7 +215,7 @@ def test_a_restore_outlasts_what_fails_in_passing(
 
 
 @pytest.mark.emulated
-def test_a_commit_that_a_bucket_does_not_answer_is_asked_for_beside_itself(
+def test_a_commit_that_a_bucket_does_not_answer_is_hedged(
     client: store.Client, gcs: FakeGcs
 ) -> None:
     run, tree = client.run("tests/gcs"), sharded()
@@ -259,7 +261,7 @@ def test_a_restore_ends_at_its_deadline_wherever_the_bucket_stops_answering(
 
 
 @pytest.mark.emulated
-def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
+def test_an_outage_is_an_error_that_names_the_bucket(
     gcs: FakeGcs, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(location.RETRIES, "max_retries", 1)
@@ -281,7 +283,7 @@ def test_an_outage_is_told_in_a_sentence_that_names_the_bucket(
 
 @pytest.mark.slow
 @pytest.mark.emulated
-def test_a_call_that_a_storage_keeps_a_server_from_answering_is_told_so(
+def test_a_call_that_waits_for_a_storage_fails_with_that_reason(
     gcs: FakeGcs, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
@@ -315,7 +317,7 @@ def test_a_store_in_a_bucket_needs_no_server(root: str) -> None:
     assert ["prod/tiny"] == [run["name"] for run in document(root, "ls")]
 
 
-def test_without_the_packages_of_a_bucket_it_is_told_which_to_install(
+def test_missing_packages_of_a_bucket_are_an_error_that_names_the_extra(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
@@ -327,12 +329,14 @@ def test_what_cannot_be_a_store_is_refused_in_a_sentence(
     root: str, tmp_path: Path
 ) -> None:
     nowhere = f"gs://storesvc-{uuid.uuid4().hex}/x"
-    with pytest.raises(store.InvalidRequestError, match=f"{nowhere}: expected a buck"):
+    with pytest.raises(
+        store.InvalidRequestError, match=f"{nowhere}: expected an exist"
+    ):
         store.connect(nowhere)
     with pytest.raises(store.InvalidRequestError, match="concurrency=1 to"):
         store.connect(f"{root}?concurrency=0")
     server = ServerProcess(tmp_path, tmp_path, uri=nowhere)
-    with pytest.raises(EndedError, match="expected a bucket that exists"):
+    with pytest.raises(EndedError, match="expected an existing bucket"):
         server.start()
     assert "Traceback" not in server.log
 

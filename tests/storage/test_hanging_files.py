@@ -16,6 +16,7 @@ import storesvc_client as store
 from storesvc.errors import StorageUnavailableError
 from storesvc.format.names import RunName
 from storesvc.storage import deadlines, rooted_files
+from storesvc.storage.file_backend import FileBackend
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
@@ -27,7 +28,7 @@ from tests.support.server_process import ServerProcess
 RUN = RunName("tests", "hangs")
 
 WAITED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-"""How a call ends that waits for a file that hangs."""
+"""Error of a call that waits for a file that hangs."""
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_a_server_ends_soon_after_its_drain_while_a_write_hangs(
 
 
 @pytest.mark.slow
-def test_data_files_that_hang_keep_nobody_from_working(
+def test_hanging_data_files_do_not_block_other_calls(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
     saved = Saved(server.root, RUN)
@@ -122,7 +123,7 @@ def test_data_files_that_hang_keep_nobody_from_working(
 
 
 @pytest.mark.slow
-def test_records_that_hang_keep_nobody_from_working(
+def test_hanging_records_do_not_block_other_calls(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
     disk.hang(Saved(server.root, RUN).slot)
@@ -171,7 +172,8 @@ def test_generations_of_records_are_those_that_tensorstore_makes(
             stored = await bucket.read("a/b")
             assert stored is not None
             assert (b"1", written) == (stored.data, stored.generation)
-            assert bucket._makes_generations
+            assert isinstance(bucket._backend, FileBackend)
+            assert bucket._backend._makes_generations
         await bucket.write("a/b", b"2", condition=written)
 
     asyncio.run(main())
@@ -219,6 +221,6 @@ def test_a_process_with_an_embedded_store_ends_while_a_data_file_hangs(
     )
 
     assert (0, "") == (ended.returncode, ended.stderr)
-    told, closed = ended.stdout.splitlines()
+    reported, closed = ended.stdout.splitlines()
     assert "closed" == closed
-    assert file.name in told
+    assert file.name in reported

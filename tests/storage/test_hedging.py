@@ -1,9 +1,9 @@
-"""Reads that are slow are asked twice, those that are late anew, and not too many."""
+"""Slow reads are hedged, late reads are retried, and hedges are few."""
 
 from storesvc.storage.hedging import (
+    HEDGE_BURST,
+    HEDGE_SHARE,
     LEAST_RECENT,
-    SHARE,
-    SPARE,
     Hedging,
     Limits,
     Step,
@@ -26,7 +26,7 @@ def test_a_read_is_slow_that_takes_twice_as_long_as_nearly_all_did() -> None:
     read = known(3).begin(0, now=100)
 
     assert Step.WAIT is read.step(now=105.9)
-    assert Step.BESIDE is read.step(now=106)
+    assert Step.HEDGE is read.step(now=106)
     assert Step.WAIT is read.step(now=200)
 
 
@@ -60,54 +60,54 @@ def test_of_reads_that_are_all_slow_only_a_share_is_asked_twice() -> None:
     reads, count = known(1), 1000
 
     under_way = [reads.begin(0, now=0) for _ in range(count)]
-    twice = [read for read in under_way if read.step(now=2) is Step.BESIDE]
-    assert SPARE == len(twice)
+    twice = [read for read in under_way if read.step(now=2) is Step.HEDGE]
+    assert HEDGE_BURST == len(twice)
 
     for _ in range(count):
         twice += [
-            read for read in [reads.begin(0, now=0)] if read.step(now=2) is Step.BESIDE
+            read for read in [reads.begin(0, now=0)] if read.step(now=2) is Step.HEDGE
         ]
-    assert SPARE < len(twice) <= SPARE + SHARE * count
+    assert HEDGE_BURST < len(twice) <= HEDGE_BURST + HEDGE_SHARE * count
 
 
 def test_who_finds_no_share_asks_again_for_one_later() -> None:
     reads = known(1)
-    read, *_ = under_way = [reads.begin(0, now=0) for _ in range(int(SPARE) + 1)]
+    read, *_ = under_way = [reads.begin(0, now=0) for _ in range(int(HEDGE_BURST) + 1)]
     for other in under_way[1:]:
-        assert Step.BESIDE is other.step(now=2)
+        assert Step.HEDGE is other.step(now=2)
 
     assert Step.WAIT is read.step(now=2)
-    for _ in range(int(1 / SHARE)):
+    for _ in range(int(1 / HEDGE_SHARE)):
         reads.begin(0, now=2).answered(now=3)
 
     assert 4 == read.due
-    assert Step.BESIDE is read.step(now=4)
+    assert Step.HEDGE is read.step(now=4)
 
 
-def test_a_late_read_is_asked_anew_some_times_and_then_fails() -> None:
+def test_a_late_read_is_retried_some_times_and_then_fails() -> None:
     read = known(1, limits=Limits(answer_seconds=10, tries=3)).begin(0, now=0)
 
-    assert Step.BESIDE is read.step(now=2)
-    assert Step.ANEW is read.step(now=10)
-    assert Step.BESIDE is read.step(now=12)
-    assert Step.ANEW is read.step(now=20)
+    assert Step.HEDGE is read.step(now=2)
+    assert Step.RETRY is read.step(now=10)
+    assert Step.HEDGE is read.step(now=12)
+    assert Step.RETRY is read.step(now=20)
     assert Step.FAIL is read.step(now=30)
 
 
-def test_the_deadline_allows_for_what_is_under_way_beside_it() -> None:
+def test_the_deadline_allows_for_other_bytes_in_flight() -> None:
     limits = Limits(floor_seconds=1000, answer_seconds=10, least_bytes_per_second=MIB)
     reads = Hedging(limits)
     others = [reads.begin(8 * MIB, now=0) for _ in range(4)]
 
     read = reads.begin(8 * MIB, now=0)
     assert Step.WAIT is read.step(now=49.9)
-    assert Step.ANEW is read.step(now=50)
+    assert Step.RETRY is read.step(now=50)
 
     for other in [*others, read]:
-        other.given_up()
+        other.abandoned()
     alone = reads.begin(8 * MIB, now=100)
     assert Step.WAIT is alone.step(now=117.9)
-    assert Step.ANEW is alone.step(now=118)
+    assert Step.RETRY is alone.step(now=118)
 
 
 def test_what_begins_later_makes_no_earlier_call_late() -> None:
@@ -116,6 +116,6 @@ def test_what_begins_later_makes_no_earlier_call_late() -> None:
     first, *_ = under_way = [calls.begin(64 * MIB, now=0) for _ in range(8)]
     assert 8 == len(under_way)
 
-    assert Step.ANEW is not first.step(now=80)
-    assert Step.ANEW is not first.step(now=10 + 8 * 64 - 1)
-    assert Step.ANEW is first.step(now=10 + 8 * 64)
+    assert Step.RETRY is not first.step(now=80)
+    assert Step.RETRY is not first.step(now=10 + 8 * 64 - 1)
+    assert Step.RETRY is first.step(now=10 + 8 * 64)

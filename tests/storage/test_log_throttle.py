@@ -1,17 +1,17 @@
-"""Of many lines that tell alike, the log gets one in a while."""
+"""The log throttle admits one line per key every ten seconds."""
 
-from storesvc.storage.log_throttle import PAUSE_SECONDS, Sparing
-
-
-def test_of_lines_that_tell_alike_one_in_a_while_is_admitted() -> None:
-    lines = Sparing()
-    told = [now for now in range(100) if lines.admits("late", now=float(now))]
-
-    assert list(range(0, 100, int(PAUSE_SECONDS))) == told
+from storesvc.storage.log_throttle import PAUSE_SECONDS, LogThrottle
 
 
-def test_lines_that_tell_something_else_are_admitted_beside_them() -> None:
-    lines = Sparing()
+def test_one_line_per_key_is_admitted_every_ten_seconds() -> None:
+    lines = LogThrottle()
+    reported = [now for now in range(100) if lines.admits("late", now=float(now))]
+
+    assert list(range(0, 100, int(PAUSE_SECONDS))) == reported
+
+
+def test_lines_of_another_key_are_admitted_in_between() -> None:
+    lines = LogThrottle()
 
     assert lines.admits("late", now=0.0)
     assert lines.admits("denied", now=1.0)

@@ -72,7 +72,7 @@ def sharded(*, by: str, shape: tuple[int, int] = (4, 2)) -> dict[str, Any]:
     return {"x": jax.device_put(values, spec), "step": 7}
 
 
-def test_a_job_goes_on_from_its_checkpoint_in_another_process_on_another_mesh(
+def test_a_job_resumes_from_its_checkpoint_in_another_process_on_another_mesh(
     root: str, tmp_path: Path, s3: FakeS3
 ) -> None:
     saved, like = sharded(by="ab"), sharded(by="b", shape=(2, 4))
@@ -115,7 +115,7 @@ def test_what_is_purged_leaves_the_bucket_and_nothing_else_does(root: str) -> No
 
 
 @pytest.mark.parametrize("action", [Status(503), Status(409), Reset(), Lost()])
-def test_a_save_and_a_restore_outlast_what_fails_in_passing(
+def test_a_save_and_a_restore_outlast_transient_errors(
     root: str, s3: FakeS3, action: Any
 ) -> None:
     tree = sharded(by="ab")
@@ -165,7 +165,7 @@ def test_of_a_deletion_and_a_write_between_its_look_and_it_the_write_wins(
 
 
 @pytest.mark.parametrize("action", [Status(503), Status(409), Reset(), Lost()])
-def test_a_deletion_outlasts_what_fails_in_passing(
+def test_a_deletion_outlasts_transient_errors(
     within: Callable[..., None], s3: FakeS3, action: Any
 ) -> None:
     async def test(bucket: KvBucket) -> None:
@@ -177,7 +177,7 @@ def test_a_deletion_outlasts_what_fails_in_passing(
     within(test)
 
 
-def test_deletions_that_stall_keep_nobody_else_waiting(
+def test_stalled_deletions_do_not_block_other_calls(
     within: Callable[..., None], s3: FakeS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)
@@ -245,7 +245,7 @@ def test_no_store_is_made_where_conditions_do_not_count(
 
     async def main(root: str) -> None:
         bucket = await KvBucket.open(root)
-        with pytest.raises(InvalidFieldError, match="ignores the condition of the "):
+        with pytest.raises(InvalidFieldError, match="ignores the condition on the "):
             await Store.open(bucket)
         assert await bucket.read("store.binpb") is None
 
@@ -273,7 +273,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("refused", "error", "said"), REFUSALS)
-def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
+def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
     within: Callable[..., None],
     s3: FakeS3,
     root: str,
@@ -295,9 +295,9 @@ def test_a_refusal_is_told_at_once_with_the_bucket_and_the_reason(
         ):
             s3.clear()
             s3.fault(".", refused, times=ALWAYS)
-            with pytest.raises(error) as told:
+            with pytest.raises(error) as reported:
                 await ask()
-            sentence = str(told.value)
+            sentence = str(reported.value)
             assert sentence.startswith(f"{name}/")
             assert said in sentence
             assert refused.message in sentence
@@ -310,7 +310,9 @@ def test_what_cannot_be_a_store_is_refused_in_a_sentence(
     s3: FakeS3, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = f"s3://nowhere/x?endpoint={s3.url}&region=us-east-1"
-    with pytest.raises(store.InvalidRequestError, match="s3://nowhere/x: expected a b"):
+    with pytest.raises(
+        store.InvalidRequestError, match="s3://nowhere/x: expected an e"
+    ):
         store.connect(nowhere)
     assert refusal(root, "ls").startswith(f"{root.partition('?')[0]} holds no store")
     with pytest.raises(store.InvalidRequestError, match=r"expected endpoint=http\[s\]"):
@@ -320,7 +322,7 @@ def test_what_cannot_be_a_store_is_refused_in_a_sentence(
         store.connect(root)
 
 
-def test_without_credentials_it_is_told_which_are_expected(
+def test_missing_credentials_are_an_error_that_names_the_expected_ones(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")

@@ -237,7 +237,7 @@ def test_what_replaces_a_table_of_stored_chunks_is_corrupt_data(
     check_alive(server, run)
 
 
-def test_many_fifos_keep_nobody_from_working(
+def test_many_fifos_do_not_block_other_calls(
     server: ServerProcess, run: store.Run
 ) -> None:
     writer = Writer(server.address, run.name, 1)

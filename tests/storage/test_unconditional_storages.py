@@ -46,7 +46,7 @@ def no_other_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_store_is_made_where_a_condition_is_ignored(what: str) -> None:
     with emulated(CONDITIONS[what]) as (emulator, root):
         with pytest.raises(
-            store.InvalidRequestError, match=f"ignores the condition of the {what}"
+            store.InvalidRequestError, match=f"ignores the condition on the {what}"
         ):
             store.connect(root)
 
@@ -64,7 +64,7 @@ def test_a_store_is_not_opened_where_a_condition_is_ignored(what: str) -> None:
         ignored.append(CONDITIONS[what])
 
         with pytest.raises(
-            store.InvalidRequestError, match=f"ignores the condition of the {what}"
+            store.InvalidRequestError, match=f"ignores the condition on the {what}"
         ):
             store.connect(root)
 
@@ -103,7 +103,9 @@ def test_a_list_that_never_ends_is_an_error() -> None:
         async def listed() -> list[str]:
             return await (await KvBucket.open(root)).list("runs/")
 
-        with pytest.raises(StorageUnavailableError, match="repeats names of the page"):
+        with pytest.raises(
+            StorageUnavailableError, match="repeats names of the previous"
+        ):
             asyncio.run(listed())
 
 
@@ -121,7 +123,7 @@ def test_no_store_is_made_in_an_emulator_that_ignores_conditions(
 ) -> None:
     with listening(emulator(tmp_path)) as url:
         with pytest.raises(
-            store.InvalidRequestError, match="ignores the condition of the creation"
+            store.InvalidRequestError, match="ignores the condition on the creation"
         ):
             store.connect(f"gs://{BUCKET}/store?endpoint={url}")
 

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import grpc
 
 from storesvc.save.receiver import MAX_FILES
+from storesvc.storage.file_backend import FileBackend
 from tests.support.thread_server import ThreadServer
 
 SECONDS: Final = 60.0
@@ -166,8 +167,9 @@ class CancellingServer(ThreadServer):
             if lock._value != value
         ]
         admission, sender = store.receiver.admission, store.sender
-        files = store.bucket._files
-        calls = [] if files is None else list(files._threads._queue)
+        backend, calls = store.bucket._backend, list[Any]()
+        if isinstance(backend, FileBackend):
+            calls = list(backend._files._threads._queue)
         amounts = {
             "batch permits in use": MAX_FILES - admission.free,
             "streams that wait for a permit": admission.waiting,
@@ -183,7 +185,7 @@ class CancellingServer(ThreadServer):
             "parsed manifests on their way": len(store.catalogue._manifests._loading),
             "open files": len(list(self._open_files())),
             "threads beside the pools": sum(
-                t.name == "storesvc-aside" for t in threading.enumerate()
+                t.name == "storesvc-blocking-call" for t in threading.enumerate()
             ),
         }
         found += [f"{n} {name}, expected 0" for name, n in amounts.items() if n]

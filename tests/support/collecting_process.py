@@ -150,7 +150,7 @@ class Process:
             expected = [frame(c, version=v).data for c, v in enumerate(content)]
             assert expected == [pieces[chunk] for chunk in range(CHUNKS)]
             space = self.bucket.key_space(
-                place=PLACES.key_space(record.upload, record.attempt), pool=PLACES.pool
+                path=PLACES.key_space(record.upload, record.attempt), pool=PLACES.pool
             )
             keys = list(map(tree_of(CHUNKS).chunk_key, range(CHUNKS)))
             reads = [space.opened().read(key) for key in keys]

@@ -24,7 +24,8 @@ from storesvc.storage.bucket import (
     Stored,
     WriteCondition,
 )
-from storesvc.storage.tensorstore_bucket import KvBucket, NewObject
+from storesvc.storage.new_object import NewObject
+from storesvc.storage.tensorstore_bucket import KvBucket
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class Call:
 
     operation: str
     """The method's name."""
-    place: str
+    path: str
     changes: bool
     """Whether it changes the bucket."""
     changes_before: int
@@ -125,33 +126,33 @@ class Calls:
     async def make(
         self,
         operation: str,
-        place: str,
+        path: str,
         call: Coroutine[Any, Any, T],
         *,
         changes: bool = False,
         conditional: bool = False,
     ) -> T:
         """Makes a call as the plan says."""
-        fault = self._next(operation, place, changes=changes)
+        fault = self._next(operation, path, changes=changes)
         if fault in (Fault.UNAVAILABLE, Fault.DEATH):
             call.close()
             if fault is Fault.DEATH:
-                raise DiedError(f"{operation} {place}")
-            raise StorageUnavailableError(f"{place}: the storage failed")
+                raise DiedError(f"{operation} {path}")
+            raise StorageUnavailableError(f"{path}: the storage failed")
         if fault is Fault.LATE:
             for _ in range(LATE_TURNS):
                 await asyncio.sleep(0)
         answer = await call
         if fault is Fault.LOST:
-            raise StorageUnavailableError(f"{place}: the storage did not answer")
+            raise StorageUnavailableError(f"{path}: the storage did not answer")
         if fault is Fault.RETRIED and conditional:
-            raise PreconditionError(place)
+            raise PreconditionError(path)
         return answer
 
-    def _next(self, operation: str, place: str, *, changes: bool) -> Fault:
+    def _next(self, operation: str, path: str, *, changes: bool) -> Fault:
         call = Call(
             operation=operation,
-            place=place,
+            path=path,
             changes=changes,
             changes_before=self.changes,
         )
@@ -181,38 +182,38 @@ class FaultyBucket(KvBucket):
         bucket.calls.conditional = self.calls.conditional
         return bucket
 
-    async def read(self, place: str) -> Stored | None:
-        return await self.calls.make("read", place, super().read(place))
+    async def read(self, path: str) -> Stored | None:
+        return await self.calls.make("read", path, super().read(path))
 
-    async def read_range(self, place: str, start: int, stop: int) -> bytes:
-        read = super().read_range(place, start, stop)
-        return await self.calls.make("read_range", place, read)
+    async def read_range(self, path: str, start: int, stop: int) -> bytes:
+        read = super().read_range(path, start, stop)
+        return await self.calls.make("read_range", path, read)
 
     async def read_parts(
-        self, place: str, start: int, stop: int, parts: Iterable[Part]
+        self, path: str, start: int, stop: int, parts: Iterable[Part]
     ) -> list[bytes]:
-        read = super().read_parts(place, start, stop, parts)
-        return await self.calls.make("read_parts", place, read)
+        read = super().read_parts(path, start, stop, parts)
+        return await self.calls.make("read_parts", path, read)
 
     async def write(
-        self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
+        self, path: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
-        if condition is not ALWAYS and place != RESERVE:  # that is no record
+        if condition is not ALWAYS and path != RESERVE:  # that is no record
             # where generations are sums, it would be taken for the write before
-            assert (place, data) not in self.calls.conditional, f"{place} once more"
-            self.calls.conditional.add((place, data))
-        write = super().write(place, data, condition=condition)
+            assert (path, data) not in self.calls.conditional, f"{path} once more"
+            self.calls.conditional.add((path, data))
+        write = super().write(path, data, condition=condition)
         return await self.calls.make(
-            "write", place, write, changes=True, conditional=condition is not ALWAYS
+            "write", path, write, changes=True, conditional=condition is not ALWAYS
         )
 
-    async def settle(self, place: str) -> None:
-        await self.calls.make("settle", place, super().settle(place))
+    async def settle(self, path: str) -> None:
+        await self.calls.make("settle", path, super().settle(path))
 
-    async def delete(self, place: str, *, generation: Generation | None = None) -> None:
-        delete = super().delete(place, generation=generation)
+    async def delete(self, path: str, *, generation: Generation | None = None) -> None:
+        delete = super().delete(path, generation=generation)
         await self.calls.make(
-            "delete", place, delete, changes=True, conditional=generation is not None
+            "delete", path, delete, changes=True, conditional=generation is not None
         )
 
     async def delete_below(self, prefix: str) -> None:
@@ -222,12 +223,12 @@ class FaultyBucket(KvBucket):
     async def list(self, prefix: str, *, after: str = "") -> list[str]:
         return await self.calls.make("list", prefix, super().list(prefix, after=after))
 
-    async def write_new(self, place: str, parts: Sequence[Buffer]) -> None:
-        write = super().write_new(place, parts)
-        await self.calls.make("write_new", place, write, changes=True)
+    async def write_new(self, path: str, parts: Sequence[Buffer]) -> None:
+        write = super().write_new(path, parts)
+        await self.calls.make("write_new", path, write, changes=True)
 
     async def keep(self, new: NewObject) -> None:
-        await self.calls.make("keep", new.place, super().keep(new), changes=True)
+        await self.calls.make("keep", new.path, super().keep(new), changes=True)
 
-    async def adopt(self, place: str) -> None:
-        await self.calls.make("adopt", place, super().adopt(place))
+    async def adopt(self, path: str) -> None:
+        await self.calls.make("adopt", path, super().adopt(path))

@@ -89,7 +89,7 @@ class Saved:
             bucket = await KvBucket.open(self.root.as_uri())
             record, places = self.record, self.places
             space = bucket.key_space(
-                place=places.key_space(record.upload, record.attempt), pool=places.pool
+                path=places.key_space(record.upload, record.attempt), pool=places.pool
             )
             await asyncio.to_thread(lambda: space.opened().write(key, value).result())
 

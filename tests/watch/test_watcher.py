@@ -361,7 +361,7 @@ def test_a_poll_costs_the_same_for_one_watch_and_for_many() -> None:
         waiting = [asyncio.create_task(take(watch, 1)) for watch in watches]
         await asyncio.sleep(0.3)
         # the next number, and the last one, which is there as long as nothing follows
-        idle = {(call.operation, call.place[-26:]) for call in calls}
+        idle = {(call.operation, call.path[-26:]) for call in calls}
         assert idle == {
             ("read", "00000000000000010000.binpb"),
             ("read", "00000000000000010001.binpb"),
@@ -372,7 +372,7 @@ def test_a_poll_costs_the_same_for_one_watch_and_for_many() -> None:
         assert [[7]] * 50 == await asyncio.gather(*waiting)
         place = RunPlaces(RUN).checkpoint(7)
         reads = [
-            call for call in calls if (call.operation, call.place) == ("read", place)
+            call for call in calls if (call.operation, call.path) == ("read", place)
         ]
         assert 10 > len(reads)
         for watch in watches:

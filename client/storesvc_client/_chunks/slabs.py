@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc.format.checksums import Summing
+from storesvc.format.checksums import ChunkHasher
 from storesvc.format.chunks import I64
 from storesvc.format.trees import Tree
 from storesvc.format.zarr import CHECKSUM_BYTES
@@ -91,7 +91,7 @@ class Filled:
             for ordinal, at, size in self._wanted_rows():
                 if sums.knows(ordinal):
                     continue
-                summing = Summing()
+                summing = ChunkHasher()
                 for piece in _pieces(self._runs(ordinal, at, size)):
                     summing.add(piece)
                 sums.set(ordinal, summing.crc32c, summing.digest)
@@ -118,7 +118,7 @@ class Filled:
         if sums.knows(ordinal):
             yield from (run.data for run in runs)
         else:
-            summing = Summing()
+            summing = ChunkHasher()
             for piece in _pieces(runs):
                 since = meter.clock()
                 summing.add(piece)

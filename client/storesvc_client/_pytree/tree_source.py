@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.format.checksums import DIGEST_BYTES, Digesting, digest
+from storesvc.format.checksums import DIGEST_BYTES, Hasher, digest
 from storesvc.format.trees import Tree
 from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client._pytree.save_plan import Plan
@@ -74,7 +74,7 @@ class TreeSource:
 
     def digest(self, ordinal: int) -> bytes | None:
         """Returns the digest of a chunk if its pieces are contiguous runs in order."""
-        runs, summing = self._in_order(ordinal), Digesting()
+        runs, summing = self._in_order(ordinal), Hasher()
         if runs is None:
             return None
         for run in runs:

@@ -32,10 +32,10 @@ from storesvc.errors import (
 )
 from storesvc.storage import hedging
 from storesvc.storage.errors import translated
-from storesvc.storage.gcs_client import bucket_of, endpoint_in_environment
+from storesvc.storage.gcs import bucket_of, endpoint_in_environment
 from storesvc.storage.hedging import Hedging
 from storesvc.storage.location import GRPC_DRIVER, Storage
-from storesvc.storage.log_throttle import Sparing
+from storesvc.storage.log_throttle import LogThrottle
 from storesvc_client.errors import BY_REASON, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class BucketRoot:
         self._store = store
         self._reads = Hedging(hedging.READS)
         self._writes = Hedging(hedging.WRITES)
-        self._lines = Sparing()
+        self._lines = LogThrottle()
 
     @classmethod
     def open(cls, storage: Storage) -> Self:
@@ -174,7 +174,7 @@ class BucketRoot:
         self,
         place: str,
         ask: "Callable[[], ts.Future[T]]",
-        call: hedging.Asked,
+        call: hedging.HedgedCall,
         what: str,
         answers: "Answers",
     ) -> "Asked[T]":
@@ -201,7 +201,7 @@ class Asked(Generic[T]):
     def __init__(
         self,
         ask: "Callable[[], ts.Future[T]]",
-        call: hedging.Asked,
+        call: hedging.HedgedCall,
         tell_late: "TellLate",
         answers: "Answers",
         told: Callable[[], AbstractContextManager[None]],
@@ -249,9 +249,9 @@ class Asked(Generic[T]):
         match self._call.step(now=time.monotonic()):
             case hedging.Step.FAIL:
                 self.is_settled = True
-            case hedging.Step.BESIDE:
+            case hedging.Step.HEDGE:
                 self._begin()
-            case hedging.Step.ANEW:
+            case hedging.Step.RETRY:
                 self._give_up()
                 now = time.monotonic()
                 self._tell_late(now - self._call.began, now=now)
@@ -280,7 +280,7 @@ class Asked(Generic[T]):
         if self._settled is not None:
             self._call.answered(now=time.monotonic())
         else:
-            self._call.given_up()
+            self._call.abandoned()
 
     def _begin(self) -> None:
         one, answer = self._ask(), self._answer  # one object, to be removed again

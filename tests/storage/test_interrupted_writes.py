@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tensorstore as ts
 
-from storesvc.storage import temporary_files
+from storesvc.storage import directories
 from storesvc.storage.tensorstore_bucket import KvBucket
 
 
@@ -33,7 +33,7 @@ def test_writes_that_are_under_way_are_left_alone(tmp_path: Path) -> None:
 
     def clear() -> None:
         while not stop.is_set():
-            temporary_files.clear(tmp_path / "a")
+            directories.clear_interrupted_write(tmp_path / "a")
 
     clearing = threading.Thread(target=clear)
     clearing.start()

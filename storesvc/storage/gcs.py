@@ -1,0 +1,346 @@
+"""Lists buckets on Google Cloud Storage, with Google's own client and its credentials.
+
+TensorStore reads and writes. Its lists cannot be used, because a page that fails with
+400, 401, 403 or 404 ends a list as if nothing followed: by such a list, a collector
+would delete data in use.
+
+Both clients, this one and TensorStore, search for credentials in the same places: the
+file that GOOGLE_APPLICATION_CREDENTIALS names, gcloud's own, the metadata server of the
+machine or pod (workload identity). Without any, TensorStore silently continues as an
+anonymous caller, so this client is opened first.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import urlsplit
+
+from storesvc.errors import InvalidFieldError, StorageUnavailableError, StoreError
+from storesvc.storage import deadlines
+from storesvc.storage.errors import (
+    denied,
+    failed,
+    no_bucket,
+    translated,
+    unauthenticated,
+)
+from storesvc.storage.futures import run_in_daemon_thread
+from storesvc.storage.location import GCS_DRIVERS, GRPC_DRIVER, JSON_DRIVER, Storage
+
+if TYPE_CHECKING:
+    from google.auth.exceptions import GoogleAuthError
+    from google.auth.transport import Request
+    from google.cloud.storage import Bucket
+
+CREDENTIALS_FILE: Final = "GOOGLE_APPLICATION_CREDENTIALS"
+
+ENDPOINT: Final = "TENSORSTORE_GCS_HTTP_URL"
+TOKEN: Final = "GOOGLE_AUTH_TOKEN_FOR_TESTING"  # noqa: S105 - a name
+"""Environment variables of TensorStore; both clients must reach the same storage."""
+
+SEARCH_SECONDS: Final = 5.0
+"""Maximum time for a response of a metadata server. An absent one can look like a slow
+one."""
+
+RETRY_SECONDS: Final = 30.0
+"""Deadline for the retries of one page."""
+
+TIMEOUT_SECONDS: Final = (10.0, 20.0)
+"""Timeouts of one attempt: to connect, and between bytes of the response."""
+
+MAX_EMPTY_PAGES: Final = 1000
+"""Consecutive pages without a name after which a list counts as endless."""
+
+_LOOPBACK: Final = ("localhost", "::1")
+_SCOPES: Final = ("https://www.googleapis.com/auth/devstorage.read_write",)
+
+_REPEATED: Final = "a page of its list repeats names of the previous page"
+_ENDLESS: Final = f"its list has {MAX_EMPTY_PAGES} consecutive empty pages"
+
+_environment_lock: Final = threading.Lock()
+
+
+class GcsLists:
+    """Lists the objects of a bucket below a root. Thread-safe."""
+
+    def __init__(self, storage: Storage, bucket: "Bucket", path: str) -> None:
+        self._storage = storage
+        self._bucket = bucket
+        self._path = path
+        """Beginning of all names below the root."""
+
+    @classmethod
+    async def of(cls, storage: Storage) -> Self:
+        """Returns the lists of the bucket of a storage; sends no request to it.
+
+        Raises:
+            InvalidFieldError: The client's packages are not installed, or there are no
+                credentials.
+        """
+        bucket = await run_in_daemon_thread(bucket_of, storage)
+        return cls(storage, bucket, storage.spec["path"])
+
+    async def names(self, prefix: str, *, after: str = "") -> list[str]:
+        """Returns all paths that begin with a prefix, ascending.
+
+        Args:
+            prefix: The common beginning of the paths.
+            after: Returns only paths after this one.
+
+        Raises:
+            StorageDeniedError: The storage rejects the credentials or denies the list.
+            StorageUnavailableError: A page cannot be read.
+        """
+        found: list[str] = []
+        pages = self._pages(prefix, after)
+        with translated(self._storage, prefix):
+            # GCS orders names by their UTF-8, which is the order of Python's str.
+            while page := await self._page(pages, prefix):
+                if found and page[0] <= found[-1]:
+                    raise failed(self._storage, prefix, _REPEATED)
+                found += page
+        return found
+
+    async def first_names(self, limit: int) -> list[str]:
+        """Returns the names of up to `limit` objects, with one request.
+
+        Raises:
+            StorageDeniedError: The storage rejects the credentials or denies the list.
+            StorageUnavailableError: The storage does not answer.
+        """
+        with translated(self._storage, ""):
+            return await self._page(self._pages("", "", at_most=limit), "")
+
+    async def check_bucket(self) -> None:
+        """Rejects a bucket that does not exist: reads from it would find nothing.
+
+        Raises:
+            InvalidFieldError: The bucket does not exist.
+            StorageDeniedError: The storage rejects the credentials or denies the list.
+            StorageUnavailableError: The storage does not answer.
+        """
+        from google.api_core.exceptions import NotFound
+
+        try:
+            await self.first_names(1)
+        except StorageUnavailableError as e:
+            if not isinstance(e.__cause__, NotFound):
+                raise
+            raise no_bucket(self._storage) from e
+
+    async def _page(self, pages: Any, prefix: str) -> list[str]:
+        """The names of the next page; an empty list after the last one."""
+        asked = run_in_daemon_thread(self._next, pages, prefix)
+        return await deadlines.answer(self._storage, asked)
+
+    def _pages(self, prefix: str, after: str, at_most: int | None = None) -> Any:
+        """An iterator of the pages of a list; each step sends one request."""
+        from google.cloud.storage.retry import DEFAULT_RETRY
+
+        return self._bucket.list_blobs(
+            prefix=f"{self._path}{prefix}",
+            start_offset=f"{self._path}{after}\0" if after else None,
+            max_results=at_most,
+            fields="items(name),nextPageToken",
+            timeout=TIMEOUT_SECONDS,
+            retry=DEFAULT_RETRY.with_timeout(RETRY_SECONDS),
+        ).pages
+
+    def _next(self, pages: Any, prefix: str) -> list[str]:
+        from google.api_core.exceptions import GoogleAPIError
+        from google.auth.exceptions import GoogleAuthError
+        from requests.exceptions import RequestException
+
+        try:
+            # An empty page need not be the last one.
+            for number, page in enumerate(pages):
+                if names := [blob.name.removeprefix(self._path) for blob in page]:
+                    return names
+                if number >= MAX_EMPTY_PAGES:
+                    raise failed(self._storage, prefix, _ENDLESS)
+        except (GoogleAPIError, GoogleAuthError, RequestException) as e:
+            raise _list_error(self._storage, prefix, e) from e
+        return []
+
+
+def bucket_of(storage: Storage) -> "Bucket":
+    """Returns the client's bucket of a storage; sends no request to it.
+
+    Raises:
+        InvalidFieldError: The client's packages are not installed, or there are no
+            credentials, or none in the file that the environment names.
+    """
+    try:
+        from google.auth.credentials import AnonymousCredentials
+        from google.cloud.storage import Client
+        from google.oauth2.credentials import Credentials
+    except ModuleNotFoundError as e:
+        raise InvalidFieldError(
+            f"root {storage.name}: a bucket needs {e.name}; pip install "
+            "'storesvc[server,gcs]'"
+        ) from e
+    endpoint, token = endpoint_of(storage), os.environ.get(TOKEN)
+    if storage.spec["driver"] == GRPC_DRIVER and endpoint is None:
+        token = None  # Google's own storage accepts no such token over gRPC
+    _check_plaintext(storage, endpoint, token)
+    options = {"api_endpoint": endpoint} if endpoint else None
+    if token is not None:
+        credentials = Credentials(token) if token else AnonymousCredentials()
+        client = Client("", credentials, client_options=options)
+    else:
+        try:
+            found, project = _credentials(storage)
+        except InvalidFieldError:
+            if storage.endpoint is None or os.environ.get(CREDENTIALS_FILE):
+                raise
+            found, project = AnonymousCredentials(), ""  # emulators need none
+        client = Client(project or "", found, client_options=options)
+    return client.bucket(storage.spec["bucket"])
+
+
+def endpoint_of(storage: Storage) -> str | None:
+    """Returns the URL of the JSON API of a storage; None for Google's own.
+
+    The option of the root takes precedence over the environment.
+    """
+    if storage.spec["driver"] not in GCS_DRIVERS:
+        return storage.endpoint
+    endpoint = storage.endpoint or os.environ.get(ENDPOINT)
+    is_grpc = storage.spec["driver"] == GRPC_DRIVER
+    if is_grpc and bool(endpoint) is not ("endpoint" in storage.spec):
+        raise InvalidFieldError(
+            f"root {storage.name}: with driver={GRPC_DRIVER}, expected both endpoint= "
+            "(of the JSON API, for lists) and grpc_endpoint=, or neither and no "
+            f"{ENDPOINT} in the environment, got one of them; give both, or none"
+        )
+    return endpoint
+
+
+@contextmanager
+def endpoint_in_environment(storage: Storage) -> Generator[None]:
+    """Sets the endpoint of a root in the environment while TensorStore opens it.
+
+    TensorStore's JSON driver has no option for it, and reads the environment on each
+    open, within the call itself (seen in 0.1.86).
+    """
+    if storage.spec["driver"] != JSON_DRIVER:
+        yield
+        return
+    with _environment_lock:
+        before = os.environ.get(ENDPOINT)
+        if storage.endpoint is not None:
+            os.environ[ENDPOINT] = storage.endpoint
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(ENDPOINT, None)
+            else:
+                os.environ[ENDPOINT] = before
+
+
+def _check_plaintext(storage: Storage, endpoint: str | None, token: str | None) -> None:
+    """Rejects an endpoint to which credentials would be sent over plaintext."""
+    if endpoint is None or token is not None:
+        return
+    url = urlsplit(endpoint)
+    host = url.hostname or ""
+    if url.scheme == "http" and host not in _LOOPBACK and not host.startswith("127."):
+        raise InvalidFieldError(
+            f"root {storage.name}: expected endpoint=https://..., or http:// on this "
+            f"machine, got {endpoint}: credentials would go over plaintext; use https, "
+            f"or set {TOKEN} to a token that may be sent (empty: none)"
+        )
+
+
+def _credentials(storage: Storage) -> tuple[Any, str | None]:
+    """Application Default Credentials, and their project."""
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+
+    try:
+        return google.auth.default(_SCOPES, request=_bounded_search())
+    # OSError and AttributeError: the file is unreadable, or holds other JSON.
+    except (DefaultCredentialsError, OSError, AttributeError) as e:
+        if file := os.environ.get(CREDENTIALS_FILE):
+            raise InvalidFieldError(
+                f"root {storage.name}: expected credentials in the file that "
+                f"{CREDENTIALS_FILE} names, got {file} ({_file_fault(file)}); correct "
+                "one of them, or unset the variable"
+            ) from e
+        raise InvalidFieldError(
+            f"root {storage.name}: expected Application Default Credentials, got none; "
+            "run `gcloud auth application-default login`, or give the workload an "
+            "identity"
+        ) from e
+
+
+def _file_fault(file: str) -> str:
+    """Describes the fault of a file of credentials, without any of its contents."""
+    try:
+        json.loads(Path(file).read_bytes())
+    except OSError as e:
+        return e.strerror or str(e)
+    except ValueError:
+        return "it is no JSON"
+    return "it is JSON, and not of whole credentials"
+
+
+def _bounded_search() -> "Request":
+    """A transport for the metadata server that stops at a deadline."""
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.auth.transport.requests import Request
+
+    until = time.monotonic() + SEARCH_SECONDS
+
+    class BoundedRequest(Request):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DefaultCredentialsError("no metadata server answers")
+            kwargs["timeout"] = min(left, kwargs.get("timeout") or left)
+            return super().__call__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return BoundedRequest()
+
+
+def _list_error(storage: Storage, prefix: str, cause: Exception) -> StoreError:
+    from google.api_core.exceptions import Forbidden, RetryError, Unauthorized
+    from google.auth.exceptions import GoogleAuthError
+
+    if isinstance(cause, RetryError) and cause.cause is not None:
+        cause = cause.cause  # the RetryError itself has only the elapsed time
+    reason = _reason(cause)
+    is_about_tokens = isinstance(cause, GoogleAuthError) and not _is_transient(cause)
+    if is_about_tokens or isinstance(cause, Unauthorized):
+        return unauthenticated(storage, prefix, reason)
+    if isinstance(cause, Forbidden):
+        return denied(storage, prefix, reason)
+    return failed(storage, prefix, reason)
+
+
+def _is_transient(cause: "GoogleAuthError") -> bool:
+    """Returns whether the token server did not answer, rather than reject a request."""
+    from google.auth.exceptions import GoogleAuthError, TransportError
+
+    while cause.args and isinstance(cause.args[0], GoogleAuthError):
+        cause = cause.args[0]
+    # A second argument would be the response.
+    is_unanswered = isinstance(cause, TransportError) and len(cause.args) == 1
+    return cause.retryable or is_unanswered
+
+
+def _reason(cause: object) -> str:
+    """The message of an error, without the data that comes with it."""
+    from google.api_core.exceptions import GoogleAPICallError
+
+    if isinstance(cause, GoogleAPICallError) and cause.errors:
+        return str(cause.errors[0].get("message", cause))
+    while isinstance(cause, Exception) and cause.args:
+        cause = cause.args[0]
+    return str(cause).partition("\n")[0]

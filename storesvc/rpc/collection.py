@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from storesvc.format.names import RunName
-from storesvc.gc.collector import DEFAULT_GRACE, Patience, Progress
+from storesvc.gc.collector import DEFAULT_GRACE, FailureLimit, Progress
 from storesvc.gc.usage import Usage
 from storesvc.rpc import requests
 from storesvc.rpc.boundary import Context, refusals, write
@@ -29,12 +29,12 @@ class CollectCalls:
         async with refusals(context):
             grace, collector = grace_of(request), self._store.collector
             one_run = collector.preview if request.validate_only else collector.collect
-            runs, patience = await self._runs_of(request.parent), Patience()
-            passes = _passes(runs, partial(one_run, grace=grace), patience)
+            runs, failures = await self._runs_of(request.parent), FailureLimit()
+            passes = _passes(runs, partial(one_run, grace=grace), failures)
             async with aclosing(passes):
                 async for progress in passes:
                     await write(context, progress_message(progress))
-            if not request.validate_only and not patience.is_over:
+            if not request.validate_only and not failures.is_reached:
                 await collector.trim({run.namespace for run in runs})
 
     async def GetUsage(
@@ -42,7 +42,7 @@ class CollectCalls:
     ) -> maintenance_api.GetUsageResponse:
         async with refusals(context):
             name = RunName.from_resource(request.name)
-            return usage_message(await self._store.usages.of(name))
+            return usage_message(await self._store.usages.usage(name))
         raise AssertionError
 
     async def _runs_of(self, parent: str) -> list[RunName]:
@@ -58,16 +58,16 @@ class CollectCalls:
 async def _passes(
     runs: Iterable[RunName],
     one_run: Callable[[RunName], AsyncGenerator[Progress]],
-    patience: Patience,
+    failures: FailureLimit,
 ) -> AsyncGenerator[Progress]:
     """Passes over runs, one after the other, while the storage answers."""
     for run in runs:
-        if patience.is_over:
-            yield patience.left(run)
+        if failures.is_reached:
+            yield failures.skipped(run)
             continue
         async with aclosing(one_run(run)) as passed:
             async for progress in passed:
-                patience.note(progress)
+                failures.record(progress)
                 yield progress
 
 

@@ -20,7 +20,7 @@ from storesvc.format.names import (
     UploadName,
 )
 from storesvc.format.seal import seal, unseal
-from storesvc.gc.sweep import ANSWERED
+from storesvc.gc.garbage import ANSWERED
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.collecting_process import NOW, PLACES, RUN, Process, started
@@ -305,12 +305,12 @@ def test_a_commit_and_a_tag_during_a_pass_are_no_damage() -> None:
         await process.send(upload, {1: 2})
         await process.finish(upload, CONTENT)
         collector = process.store.collector
-        seen = await collector._snapshots.look(RUN)
+        seen = await collector._reader.read_once(RUN)
         await process.commit(upload, CONTENT)
         await tagged(process)
         await held(process)
 
-        assert [] == (await collector._ending.apply(RUN, seen)).slots
+        assert [] == (await collector._expiry.apply(RUN, seen)).slots
         assert "" == (await process.collect()).postponed
         await process.check()
 

@@ -10,7 +10,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.gc.collector import DEFAULT_GRACE
-from storesvc.server.gc_scheduler import Lease, _pass, collecting
+from storesvc.server.gc_scheduler import Lease, _collect_all, collecting
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.collecting_process import RUN, Process, started
 from tests.support.faulty_bucket import Call, Fault, no_faults
@@ -42,7 +42,9 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_collection() -> None:
             lambda call: Fault.UNAVAILABLE if call.place in bad else Fault.NONE
         )
 
-        await _pass(process.store, Lease(process.store, length=timedelta(hours=1)))
+        await _collect_all(
+            process.store, Lease(process.store, length=timedelta(hours=1))
+        )
 
         assert [False, False, True, False, True] == await _purged(process, *runs)
 
@@ -63,7 +65,9 @@ def test_a_pass_is_given_up_where_the_storage_does_not_answer_at_all() -> None:
             return Fault.UNAVAILABLE
 
         process.bucket.calls.follow(fail)
-        await _pass(process.store, Lease(process.store, length=timedelta(hours=1)))
+        await _collect_all(
+            process.store, Lease(process.store, length=timedelta(hours=1))
+        )
 
         assert {"a", "b", "c"} == set(asked)
 

@@ -259,9 +259,9 @@ def test_a_sign_of_life_at_the_last_moment_counts() -> None:
         upload = await process.begin(1)
         await process.collect()
         process.clock.turn(DEFAULT_LEASE)
-        expiry = process.store.collector._ending._expiry
-        snapshot = await process.store.collector._snapshots.look(RUN)
-        (expired,) = await expiry.uploads(RUN, snapshot)
+        expiry = process.store.collector._expiry._leases
+        state = await process.store.collector._reader.read_once(RUN)
+        (expired,) = await expiry.uploads(RUN, state)
 
         await process.store.uploads.renew(await process._open(upload))
 

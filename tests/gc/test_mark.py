@@ -14,7 +14,7 @@ from storesvc.catalog.records import timestamp
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.gc import mark
-from storesvc.gc.mark import Marks, Snapshot, State
+from storesvc.gc.mark import Marks, RunState, State
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 PLACES = RunPlaces(RunName("tests", "marking"))
@@ -36,11 +36,11 @@ class World:
     tables: dict[str, list[str]] = field(default_factory=dict)
     """Place of a file table, to its data files."""
 
-    def snapshot(self) -> Snapshot:
-        bare = Snapshot(
+    def state(self) -> RunState:
+        bare = RunState(
             places=PLACES, listed=sorted(self.listed), slots=self.slots, records={}
         )
-        return Snapshot(
+        return RunState(
             places=PLACES,
             listed=sorted(self.listed),
             slots=self.slots,
@@ -57,11 +57,11 @@ class World:
         over: Collection[str] = EVERYTHING,
         answered: Collection[str] = EVERYTHING,
     ) -> Marks:
-        snapshot = self.snapshot()
-        known = mark.fates(snapshot)
-        tables = mark.tables(snapshot, known, over=over)
+        state = self.state()
+        known = mark.fates(state)
+        tables = mark.tables(state, known, over=over)
         named = {file for table in tables for file in self.tables.get(table, ())}
-        return mark.mark(snapshot, known, over=over, answered=answered, named=named)
+        return mark.mark(state, known, over=over, answered=answered, named=named)
 
     def sweep(self, marks: Marks) -> None:
         self.listed -= {*marks.garbage, *marks.records}
@@ -218,7 +218,7 @@ def test_nothing_reachable_is_garbage(world: World, over: set[str]) -> None:
 @given(worlds())
 def test_all_that_is_unreachable_and_old_is_garbage(world: World) -> None:
     world.sweep(world.marks())
-    known = mark.fates(world.snapshot())
+    known = mark.fates(world.state())
     kept = reachable(world)
     sharing = {PLACES.upload_of(p) for p in kept if p.startswith(PLACES.pool)}
 
@@ -300,7 +300,7 @@ def test_what_no_list_shows_goes_before_the_last_that_a_list_shows(
     world: World, answered: set[str]
 ) -> None:
     def shown() -> set[str]:
-        return {*world.snapshot().objects, *world.snapshot().owners}
+        return {*world.state().objects, *world.state().owners}
 
     before = shown()
     marks = world.marks(answered=answered)
@@ -326,7 +326,7 @@ def test_an_upload_is_not_gone_while_a_file_is_named_that_came_after_the_list() 
 def test_an_upload_that_has_begun_stays_until_its_slot_says_otherwise() -> None:
     world = World()
     begun = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
-    assert State.BEGUN is mark.fates(world.snapshot())[begun].state
+    assert State.BEGUN is mark.fates(world.state())[begun].state
     assert set() == all_of(world.marks())
 
     world.set_slot(slots.FREE, begun)
@@ -339,16 +339,16 @@ def test_a_begun_upload_ends_with_the_commit_of_another() -> None:
     owner = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
     begun = world.add_upload(2, pb.UploadRecord(step=0, epoch=2, predecessor=owner))
     world.set_slot(slots.UPLOADING, owner)
-    assert State.BEGUN is mark.fates(world.snapshot())[begun].state
-    assert [] == [u for u in mark.leases(world.snapshot(), _known(world)) if u == begun]
+    assert State.BEGUN is mark.fates(world.state())[begun].state
+    assert [] == [u for u in mark.leases(world.state(), _known(world)) if u == begun]
 
     world.commit(owner, [], slots.COMMITTED)
 
-    assert State.ENDED is mark.fates(world.snapshot())[begun].state
+    assert State.ENDED is mark.fates(world.state())[begun].state
 
 
 def _known(world: World) -> Mapping[str, mark.Fate]:
-    return mark.fates(world.snapshot())
+    return mark.fates(world.state())
 
 
 def test_a_slot_is_not_emptied_while_an_upload_may_have_found_it_empty() -> None:
@@ -432,4 +432,4 @@ def test_a_live_upload_without_a_record_is_told() -> None:
     world.set_slot(slots.UPLOADING, upload)
     del world.records[upload]
 
-    assert [upload] == mark.blind(world.snapshot(), _known(world))
+    assert [upload] == mark.blind(world.state(), _known(world))

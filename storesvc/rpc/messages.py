@@ -17,7 +17,7 @@ from storesvc.format.names import (
     UploadName,
 )
 from storesvc.lifecycle.holds import expire_time
-from storesvc.retention.enforcement import Verdict
+from storesvc.retention.enforcement import Outcome
 from storesvc.save.uploads import Fate
 from storesvc.watch.watcher import Told
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -144,19 +144,19 @@ def run_message(summary: RunSummary) -> catalogue_api.Run:
 
 
 def retention_response(
-    verdicts: Iterable[Verdict],
+    outcomes: Iterable[Outcome],
 ) -> catalogue_api.ApplyRetentionResponse:
     """Returns what becomes of checkpoints as the contract shows it."""
     return catalogue_api.ApplyRetentionResponse(
         decisions=(
             catalogue_api.RetentionDecision(
-                step=verdict.step,
-                uid=verdict.uid,
-                kept=verdict.kept,
-                reasons=verdict.reasons,
-                own_bytes=verdict.own_bytes,
+                step=outcome.step,
+                uid=outcome.uid,
+                kept=outcome.kept,
+                reasons=outcome.reasons,
+                own_bytes=outcome.own_bytes,
             )
-            for verdict in verdicts
+            for outcome in outcomes
         )
     )
 

@@ -103,8 +103,8 @@ def serve(
     serving.check(insecure=insecure)
     if not serving.is_read_only and not is_writable(storage_at(serving.root)):
         _log.warning(
-            "root %s is read-only for this process: restores are "
-            "served, and calls that write are rejected; mount it for writing, or serve it with --read-only",
+            "root %s is read-only for this process: restores are served, calls that "
+            "write are rejected; mount it for writing, or serve it with --read-only",
             serving.root,
         )
 

@@ -1,4 +1,4 @@
-"""Messages of the contract, made of what the service knows."""
+"""Builds the messages of the contract from the records of the service."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -36,7 +36,7 @@ _EVENT_KINDS: Final = {
 
 
 def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Upload:
-    """Returns an upload as the contract shows it."""
+    """Returns the message for an upload."""
     base = CheckpointName(name.run, record.base_step).resource if record.base else ""
     return upload_api.Upload(
         name=name.resource,
@@ -55,7 +55,7 @@ def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Uplo
 
 
 def fate_message(fate: Fate) -> upload_api.Upload:
-    """Returns an upload with what became of it."""
+    """Returns the message for an upload with its state."""
     message = upload_message(fate.name, fate.record)
     match fate.slot and slots.state_of(fate.slot):
         case None | SlotState.FREE:
@@ -78,7 +78,7 @@ def fate_message(fate: Fate) -> upload_api.Upload:
 def checkpoint_message(
     run: RunName, record: pb.CheckpointRecord
 ) -> catalogue_api.Checkpoint:
-    """Returns a checkpoint as the contract shows it."""
+    """Returns the message for a checkpoint."""
     message = catalogue_api.Checkpoint(
         name=CheckpointName(run, record.step).resource,
         uid=record.upload,
@@ -104,8 +104,8 @@ def checkpoint_message(
     return message
 
 
-def told_message(told: Told) -> catalogue_api.WatchCheckpointsResponse:
-    """Returns what a watch tells as the contract shows it."""
+def watch_message(told: Told) -> catalogue_api.WatchCheckpointsResponse:
+    """Returns the message for an event of a watch."""
     message = catalogue_api.WatchCheckpointsResponse(resume_token=told.token)
     change = told.change
     if change is None:
@@ -125,7 +125,7 @@ def told_message(told: Told) -> catalogue_api.WatchCheckpointsResponse:
 
 
 def run_message(summary: RunSummary) -> catalogue_api.Run:
-    """Returns a run as the contract shows it."""
+    """Returns the message for a run."""
     record = summary.record
     message = catalogue_api.Run(
         name=summary.name.resource,
@@ -146,7 +146,7 @@ def run_message(summary: RunSummary) -> catalogue_api.Run:
 def retention_response(
     outcomes: Iterable[Outcome],
 ) -> catalogue_api.ApplyRetentionResponse:
-    """Returns what becomes of checkpoints as the contract shows it."""
+    """Returns the message for the outcomes of a retention policy."""
     return catalogue_api.ApplyRetentionResponse(
         decisions=(
             catalogue_api.RetentionDecision(
@@ -162,7 +162,7 @@ def retention_response(
 
 
 def tag_message(name: TagName, record: pb.TagRecord) -> catalogue_api.Tag:
-    """Returns a tag as the contract shows it."""
+    """Returns the message for a tag."""
     return catalogue_api.Tag(
         name=name.resource,
         checkpoint=CheckpointName(name.run, record.step).resource,
@@ -175,7 +175,7 @@ def tag_message(name: TagName, record: pb.TagRecord) -> catalogue_api.Tag:
 
 
 def hold_message(name: HoldName, record: pb.HoldRecord) -> catalogue_api.Hold:
-    """Returns a hold as the contract shows it."""
+    """Returns the message for a hold."""
     return catalogue_api.Hold(
         name=name.resource,
         checkpoint=CheckpointName(name.run, record.step).resource,

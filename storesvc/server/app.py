@@ -17,20 +17,13 @@ from grpc_health.v1 import health_pb2_grpc
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format import layout
-from storesvc.rpc import services
-from storesvc.rpc.boundary import MAX_MESSAGE_BYTES
+from storesvc.rpc import registry
+from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, ErrorInterceptor
 from storesvc.rpc.health import HealthCalls
 from storesvc.rpc.read_only import ReadOnly
-from storesvc.rpc.registry import handler_of
 from storesvc.server.tls import Tls
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
-from storesvc_proto.v1 import (
-    checkpoint_service_pb2,
-    chunk_service_pb2,
-    maintenance_service_pb2,
-    upload_service_pb2,
-)
 
 DRAIN_SECONDS: Final = 10.0
 """Maximum time for calls in flight after SIGTERM. Streams that are cut off continue on
@@ -58,17 +51,6 @@ OPTIONS: Final = (
     # A compressed message that expands beyond the limit would be an attack.
     ("grpc.per_message_decompression", 0),
 )
-
-SERVICES: Final = tuple(
-    file.DESCRIPTOR.services_by_name[name].full_name
-    for file, name in (
-        (checkpoint_service_pb2, "CheckpointService"),
-        (upload_service_pb2, "UploadService"),
-        (chunk_service_pb2, "ChunkService"),
-        (maintenance_service_pb2, "MaintenanceService"),
-    )
-)
-"""Full names of the services, for the health service."""
 
 # from glibc's malloc.h
 _M_TRIM_THRESHOLD: Final = -1
@@ -128,35 +110,15 @@ async def running(
         InvalidFieldError: The address cannot be bound, or the certificates are
             unusable.
     """
+    interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+    if read_only:
+        interceptors.append(ReadOnly(read_only))
     server = grpc.aio.server(
-        interceptors=[ReadOnly(read_only)] if read_only else [],
+        interceptors=interceptors,
         options=(*OPTIONS, ("grpc.so_reuseport", int(shares_port))),
     )
-    server.add_generic_rpc_handlers(
-        (
-            handler_of(
-                checkpoint_service_pb2.DESCRIPTOR.services_by_name["CheckpointService"],
-                services.CheckpointService(store),
-            ),
-            handler_of(
-                upload_service_pb2.DESCRIPTOR.services_by_name["UploadService"],
-                services.UploadService(store),
-                raw_requests={"WriteChunks"},
-            ),
-            handler_of(
-                chunk_service_pb2.DESCRIPTOR.services_by_name["ChunkService"],
-                services.ChunkService(store),
-                raw_responses={"ReadChunks"},
-            ),
-            handler_of(
-                maintenance_service_pb2.DESCRIPTOR.services_by_name[
-                    "MaintenanceService"
-                ],
-                services.MaintenanceService(store),
-            ),
-        )
-    )
-    health = HealthCalls(SERVICES)
+    server.add_generic_rpc_handlers(registry.handlers(store))
+    health = HealthCalls(registry.SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     try:
         if tls:

@@ -20,8 +20,8 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import storesvc_client as store
 from storesvc.rpc.health import HealthCalls
+from storesvc.rpc.maintenance import MaintenanceService
 from storesvc.rpc.registry import handler_of
-from storesvc.rpc.services import MaintenanceService
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_client import Progress

@@ -27,8 +27,7 @@ class DiffCalls:
     async def DiffCheckpoints(
         self, request: catalogue_api.DiffCheckpointsRequest, context: Context
     ) -> None:
-        before = CheckpointName.from_resource(request.base)
-        after = CheckpointName.from_resource(request.name)
+        before, after = map(CheckpointName.from_resource, (request.base, request.name))
         async with self._store.comparisons.between(before, after) as found:
             summary = summary_message(before.run, after.run, found)
             pages = await asyncio.to_thread(pages_of, found.differences)

@@ -102,7 +102,7 @@ async def _passes(
     one_run: Callable[[RunName], AsyncGenerator[Progress]],
     failures: FailureLimit,
 ) -> AsyncGenerator[Progress]:
-    """Makes passes over runs, one after another, until the storage is unavailable."""
+    """Collects runs one after another until the storage is unavailable."""
     for run in runs:
         if failures.is_reached:
             yield failures.skipped(run)

@@ -104,10 +104,10 @@ def checkpoint_message(
     return message
 
 
-def watch_message(told: Told) -> catalogue_api.WatchCheckpointsResponse:
+def watch_message(notice: Told) -> catalogue_api.WatchCheckpointsResponse:
     """Returns the message for an event of a watch."""
-    message = catalogue_api.WatchCheckpointsResponse(resume_token=told.token)
-    change = told.change
+    message = catalogue_api.WatchCheckpointsResponse(resume_token=notice.token)
+    change = notice.change
     if change is None:
         return message
     message.event.kind = _EVENT_KINDS[change.announcement.kind]

@@ -118,7 +118,7 @@ def test_of_several_servers_one_collects_and_another_follows_it() -> None:
         process.clock.turn(length / 2)
         assert await ours.take()
         process.clock.turn(length / 2)
-        assert not await theirs.take()  # it was renewed meanwhile
+        assert not await theirs.take()  # it was renewed in the meantime
         process.clock.turn(length)
         assert await theirs.take()
         assert not await ours.take()

@@ -79,7 +79,7 @@ class World:
         return upload
 
     def store(self, upload: str, files: int = 2) -> None:
-        """What an upload writes while it lives."""
+        """Adds the objects that an upload writes while it is live."""
         self.listed |= {
             PLACES.lease(upload),
             PLACES.receipt(upload, 0),
@@ -91,7 +91,7 @@ class World:
         return f"{PLACES.pool}{PLACES.data_prefix(upload)}{at:032x}"
 
     def describe(self, upload: str, attempt: str, files: Collection[str]) -> None:
-        """What a commit writes before its record."""
+        """Adds the objects that a commit writes before its record."""
         table = PLACES.file_table(upload, attempt.encode())
         self.tables[table] = [file.removeprefix(PLACES.pool) for file in files]
         self.listed |= {
@@ -189,7 +189,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 def reachable(world: World) -> set[str]:
-    """What must stay, by the words of the contract."""
+    """Returns the objects that must be kept, by the words of the contract."""
     kept = set()
     for slot in world.slots.values():
         if slot.state == slots.UPLOADING:
@@ -226,7 +226,7 @@ def test_all_that_is_unreachable_and_old_is_garbage(world: World) -> None:
         upload = PLACES.upload_of(place)
         if upload is None:
             continue
-        # a record tells whose the shared files are
+        # the record identifies the upload of the shared files
         is_record = place == PLACES.upload(upload) and upload in sharing
         assert is_record or known[upload].state is State.BEGUN
 
@@ -380,7 +380,7 @@ def test_data_files_outlast_an_upload_whose_chunks_were_claimed() -> None:
 
     assert shared in world.listed
     assert world.file(first, 1) not in world.listed
-    assert () == tuple(marks.free_steps)  # it tells whose the file is
+    assert () == tuple(marks.free_steps)  # it identifies the upload of the file
 
 
 def test_files_of_a_purged_checkpoint_stay_for_its_grace_whoever_wrote_them() -> None:

@@ -55,7 +55,7 @@ def saved(run: store.Run) -> store.Run:
 
 
 def files_of(server: ServerProcess, run: store.Run) -> dict[Path, bytes]:
-    """All that lies in the bucket of a run."""
+    """Returns all files of a run in the bucket."""
     below = server.root / "data" / run.name
     files = {path: path.read_bytes() for path in below.rglob("*") if path.is_file()}
     assert files

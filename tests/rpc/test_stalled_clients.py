@@ -1,4 +1,4 @@
-"""Clients that stop in the midst of a call: nobody else waits for them."""
+"""Clients that stall within a call: no other client waits for them."""
 
 import asyncio
 import threading

@@ -30,8 +30,8 @@ WRITING = {
 
 @contextmanager
 def unwritable(root: Path) -> Generator[None]:
-    """Has a folder that this process cannot write to: root, who may write whatever the
-    permissions say, mounts it read-only."""
+    """Yields a folder that this process cannot write to. Root, which ignores
+    permissions, mounts it read-only."""
     if os.geteuid() != 0:
         folders = [path for path in (root, *root.rglob("*")) if path.is_dir()]
         for path in folders:

@@ -1,4 +1,4 @@
-"""The server as a process: who may reach it, what it bears, how it stops."""
+"""The server as a process: permitted clients, limits, and shutdown."""
 
 import subprocess
 import sys

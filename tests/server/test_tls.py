@@ -1,4 +1,4 @@
-"""TLS: who is served, what is refused in a sentence, and files that change."""
+"""TLS: permitted clients, errors in one sentence, and files that change."""
 
 import os
 import shutil
@@ -105,12 +105,12 @@ def test_a_server_need_not_ask_for_certificates(
 @pytest.mark.usefixtures("_endless_patience")
 def test_a_server_that_wants_tls_is_told_at_once(setting: Setting) -> None:
     address = setting.server.address
-    with pytest.raises(store.UnavailableError) as told:
+    with pytest.raises(store.UnavailableError) as shown:
         store.connect(address)
     assert (
         f"store {address}: {address} wants TLS: expected ca, a file with its "
         "authorities, without insecure, got plaintext"
-    ) == str(told.value)
+    ) == str(shown.value)
 
 
 @pytest.mark.usefixtures("_endless_patience")
@@ -355,15 +355,15 @@ def test_storectl_takes_its_certificates_from_the_environment(setting: Setting) 
 
     assert (0, "") == _listed(environment)
     del environment["STORECTL_CERT"], environment["STORECTL_KEY"]
-    code, told = _listed(environment)
+    code, shown = _listed(environment)
     assert 1 == code
-    assert told.startswith(f"storectl: store {setting.server.address}: ")
-    assert "wants a certificate of the client: expected cert and key" in told
-    assert 1 == told.count("\n")
+    assert shown.startswith(f"storectl: store {setting.server.address}: ")
+    assert "wants a certificate of the client: expected cert and key" in shown
+    assert 1 == shown.count("\n")
 
 
 def _listed(environment: dict[str, str]) -> tuple[int, str]:
-    """How ``storectl ls`` ends, and what it tells."""
+    """Returns the exit code and the error output of ``storectl ls``."""
     ran = subprocess.run(
         [sys.executable, "-m", "storesvc_client.cli", "ls"],
         env=os.environ | environment,

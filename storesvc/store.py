@@ -74,11 +74,11 @@ class Store:
     sender: Sender
     uses: Uses
     lives: Lives
-    retaining: RetentionEnforcer
+    retention: RetentionEnforcer
     reserve: Reserve
     collector: Collector
-    recent: RecentCommits
-    usages: UsageReader
+    recent_commits: RecentCommits
+    usage: UsageReader
     tags: Tags
     holds: Holds
     verifier: Verifier
@@ -121,7 +121,7 @@ class Store:
         uploads = Uploads(bucket, catalogue, runs, clock=clock)
         reuse = Reuse(bucket, uploads)
         lives = Lives(bucket, catalogue, journal, uses, clock=clock)
-        retaining = RetentionEnforcer(catalogue, lives, uses, clock=clock)
+        retention = RetentionEnforcer(catalogue, lives, uses, clock=clock)
         reserve = Reserve(bucket)
         return cls(
             uid=found[0].uid,
@@ -136,21 +136,21 @@ class Store:
             sender=Sender(bucket),
             uses=uses,
             lives=lives,
-            retaining=retaining,
+            retention=retention,
             reserve=reserve,
             collector=Collector(
                 bucket,
                 catalogue,
                 runs,
-                retaining,
+                retention,
                 lives,
                 uses,
                 journal,
                 reserve,
                 clock=clock,
             ),
-            recent=RecentCommits(),
-            usages=UsageReader(catalogue, RunReader(bucket, catalogue)),
+            recent_commits=RecentCommits(),
+            usage=UsageReader(catalogue, RunReader(bucket, catalogue)),
             tags=Tags(bucket, catalogue, journal, clock=clock),
             holds=Holds(bucket, catalogue, clock=clock),
             verifier=Verifier(bucket, catalogue, clock=clock),

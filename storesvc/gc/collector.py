@@ -146,7 +146,7 @@ class Collector:
         bucket: Bucket,
         catalogue: Catalogue,
         runs: Runs,
-        retaining: RetentionEnforcer,
+        retention: RetentionEnforcer,
         lives: Lives,
         uses: Uses,
         journal: Journal,
@@ -162,7 +162,7 @@ class Collector:
         self._expiry = Expiry(
             bucket,
             leases,
-            retaining,
+            retention,
             lives,
             uses,
             History(catalogue, journal, uses),
@@ -194,8 +194,8 @@ class Collector:
             state = await self._reader.read_consistent(seen)
             await reach(Failpoint.COLLECT_BEFORE_MARKS)
             lost = await self._finder.lost(state)
-            over = self._finder.over(state, grace) - lost.keys()
-            garbage = await self._finder.find(state, over)
+            past_grace = self._finder.past_grace(state, grace) - lost.keys()
+            garbage = await self._finder.find(state, past_grace)
             progress = progress.knowing(garbage, grace, lost)
             await reach(Failpoint.COLLECT_BEFORE_DELETES)
             yield progress
@@ -220,11 +220,11 @@ class Collector:
             progress = progress.after(expirations)
             state = await self._reader.read_consistent(seen)
             lost = await self._finder.lost(state)
-            over = self._finder.over(state, grace)
+            past_grace = self._finder.past_grace(state, grace)
             after = state.with_slots(expirations.slots)
             if not grace:  # then collect would also delete what ends in this pass
-                over |= mark.ended(mark.fates(after))
-            garbage = await self._finder.find(after, over - lost.keys())
+                past_grace |= mark.ended(mark.fates(after))
+            garbage = await self._finder.find(after, past_grace - lost.keys())
             progress = progress.knowing(garbage, grace, lost)
         except StoreError as e:
             progress = progress.failed(e)

@@ -52,7 +52,7 @@ class Expiry:
         self,
         bucket: Bucket,
         leases: LeaseExpiry,
-        retaining: RetentionEnforcer,
+        retention: RetentionEnforcer,
         lives: Lives,
         uses: Uses,
         history: History,
@@ -63,7 +63,7 @@ class Expiry:
         self._bucket = bucket
         self._history = history
         self._leases = leases
-        self._retaining = retaining
+        self._retention = retention
         self._lives = lives
         self._uses = uses
         self._reserve = reserve
@@ -100,7 +100,7 @@ class Expiry:
             CorruptDataError: A slot was rolled back.
         """
         expired = await self._expired(run, state)
-        outcomes = await self._outcomes(run, self._retaining.preview)
+        outcomes = await self._outcomes(run, self._retention.preview)
         deleted = await self._deleted(run, state, outcomes)
         purged = await self._would_purge(run, state.with_slots(deleted), expired)
         return Expirations(
@@ -110,7 +110,7 @@ class Expiry:
     async def retain(self, run: RunName) -> list[Outcome]:
         """Applies the retention policy of a run, if it has one; returns the
         outcomes."""
-        return await self._reserve.spent_on(self._outcomes, run, self._retaining.apply)
+        return await self._reserve.spent_on(self._outcomes, run, self._retention.apply)
 
     async def _expired(self, run: RunName, state: RunState) -> list[ExpiredUpload]:
         """Returns the uploads whose lease is over, after a check of the history."""

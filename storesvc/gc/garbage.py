@@ -27,7 +27,7 @@ from storesvc.lifecycle.references import Use, Uses
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
 
-ANSWERED: Final = timedelta(hours=24)
+RETRY_PERIOD: Final = timedelta(hours=24)
 """Time for which the record of an ended upload answers repeated requests."""
 
 
@@ -92,12 +92,13 @@ class GarbageFinder:
         named = await self._uses.named(state.places.name)
         return {upload: named[upload] for upload in sorted(ended & named.keys())}
 
-    async def find(self, state: RunState, over: Collection[str]) -> Garbage:
+    async def find(self, state: RunState, past_grace: Collection[str]) -> Garbage:
         """Returns the garbage of a run.
 
         Args:
             state: The state read, with slots that agree.
-            over: Uploads that ended longer than a grace period ago, and are not lost.
+            past_grace: Uploads that ended longer than a grace period ago, and are not
+                lost.
 
         Raises:
             CorruptDataError: The objects that are needed are unknown, so none may be
@@ -105,16 +106,16 @@ class GarbageFinder:
         """
         # In threads: a hundred thousand objects would block the event loop.
         known = await asyncio.to_thread(mark.fates, state)
-        blind = mark.blind(state, known)
-        if blind:
+        unrecorded = mark.unrecorded(state, known)
+        if unrecorded:
             raise CorruptDataError(
-                f"upload {blind[0]}: expected a record of the live upload, got none; "
-                "the chunks that it may claim are unknown, so nothing of the run is "
-                "collected"
+                f"upload {unrecorded[0]}: expected a record of the live upload, got "
+                "none; the chunks that it may claim are unknown, so nothing of the run "
+                "is collected"
             )
-        answered = self._answered(state, known)
+        past_retries = self._past_retries(state, known)
         named: set[str] = set()
-        tables = mark.tables(state, known, over=over)
+        tables = mark.tables(state, known, past_grace=past_grace)
         found = await each(self._reader.file_table, tables)
         for (place, must_be), table in zip(tables.items(), found, strict=True):
             if table is not None:
@@ -122,7 +123,12 @@ class GarbageFinder:
             elif must_be:
                 raise _without_table(state, known, place)
         marks = await asyncio.to_thread(
-            mark.mark, state, known, over=over, answered=answered, named=named
+            mark.mark,
+            state,
+            known,
+            past_grace=past_grace,
+            past_retries=past_retries,
+            named=named,
         )
         run = state.places.name
         self._forget(state)
@@ -132,7 +138,7 @@ class GarbageFinder:
             tags=await self._tags(run),
         )
 
-    def over(self, state: RunState, grace: timedelta) -> set[str]:
+    def past_grace(self, state: RunState, grace: timedelta) -> set[str]:
         """Returns the uploads that ended longer than a grace period ago.
 
         The clocks of other processes are trusted here: the grace period serves readers
@@ -151,7 +157,7 @@ class GarbageFinder:
                 found.add(upload)
         return found
 
-    def _answered(self, state: RunState, known: Mapping[str, Fate]) -> set[str]:
+    def _past_retries(self, state: RunState, known: Mapping[str, Fate]) -> set[str]:
         """Returns the uploads whose record is no longer needed, whatever the clocks."""
         found, listed = set(), set(state.listed)
         for upload, fate in known.items():
@@ -161,7 +167,7 @@ class GarbageFinder:
             begun = record and mark.moment(record.create_time)
             since = max(filter(None, (fate.since, begun)), default=None)
             key = f"{state.places.upload(upload)} {fate.state.value} answers"
-            if self._was_seen(key, since, ANSWERED):
+            if self._was_seen(key, since, RETRY_PERIOD):
                 found.add(upload)
         return found
 

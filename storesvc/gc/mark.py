@@ -132,7 +132,7 @@ def fates(state: RunState) -> dict[str, Fate]:
     return {upload: _fate(state, upload) for upload in state.uploads()}
 
 
-def blind(state: RunState, known: Mapping[str, Fate]) -> list[str]:
+def unrecorded(state: RunState, known: Mapping[str, Fate]) -> list[str]:
     """Returns the live uploads without a record: the chunks that they may claim are
     unknown, so nothing may be deleted."""
     return [
@@ -190,14 +190,14 @@ def leases(state: RunState, known: Mapping[str, Fate]) -> list[str]:
 
 
 def tables(
-    state: RunState, known: Mapping[str, Fate], *, over: Container[str]
+    state: RunState, known: Mapping[str, Fate], *, past_grace: Container[str]
 ) -> dict[str, bool]:
     """Returns the paths of the file tables whose data files are kept.
 
     Args:
         state: The state read.
         known: The fates of its uploads.
-        over: Uploads that ended longer than a grace period ago.
+        past_grace: Uploads that ended longer than a grace period ago.
 
     Returns:
         For each path, whether it must exist. That of an ended upload may be missing:
@@ -207,7 +207,7 @@ def tables(
     for upload, fate in known.items():
         if fate.state is State.KEPT and fate.slot and fate.slot.files_digest:
             found[state.places.file_table(upload, fate.slot.files_digest)] = True
-        elif fate.state is State.ENDED and upload not in over:
+        elif fate.state is State.ENDED and upload not in past_grace:
             written = state.objects.get(upload, ())
             prefix = _before_digest(state.places.file_table(upload, b""))
             found |= dict.fromkeys((p for p in written if p.startswith(prefix)), False)
@@ -218,8 +218,8 @@ def mark(
     state: RunState,
     known: Mapping[str, Fate],
     *,
-    over: Container[str],
-    answered: Container[str],
+    past_grace: Container[str],
+    past_retries: Container[str],
     named: Collection[str],
 ) -> Marks:
     """Returns what may be deleted.
@@ -227,22 +227,22 @@ def mark(
     Args:
         state: The state read, with slots that agree.
         known: The fates of its uploads.
-        over: Uploads that ended longer than a grace period ago.
-        answered: Uploads whose record is no longer needed for repeated requests.
+        past_grace: Uploads that ended longer than a grace period ago.
+        past_retries: Uploads whose record is no longer needed for repeated requests.
         named: Data files, relative to the pool, that the file tables of ``tables``
             name.
     """
     view = _View(
         state=state,
-        over=over,
-        answered=answered,
+        past_grace=past_grace,
+        past_retries=past_retries,
         named=named,
         sharing={file.partition("/")[0] for file in named},
         claimed=_predecessors(state, known),
         listed=set(state.listed),
         recorded=_recorded(state),
     )
-    ends = [_end(view, upload, fate) for upload, fate in known.items()]
+    ends = [_garbage_of(view, upload, fate) for upload, fate in known.items()]
     garbage = [place for end in ends for place in end.garbage]
     return Marks(
         garbage=sorted(garbage, key=lambda p: p.startswith(state.places.pool)),
@@ -342,8 +342,8 @@ class _View:
     """The inputs of the decision on one upload."""
 
     state: RunState
-    over: Container[str]
-    answered: Container[str]
+    past_grace: Container[str]
+    past_retries: Container[str]
     named: Container[str]
     sharing: Container[str]
     """Uploads with a data file that a file table names."""
@@ -355,7 +355,7 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
+class _UploadGarbage:
     """The parts of one upload that may be deleted."""
 
     upload: str
@@ -366,13 +366,13 @@ class _End:
     is_waiting: bool = False
 
 
-def _end(view: _View, upload: str, fate: Fate) -> _End:
+def _garbage_of(view: _View, upload: str, fate: Fate) -> _UploadGarbage:
     """Decides which parts of an upload may be deleted."""
     places = view.state.places
     has_ended = fate.state is State.ENDED
     # 1. A live upload may claim the chunks of its predecessor (rule 1).
     if has_ended and upload in view.claimed:
-        return _End(upload=upload)
+        return _UploadGarbage(upload=upload)
     record = places.upload(upload)
     written = [p for p in view.state.objects.get(upload, ()) if p != record]
     # 2. An object is unused if neither the upload nor a file table needs it (rule 5).
@@ -382,12 +382,12 @@ def _end(view: _View, upload: str, fate: Fate) -> _End:
         if _is_unused(places, place, fate) and _file_of(places, place) not in view.named
     ]
     # 3. A reader without a hold may still use it (rule 4).
-    if has_ended and upload not in view.over:
-        return _End(upload=upload, is_waiting=bool(unused))
+    if has_ended and upload not in view.past_grace:
+        return _UploadGarbage(upload=upload, is_waiting=bool(unused))
     # 4. The record goes last (rule 6). A file may have been claimed since the list: it
     #    is named by a file table, but not listed.
     is_empty = has_ended and len(unused) == len(written) and upload not in view.sharing
-    has_record, is_answered = record in view.listed, upload in view.answered
+    has_record, is_answered = record in view.listed, upload in view.past_retries
     ends_record = has_record and is_answered and (is_empty or fate.state is State.KEPT)
     # 5. The FREE slot goes after all uploads of its step (rule 6).
     free_step = None
@@ -397,7 +397,7 @@ def _end(view: _View, upload: str, fate: Fate) -> _End:
     is_last = ends_record or (
         not has_record and (bool(written) or free_step is not None)
     )
-    return _End(
+    return _UploadGarbage(
         upload=upload,
         garbage=unused,
         is_gone=is_empty and is_last,

@@ -47,7 +47,7 @@ class UsageReader:
         self._catalogue = catalogue
         self._reader = reader
 
-    async def usage(self, run: RunName) -> Usage:
+    async def of(self, run: RunName) -> Usage:
         """Returns the space that a run uses.
 
         Raises:

@@ -81,7 +81,7 @@ class MaintenanceService:
         self, request: maintenance_api.GetUsageRequest, context: Context
     ) -> maintenance_api.GetUsageResponse:
         name = RunName.from_resource(request.name)
-        return usage_message(await self._store.usages.usage(name))
+        return usage_message(await self._store.usage.of(name))
 
 
 def limits_message() -> maintenance_api.Limits:

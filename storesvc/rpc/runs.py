@@ -60,9 +60,9 @@ class RunCalls:
         self, request: catalogue_api.ApplyRetentionRequest, context: Context
     ) -> None:
         name, policy = RunName.from_resource(request.name), trial_policy(request)
-        retaining = self._store.retaining
+        retention = self._store.retention
         is_trial = request.validate_only
-        pages = retaining.preview(name, policy) if is_trial else retaining.apply(name)
+        pages = retention.preview(name, policy) if is_trial else retention.apply(name)
         async with aclosing(pages):
             async for page in pages:
                 await write(context, messages.retention_response(page))

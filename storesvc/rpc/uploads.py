@@ -238,7 +238,7 @@ class UploadService:
     ) -> upload_api.CommitUploadResponse:
         name, watch = UploadName.from_resource(request.name), Stopwatch()
         record = await self._store.commits.commit(name, request.epoch)
-        self._store.recent.add(name.run)
+        self._store.recent_commits.add(name.run)
         watch.size_bytes = record.stored_bytes
         _log.info("CommitUpload %s@%d: %s", name.run, record.step, watch)
         checkpoint = messages.checkpoint_message(name.run, record)

@@ -170,9 +170,9 @@ async def _collect(store: Store, run: RunName, failures: FailureLimit) -> None:
 
 async def _apply_retention_after_commits(store: Store) -> None:
     while True:
-        await store.recent.wait()
+        await store.recent_commits.wait()
         await asyncio.sleep(_SETTLING_SECONDS)
-        for run in store.recent.take():
+        for run in store.recent_commits.take():
             with _logged(f"retention after a commit to {run}"):
                 await store.collector.retain(run)
 

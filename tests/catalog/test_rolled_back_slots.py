@@ -20,7 +20,7 @@ from storesvc.format.names import (
     UploadName,
 )
 from storesvc.format.seal import seal, unseal
-from storesvc.gc.garbage import ANSWERED
+from storesvc.gc.garbage import RETRY_PERIOD
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.collecting_process import NOW, PLACES, RUN, Process, started
@@ -163,7 +163,7 @@ def test_the_journal_outlives_the_record_of_an_upload(*, deleted: bool) -> None:
         process = await started()
         upload, early, _ = await committed(process)
         for _ in range(2):
-            process.clock.turn(2 * ANSWERED)
+            process.clock.turn(2 * RETRY_PERIOD)
             await process.collect()
         assert PLACES.upload(upload.upload) not in await objects(process)
         newest = await objects(process)
@@ -366,7 +366,7 @@ def test_a_slot_that_no_release_writes_costs_no_data(
         await put(process, SLOT, seal(slot, place=SLOT))
 
         # The records of uploads are collected by then.
-        reasons = await collect_often(process, apart=2 * ANSWERED)
+        reasons = await collect_often(process, apart=2 * RETRY_PERIOD)
 
         for reason in reasons:
             assert said in reason

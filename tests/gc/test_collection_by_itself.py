@@ -93,11 +93,11 @@ def test_retention_after_a_commit_goes_on_past_a_run_that_fails() -> None:
                 else Fault.NONE
             )
         )
-        process.store.recent.take()
+        process.store.recent_commits.take()
 
         async with collecting(process.store, timedelta(hours=1)):
-            process.store.recent.add(bad)
-            process.store.recent.add(RUN)
+            process.store.recent_commits.add(bad)
+            process.store.recent_commits.add(RUN)
             async with asyncio.timeout(20):
                 while await process.steps() != [2]:  # noqa: ASYNC110 - as watchers do
                     await asyncio.sleep(0.02)

@@ -54,14 +54,16 @@ class World:
     def marks(
         self,
         *,
-        over: Collection[str] = EVERYTHING,
-        answered: Collection[str] = EVERYTHING,
+        past_grace: Collection[str] = EVERYTHING,
+        past_retries: Collection[str] = EVERYTHING,
     ) -> Marks:
         state = self.state()
         known = mark.fates(state)
-        tables = mark.tables(state, known, over=over)
+        tables = mark.tables(state, known, past_grace=past_grace)
         named = {file for table in tables for file in self.tables.get(table, ())}
-        return mark.mark(state, known, over=over, answered=answered, named=named)
+        return mark.mark(
+            state, known, past_grace=past_grace, past_retries=past_retries, named=named
+        )
 
     def sweep(self, marks: Marks) -> None:
         self.listed -= {*marks.garbage, *marks.records}
@@ -211,8 +213,10 @@ def all_of(marks: Marks) -> set[str]:
 
 
 @given(worlds(), st.sets(st.sampled_from(sorted(EVERYTHING)[:8])))
-def test_nothing_reachable_is_garbage(world: World, over: set[str]) -> None:
-    assert not all_of(world.marks(over=over, answered=over)) & reachable(world)
+def test_nothing_reachable_is_garbage(world: World, past_grace: set[str]) -> None:
+    assert not all_of(
+        world.marks(past_grace=past_grace, past_retries=past_grace)
+    ) & reachable(world)
 
 
 @given(worlds())
@@ -233,11 +237,11 @@ def test_all_that_is_unreachable_and_old_is_garbage(world: World) -> None:
 
 @given(worlds(), st.sets(st.sampled_from(sorted(EVERYTHING)[:8])))
 def test_what_was_swept_leaves_nothing_more_to_sweep(
-    world: World, over: set[str]
+    world: World, past_grace: set[str]
 ) -> None:
-    world.sweep(world.marks(over=over, answered=over))
+    world.sweep(world.marks(past_grace=past_grace, past_retries=past_grace))
 
-    again = world.marks(over=over, answered=over)
+    again = world.marks(past_grace=past_grace, past_retries=past_grace)
 
     assert ((), ()) == (tuple(again.garbage), tuple(again.records))
 
@@ -297,13 +301,13 @@ def test_a_free_slot_goes_last(world: World) -> None:
 
 @given(worlds(), st.sets(st.sampled_from(sorted(EVERYTHING)[:8])))
 def test_what_no_list_shows_goes_before_the_last_that_a_list_shows(
-    world: World, answered: set[str]
+    world: World, past_retries: set[str]
 ) -> None:
     def shown() -> set[str]:
         return {*world.state().objects, *world.state().owners}
 
     before = shown()
-    marks = world.marks(answered=answered)
+    marks = world.marks(past_retries=past_retries)
     needed = {u for p in reachable(world) if (u := PLACES.upload_of(p))}
     world.sweep(marks)
 
@@ -357,9 +361,9 @@ def test_a_slot_is_not_emptied_while_an_upload_may_have_found_it_empty() -> None
     owner = world.add_upload(2, pb.UploadRecord(step=0, epoch=1))
     world.set_slot(slots.FREE, owner)
 
-    world.sweep(world.marks(answered=[owner]))
+    world.sweep(world.marks(past_retries=[owner]))
     assert PLACES.tree(late, b"tree") not in world.listed
-    assert [] == list(world.marks(answered=[owner]).free_steps)
+    assert [] == list(world.marks(past_retries=[owner]).free_steps)
 
     world.sweep(world.marks())
     assert [0] == list(world.marks().free_steps)
@@ -394,8 +398,8 @@ def test_files_of_a_purged_checkpoint_stay_for_its_grace_whoever_wrote_them() ->
     world.set_slot(slots.FREE, first)
     world.set_slot(slots.FREE, second)  # purged now; the other one long ago
 
-    assert shared not in world.marks(over=[first]).garbage
-    assert shared in world.marks(over=[first, second]).garbage
+    assert shared not in world.marks(past_grace=[first]).garbage
+    assert shared in world.marks(past_grace=[first, second]).garbage
 
 
 def test_a_checkpoint_of_the_first_release_keeps_all_that_it_has() -> None:
@@ -409,7 +413,7 @@ def test_a_checkpoint_of_the_first_release_keeps_all_that_it_has() -> None:
     }
     world.set_slot(slots.COMMITTED, old, manifest_digest=b"m")
 
-    marks = world.marks(answered=[])
+    marks = world.marks(past_retries=[])
 
     assert {PLACES.manifest(old, b"other"), PLACES.tree(old, b"tree")} == all_of(marks)
 
@@ -432,4 +436,4 @@ def test_a_live_upload_without_a_record_is_told() -> None:
     world.set_slot(slots.UPLOADING, upload)
     del world.records[upload]
 
-    assert [upload] == mark.blind(world.state(), _known(world))
+    assert [upload] == mark.unrecorded(world.state(), _known(world))

@@ -1,8 +1,8 @@
-"""The checkpoint store's service. It never imports jax or flax."""
+"""The service side of the checkpoint store. It never imports jax or flax."""
 
 
 def __getattr__(name: str) -> str:
-    # looked up when it is asked for: it takes longer than storectl may
+    # Looked up on first use: the lookup alone takes longer than storectl may to start.
     if name == "__version__":
         from importlib.metadata import version
 

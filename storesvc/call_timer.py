@@ -1,7 +1,7 @@
-"""A stopwatch: what one call did, and what took how long, for the log.
+"""Times the phases of one call for the log.
 
-Phases may overlap, as a stream waits for its client while it writes: their seconds do
-not add up to those of the call.
+Phases may overlap: a stream can wait for its client while it writes. Their seconds
+therefore do not add up to the duration of the call.
 """
 
 import time
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """The bytes and the seconds of a call. Threads may share it."""
+    """The bytes and the seconds of one call. Thread-safe."""
 
     def __init__(self) -> None:
-        """Begins now."""
+        """Starts the timer."""
         self._since = time.perf_counter()
         self._lock = Lock()
         self._phases: dict[str, float] = {}
         self.size_bytes = 0
-        """Of stored chunks."""
+        """Bytes of stored chunks that the call moved."""
 
     def __str__(self) -> str:
-        """What the log says of it."""
+        """Returns the text for the log."""
         seconds = time.perf_counter() - self._since
         text = f"{self.size_bytes} bytes in {seconds:.3f} s"
         phases = (f"{name} {spent:.3f}" for name, spent in self._phases.items())
@@ -33,7 +33,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Counts the time of a context for a phase."""
+        """Adds the duration of the context to a phase."""
         since = time.perf_counter()
         try:
             yield
@@ -43,7 +43,7 @@ class Stopwatch:
                 self._phases[name] = self._phases.get(name, 0.0) + spent
 
     async def waits(self, name: str, stream: AsyncIterator[T]) -> AsyncGenerator[T]:
-        """Yields what a stream brings, and counts the waiting for a phase."""
+        """Yields the items of a stream; adds the time of waiting to a phase."""
         while True:
             with self.phase(name):
                 try:

@@ -1,4 +1,4 @@
-"""Time, as the service asks for it: given from outside, so that tests can turn it."""
+"""The clocks of the service, injected so that tests can control time."""
 
 import time
 from datetime import UTC, datetime
@@ -6,23 +6,25 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two clocks: one for people, one to measure with."""
+    """A wall clock for time stamps and a monotonic clock for durations."""
 
     def now(self) -> datetime:
-        """Returns the time of day, in UTC. It may jump, and differ between machines:
-        nothing that must hold may depend on it."""
+        """Returns the wall-clock time in UTC.
+
+        It may jump, and it differs between machines: safety must not depend on it.
+        """
 
     def elapsed(self) -> float:
-        """Returns seconds since a moment of this process; never goes back."""
+        """Returns monotonic seconds since an arbitrary start in this process."""
 
 
 class SystemClock:
     """The clocks of this machine."""
 
     def now(self) -> datetime:
-        """Returns the time of day."""
+        """Returns the wall-clock time in UTC."""
         return datetime.now(UTC)
 
     def elapsed(self) -> float:
-        """Returns seconds that never go back."""
+        """Returns monotonic seconds."""
         return time.monotonic()

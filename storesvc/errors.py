@@ -1,4 +1,4 @@
-"""What the service refuses, in its own words.
+"""Errors of the service.
 
 The tree::
 
@@ -38,28 +38,28 @@ The tree::
     ├── StorageUnavailableError
     └── StalledError
 
-A message is one sentence: place, expected, got, what to do. What it mentions and
-a program may want is in ``metadata`` too. Nothing here knows of gRPC:
-``storesvc.rpc.status`` alone turns these into statuses.
+A message is one sentence: place, expected, got, what to do. Values in it that a program
+may need are also in ``metadata``. This module does not depend on gRPC: only
+``storesvc.rpc.status`` translates these errors into statuses.
 """
 
 
 class StoreError(Exception):
-    """Base of every refusal."""
+    """Base class of all errors that the service raises on purpose."""
 
     def __init__(self, message: str, **metadata: str) -> None:
-        # what a storage told at its end may have one, and others go on after it
+        # Storage errors may end in a full stop; messages are often continued.
         super().__init__(message.removesuffix("."))
         self.metadata = metadata
-        """Values for ``google.rpc.ErrorInfo.metadata``."""
+        """Values of ``google.rpc.ErrorInfo.metadata``."""
 
 
 class InvalidFieldError(StoreError):
-    """A field of the request is malformed."""
+    """A field of the request is invalid."""
 
 
 class InvalidTreeError(InvalidFieldError):
-    """The leaf table of an upload contradicts itself."""
+    """The leaf table of an upload is inconsistent."""
 
 
 class InvalidChunkError(InvalidFieldError):
@@ -67,27 +67,27 @@ class InvalidChunkError(InvalidFieldError):
 
 
 class InvalidPageTokenError(InvalidFieldError):
-    """The page token was not made for this list."""
+    """The page token was not issued for this list."""
 
 
 class RequestIdReusedError(InvalidFieldError):
-    """The request id was used with another body."""
+    """The request id was used before with a different body."""
 
 
 class InvalidPolicyError(InvalidFieldError):
-    """A retention policy contradicts itself."""
+    """A retention policy breaks a bound or is inconsistent."""
 
 
 class PolicyKeepsNothingError(InvalidFieldError):
-    """A retention policy that could keep no checkpoint."""
+    """A retention policy could keep no checkpoint."""
 
 
 class InvalidResumeTokenError(InvalidFieldError):
-    """The resume token was not made for this watch."""
+    """The resume token was not issued for this watch."""
 
 
 class RunNotFoundError(StoreError):
-    """No run of that name has a checkpoint."""
+    """The run does not exist, or has no checkpoint."""
 
 
 class CheckpointNotFoundError(StoreError):
@@ -95,39 +95,39 @@ class CheckpointNotFoundError(StoreError):
 
 
 class CheckpointDeletedError(StoreError):
-    """The checkpoint was deleted, and not yet purged."""
+    """The checkpoint is deleted, but not yet purged."""
 
 
 class TagNotFoundError(StoreError):
-    """The run has no tag of that name."""
+    """The run has no tag with that name."""
 
 
 class HoldNotFoundError(StoreError):
-    """The run has no hold of that name."""
+    """The run has no hold with that name."""
 
 
 class UploadNotFoundError(StoreError):
-    """No upload of that name, or it was aborted."""
+    """The upload does not exist, or was aborted."""
 
 
 class CheckpointExistsError(StoreError):
-    """The step is committed."""
+    """The step is already committed."""
 
 
 class UploadSupersededError(StoreError):
-    """A later upload took the step over."""
+    """A later upload took over the step."""
 
 
 class ConflictError(StoreError):
-    """Another call changed the same object at the same time."""
+    """A concurrent call changed the same object."""
 
 
 class EtagMismatchError(StoreError):
-    """The object changed since its etag was read."""
+    """The object changed after its etag was read."""
 
 
 class CheckpointNotDeletedError(StoreError):
-    """Only a deleted checkpoint can be purged."""
+    """Purge was called for a checkpoint that is not deleted."""
 
 
 class CheckpointInUseError(StoreError):
@@ -135,7 +135,7 @@ class CheckpointInUseError(StoreError):
 
 
 class TagProtectedError(StoreError):
-    """The tag is protected, and its etag was not given."""
+    """The tag is protected, and the request has no etag."""
 
 
 class HoldExpiredError(StoreError):
@@ -147,7 +147,7 @@ class ResumeTokenExpiredError(StoreError):
 
 
 class WriterUnfinishedError(StoreError):
-    """A writer has not finished yet."""
+    """A writer has not finished."""
 
 
 class PlanMismatchError(StoreError):
@@ -160,30 +160,30 @@ class ProcessesDifferError(StoreError):
 
 
 class ChunksIncompleteError(StoreError):
-    """Chunks are missing, or are held by two writers."""
+    """Chunks are missing, or are stored by two writers."""
 
 
 class FormatUnsupportedError(StoreError):
-    """The store was written in a format that this code does not know."""
+    """The store's format is not known to this code."""
 
 
 class CorruptDataError(StoreError):
-    """Stored bytes are missing or are not those that were written."""
+    """Stored bytes are missing, or differ from the bytes that were written."""
 
 
 class LimitExceededError(StoreError):
-    """A limit of the server."""
+    """A limit of the server was exceeded."""
 
     def __init__(
         self, message: str, *, retry_seconds: int | None = None, **metadata: str
     ) -> None:
         super().__init__(message, **metadata)
         self.retry_seconds = retry_seconds
-        """After how long the same call may succeed; None: never."""
+        """Seconds until a retry may succeed; None: a retry cannot succeed."""
 
 
 class StorageDeniedError(StoreError):
-    """The storage does not accept our credentials, or denies them something."""
+    """The storage rejects the server's credentials, or denies them an operation."""
 
 
 class StorageFullError(StoreError):
@@ -195,4 +195,4 @@ class StorageUnavailableError(StoreError):
 
 
 class StalledError(StoreError):
-    """The peer sent nothing for too long."""
+    """The client sent or read nothing until a timeout."""

@@ -1,19 +1,20 @@
-"""Failpoints: places in the service, by name, where a test can make it fail.
+"""Failpoints: named places in the service where a test can inject a fault.
 
-One lies at each step of what changes a store. Where nothing is armed, reaching one
-costs a look into an empty dict. Armed by the environment of ``storectl serve``:
+There is one at each step of every operation that changes a store. If none is armed,
+`reach` only looks at an empty dict. The environment of ``storectl serve`` arms them:
 
     STORESVC_FAILPOINTS="commit.before_record=kill,begin.before_slot=delay:0.5@2"
 
-``@2``: only the second time that it is reached; without: each time. The actions:
+``@2`` injects the fault only the second time the point is reached; without it, every
+time. The actions:
 
-    kill           SIGKILL to its own process
-    raise          as a storage that does not answer
-    delay:SECONDS  goes on later
-    drop_reply     what was asked is done, and the client does not learn it; only at
-                   points that are called ``before_reply``
+    kill           sends SIGKILL to the own process
+    raise          raises the error of a storage that does not answer
+    delay:SECONDS  waits
+    drop_reply     completes the operation, but fails the call; only at points named
+                   ``before_reply``
 
-A release refuses to start with any armed.
+A released version refuses to start with any failpoint armed.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from typing import Final, assert_never
 from storesvc.errors import InvalidFieldError, StorageUnavailableError
 
 VARIABLE: Final = "STORESVC_FAILPOINTS"
-"""Of the environment."""
+"""Environment variable that arms failpoints."""
 
 _FORM: Final = re.compile(
     r"(?P<point>[^=]+)=(?P<action>[a-z_]+)(:(?P<seconds>[0-9]{1,5}(\.[0-9]{1,5})?))?"
@@ -38,10 +39,10 @@ _FORM: Final = re.compile(
 
 
 class Failpoint(StrEnum):
-    """Where: the operation, and the step of it that comes next.
+    """A failpoint: the operation, and the step that comes next.
 
-    ``delete``: any change of a committed checkpoint; ``write.before_reply``: before
-    the chunks of a batch are acknowledged.
+    ``delete`` covers every change of a committed checkpoint. ``write.before_reply`` is
+    reached before the chunks of a batch are acknowledged.
     """
 
     BEGIN_BEFORE_RECORD = "begin.before_record"
@@ -81,7 +82,7 @@ class Failpoint(StrEnum):
 
 
 class Action(StrEnum):
-    """What happens there."""
+    """The fault that a failpoint injects."""
 
     KILL = "kill"
     RAISE = "raise"
@@ -91,12 +92,12 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens at a failpoint, and when."""
+    """An action, and the occurrence at which it is injected."""
 
     action: Action
     delay_seconds: float
     time: int | None
-    """The first is 1; None: each time."""
+    """Occurrence, counted from 1; None: every one."""
 
 
 _armed: dict[Failpoint, Fault] = {}
@@ -104,10 +105,10 @@ _reached: dict[Failpoint, int] = {}
 
 
 async def reach(point: Failpoint) -> None:
-    """Does what the point is armed with; most often nothing.
+    """Injects the fault that the point is armed with, if any.
 
     Raises:
-        StorageUnavailableError: It is armed with that.
+        StorageUnavailableError: The point is armed with ``raise`` or ``drop_reply``.
     """
     if not _armed or point not in _armed:
         return
@@ -134,7 +135,7 @@ def times_reached(point: Failpoint) -> int:
 
 
 def arm(faults: Mapping[Failpoint, Fault]) -> None:
-    """Arms these points of this process, and no others."""
+    """Arms exactly these points of this process."""
     _armed.clear()
     _reached.clear()
     _reached.update(dict.fromkeys(faults, 0))
@@ -152,10 +153,10 @@ def armed(text: str) -> Iterator[None]:
 
 
 def arm_from(environment: Mapping[str, str], *, version: str) -> None:
-    """Arms what the environment asks for.
+    """Arms the failpoints that the environment names.
 
     Raises:
-        InvalidFieldError: This is a release, or it asks for what there is not.
+        InvalidFieldError: This is a released version, or the variable is malformed.
     """
     text = environment.get(VARIABLE, "")
     if not text:
@@ -169,15 +170,15 @@ def arm_from(environment: Mapping[str, str], *, version: str) -> None:
 
 
 def is_development(version: str) -> bool:
-    """Returns whether a version is none that was released (PEP 440)."""
+    """Returns whether a version (PEP 440) is a development version."""
     return re.search(r"\.dev[0-9]*(\+|$)", version) is not None
 
 
 def parse(text: str) -> dict[Failpoint, Fault]:
-    """Returns the faults that a text asks for.
+    """Parses the value of the environment variable.
 
     Raises:
-        InvalidFieldError: It names a point or an action that there is not.
+        InvalidFieldError: A point or an action does not exist.
     """
     return dict(_parse_one(entry.strip()) for entry in text.split(",") if entry.strip())
 
@@ -217,5 +218,5 @@ def _parse_one(entry: str) -> tuple[Failpoint, Fault]:
 
 
 def drops_reply(point: Failpoint) -> bool:
-    """Returns whether what was asked is done there, and only the answer is left."""
+    """Returns whether only the reply remains to be sent at this point."""
     return point.endswith(".before_reply")

@@ -1,10 +1,10 @@
-"""A semaphore with weights, whose waiters are served in turn.
+"""A weighted semaphore that serves its peers in turn.
 
-It bounds the memory of work that the server does for its clients. Free room goes to the
-peer that was served the longest ago, and of its calls to the one that came first; no
-other call passes one that waits for more room. A call that waits too long is rejected,
-and may retry. It is held for work of the server only, never while a call waits for its
-client.
+It bounds the memory that the server uses for the work of its clients. Free capacity
+goes to the peer that was served least recently, and among that peer's calls to the
+oldest; no call overtakes one that waits for more capacity. A call that waits too long
+fails with an error that permits a retry. The semaphore is held only for work of the
+server, never while a call waits for its client.
 
 Example::
 
@@ -22,15 +22,15 @@ from typing import Final
 from storesvc.errors import LimitExceededError
 
 WAIT_SECONDS: Final = 20.0
-"""How long a call waits for its turn: less than the deadlines of calls."""
+"""Maximum wait of a call for its turn: below the deadlines of calls."""
 
 RETRY_SECONDS: Final = 1
-"""After how long to retry: others have waited, and are first."""
+"""Retry delay: calls that waited longer are served first."""
 
 
 @dataclass(eq=False)
 class _Waiter:
-    """A call that waits."""
+    """A waiting call."""
 
     peer: str
     weight: int
@@ -39,15 +39,15 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """A semaphore of one event loop."""
+    """A weighted semaphore for one event loop."""
 
     def __init__(self, capacity: int, *, purpose: str) -> None:
-        """Begins with all of it free.
+        """Creates a semaphore with all of its capacity free.
 
         Args:
-            capacity: What all calls that hold it may weigh; a call that weighs more
-                holds it alone.
-            purpose: What the calls do, as errors say it: "reads manifests".
+            capacity: Maximum total weight of the calls that hold it. A call with a
+                higher weight holds it alone.
+            purpose: The work of the calls, for error messages: "reads manifests".
         """
         self._capacity = capacity
         self._free = capacity
@@ -55,18 +55,18 @@ class FairSemaphore:
         self._waiting: list[_Waiter] = []
         self._numbers = count(1)
         self._served: dict[str, int] = {}
-        """The last turn of each peer."""
+        """Sequence number of the last turn of each peer."""
 
     @asynccontextmanager
     async def held(self, peer: str, *, weight: int = 1) -> AsyncIterator[None]:
         """Holds the semaphore while the context lasts.
 
         Args:
-            peer: The host that asks, or the namespace that it asks for.
-            weight: What the work takes.
+            peer: Host of the client, or the namespace of the request.
+            weight: Weight of the work.
 
         Raises:
-            LimitExceededError: It did not become free in time.
+            LimitExceededError: No capacity became free in time.
         """
         weight = min(weight, self._capacity)
         waiter = _Waiter(peer, weight, next(self._numbers))
@@ -87,8 +87,8 @@ class FairSemaphore:
             await asyncio.wait({waiter.granted}, timeout=WAIT_SECONDS)
         if not waiter.granted.done():
             raise LimitExceededError(
-                f"the server {self._purpose} for as many other calls as it can, and "
-                f"none ended within {WAIT_SECONDS:.0f} s; try again in a moment",
+                f"the server {self._purpose} for its maximum of concurrent calls, and "
+                f"none ended within {WAIT_SECONDS:.0f} s; retry in a moment",
                 retry_seconds=RETRY_SECONDS,
             )
 
@@ -102,7 +102,7 @@ class FairSemaphore:
             self._served[first.peer] = next(self._numbers)
             first.granted.set_result(None)
         if self._free == self._capacity:
-            self._served.clear()  # nobody works or waits: all are equal again
+            self._served.clear()  # idle: all peers are equal again
 
     def _rank(self, waiter: _Waiter) -> tuple[int, int]:
         return self._served.get(waiter.peer, 0), waiter.number

@@ -1,4 +1,8 @@
-"""A store, opened: what its services share in one process."""
+"""Opens a store and builds the components that its services share in one process.
+
+`Store.open` is the composition root: it reads or creates the record of the store, then
+constructs each component once. Nothing below this module constructs another.
+"""
 
 import logging
 import uuid
@@ -20,9 +24,9 @@ from storesvc.errors import (
 )
 from storesvc.format import layout
 from storesvc.gc.collector import Collector
-from storesvc.gc.recent_commits import Recent
-from storesvc.gc.run_state import Snapshots
-from storesvc.gc.usage import Usages
+from storesvc.gc.recent_commits import RecentCommits
+from storesvc.gc.run_state import RunReader
+from storesvc.gc.usage import UsageReader
 from storesvc.inspect.diff import Comparisons
 from storesvc.inspect.verify import Verifier
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle
@@ -30,7 +34,7 @@ from storesvc.lifecycle.holds import Holds
 from storesvc.lifecycle.references import References
 from storesvc.lifecycle.tags import Tags
 from storesvc.restore.sender import Sender
-from storesvc.retention.enforcement import Retaining
+from storesvc.retention.enforcement import RetentionEnforcer
 from storesvc.save.commit import Commits
 from storesvc.save.receipts import Receipts
 from storesvc.save.receiver import Receiver
@@ -44,21 +48,21 @@ from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.watch.watcher import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-_LOOKED_AT: Final = 100
-"""Entries of a root, at most."""
+_CHECKED_ENTRIES: Final = 100
+"""Maximum entries of a root that are read to find foreign files."""
 
 _SHOWN: Final = 2
-"""Of those, in a message."""
+"""Maximum foreign names in an error message."""
 
 _OWN: Final = (layout.STORE, layout.RESERVE, layout.PROBES.removesuffix("/"))
-"""What the creation of a store leaves that is killed before it is done."""
+"""Entries that a store's creation leaves if its process is killed."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """One store, in one process."""
+    """One open store in one process."""
 
     uid: str
     bucket: KvBucket
@@ -74,11 +78,11 @@ class Store:
     sender: Sender
     references: References
     lifecycle: CheckpointLifecycle
-    retaining: Retaining
+    retention: RetentionEnforcer
     reserve: Reserve
     collector: Collector
-    recent: Recent
-    usages: Usages
+    recent_commits: RecentCommits
+    usage: UsageReader
     tags: Tags
     holds: Holds
     verifier: Verifier
@@ -93,25 +97,26 @@ class Store:
         clock: Clock | None = None,
         is_read_only: bool = False,
     ) -> Self:
-        """Returns the store of a bucket; makes one where there is none.
+        """Returns the store of a bucket; creates one if the bucket has none.
 
         Args:
             bucket: The bucket.
-            clock: That of its records; None: the system's.
-            is_read_only: Whether nothing is to be written to a store that is there.
+            clock: Clock for the time stamps of records; None: the system's.
+            is_read_only: True to write nothing to an existing store.
 
         Raises:
-            FormatUnsupportedError: It is in a format that this code does not know.
-            InvalidFieldError: None can be made there, or something else is there.
-            StorageUnavailableError: The storage does not answer.
+            FormatUnsupportedError: The store's format is not known to this code.
+            InvalidFieldError: The root holds other data, or no store can be created.
+            StorageUnavailableError: The storage did not answer.
         """
         clock = clock or SystemClock()
         found = await read_record(bucket, layout.STORE, pb.StoreRecord)
         if found is None:
-            found = await _made(bucket, clock)
+            found = await _create(bucket, clock)
         elif not (bucket.is_first_party or is_read_only):
-            # the one that serves it now may be another than the one it was made on
-            with suppress(StorageDeniedError):  # who may not write loses nothing
+            # The storage may have been replaced since the store was created on it.
+            # A process without permission to write cannot lose a write.
+            with suppress(StorageDeniedError):
                 await check_conditions(bucket)
         catalogue = Catalogue(bucket)
         journal = Journal(bucket, clock=clock)
@@ -123,7 +128,7 @@ class Store:
         lifecycle = CheckpointLifecycle(
             bucket, catalogue, journal, references, clock=clock
         )
-        retaining = Retaining(catalogue, lifecycle, references, clock=clock)
+        retention = RetentionEnforcer(catalogue, lifecycle, references, clock=clock)
         reserve = Reserve(bucket)
         return cls(
             uid=found[0].uid,
@@ -142,21 +147,21 @@ class Store:
             sender=Sender(bucket),
             references=references,
             lifecycle=lifecycle,
-            retaining=retaining,
+            retention=retention,
             reserve=reserve,
             collector=Collector(
                 bucket,
                 catalogue,
                 runs,
-                retaining,
+                retention,
                 lifecycle,
                 references,
                 journal,
                 reserve,
                 clock=clock,
             ),
-            recent=Recent(),
-            usages=Usages(catalogue, Snapshots(bucket, catalogue)),
+            recent_commits=RecentCommits(),
+            usage=UsageReader(catalogue, RunReader(bucket, catalogue)),
             tags=Tags(bucket, catalogue, journal, clock=clock),
             holds=Holds(bucket, catalogue, clock=clock),
             verifier=Verifier(bucket, catalogue, clock=clock),
@@ -165,40 +170,47 @@ class Store:
         )
 
 
-async def _made(bucket: KvBucket, clock: Clock) -> tuple[pb.StoreRecord, Generation]:
-    """Returns the record of a store that is made now, by us or by another."""
-    foreign = foreign_names(await bucket.first_names(_LOOKED_AT))
+async def _create(bucket: KvBucket, clock: Clock) -> tuple[pb.StoreRecord, Generation]:
+    """Returns the record of a new store, created by this process or a concurrent
+    one."""
+    foreign = foreign_names(await bucket.first_names(_CHECKED_ENTRIES))
     if foreign:
         found = await read_record(bucket, layout.STORE, pb.StoreRecord)
         if found is None:
             raise _not_a_store(bucket, foreign)
-        return found  # another was faster, and its store is in use
+        return found  # another process created the store, and it is in use already
     await check_conditions(bucket)
     created = pb.StoreRecord(uid=str(uuid.uuid4()), create_time=timestamp(clock.now()))
-    with suppress(PreconditionError):  # another was faster
+    with suppress(PreconditionError):  # another process created it first
         await write_record(bucket, layout.STORE, created, condition=IF_ABSENT)
-        # so that a root with a typing error is seen
+        # Logged as a warning sign for a mistyped root.
         _log.info("new store at %s", bucket.name)
     found = await read_record(bucket, layout.STORE, pb.StoreRecord)
     if found is None:
-        raise StorageUnavailableError(f"{layout.STORE} vanished; retry")
+        raise StorageUnavailableError(
+            f"{layout.STORE}: expected the record of the store, got none right after "
+            "its creation; retry"
+        )
     return found
 
 
 def foreign_names(names: Iterable[str]) -> list[str]:
-    """Returns what lies at a root and keeps a store from being made there, by name.
+    """Returns the entries of a root that prevent a store from being created there.
 
-    Not counted is what a killed creation of a store leaves, and what file systems and
-    their mounts put into a directory: ``lost+found``, and names that begin with a dot.
+    Ignores what an interrupted creation of a store leaves, and what file systems and
+    mounts put into a directory: ``lost+found`` and names that begin with a dot.
 
     Args:
-        names: Of entries at the root; or of objects, which may lie deeper.
+        names: Names of entries at the root, or of objects at any depth below it.
+
+    Returns:
+        Top-level names, sorted.
     """
     tops = {name.partition("/")[0].removesuffix(LOCK_SUFFIX) for name in names}
     return sorted(
         top
         for top in tops
-        # "" is a folder of a bucket as consoles make one
+        # "" is the folder object that bucket consoles create
         if top not in ("", "lost+found", *_OWN) and not top.startswith(".")
     )
 

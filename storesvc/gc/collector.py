@@ -1,21 +1,21 @@
-"""Collection: one pass over a run, which ends what has no more use.
+"""Collects the garbage of a run in one pass.
 
-In this order, so that a pass that is cut off anywhere leaves nothing that a later
-one cannot go on with:
+The order of the steps makes a pass safe to cut off anywhere: a later pass continues.
 
-1. Uploads whose lease is over are aborted; but where a slot was put back to before
-   its commit (``history``), the pass ends here.
-2. The retention policy is applied.
-3. Deleted checkpoints whose time has come are purged.
-4. The run is read as it is then, and ``mark`` says what is garbage. The steps
-   before need no such read, so that they go on in a run that never holds still.
-5. Garbage is deleted: what points to data files, data files, what no list shows of
-   uploads that are gone, records of uploads.
-6. FREE slots are emptied, once no new epoch can be one of theirs.
-7. Holds that are over, and tags that were deleted, go.
+1. Abort the uploads whose lease is over. The pass ends here if a slot was rolled back
+   to a version before its commit (``history``).
+2. Apply the retention policy.
+3. Purge the deleted checkpoints whose purge time has come. Steps 1 to 3 need no
+   consistent read of the run, so they also work while the run changes all the time.
+4. Read the run until two reads of its slots agree, and let ``mark`` decide what is
+   garbage in that state.
+5. Delete the garbage in the order of ``sweep``: objects that refer to data files, data
+   files, unlisted leftovers of uploads, records of uploads.
+6. Delete FREE slots, after the epoch floor of the run was raised above their epochs.
+7. Delete expired holds and the records of deleted tags.
 
-Passes of several processes beside each other do no harm: what is garbage stays so, and
-each record is deleted on the condition that it is still what was judged.
+Concurrent passes of several processes are safe: garbage stays garbage, and each record
+is deleted on the condition that it is unchanged since it was judged.
 """
 
 import logging
@@ -29,65 +29,59 @@ from storesvc.catalog.disk_reserve import Reserve
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.runs import Runs
-from storesvc.catalog.slots import FREE
 from storesvc.clock import Clock
 from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreError
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.names import RunName
 from storesvc.gc import mark
-from storesvc.gc.expiry import Ending, Endings
+from storesvc.gc.expiry import Expirations, Expiry
+from storesvc.gc.garbage import Garbage, GarbageFinder
 from storesvc.gc.history import History
-from storesvc.gc.lease_expiry import Expiry
-from storesvc.gc.mark import Snapshot
-from storesvc.gc.run_state import Snapshots
-from storesvc.gc.sweep import Garbage, Search
+from storesvc.gc.lease_expiry import LeaseExpiry
+from storesvc.gc.run_state import RunReader
+from storesvc.gc.sweep import Sweeper
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle
 from storesvc.lifecycle.references import Reference, References
-from storesvc.retention.enforcement import Retaining
-from storesvc.storage.bounded_gather import each
-from storesvc.storage.bucket import Bucket, Generation, PreconditionError
+from storesvc.retention.enforcement import RetentionEnforcer
+from storesvc.storage.bucket import Bucket
 
 DEFAULT_GRACE: Final = timedelta(hours=1)
-"""How long ago something must have lost its use: readers without a hold go on."""
+"""Minimum time since something lost its use, for readers without a hold."""
 
-_RUNS_UNANSWERED: Final = 3
-"""Runs in a row whose storage did not answer, after which the others are left."""
-
-_DELETES_TOLD: Final = 256
-"""Deletions after which progress is told."""
+_MAX_FAILURES: Final = 3
+"""Consecutive runs with an unavailable storage, after which the others are skipped."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a pass over a run has done so far, or would do."""
+    """The progress of a pass over a run, or of its preview."""
 
     run: RunName
     is_done: bool = False
-    """Whether nothing more comes."""
+    """True in the last message of a pass."""
     aborted_uploads: int = 0
     deleted_checkpoints: int = 0
     purged_checkpoints: int = 0
     garbage_objects: int = 0
     deleted_objects: int = 0
     postponed: str = ""
-    """Why something was left for the next time."""
+    """Reason why something was left for the next pass; "": nothing was."""
     is_unavailable: bool = False
-    """Whether that is because the storage did not answer, or denied it."""
+    """True if the reason is a storage that did not answer or denied access."""
 
-    def after(self, endings: Endings) -> "Progress":
-        """Returns the progress once something ended."""
+    def after(self, expirations: Expirations) -> "Progress":
+        """Returns the progress after steps 1 to 3."""
         return replace(
             self,
-            aborted_uploads=len(endings.aborted),
-            deleted_checkpoints=len(endings.deleted),
-            purged_checkpoints=len(endings.purged),
+            aborted_uploads=len(expirations.aborted),
+            deleted_checkpoints=len(expirations.deleted),
+            purged_checkpoints=len(expirations.purged),
         )
 
     def failed(self, error: StoreError) -> "Progress":
-        """Returns the progress where the rest is left for the next time; other runs
-        go on."""
+        """Returns the progress of a pass that an error ended; other runs continue."""
         _log.warning("%s: its collection is postponed: %s", self.run, error)
         return replace(
             self,
@@ -100,44 +94,46 @@ class Progress:
     def knowing(
         self, garbage: Garbage, grace: timedelta, lost: Mapping[str, Reference]
     ) -> "Progress":
-        """Returns the progress once the garbage was found."""
+        """Returns the progress after step 4."""
         kept = [upload for upload in garbage.marks.waiting if upload in lost]
         count = len(garbage.marks.waiting) - len(kept)
         uploads = "1 upload" if count == 1 else f"{count} uploads"
         reasons = [f"{uploads} ended less than {grace} ago"] if count else []
         reasons += [
             f"upload {upload} lost its step to another one, and {lost[upload]} names "
-            "it; put the record of its step back, or delete that"
+            "it; restore the record of its step, or delete that"
             for upload in kept
         ]
         return replace(self, garbage_objects=len(garbage), postponed="; ".join(reasons))
 
 
-class Patience:
-    """With a storage that does not answer, or denies us, over the runs of a pass: it
-    ends after a few in a row, because the others would meet the same, each for as long
-    as a storage is waited for."""
+class FailureLimit:
+    """Limits the consecutive runs of a pass in which the storage is unavailable.
+
+    After a few in a row the remaining runs are skipped: each would wait for the full
+    timeout of the storage.
+    """
 
     def __init__(self) -> None:
-        self._unanswered = 0
+        self._failures = 0
 
     @property
-    def is_over(self) -> bool:
-        """Whether the other runs are left for the next time."""
-        return self._unanswered >= _RUNS_UNANSWERED
+    def is_reached(self) -> bool:
+        """True if the remaining runs are left for the next pass."""
+        return self._failures >= _MAX_FAILURES
 
-    def note(self, progress: Progress) -> None:
-        """Takes note of how the pass over a run ended."""
+    def record(self, progress: Progress) -> None:
+        """Counts the result of the pass over a run."""
         if progress.is_done:
-            self._unanswered = self._unanswered + 1 if progress.is_unavailable else 0
+            self._failures = self._failures + 1 if progress.is_unavailable else 0
 
-    def left(self, run: RunName) -> Progress:
-        """Returns the progress in a run that is left."""
+    def skipped(self, run: RunName) -> Progress:
+        """Returns the progress of a run that is skipped."""
         return Progress(
             run=run,
             is_done=True,
-            postponed=f"the storage did nothing for {_RUNS_UNANSWERED} runs in a "
-            "row before this one; collect again later",
+            postponed=f"the storage was unavailable for {_MAX_FAILURES} runs in a row "
+            "before this one; collect again later",
             is_unavailable=True,
         )
 
@@ -150,7 +146,7 @@ class Collector:
         bucket: Bucket,
         catalogue: Catalogue,
         runs: Runs,
-        retaining: Retaining,
+        retention: RetentionEnforcer,
         lifecycle: CheckpointLifecycle,
         references: References,
         journal: Journal,
@@ -158,52 +154,53 @@ class Collector:
         *,
         clock: Clock,
     ) -> None:
-        self._bucket = bucket
-        self._catalogue = catalogue
-        self._runs = runs
         self._journal = journal
         self._reserve = reserve
         seen = Observations()
-        self._snapshots = Snapshots(bucket, catalogue)
-        expiry = Expiry(bucket, catalogue, seen, clock=clock)
-        self._ending = Ending(
+        self._reader = RunReader(bucket, catalogue)
+        leases = LeaseExpiry(bucket, catalogue, seen, clock=clock)
+        self._expiry = Expiry(
             bucket,
-            expiry,
-            retaining,
+            leases,
+            retention,
             lifecycle,
             references,
             History(catalogue, journal, references),
             reserve,
             clock=clock,
         )
-        self._search = Search(
-            bucket, catalogue, self._snapshots, expiry, references, seen, clock=clock
+        self._sweeper = Sweeper(bucket, catalogue, runs, reserve)
+        self._finder = GarbageFinder(
+            bucket, catalogue, self._reader, leases, references, seen, clock=clock
         )
 
     async def collect(
         self, run: RunName, *, grace: timedelta
     ) -> AsyncGenerator[Progress, None]:
-        """Makes a pass over a run, and yields how far it is."""
+        """Makes a pass over a run; yields its progress."""
         progress = Progress(run=run)
         try:
             await reach(Failpoint.COLLECT_BEFORE_LIST)
-            seen = await self._snapshots.look(run)
+            seen = await self._reader.read_once(run)
+            # 1. to 3. Abort expired uploads, apply retention, purge.
             await reach(Failpoint.COLLECT_BEFORE_ENDINGS)
-            endings = await self._ending.apply(run, seen)
-            progress = progress.after(endings)
+            expirations = await self._expiry.apply(run, seen)
+            progress = progress.after(expirations)
             yield progress
-            if endings.slots:
-                # What came since may use what has lost its use: look again.
-                seen = await self._snapshots.look(run)
-            snapshot = await self._snapshots.settled(seen)
+            if expirations.slots:
+                # What ended is garbage only by a state that was read after it.
+                seen = await self._reader.read_once(run)
+            # 4. Find the garbage.
+            state = await self._reader.read_consistent(seen)
             await reach(Failpoint.COLLECT_BEFORE_MARKS)
-            lost = await self._search.lost(snapshot)
-            over = self._search.over(snapshot, grace) - lost.keys()
-            garbage = await self._search.find(snapshot, over)
+            lost = await self._finder.lost(state)
+            past_grace = self._finder.past_grace(state, grace) - lost.keys()
+            garbage = await self._finder.find(state, past_grace)
             progress = progress.knowing(garbage, grace, lost)
             await reach(Failpoint.COLLECT_BEFORE_DELETES)
             yield progress
-            async for count in self._delete(snapshot, garbage):
+            # 5. to 7. Delete it.
+            async for count in self._sweeper.delete(state, garbage):
                 progress = replace(progress, deleted_objects=count)
                 yield progress
             await self._reserve.put_back()
@@ -215,94 +212,29 @@ class Collector:
     async def preview(
         self, run: RunName, *, grace: timedelta
     ) -> AsyncGenerator[Progress, None]:
-        """Yields what ``collect`` would do, and changes nothing."""
+        """Yields the progress that ``collect`` would make; changes nothing."""
         progress = Progress(run=run)
         try:
-            seen = await self._snapshots.look(run)
-            endings = await self._ending.preview(run, seen)
-            progress = progress.after(endings)
-            snapshot = await self._snapshots.settled(seen)
-            lost = await self._search.lost(snapshot)
-            over = self._search.over(snapshot, grace)
-            after = snapshot.with_slots(endings.slots)
-            if not grace:
-                over |= mark.ended(mark.fates(after))
-            garbage = await self._search.find(after, over - lost.keys())
+            seen = await self._reader.read_once(run)
+            expirations = await self._expiry.preview(run, seen)
+            progress = progress.after(expirations)
+            state = await self._reader.read_consistent(seen)
+            lost = await self._finder.lost(state)
+            past_grace = self._finder.past_grace(state, grace)
+            after = state.with_slots(expirations.slots)
+            if not grace:  # then collect would also delete what ends in this pass
+                past_grace |= mark.ended(mark.fates(after))
+            garbage = await self._finder.find(after, past_grace - lost.keys())
             progress = progress.knowing(garbage, grace, lost)
         except StoreError as e:
             progress = progress.failed(e)
         yield replace(progress, is_done=True)
 
     async def retain(self, run: RunName) -> None:
-        """Applies the retention policy of a run, if it has one, and nothing else."""
-        await self._ending.retain(run)
+        """Applies only the retention policy of a run, if it has one."""
+        await self._expiry.retain(run)
 
     async def trim(self, namespaces: Iterable[str]) -> None:
-        """Deletes the oldest announcements of namespaces."""
+        """Deletes the oldest announcements of the journals of namespaces."""
         for namespace in namespaces:
             await self._reserve.spent_on(self._journal.trim, namespace)
-
-    async def _delete(
-        self, snapshot: Snapshot, garbage: Garbage
-    ) -> AsyncGenerator[int, None]:
-        """Deletes garbage, and yields how many objects are gone."""
-        count, marks = 0, garbage.marks
-        # What no list shows goes before what this pass knew its uploads by: one that
-        # is cut off here is repeated.
-        prefixes = [p for gone in marks.gone for p in snapshot.places.all_of(gone)]
-        for delete, places in (
-            (self._delete_place, marks.garbage),
-            (self._delete_below, prefixes),
-            (self._delete_place, marks.records),
-        ):
-            for at in range(0, len(places), _DELETES_TOLD):
-                part = places[at : at + _DELETES_TOLD]
-                await each(delete, part)
-                count += len(part) if places is not prefixes else 0
-                yield count
-        count += await self._empty(snapshot, marks.free_steps)
-        count += await self._delete_unchanged({**garbage.holds, **garbage.tags})
-        yield count
-
-    async def _delete_place(self, place: str) -> None:
-        await reach(Failpoint.COLLECT_BEFORE_DELETE)
-        await self._reserve.spent_on(self._bucket.delete, place)
-
-    async def _delete_below(self, prefix: str) -> None:
-        await self._reserve.spent_on(self._bucket.delete_below, prefix)
-
-    async def _empty(self, snapshot: Snapshot, steps: Iterable[int]) -> int:
-        """Empties FREE slots, and returns how many."""
-        run = snapshot.places.name
-
-        async def still_free(step: int) -> tuple[str, int, Generation] | None:
-            found = await self._catalogue.slot(run, step)
-            if found is None or found[0].state != FREE:
-                return None
-            if found[0].upload != snapshot.slots[step].upload:
-                return None
-            return snapshot.places.checkpoint(step), found[0].epoch, found[1]
-
-        found = [slot for slot in await each(still_free, steps) if slot is not None]
-        if not found:
-            return 0
-        floor = max(epoch for _, epoch, _ in found)
-        await reach(Failpoint.COLLECT_BEFORE_FLOOR)
-        await self._reserve.spent_on(self._runs.raise_epoch_floor, run, floor)
-        return await self._delete_unchanged({place: g for place, _, g in found})
-
-    async def _delete_unchanged(self, records: Mapping[str, Generation]) -> int:
-        """Deletes records that are what was read, and returns how many."""
-
-        async def delete(record: tuple[str, Generation]) -> bool:
-            place, generation = record
-            await reach(Failpoint.COLLECT_BEFORE_EMPTYING)
-            try:
-                await self._reserve.spent_on(
-                    self._bucket.delete, place, generation=generation
-                )
-            except PreconditionError:
-                return False  # used again
-            return True
-
-        return sum(await each(delete, records.items()))

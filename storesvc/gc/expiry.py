@@ -1,7 +1,7 @@
-"""What ends by itself: uploads past their lease, checkpoints that nobody keeps.
+"""Ends uploads whose lease is over, and checkpoints that retention does not keep.
 
-The first steps of a pass over a run. ``preview`` tells what ``apply`` would do, and
-changes nothing.
+These are the first steps of a pass over a run. ``preview`` returns what ``apply`` would
+do, and changes nothing.
 """
 
 import logging
@@ -17,11 +17,11 @@ from storesvc.errors import InvalidPolicyError, RunNotFoundError
 from storesvc.format import layout
 from storesvc.format.names import RunName
 from storesvc.gc.history import History
-from storesvc.gc.lease_expiry import Expired, Expiry
-from storesvc.gc.mark import Snapshot
+from storesvc.gc.lease_expiry import ExpiredUpload, LeaseExpiry
+from storesvc.gc.mark import RunState
 from storesvc.lifecycle.checkpoints import DEFAULT_PURGE_DELAY, CheckpointLifecycle
 from storesvc.lifecycle.references import Reference, References
-from storesvc.retention.enforcement import Retaining, Verdict
+from storesvc.retention.enforcement import Outcome, RetentionEnforcer
 from storesvc.storage.bucket import Bucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -29,30 +29,30 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endings:
-    """What ended in a run, as the slots that it left."""
+class Expirations:
+    """The slots that a pass changed, as they are after it."""
 
     aborted: list[pb.CheckpointRecord]
-    """Of uploads."""
+    """Slots of aborted uploads."""
     deleted: list[pb.CheckpointRecord]
-    """Of checkpoints that the retention policy does not keep."""
+    """Slots of checkpoints that the retention policy does not keep."""
     purged: list[pb.CheckpointRecord]
-    """Of checkpoints that were deleted before."""
+    """Slots of checkpoints that were deleted before."""
 
     @property
     def slots(self) -> list[pb.CheckpointRecord]:
-        """Returns all of them, in the order in which they changed."""
+        """All of them, in the order in which they changed."""
         return [*self.aborted, *self.deleted, *self.purged]
 
 
-class Ending:
-    """Ends what ends by itself in the runs of a bucket."""
+class Expiry:
+    """Ends uploads and checkpoints of the runs of a bucket."""
 
     def __init__(
         self,
         bucket: Bucket,
-        expiry: Expiry,
-        retaining: Retaining,
+        leases: LeaseExpiry,
+        retention: RetentionEnforcer,
         lifecycle: CheckpointLifecycle,
         references: References,
         history: History,
@@ -62,64 +62,68 @@ class Ending:
     ) -> None:
         self._bucket = bucket
         self._history = history
-        self._expiry = expiry
-        self._retaining = retaining
+        self._leases = leases
+        self._retention = retention
         self._lifecycle = lifecycle
         self._references = references
         self._reserve = reserve
         self._clock = clock
 
-    async def apply(self, run: RunName, snapshot: Snapshot) -> Endings:
-        """Aborts uploads past their lease, applies the retention policy, purges what is
-        due; returns what ended.
+    async def apply(self, run: RunName, state: RunState) -> Expirations:
+        """Aborts expired uploads, applies the retention policy, purges what is due.
+
+        Returns:
+            The slots that changed.
 
         Raises:
-            CorruptDataError: A slot was put back to an earlier version: nothing ended.
+            CorruptDataError: A slot was rolled back; nothing was changed.
         """
+        # 1. Abort expired uploads. The history of the run is checked before the first.
         aborted = [
             expired.after
-            for expired in await self._expired(run, snapshot)
-            if await self._reserve.spent_on(self._expiry.abort, run, expired)
+            for expired in await self._expired(run, state)
+            if await self._reserve.spent_on(self._leases.abort, run, expired)
         ]
-        deleted = await self._deleted(run, snapshot, await self.retain(run))
-        held = snapshot.with_slots(deleted).slots.values()
+        # 2. Soft-delete what the policy does not keep.
+        deleted = await self._deleted(run, state, await self.retain(run))
+        # 3. Purge what is due, including what step 2 deleted without a purge delay.
+        held = state.with_slots(deleted).slots.values()
         purged = await self._reserve.spent_on(self._lifecycle.purge_due, run, held)
-        return Endings(
+        return Expirations(
             aborted=aborted, deleted=deleted, purged=[self._freed(s) for s in purged]
         )
 
-    async def preview(self, run: RunName, snapshot: Snapshot) -> Endings:
-        """Returns what would end.
+    async def preview(self, run: RunName, state: RunState) -> Expirations:
+        """Returns the slots that `apply` would change.
 
         Raises:
-            CorruptDataError: A slot was put back to an earlier version.
+            CorruptDataError: A slot was rolled back.
         """
-        expired = await self._expired(run, snapshot)
-        verdicts = await self._verdicts(run, self._retaining.preview)
-        deleted = await self._deleted(run, snapshot, verdicts)
-        purged = await self._would_purge(run, snapshot.with_slots(deleted), expired)
-        return Endings(
+        expired = await self._expired(run, state)
+        outcomes = await self._outcomes(run, self._retention.preview)
+        deleted = await self._deleted(run, state, outcomes)
+        purged = await self._would_purge(run, state.with_slots(deleted), expired)
+        return Expirations(
             aborted=[e.after for e in expired], deleted=deleted, purged=purged
         )
 
-    async def retain(self, run: RunName) -> list[Verdict]:
-        """Applies the retention policy of a run, if it has one; returns what became of
-        each checkpoint."""
-        return await self._reserve.spent_on(self._verdicts, run, self._retaining.apply)
+    async def retain(self, run: RunName) -> list[Outcome]:
+        """Applies the retention policy of a run, if it has one; returns the
+        outcomes."""
+        return await self._reserve.spent_on(self._outcomes, run, self._retention.apply)
 
-    async def _expired(self, run: RunName, snapshot: Snapshot) -> list[Expired]:
-        """The uploads whose lease is over, where none of the run looks unfinished that
-        was committed."""
-        expired = await self._expiry.uploads(run, snapshot)
-        await self._history.check(run, snapshot, expired)
+    async def _expired(self, run: RunName, state: RunState) -> list[ExpiredUpload]:
+        """Returns the uploads whose lease is over, after a check of the history."""
+        expired = await self._leases.uploads(run, state)
+        await self._history.check(run, state, expired)
         return expired
 
-    async def _verdicts(
-        self, run: RunName, judge: Callable[[RunName], AsyncGenerator[list[Verdict]]]
-    ) -> list[Verdict]:
+    async def _outcomes(
+        self, run: RunName, judge: Callable[[RunName], AsyncGenerator[list[Outcome]]]
+    ) -> list[Outcome]:
         if not (await self._record(run)).HasField("retention"):
             return []
-        found: list[Verdict] = []
+        found: list[Outcome] = []
         try:
             async with aclosing(judge(run)) as pages:
                 async for page in pages:
@@ -129,10 +133,10 @@ class Ending:
         return found
 
     async def _would_purge(
-        self, run: RunName, snapshot: Snapshot, expired: list[Expired]
+        self, run: RunName, state: RunState, expired: list[ExpiredUpload]
     ) -> list[pb.CheckpointRecord]:
         now = self._clock.now()
-        due = [s for s in snapshot.slots.values() if transitions.is_due(s, now)]
+        due = [s for s in state.slots.values() if transitions.is_due(s, now)]
         if not due:
             return []
         ended = {Reference(kind="upload", name=upload.upload) for upload in expired}
@@ -145,16 +149,17 @@ class Ending:
         return found[0] if found else pb.RunRecord()
 
     async def _deleted(
-        self, run: RunName, snapshot: Snapshot, verdicts: list[Verdict]
+        self, run: RunName, state: RunState, outcomes: list[Outcome]
     ) -> list[pb.CheckpointRecord]:
-        """The slots that deletion leaves, near enough to tell what is due."""
+        """Returns the slots after the deletions, accurate enough to decide what is
+        due."""
         record, delay = await self._record(run), DEFAULT_PURGE_DELAY
         if record.HasField("purge_delay"):
             delay = record.purge_delay.ToTimedelta()
         found = []
-        for verdict in verdicts:
-            slot = snapshot.slots.get(verdict.step)
-            if not verdict.kept and slot is not None and slot.upload == verdict.uid:
+        for outcome in outcomes:
+            slot = state.slots.get(outcome.step)
+            if not outcome.kept and slot is not None and slot.upload == outcome.uid:
                 deleted = pb.CheckpointRecord()
                 deleted.CopyFrom(slot)
                 deleted.state = slots.DELETED

@@ -1,9 +1,9 @@
-"""Compares a run with its history, before a pass of the collector changes anything.
+"""Compares a run with its history before a pass of the collector changes anything.
 
-What the collector calls unfinished is ended once its lease is over, and then deleted.
-So an upload that was committed must not look unfinished because an earlier version of
-its slot was put back. ``rollbacks`` says what shows that; where anything does, the pass
-over the run is postponed, and nothing of it ends or is deleted.
+The collector aborts an unfinished upload once its lease is over, and then deletes its
+objects. So a committed upload must not look unfinished because an earlier version of
+its slot was restored, for example from a backup. ``rollbacks`` defines the evidence; if
+there is any, the pass over the run is postponed and changes nothing.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,8 +22,8 @@ from storesvc.catalog.rollbacks import (
 from storesvc.catalog.slots import FREE
 from storesvc.format.names import RunName
 from storesvc.gc import mark
-from storesvc.gc.lease_expiry import Expired
-from storesvc.gc.mark import Fate, Snapshot
+from storesvc.gc.lease_expiry import ExpiredUpload
+from storesvc.gc.mark import Fate, RunState
 from storesvc.lifecycle.references import References
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -33,12 +33,12 @@ _ONLY_COMMITTED: Final = {
     pb.Announcement.KIND_TAG: "tag",
     pb.Announcement.KIND_UNTAG: "removed tag",
 }
-"""Changes that are announced only of checkpoints. A commit is announced before it is
-made, so that its announcement alone does not show that it was."""
+"""Changes that are announced only for committed checkpoints. A commit is announced
+before it is made, so its announcement alone does not prove it."""
 
 
 class History:
-    """Compares the runs of a bucket with their histories."""
+    """Checks the slots of the runs of a bucket against their histories."""
 
     def __init__(
         self, catalogue: Catalogue, journal: Journal, references: References
@@ -48,36 +48,36 @@ class History:
         self._references = references
 
     async def check(
-        self, run: RunName, snapshot: Snapshot, expired: Sequence[Expired]
+        self, run: RunName, state: RunState, expired: Sequence[ExpiredUpload]
     ) -> None:
-        """Refuses a run one of whose slots was put back.
+        """Rejects a run with a slot that was rolled back.
 
         Args:
             run: The run.
-            snapshot: What was read of it.
+            state: The state read of it.
             expired: Its uploads whose lease is over.
 
         Raises:
-            CorruptDataError: Naming the slot, and what shows that it was put back.
+            CorruptDataError: Names the slot and the evidence of the rollback.
         """
-        known = mark.fates(snapshot)
-        await self._check_orphans(run, snapshot, known)
+        known = mark.fates(state)
+        await self._check_orphans(run, state, known)
         unfinished = mark.unfinished(known)
         if not unfinished:
             return
         named = await self._references.named(run)
         announced = await self._announced(run, expired)
         for upload in unfinished:
-            step = mark.step_of(snapshot, upload, known[upload])
-            slot, why = snapshot.slots.get(step), ""
-            objects = snapshot.objects.get(upload, ())
+            step = mark.step_of(state, upload, known[upload])
+            slot, why = state.slots.get(step), ""
+            objects = state.objects.get(upload, ())
             if upload in named:
                 why = f"{named[upload]} names it"
-            elif slot is not None:  # else somebody may have given the step up
+            elif slot is not None:  # an absent slot may have been removed on purpose
                 why = contradiction(
-                    snapshot.places, upload, objects, owns_slot=slot.upload == upload
+                    state.places, upload, objects, owns_slot=slot.upload == upload
                 ) or announced.get(upload, "")
-            # What was read after the slot may be of a commit that came after it.
+            # The evidence was read after the slot, and may be of a commit in between.
             if not why or not await self._is_still(run, step, slot):
                 continue
             if slot is None:
@@ -85,22 +85,24 @@ class History:
             raise rolled_back(run, step, upload, why)
 
     async def _check_orphans(
-        self, run: RunName, snapshot: Snapshot, known: Mapping[str, Fate]
+        self, run: RunName, state: RunState, known: Mapping[str, Fate]
     ) -> None:
-        """Refuses a slot that is older than the commit of an upload that it does not
-        name, which was not deleted since. Of the upload no record is left that says so:
-        the journal does."""
+        """Rejects a slot older than the commit of an upload that it does not name.
+
+        The upload was not deleted since, and has no record: only the journal shows its
+        commit.
+        """
         orphans = {
             upload
-            for upload in mark.orphans(snapshot, known)
-            if has_manifest(snapshot.places, upload, snapshot.objects.get(upload, ()))
+            for upload in mark.orphans(state, known)
+            if has_manifest(state.places, upload, state.objects.get(upload, ()))
         }
         if not orphans:
             return
         for upload, (number, one) in (await self._last(run, orphans)).items():
-            slot = snapshot.slots.get(one.step)
+            slot = state.slots.get(one.step)
             if slot is None or one.kind == pb.Announcement.KIND_DELETE:
-                continue  # given up, or purged
+                continue  # the slot was removed on purpose, or the checkpoint purged
             stamp = slot.delete_time if slot.state == FREE else slot.create_time
             is_older = stamp.ToDatetime(UTC) <= one.create_time.ToDatetime(UTC)
             if is_older and await self._is_still(run, one.step, slot):
@@ -110,8 +112,7 @@ class History:
     async def _last(
         self, run: RunName, uploads: Collection[str]
     ) -> dict[str, tuple[int, pb.Announcement]]:
-        """The last announced change of each of some uploads, as far as the journal goes
-        back."""
+        """Returns the last announced change of each upload that the journal has."""
         found: dict[str, tuple[int, pb.Announcement]] = {}
         began = datetime.fromtimestamp(0, UTC)
         changes = self._journal.changes(run, uploads, since=began)
@@ -123,9 +124,9 @@ class History:
         return found
 
     async def _announced(
-        self, run: RunName, expired: Sequence[Expired]
+        self, run: RunName, expired: Sequence[ExpiredUpload]
     ) -> dict[str, str]:
-        """Returns how the journal shows that expired uploads were committed."""
+        """Returns the evidence in the journal that expired uploads were committed."""
         begun = {one.upload: one.create_time for one in expired}
         if not begun:
             return {}

@@ -1,9 +1,9 @@
-"""Ends uploads and holds whose lease is over.
+"""Finds expired leases of uploads and holds, and aborts expired uploads.
 
-An upload is ended by its slot, as by AbortUpload: it becomes FREE, on the condition
-that it has not changed since it was read. So an upload that has begun, and was never
-heard of again, cannot reserve its step any more either. Whether a lease is over is
-for ``lease_clock`` to say, by what this process has seen of it.
+An upload is aborted through its slot, as in AbortUpload: the slot becomes FREE, on the
+condition that it is unchanged since it was read. So an upload that has begun but not
+yet reserved its step can no longer reserve it. ``lease_clock`` decides whether a lease
+is over, from the observations of this process.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from storesvc.clock import Clock
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import HoldName, RunName
 from storesvc.gc import mark
-from storesvc.gc.mark import Snapshot
+from storesvc.gc.mark import RunState
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import IF_ABSENT, Bucket, Generation, PreconditionError
@@ -28,22 +28,22 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expired:
+class ExpiredUpload:
     """An upload whose lease is over."""
 
     upload: str
     create_time: datetime
-    """When it began, by the clock of a server."""
+    """Time at which it began, by the clock of a server."""
     sign: bytes
-    """Its last sign of life."""
+    """The last lease record, serialised; b"": none."""
     before: pb.CheckpointRecord | None
-    """What its slot was."""
+    """The slot as it was read."""
     after: pb.CheckpointRecord
-    """What its slot is to become."""
+    """The FREE slot to write."""
 
 
-class Expiry:
-    """Ends what is over in the runs of a bucket."""
+class LeaseExpiry:
+    """Finds expired leases in the runs of a bucket."""
 
     def __init__(
         self,
@@ -58,26 +58,30 @@ class Expiry:
         self._observations = observations
         self._clock = clock
 
-    async def uploads(self, run: RunName, snapshot: Snapshot) -> list[Expired]:
+    async def uploads(self, run: RunName, state: RunState) -> list[ExpiredUpload]:
         """Returns the uploads whose lease is over."""
 
-        async def look(upload: str) -> Expired | None:
-            return await self._expired(run, snapshot, upload)
+        async def look(upload: str) -> ExpiredUpload | None:
+            return await self._expired(run, state, upload)
 
-        known = mark.fates(snapshot)
-        found = await each(look, mark.leases(snapshot, known))
+        known = mark.fates(state)
+        found = await each(look, mark.leases(state, known))
         return [expired for expired in found if expired is not None]
 
-    async def abort(self, run: RunName, expired: Expired) -> bool:
-        """Ends an upload; False: it was heard of meanwhile, or lost its slot."""
+    async def abort(self, run: RunName, expired: ExpiredUpload) -> bool:
+        """Aborts an expired upload; returns False if it was renewed or lost its
+        slot."""
+        # 1. The slot must be unchanged since the lease was judged.
         step = expired.after.step
         found = await self._catalogue.slot(run, step)
         if (found and found[0]) != expired.before:
             return False
-        # A second look: it may have lived since the first.
+        # 2. So must the lease: it may have been renewed since.
         sign = await self._sign(run, expired.upload)
         if _bytes_of(sign) != expired.sign:
             return False
+        # 3. Free the slot on the condition that it is still the one of step 1. A
+        #    renewal after step 2 finds the slot FREE, and its upload ended.
         try:
             await write_record(
                 self._bucket,
@@ -89,8 +93,8 @@ class Expiry:
             return False
         return True
 
-    async def holds(self, run: RunName, snapshot: Snapshot) -> dict[str, Generation]:
-        """Returns the places of the holds that are over, with the generations read."""
+    async def holds(self, run: RunName, state: RunState) -> dict[str, Generation]:
+        """Returns the paths of expired holds, with the generations read."""
         places = RunPlaces(run)
 
         async def look(place: str) -> tuple[str, Generation] | None:
@@ -103,37 +107,37 @@ class Expiry:
                 return None
             return place, found[1]
 
-        listed = [p for p in snapshot.listed if p.startswith(places.holds)]
+        listed = [p for p in state.listed if p.startswith(places.holds)]
         holds = {place: id_ for place in listed if (id_ := places.hold_of(place))}
         found = await each(look, holds)
         return dict(one for one in found if one is not None)
 
     async def _expired(
-        self, run: RunName, snapshot: Snapshot, upload: str
-    ) -> Expired | None:
-        record, owned = snapshot.records.get(upload), snapshot.owners.get(upload)
+        self, run: RunName, state: RunState, upload: str
+    ) -> ExpiredUpload | None:
+        record, owned = state.records.get(upload), state.owners.get(upload)
         begun = record or owned
         assert begun is not None
         sign = await self._sign(run, upload)
         length = record.lease_duration.ToTimedelta() if record else DEFAULT_LEASE
         renewed = sign.renew_time if sign else begun.create_time
-        # To become the owner of a slot is a sign of life, too.
+        # Becoming the owner of a slot renews the lease too.
         seen = _bytes_of(owned) + _bytes_of(sign)
         if not self._is_over(RunPlaces(run).lease(upload), seen, length, renewed):
             return None
         reserved = pb.CheckpointRecord(
             upload=upload, step=begun.step, epoch=begun.epoch
         )
-        return Expired(
+        return ExpiredUpload(
             upload=upload,
             create_time=begun.create_time.ToDatetime(UTC),
             sign=_bytes_of(sign),
-            before=snapshot.slots.get(begun.step),
+            before=state.slots.get(begun.step),
             after=slots.released(reserved, timestamp(self._clock.now())),
         )
 
     async def _sign(self, run: RunName, upload: str) -> pb.LeaseRecord | None:
-        """The last sign of life of an upload, but for its record."""
+        """Returns the lease record of an upload; None: it has none."""
         place = RunPlaces(run).lease(upload)
         found = await read_record(self._bucket, place, pb.LeaseRecord)
         return found and found[0]

@@ -1,27 +1,30 @@
-"""What is garbage: from what was read of a run.
+"""Decides which objects of a run are garbage, from the state that was read.
 
-A collector lists the objects of a run, and then reads all its slots until two reads
-agree. ``read_agreement`` says when they do, and why the second one then has all that
-needed anything at one moment. What these functions call garbage may be deleted at any
-time after that, whatever else goes on, for they keep to these rules:
+A collector lists the objects of a run, then reads all its slots until two reads agree.
+``read_agreement`` proves that the second read then shows everything that needed an
+object at one moment. What these functions mark as garbage may be deleted at any later
+time, whatever runs concurrently, because they follow these rules:
 
-1. An upload *lives* while its slot is UPLOADING by it. All that carries its id stays,
-   and all that carries the id of its predecessor, which it may claim.
+1. An upload is *live* while its slot is UPLOADING by it. All objects with its id are
+   kept, and all objects with the id of its predecessor, whose chunks it may claim.
 2. An upload is *kept* while its slot holds the checkpoint that it became, deleted or
-   not. What the slot names stays.
-3. An upload whose record its slot does not know yet has *begun*: it may still reserve
-   the slot. All of it stays, until a write of the slot has made that impossible.
-4. Any other upload has *ended*, and no slot will name it again: a later owner of its
-   slot, or its own end, stands there, or its record is gone, which came before all that
-   it stored. A reader that has no hold may still be at it: it stays for a grace.
-5. A data file stays while the file table of an upload that is kept, or of one that
-   ended less than a grace ago, names it, whichever upload wrote it.
-6. The record of an upload outlives it, to answer repeated requests. A FREE slot
-   outlives all else of the uploads of its step: nothing is ever without an owner, and
-   no upload that found the slot empty once finds it empty again.
-7. What no list shows (what a killed write left, and directories) goes with the last
-   of an upload that a list shows, and before it: its record, or the FREE slot.
-8. What carries no upload's id is never garbage.
+   not. The objects that the slot names are kept.
+3. An upload has *begun* if it has a record, and its slot has not yet reached its epoch:
+   it may still reserve the slot. All its objects are kept, until a write of the slot
+   has made that impossible.
+4. Any other upload has *ended*, and no slot will name it again: its slot has a later
+   owner or is FREE, or its record is gone, which is written before everything else. A
+   reader without a hold may still use it, so its objects are kept for a grace period.
+5. A data file is kept while a file table names it, whichever upload wrote it: the file
+   table of a kept upload, or of one that ended less than a grace period ago.
+6. The record of an upload is deleted after its other objects, because it answers
+   repeated requests. A FREE slot is deleted after all other objects of the uploads of
+   its step: no object is ever without an owner, and no upload that once found the slot
+   empty finds it empty again.
+7. Objects that no list shows (leftovers of a killed write, directories) are deleted
+   together with the last listed object of an upload, and before it: its record, or the
+   FREE slot.
+8. An object without the id of an upload is never garbage.
 """
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -39,7 +42,7 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 
 class State(Enum):
-    """What became of an upload."""
+    """The state of an upload; see the rules above."""
 
     LIVE = "live"
     KEPT = "kept"
@@ -49,30 +52,30 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What became of an upload."""
+    """The state of an upload, with its slot and its time."""
 
     state: State
     slot: pb.CheckpointRecord | None = None
-    """The slot that names it."""
+    """The slot that names the upload."""
     since: datetime | None = None
-    """When it became so, or later, by the clock of whoever wrote that down."""
+    """Time of the state or later, by the clock of the process that recorded it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """What was read of a run."""
+class RunState:
+    """The state of a run, as it was read."""
 
     places: RunPlaces
     listed: Sequence[str]
-    """All its objects, listed before the slots were read."""
+    """Paths of all objects, listed before the slots were read."""
     slots: Mapping[int, pb.CheckpointRecord]
-    """By step: all its slots; what is marked as garbage needs that they agree."""
+    """All slots by step. `mark` requires that two reads of them agreed."""
     records: Mapping[str, pb.UploadRecord]
-    """By upload: the records of those that no slot names, and of those that live."""
+    """Records by upload: of live uploads, and of those that no slot names."""
 
     @cached_property
     def objects(self) -> Mapping[str, Sequence[str]]:
-        """The listed objects by the upload whose id they carry."""
+        """The listed objects by the upload whose id their path contains."""
         found: dict[str, list[str]] = {}
         for place in self.listed:
             upload = self.places.upload_of(place)
@@ -86,62 +89,62 @@ class Snapshot:
         return {slot.upload: slot for slot in self.slots.values()}
 
     def uploads(self) -> list[str]:
-        """Returns all uploads that a slot names, or that stored something."""
+        """Returns all uploads that a slot names or that have an object."""
         return sorted({*self.objects, *self.owners})
 
-    def with_slots(self, slots: Iterable[pb.CheckpointRecord]) -> "Snapshot":
-        """Returns what would have been read, had these slots been written."""
+    def with_slots(self, slots: Iterable[pb.CheckpointRecord]) -> "RunState":
+        """Returns the state as if these slots had been written before the read."""
         return replace(self, slots={**self.slots, **{s.step: s for s in slots}})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """What may be deleted, in this order; each part after the one before."""
+    """Paths that may be deleted, in the order of the fields."""
 
     garbage: Sequence[str]
-    """What points to data files before data files."""
+    """Objects of uploads; those that refer to data files before the data files."""
     gone: Sequence[str]
-    """Uploads of which no list shows anything after the rest of this: whatever is left
-    of them below ``RunPlaces.all_of`` goes first."""
+    """Uploads without a listed object after this pass. Whatever remains of them below
+    ``RunPlaces.all_of`` is deleted before their records."""
     records: Sequence[str]
-    """Records of uploads of which nothing else is left, or that are kept."""
+    """Records of uploads that are kept, or of which nothing else is left."""
     free_steps: Sequence[int]
-    """FREE slots of uploads of which nothing else is left: to be emptied only after the
-    run's ``epoch_floor`` was raised to their epochs."""
+    """Steps of FREE slots of uploads of which nothing else is left. They may be deleted
+    only after the run's ``epoch_floor`` was raised to their epochs."""
     waiting: Sequence[str]
-    """Uploads that ended less than a grace ago, and left something."""
+    """Uploads with garbage that ended less than a grace period ago."""
 
 
-def unnamed(snapshot: Snapshot) -> list[str]:
-    """Returns the uploads whose records a snapshot needs: those that no slot names,
-    and those that live."""
+def unnamed(state: RunState) -> list[str]:
+    """Returns the uploads whose records must be read: those that are live, and those
+    that no slot names."""
     ended = CHECKPOINTS | {FREE}
-    owners = snapshot.owners
+    owners = state.owners
     return [
         upload
-        for upload in snapshot.uploads()
+        for upload in state.uploads()
         if upload not in owners or owners[upload].state not in ended
     ]
 
 
-def fates(snapshot: Snapshot) -> dict[str, Fate]:
-    """Returns what became of each upload."""
-    return {upload: _fate(snapshot, upload) for upload in snapshot.uploads()}
+def fates(state: RunState) -> dict[str, Fate]:
+    """Returns the fate of each upload."""
+    return {upload: _fate(state, upload) for upload in state.uploads()}
 
 
-def blind(snapshot: Snapshot, known: Mapping[str, Fate]) -> list[str]:
-    """Returns the live uploads that have no record: what they may claim is unknown, and
-    nothing may be deleted while they live."""
+def unrecorded(state: RunState, known: Mapping[str, Fate]) -> list[str]:
+    """Returns the live uploads without a record: the chunks that they may claim are
+    unknown, so nothing may be deleted."""
     return [
         upload
         for upload, fate in known.items()
-        if fate.state is State.LIVE and upload not in snapshot.records
+        if fate.state is State.LIVE and upload not in state.records
     ]
 
 
 def unfinished(known: Mapping[str, Fate]) -> list[str]:
-    """Returns the uploads that live or have begun: those that were never committed,
-    unless a slot was put back."""
+    """Returns the uploads that are live or have begun. None of them was ever committed,
+    unless a slot was rolled back."""
     return [u for u, f in known.items() if f.state in (State.LIVE, State.BEGUN)]
 
 
@@ -150,113 +153,120 @@ def ended(known: Mapping[str, Fate]) -> set[str]:
     return {upload for upload, fate in known.items() if fate.state is State.ENDED}
 
 
-def orphans(snapshot: Snapshot, known: Mapping[str, Fate]) -> set[str]:
-    """Returns the uploads that have ended and have neither a slot nor a record."""
+def orphans(state: RunState, known: Mapping[str, Fate]) -> set[str]:
+    """Returns the ended uploads with neither a slot nor a record."""
     return {
         upload
         for upload in ended(known)
-        if known[upload].slot is None and upload not in snapshot.records
+        if known[upload].slot is None and upload not in state.records
     }
 
 
-def step_of(snapshot: Snapshot, upload: str, fate: Fate) -> int:
-    """Returns the step of an upload that lives or has begun."""
-    return fate.slot.step if fate.slot else snapshot.records[upload].step
+def step_of(state: RunState, upload: str, fate: Fate) -> int:
+    """Returns the step of an upload that is live or has begun."""
+    return fate.slot.step if fate.slot else state.records[upload].step
 
 
-def leases(snapshot: Snapshot, known: Mapping[str, Fate]) -> list[str]:
-    """Returns the uploads that are to be ended once their lease is over: those that
-    live, and of those that have begun, where their slot is there to be reserved, the
-    one with the highest epoch of each step. Its end is that of the others; the other
-    way round, the slot would be left with a lower epoch than it had."""
+def leases(state: RunState, known: Mapping[str, Fate]) -> list[str]:
+    """Returns the uploads that are to be aborted once their lease is over.
+
+    These are the live ones, and of those that have begun, if their slot can still be
+    reserved, the one with the highest epoch per step. Aborting it ends the others too;
+    in the opposite order the epoch of the slot would go backwards.
+    """
     found, begun = [], dict[int, str]()
     for upload, fate in known.items():
         if fate.state is State.LIVE:
             found.append(upload)
         elif fate.state is State.BEGUN:
-            record = snapshot.records[upload]
-            slot = snapshot.slots.get(record.step)
+            record = state.records[upload]
+            slot = state.slots.get(record.step)
             if slot is not None and slot.state != FREE:
                 continue
             other = begun.get(record.step)
-            if other is None or snapshot.records[other].epoch < record.epoch:
+            if other is None or state.records[other].epoch < record.epoch:
                 begun[record.step] = upload
     return [*found, *begun.values()]
 
 
 def tables(
-    snapshot: Snapshot, known: Mapping[str, Fate], *, over: Container[str]
+    state: RunState, known: Mapping[str, Fate], *, past_grace: Container[str]
 ) -> dict[str, bool]:
-    """Returns the places of the file tables whose data files stay, and whether each
-    must be there: for another collector an upload may have ended long enough ago.
+    """Returns the paths of the file tables whose data files are kept.
 
     Args:
-        snapshot: What was read.
+        state: The state read.
         known: The fates of its uploads.
-        over: Uploads that ended longer than a grace ago.
+        past_grace: Uploads that ended longer than a grace period ago.
+
+    Returns:
+        For each path, whether it must exist. That of an ended upload may be missing:
+        the grace period of another collector may be over.
     """
     found: dict[str, bool] = {}
     for upload, fate in known.items():
         if fate.state is State.KEPT and fate.slot and fate.slot.files_digest:
-            found[snapshot.places.file_table(upload, fate.slot.files_digest)] = True
-        elif fate.state is State.ENDED and upload not in over:
-            written = snapshot.objects.get(upload, ())
-            prefix = _before_digest(snapshot.places.file_table(upload, b""))
+            found[state.places.file_table(upload, fate.slot.files_digest)] = True
+        elif fate.state is State.ENDED and upload not in past_grace:
+            written = state.objects.get(upload, ())
+            prefix = _before_digest(state.places.file_table(upload, b""))
             found |= dict.fromkeys((p for p in written if p.startswith(prefix)), False)
     return found
 
 
 def mark(
-    snapshot: Snapshot,
+    state: RunState,
     known: Mapping[str, Fate],
     *,
-    over: Container[str],
-    answered: Container[str],
+    past_grace: Container[str],
+    past_retries: Container[str],
     named: Collection[str],
 ) -> Marks:
     """Returns what may be deleted.
 
     Args:
-        snapshot: What was read.
+        state: The state read, with slots that agree.
         known: The fates of its uploads.
-        over: Uploads that ended longer than a grace ago.
-        answered: Uploads whose record has answered for long enough.
-        named: The data files, relative to the pool, in the file tables of ``tables``.
+        past_grace: Uploads that ended longer than a grace period ago.
+        past_retries: Uploads whose record is no longer needed for repeated requests.
+        named: Data files, relative to the pool, that the file tables of ``tables``
+            name.
     """
     view = _View(
-        snapshot=snapshot,
-        over=over,
-        answered=answered,
+        state=state,
+        past_grace=past_grace,
+        past_retries=past_retries,
         named=named,
         sharing={file.partition("/")[0] for file in named},
-        claimed=_predecessors(snapshot, known),
-        listed=set(snapshot.listed),
-        recorded=_recorded(snapshot),
+        claimed=_predecessors(state, known),
+        listed=set(state.listed),
+        recorded=_recorded(state),
     )
-    ends = [_end(view, upload, fate) for upload, fate in known.items()]
+    ends = [_garbage_of(view, upload, fate) for upload, fate in known.items()]
     garbage = [place for end in ends for place in end.garbage]
     return Marks(
-        garbage=sorted(garbage, key=lambda p: p.startswith(snapshot.places.pool)),
+        garbage=sorted(garbage, key=lambda p: p.startswith(state.places.pool)),
         gone=[end.upload for end in ends if end.is_gone],
-        records=[snapshot.places.upload(end.upload) for end in ends if end.ends_record],
+        records=[state.places.upload(end.upload) for end in ends if end.ends_record],
         free_steps=sorted(e.free_step for e in ends if e.free_step is not None),
         waiting=[end.upload for end in ends if end.is_waiting],
     )
 
 
 def moment(stamp: Timestamp) -> datetime | None:
-    """Returns the moment of a time stamp; None where it is not set."""
+    """Returns a time stamp as a datetime; None: it is not set."""
     return stamp.ToDatetime(UTC) if stamp.ByteSize() else None
 
 
-def _fate(snapshot: Snapshot, upload: str) -> Fate:
-    slot = snapshot.owners.get(upload)
+def _fate(state: RunState, upload: str) -> Fate:
+    slot = state.owners.get(upload)
     if slot is not None:
         return _fate_of_owner(slot)
-    record = snapshot.records.get(upload)
+    record = state.records.get(upload)
     if record is None:
         return Fate(state=State.ENDED)
-    other = snapshot.slots.get(record.step)
+    other = state.slots.get(record.step)
+    # The slot has reached the epoch of this upload: it can no longer reserve it.
     if other is not None and (
         other.state in CHECKPOINTS or other.epoch >= record.epoch
     ):
@@ -266,7 +276,7 @@ def _fate(snapshot: Snapshot, upload: str) -> Fate:
 
 
 def _fate_of_owner(slot: pb.CheckpointRecord) -> Fate:
-    """Returns the fate of the upload that owns a slot."""
+    """Returns the fate of the upload that a slot names."""
     match state_of(slot):
         case SlotState.COMMITTED | SlotState.DELETED | SlotState.PURGING:
             return Fate(state=State.KEPT, slot=slot, since=moment(slot.commit_time))
@@ -279,32 +289,32 @@ def _fate_of_owner(slot: pb.CheckpointRecord) -> Fate:
 
 
 def _before_digest(place: str) -> str:
-    """What places begin with that differ only in their digest."""
+    """Returns the common prefix of paths that differ only in their digest."""
     return place.rpartition("-")[0] + "-"
 
 
-def _predecessors(snapshot: Snapshot, known: Mapping[str, Fate]) -> set[str]:
-    """The uploads that live ones took over from."""
+def _predecessors(state: RunState, known: Mapping[str, Fate]) -> set[str]:
+    """Returns the uploads that live ones took over from (rule 1)."""
     return {
-        snapshot.records[upload].predecessor
+        state.records[upload].predecessor
         for upload, fate in known.items()
-        if fate.state is State.LIVE and upload in snapshot.records
+        if fate.state is State.LIVE and upload in state.records
     }
 
 
-def _recorded(snapshot: Snapshot) -> set[int]:
-    """The steps that an upload has a record of."""
-    listed = set(snapshot.listed)
+def _recorded(state: RunState) -> set[int]:
+    """Returns the steps for which an upload has a record."""
+    listed = set(state.listed)
     owned = {
         slot.step
-        for upload, slot in snapshot.owners.items()
-        if snapshot.places.upload(upload) in listed
+        for upload, slot in state.owners.items()
+        if state.places.upload(upload) in listed
     }
-    return owned | {record.step for record in snapshot.records.values()}
+    return owned | {record.step for record in state.records.values()}
 
 
 def _is_unused(places: RunPlaces, place: str, fate: Fate) -> bool:
-    """Whether the upload itself has no more use for an object of it."""
+    """Returns whether the upload itself no longer needs one of its objects."""
     match fate.state:
         case State.LIVE | State.BEGUN:
             return False
@@ -323,30 +333,30 @@ def _is_unused(places: RunPlaces, place: str, fate: Fate) -> bool:
 
 
 def _file_of(places: RunPlaces, place: str) -> str | None:
-    """A data file, as file tables call it; None for what is none."""
+    """Returns a data file relative to the pool; None: the path is not in the pool."""
     return place.removeprefix(places.pool) if place.startswith(places.pool) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """All that the end of one upload depends on."""
+    """The inputs of the decision on one upload."""
 
-    snapshot: Snapshot
-    over: Container[str]
-    answered: Container[str]
+    state: RunState
+    past_grace: Container[str]
+    past_retries: Container[str]
     named: Container[str]
     sharing: Container[str]
-    """Uploads whose data files are named."""
+    """Uploads with a data file that a file table names."""
     claimed: Container[str]
     """Uploads that live ones took over from."""
     listed: Container[str]
     recorded: Container[int]
-    """Steps that an upload has a record of."""
+    """Steps for which an upload has a record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    """What may be deleted of one upload."""
+class _UploadGarbage:
+    """The parts of one upload that may be deleted."""
 
     upload: str
     garbage: Sequence[str] = ()
@@ -356,32 +366,38 @@ class _End:
     is_waiting: bool = False
 
 
-def _end(view: _View, upload: str, fate: Fate) -> _End:
-    """What may be deleted of an upload."""
-    places = view.snapshot.places
+def _garbage_of(view: _View, upload: str, fate: Fate) -> _UploadGarbage:
+    """Decides which parts of an upload may be deleted."""
+    places = view.state.places
     has_ended = fate.state is State.ENDED
+    # 1. A live upload may claim the chunks of its predecessor (rule 1).
     if has_ended and upload in view.claimed:
-        return _End(upload=upload)
+        return _UploadGarbage(upload=upload)
     record = places.upload(upload)
-    written = [p for p in view.snapshot.objects.get(upload, ()) if p != record]
+    written = [p for p in view.state.objects.get(upload, ()) if p != record]
+    # 2. An object is unused if neither the upload nor a file table needs it (rule 5).
     unused = [
         place
         for place in written
         if _is_unused(places, place, fate) and _file_of(places, place) not in view.named
     ]
-    if has_ended and upload not in view.over:
-        return _End(upload=upload, is_waiting=bool(unused))
-    # Another may have claimed a file since the list: one that is named, not listed.
+    # 3. A reader without a hold may still use it (rule 4).
+    if has_ended and upload not in view.past_grace:
+        return _UploadGarbage(upload=upload, is_waiting=bool(unused))
+    # 4. The record goes last (rule 6). A file may have been claimed since the list: it
+    #    is named by a file table, but not listed.
     is_empty = has_ended and len(unused) == len(written) and upload not in view.sharing
-    has_record, is_answered = record in view.listed, upload in view.answered
+    has_record, is_answered = record in view.listed, upload in view.past_retries
     ends_record = has_record and is_answered and (is_empty or fate.state is State.KEPT)
+    # 5. The FREE slot goes after all uploads of its step (rule 6).
     free_step = None
     if is_empty and fate.slot and fate.slot.step not in view.recorded:
         free_step = fate.slot.step
+    # 6. Unlisted objects go with the last listed one (rule 7).
     is_last = ends_record or (
         not has_record and (bool(written) or free_step is not None)
     )
-    return _End(
+    return _UploadGarbage(
         upload=upload,
         garbage=unused,
         is_gone=is_empty and is_last,

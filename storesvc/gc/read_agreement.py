@@ -1,25 +1,27 @@
-"""When two reads of all slots tell what a run needs: an argument, and its test.
+"""Decides when two reads of all slots show everything that a run needs, and proves it.
 
-Slots are read one after another, and go on changing. A collector must not take a file
-for garbage that moved, between its reads, from a slot that it read late to one that it
-read early: by a checkpoint that claimed it and was committed, while its base was
-purged. So all slots are read twice, with a list of them in between that has none that
-the first read lacks. Then let T be the moment at which that list began.
+Slots are read one after another while they change. A file can move, during the reads,
+from a slot that is read late to a slot that was read early: a new checkpoint claims it
+and is committed, and its base is purged. A collector must not take such a file for
+garbage. So all slots are read twice, with a list of the slots in between that has none
+that the first read lacks. Let T be the moment at which that list began.
 
-1. A slot that the list lacks was empty at T. All others were read before T and after.
-2. Where both reads name the same upload, it had the slot at T, for an upload that lost
-   its slot never has it again. Where the first read is FREE, and the second names an
-   upload of the very next epoch, one of the two had it, and a FREE slot needs nothing.
-3. So where no slot became FREE, or was taken over, between the reads, all that needed
-   anything at T is in the second read. An upload that was committed meanwhile names
-   all its files now.
-4. A file is claimed from an upload whose slot needs it at that moment: the base, which
-   is not purged while another may claim from it, or the predecessor in the same slot.
-   So what is needed after T was needed at T, or was written by an upload that had or
-   could reserve its slot when that was read; and one slot tells that.
+1. A slot that is not in the list was empty at T. Every other slot was read before T and
+   again after T.
+2. If both reads name the same upload, it owned the slot at T, because an upload that
+   lost its slot never gets it back. If the first read is FREE and the second names an
+   upload of the next epoch, one of the two owned it at T, and a FREE slot needs
+   nothing.
+3. So if no slot became FREE or was taken over between the reads, the second read
+   contains everything that needed an object at T. An upload that was committed since
+   names all its files there.
+4. A file is claimed only from an upload whose slot needs it at that moment: the base,
+   which is not purged while another upload may claim from it, or the predecessor in the
+   same slot. So whatever is needed after T was needed at T, or was written by an upload
+   that owned its slot, or could still reserve it, when the slot was read.
 
-Saves, commits and deletions go on without disturbing this. Only a purge, an abort or a
-takeover between the two reads of its slot makes another read necessary.
+Saves, commits and deletions do not disturb this. Only a purge, an abort or a takeover
+between the two reads of its slot requires another read.
 """
 
 from collections.abc import Mapping
@@ -31,8 +33,8 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 def agree(
     first: Mapping[int, pb.CheckpointRecord], second: Mapping[int, pb.CheckpointRecord]
 ) -> bool:
-    """Returns whether the second read has all that needed anything at the moment
-    between two reads of all slots, by step; an empty slot is absent."""
+    """Returns whether the second read shows everything that was needed at a moment
+    between the two reads. Both map steps to slots; an empty slot is absent."""
     return all(_agree(first.get(step), second.get(step)) for step in {*first, *second})
 
 

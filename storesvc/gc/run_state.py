@@ -1,8 +1,9 @@
-"""Reading a run, for the collector.
+"""Reads the state of a run for the collector.
 
-The objects are listed first, and only then the slots are read. One read of each tells
-what may end. For garbage they are all read again, until two reads in a row agree, as
-``read_agreement`` means it; ``mark`` says what follows from that.
+The objects are listed first, then the slots are read. One read of each slot is enough
+to decide what expires. To decide what is garbage, all slots are read again until two
+consecutive reads agree in the sense of ``read_agreement``; ``mark`` decides on the
+result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,27 +19,27 @@ from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
-from storesvc.gc.mark import Snapshot, unnamed
+from storesvc.gc.mark import RunState, unnamed
 from storesvc.gc.read_agreement import agree
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _TRIES: Final = 10
-"""Reads of all slots, while some lose what they hold."""
+"""Maximum reads of all slots, while some are freed or taken over."""
 _LISTS: Final = 10
-"""Lists of the slots, while more come."""
+"""Maximum lists of the slots, while new ones appear."""
 
 
-class Snapshots:
-    """Reads the runs of a bucket."""
+class RunReader:
+    """Reads the states of the runs of a bucket."""
 
     def __init__(self, bucket: Bucket, catalogue: Catalogue) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
 
-    async def look(self, run: RunName) -> Snapshot:
-        """Returns what a run holds, each slot as it was at some moment.
+    async def read_once(self, run: RunName) -> RunState:
+        """Returns the state of a run, each slot as of a moment of its own.
 
         Raises:
             CorruptDataError: A slot, or the record of an upload, is damaged.
@@ -47,11 +48,14 @@ class Snapshots:
         listed = await self._bucket.list(places.root)
         return await self._described(places, listed, _bare(await self.slots(run)))
 
-    async def settled(self, seen: Snapshot) -> Snapshot:
-        """Returns what a run holds, after a look at it, with slots that agree.
+    async def read_consistent(self, seen: RunState) -> RunState:
+        """Returns the state of a run with slots that agree.
+
+        Args:
+            seen: The state that an earlier `read_once` returned.
 
         Raises:
-            ConflictError: They did not.
+            ConflictError: The slots changed during every read.
             CorruptDataError: A slot, or the record of an upload, is damaged.
         """
         run, first = seen.places.name, seen.slots
@@ -62,12 +66,12 @@ class Snapshots:
                 return await self._described(seen.places, seen.listed, second)
             first = second
         raise ConflictError(
-            f"{run}: a slot was given up or taken over during each of {_TRIES} reads "
-            "of all"
+            f"{run}: expected two consecutive reads of all slots to agree, but a slot "
+            f"was freed or taken over during each of {_TRIES}; collect again later"
         )
 
     async def file_table(self, place: str) -> pb.FileTable | None:
-        """Returns the file table that lies at a place; None: it is missing.
+        """Returns the file table at a path; None: it is missing.
 
         Raises:
             CorruptDataError: It is damaged.
@@ -76,7 +80,7 @@ class Snapshots:
         if stored is None:
             return None
         if not place.removesuffix(".binpb").endswith(digest(stored.data).hex()):
-            raise CorruptDataError(f"{place} is damaged: its digest is another")
+            raise CorruptDataError(f"{place} is damaged: its digest differs")
         try:
             table = pb.FileTable.FromString(stored.data)
             for file in table.file:
@@ -88,21 +92,23 @@ class Snapshots:
     async def slots(
         self, run: RunName
     ) -> dict[int, tuple[pb.CheckpointRecord, Generation]]:
-        """Returns what each slot of a run holds, one read after another, by step."""
+        """Returns the slots of a run by step, read one after another."""
         return await self._slots_of(run, await self._steps(run))
 
     async def _completed(
         self, run: RunName, read: Mapping[int, pb.CheckpointRecord]
     ) -> tuple[Mapping[int, pb.CheckpointRecord], list[int]]:
-        """A read of slots, with those that came since; and a later list, by which no
-        more had come."""
+        """Returns a read of slots completed with new ones, and a list without more."""
         for _ in range(_LISTS):
             steps = await self._steps(run)
             new = [step for step in steps if step not in read]
             if not new:
                 return read, steps
             read = {**read, **_bare(await self._slots_of(run, new))}
-        raise ConflictError(f"{run}: new slots came between {_LISTS} lists of them")
+        raise ConflictError(
+            f"{run}: new slots appeared between {_LISTS} consecutive lists; collect "
+            "again later"
+        )
 
     async def _steps(self, run: RunName) -> list[int]:
         places = RunPlaces(run)
@@ -123,14 +129,14 @@ class Snapshots:
         places: RunPlaces,
         listed: Sequence[str],
         slots: Mapping[int, pb.CheckpointRecord],
-    ) -> Snapshot:
-        """What was read, with the records of uploads that it needs."""
+    ) -> RunState:
+        """Returns the state that was read, with the upload records that it needs."""
         _check_slots(places, slots)
-        snapshot = Snapshot(places=places, listed=listed, slots=slots, records={})
-        uploads = unnamed(snapshot)
+        state = RunState(places=places, listed=listed, slots=slots, records={})
+        uploads = unnamed(state)
         found = await each(self._record, map(places.upload, uploads))
         records = zip(uploads, found, strict=True)
-        return replace(snapshot, records={u: r for u, r in records if r is not None})
+        return replace(state, records={u: r for u, r in records if r is not None})
 
     async def _record(self, place: str) -> pb.UploadRecord | None:
         found = await read_record(self._bucket, place, pb.UploadRecord)
@@ -138,10 +144,10 @@ class Snapshots:
 
 
 def _check_slots(places: RunPlaces, slots: Mapping[int, pb.CheckpointRecord]) -> None:
-    """Refuses slots from which it cannot be told what may be deleted.
+    """Rejects slots from which garbage cannot be derived.
 
     Raises:
-        CorruptDataError: One holds what no release writes, or two name one upload.
+        CorruptDataError: A slot holds an invalid state, or two name the same upload.
     """
     steps: dict[str, int] = {}
     for step, slot in slots.items():

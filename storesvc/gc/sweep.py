@@ -1,221 +1,104 @@
-"""The garbage of a run: found by what was read, and by what this process has seen.
+"""Deletes the garbage of a run, in an order that is safe to cut off anywhere.
 
-``mark`` decides; this module reads for it, and tells what has been so for how long.
-Where a record tells when an upload ended, that moment counts; else, and where clocks
-differ, what this process has seen itself.
+1. Objects that refer to data files, then data files: no reader finds a file table whose
+   files are gone.
+2. Unlisted leftovers of the uploads of which nothing else remains. They go before the
+   objects by which a later pass would find these uploads again.
+3. Records of uploads.
+4. FREE slots, each after the run's epoch floor was raised to its epoch, so that epochs
+   never start again; on the condition that the slot is unchanged.
+5. ExpiredUpload holds and the records of deleted tags, on the same condition.
 """
 
-import asyncio
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Final
 
 from storesvc.catalog.catalog import Catalogue
-from storesvc.catalog.lease_clock import Observations
-from storesvc.catalog.rollbacks import data_missing
-from storesvc.clock import Clock
-from storesvc.errors import CorruptDataError
-from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
-from storesvc.format.names import RunName, TagName
-from storesvc.gc import mark
-from storesvc.gc.lease_expiry import Expiry
-from storesvc.gc.mark import Fate, Marks, Snapshot, State
-from storesvc.gc.run_state import Snapshots
-from storesvc.lifecycle.references import Reference, References
+from storesvc.catalog.disk_reserve import Reserve
+from storesvc.catalog.runs import Runs
+from storesvc.catalog.slots import FREE
+from storesvc.failpoints import Failpoint, reach
+from storesvc.gc.garbage import Garbage
+from storesvc.gc.mark import RunState
 from storesvc.storage.bounded_gather import each
-from storesvc.storage.bucket import Bucket, Generation
+from storesvc.storage.bucket import Bucket, Generation, PreconditionError
 
-ANSWERED: Final = timedelta(hours=24)
-"""How long the record of an upload answers repeated requests, once all is over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Garbage:
-    """What was found without use."""
-
-    marks: Marks
-    holds: Mapping[str, Generation]
-    """Places of holds that are over, with what was read there."""
-    tags: Mapping[str, Generation]
-    """Places of deleted tags, with what was read there."""
-
-    def __len__(self) -> int:
-        marks = self.marks
-        kinds: tuple[Collection[object], ...] = (
-            marks.garbage,
-            marks.records,
-            marks.free_steps,
-            self.holds,
-            self.tags,
-        )
-        return sum(map(len, kinds))
+_PROGRESS_DELETES: Final = 256
+"""Deletions between two reports of progress."""
 
 
-class Search:
-    """Finds the garbage of the runs of a bucket."""
+class Sweeper:
+    """Deletes the garbage of the runs of a bucket."""
 
     def __init__(
-        self,
-        bucket: Bucket,
-        catalogue: Catalogue,
-        snapshots: Snapshots,
-        expiry: Expiry,
-        references: References,
-        observations: Observations,
-        *,
-        clock: Clock,
+        self, bucket: Bucket, catalogue: Catalogue, runs: Runs, reserve: Reserve
     ) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
-        self._snapshots = snapshots
-        self._expiry = expiry
-        self._references = references
-        self._observations = observations
-        self._clock = clock
+        self._runs = runs
+        self._reserve = reserve
 
-    async def lost(self, snapshot: Snapshot) -> dict[str, Reference]:
-        """Returns the uploads that lost their step to another one although a tag or a
-        hold names them, as after a slot was put back and the step was saved again.
-        What they stored may be all that is left of a checkpoint."""
-        known = await asyncio.to_thread(mark.fates, snapshot)
-        ended = {
-            upload
-            for upload, fate in known.items()
-            if fate.state is State.ENDED and fate.slot is None
-        }
-        if not ended:
-            return {}
-        named = await self._references.named(snapshot.places.name)
-        return {upload: named[upload] for upload in sorted(ended & named.keys())}
+    async def delete(
+        self, state: RunState, garbage: Garbage
+    ) -> AsyncGenerator[int, None]:
+        """Deletes garbage; yields the number of objects deleted so far."""
+        count, marks = 0, garbage.marks
+        prefixes = [p for gone in marks.gone for p in state.places.all_of(gone)]
+        for delete, places in (
+            (self._delete_object, marks.garbage),  # 1.
+            (self._delete_below, prefixes),  # 2.
+            (self._delete_object, marks.records),  # 3.
+        ):
+            for at in range(0, len(places), _PROGRESS_DELETES):
+                part = places[at : at + _PROGRESS_DELETES]
+                await each(delete, part)
+                count += len(part) if places is not prefixes else 0
+                yield count
+        # 4. and 5.
+        count += await self._delete_free_slots(state, marks.free_steps)
+        count += await self._delete_unchanged({**garbage.holds, **garbage.tags})
+        yield count
 
-    async def find(self, snapshot: Snapshot, over: Collection[str]) -> Garbage:
-        """Returns what has no use.
+    async def _delete_object(self, place: str) -> None:
+        await reach(Failpoint.COLLECT_BEFORE_DELETE)
+        await self._reserve.spent_on(self._bucket.delete, place)
 
-        Args:
-            snapshot: What was read of a run.
-            over: Uploads that ended longer than a grace ago, and are not lost.
+    async def _delete_below(self, prefix: str) -> None:
+        await self._reserve.spent_on(self._bucket.delete_below, prefix)
 
-        Raises:
-            CorruptDataError: What something needs cannot be told: nothing may go.
-        """
-        # Threads: a ping must not wait for a hundred thousand objects.
-        known = await asyncio.to_thread(mark.fates, snapshot)
-        blind = mark.blind(snapshot, known)
-        if blind:
-            raise CorruptDataError(
-                f"upload {blind[0]} lives and has no record, so that it is not known "
-                "what it needs"
-            )
-        answered = self._answered(snapshot, known)
-        named: set[str] = set()
-        tables = mark.tables(snapshot, known, over=over)
-        found = await each(self._snapshots.file_table, tables)
-        for (place, must_be), table in zip(tables.items(), found, strict=True):
-            if table is not None:
-                named.update(table.file)
-            elif must_be:
-                raise _without_table(snapshot, known, place)
-        marks = await asyncio.to_thread(
-            mark.mark, snapshot, known, over=over, answered=answered, named=named
-        )
-        run = snapshot.places.name
-        self._forget(snapshot)
-        return Garbage(
-            marks=marks,
-            holds=await self._expiry.holds(run, snapshot),
-            tags=await self._tags(run),
-        )
+    async def _delete_free_slots(self, state: RunState, steps: Iterable[int]) -> int:
+        """Deletes FREE slots; returns their number."""
+        run = state.places.name
 
-    def over(self, snapshot: Snapshot, grace: timedelta) -> set[str]:
-        """Returns the uploads that ended longer than a grace ago.
-
-        Here the clocks of others are believed: a grace is for readers that have no
-        hold, and where a clock is wrong, the worst is that such a reader finds nothing
-        more to read. No checkpoint and no upload depends on it.
-        """
-        now = self._clock.now()
-        found = set()
-        for upload, fate in mark.fates(snapshot).items():
-            if fate.state is not State.ENDED:
-                continue
-            key = f"{snapshot.places.upload(upload)} ended"
-            if self._was_seen(key, fate.since, grace) or (
-                fate.since is not None and now - fate.since >= grace
-            ):
-                found.add(upload)
-        return found
-
-    def _answered(self, snapshot: Snapshot, known: Mapping[str, Fate]) -> set[str]:
-        """Uploads whose record nobody asks for any more, whatever the clocks say."""
-        found, listed = set(), set(snapshot.listed)
-        for upload, fate in known.items():
-            if snapshot.places.upload(upload) not in listed:
-                continue
-            record = snapshot.records.get(upload)
-            begun = record and mark.moment(record.create_time)
-            since = max(filter(None, (fate.since, begun)), default=None)
-            key = f"{snapshot.places.upload(upload)} {fate.state.value} answers"
-            if self._was_seen(key, since, ANSWERED):
-                found.add(upload)
-        return found
-
-    def _was_seen(self, key: str, since: datetime | None, length: timedelta) -> bool:
-        """Whether something has been so for long: as this process has seen it by a
-        clock of its own, or by the clock of whoever wrote down when it began, where
-        that is further back than any clock is wrong."""
-        now = self._clock.now()
-        return self._observations.is_over(
-            key,
-            str(since).encode(),
-            length=length,
-            renew_time=since or now,
-            clock_now=now,
-            elapsed=self._clock.elapsed(),
-        )
-
-    async def _tags(self, run: RunName) -> dict[str, Generation]:
-        """The deleted tags of which the journal tells nothing any more: announcements
-        are trimmed in order, so that where the one of the deletion is gone, none is
-        left that tells of the tag."""
-
-        async def look(tag: str) -> tuple[str, Generation] | None:
-            found = await self._catalogue.tag_slot(TagName(run, tag))
-            if found is None or found[0].upload:
+        async def still_free(step: int) -> tuple[str, int, Generation] | None:
+            found = await self._catalogue.slot(run, step)
+            if found is None or found[0].state != FREE:
                 return None
-            told = layout.announcement(run.namespace, found[0].sequence)
-            if await self._bucket.read(told) is not None:
+            if found[0].upload != state.slots[step].upload:
                 return None
-            return RunPlaces(run).tag(tag), found[1]
+            return state.places.checkpoint(step), found[0].epoch, found[1]
 
-        found = await each(look, await self._catalogue.tag_names(run))
-        return dict(one for one in found if one is not None)
+        found = [slot for slot in await each(still_free, steps) if slot is not None]
+        if not found:
+            return 0
+        # The floor first: a slot that is deleted without it would begin at epoch 1.
+        floor = max(epoch for _, epoch, _ in found)
+        await reach(Failpoint.COLLECT_BEFORE_FLOOR)
+        await self._reserve.spent_on(self._runs.raise_epoch_floor, run, floor)
+        return await self._delete_unchanged({place: g for place, _, g in found})
 
-    def _forget(self, snapshot: Snapshot) -> None:
-        """Forgets what this process saw of uploads and holds that are gone."""
-        there = {
-            key
-            for upload in snapshot.uploads()
-            for key in self._keys(snapshot.places, upload)
-        }
-        self._observations.forget(
-            snapshot.places.root, but=there | set(snapshot.listed)
-        )
+    async def _delete_unchanged(self, records: Mapping[str, Generation]) -> int:
+        """Deletes records with the generation read; returns their number."""
 
-    def _keys(self, places: RunPlaces, upload: str) -> list[str]:
-        record = places.upload(upload)
-        answers = [f"{record} {state.value} answers" for state in State]
-        return [places.lease(upload), f"{record} ended", *answers]
+        async def delete(record: tuple[str, Generation]) -> bool:
+            place, generation = record
+            await reach(Failpoint.COLLECT_BEFORE_EMPTYING)
+            try:
+                await self._reserve.spent_on(
+                    self._bucket.delete, place, generation=generation
+                )
+            except PreconditionError:
+                return False  # changed, so in use again
+            return True
 
-
-def _without_table(
-    snapshot: Snapshot, known: Mapping[str, Fate], table: str
-) -> CorruptDataError:
-    """The refusal to collect while the file table of a checkpoint is missing."""
-    places = snapshot.places
-    slot = known[places.upload_of(table) or ""].slot
-    assert slot is not None
-    if places.manifest(slot.upload, slot.manifest_digest) not in snapshot.listed:
-        return data_missing(places.name, slot)
-    return CorruptDataError(f"{table} is missing")
+        return sum(await each(delete, records.items()))

@@ -1,10 +1,10 @@
-"""How many bytes a run takes: from its slots and its file tables, without its data.
+"""Computes the bytes that a run uses, from its slots and file tables, not its data.
 
-What checkpoints share is counted once, as far as file tables tell: of each data file
-they say how many bytes of it a checkpoint has. The most that any one has is taken for
-what is used of the file. That is exact where what a checkpoint shares of a file is part
-of what an earlier one had of it, as it is while the first one stays; it is too little
-where two checkpoints share different parts of a file whose own checkpoint was purged.
+Bytes that checkpoints share are counted once, as far as file tables show it: a file
+table holds the bytes of one checkpoint in each data file, and the maximum over all
+checkpoints is taken as the bytes used of the file. This is exact while the checkpoint
+that wrote the file exists, because later ones use subsets of its bytes. It is too low
+if two checkpoints use different parts of a file whose own checkpoint was purged.
 """
 
 from dataclasses import dataclass
@@ -15,46 +15,46 @@ from storesvc.errors import CorruptDataError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
-from storesvc.gc.run_state import Snapshots
+from storesvc.gc.run_state import RunReader
 from storesvc.storage.bounded_gather import each
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a run takes."""
+    """The space that a run uses."""
 
     checkpoints: int
-    """Committed ones."""
+    """Number of committed checkpoints."""
     deleted_checkpoints: int
-    """Those that are not yet purged."""
+    """Number of deleted checkpoints that are not yet purged."""
     uploads: int
-    """Live ones."""
+    """Number of live uploads."""
     logical_bytes: int
-    """Of all leaves of all checkpoints, deleted ones included."""
+    """Bytes of all leaves of all checkpoints, deleted ones included."""
     stored_bytes: int
-    """Of their stored chunks, each counted as often as it is used."""
+    """Bytes of their stored chunks, each counted once per checkpoint that uses it."""
     distinct_bytes: int
-    """Of their stored chunks, each counted once."""
+    """Bytes of their stored chunks, each counted once."""
     files: int
-    """Data files that they need."""
+    """Number of data files in use."""
 
 
-class Usages:
-    """Those of the runs of a bucket."""
+class UsageReader:
+    """Computes the usage of the runs of a bucket."""
 
-    def __init__(self, catalogue: Catalogue, snapshots: Snapshots) -> None:
+    def __init__(self, catalogue: Catalogue, reader: RunReader) -> None:
         self._catalogue = catalogue
-        self._snapshots = snapshots
+        self._reader = reader
 
     async def of(self, run: RunName) -> Usage:
-        """Returns what a run takes.
+        """Returns the space that a run uses.
 
         Raises:
-            RunNotFoundError: With the most similar names.
+            RunNotFoundError: The run does not exist; names the most similar ones.
             CorruptDataError: The file table of a checkpoint is missing or damaged.
         """
-        slots = [slot for slot, _ in (await self._snapshots.slots(run)).values()]
+        slots = [slot for slot, _ in (await self._reader.slots(run)).values()]
         held = [slot for slot in slots if slot.state in CHECKPOINTS]
         uploads = sum(slot.state == UPLOADING for slot in slots)
         if not (held or uploads):
@@ -78,14 +78,14 @@ class Usages:
         )
 
     async def _files(self, run: RunName, record: pb.CheckpointRecord) -> dict[str, int]:
-        """Bytes of a checkpoint's chunks in each data file that it needs."""
+        """Returns the bytes of a checkpoint's chunks in each data file."""
         if record.files_digest:
             place = RunPlaces(run).file_table(record.upload, record.files_digest)
-            table = await self._snapshots.file_table(place)
+            table = await self._reader.file_table(place)
             if table is None:
                 raise CorruptDataError(f"{place} is missing")
             return dict(zip(table.file, table.chunk_bytes, strict=True))
-        # of the first release
+        # Checkpoints of the first release have no file table.
         return _files_of(await self._catalogue.manifest(run, record))
 
 

@@ -1,8 +1,8 @@
-"""Retention, applied to a run: what its policy does not keep is deleted, softly.
+"""Applies the retention policy of a run: soft-deletes the checkpoints it does not keep.
 
-``policy`` decides, over what was read; this module reads, asks it, and deletes on
-the condition that a checkpoint is still the one that was judged. What changed
-meanwhile is left for the next time. Of a checkpoint only a few small values are held.
+``policy`` decides on values that this module reads. Each deletion is conditional on the
+etag of the checkpoint that was judged; a checkpoint that changed in the meantime is
+left for the next pass. Only a few small values per checkpoint are held in memory.
 """
 
 import asyncio
@@ -34,32 +34,33 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import retention_pb2
 
 PAGE: Final = 1000
-"""Verdicts that are told at once."""
+"""Outcomes per page, and checkpoints per read of the catalog."""
 
 _DELETIONS_AT_ONCE: Final = 8
-_LEFT: Final = ("changed meanwhile",)
+_CHANGED: Final = ("changed in the meantime",)
+"""Reason of a checkpoint that is kept because it, or what protects it, changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What becomes of a checkpoint."""
+class Outcome:
+    """The outcome of a retention policy for one checkpoint."""
 
     step: int
     uid: str
     etag: str
-    """Of the record that was judged."""
+    """Etag of the record that was judged."""
     own_bytes: int
     reasons: tuple[str, ...]
-    """Why it stays, for people."""
+    """Reasons why it is kept, as text; empty: it is deleted."""
 
     @property
     def kept(self) -> bool:
-        """Whether it stays."""
+        """True if the checkpoint is kept."""
         return bool(self.reasons)
 
 
-class Retaining:
-    """Applies the policies of the runs of a bucket."""
+class RetentionEnforcer:
+    """Applies the retention policies of the runs of a bucket."""
 
     def __init__(
         self,
@@ -76,15 +77,15 @@ class Retaining:
 
     async def preview(
         self, run: RunName, policy: retention_pb2.RetentionPolicy | None = None
-    ) -> AsyncGenerator[list[Verdict], None]:
-        """Yields what a policy would do to a run, newest step first, in pages.
+    ) -> AsyncGenerator[list[Outcome], None]:
+        """Yields the outcomes that a policy would have, newest step first, in pages.
 
         Args:
             run: The run.
-            policy: One to try; None: that of the run.
+            policy: The policy to try; None: the policy of the run.
 
         Raises:
-            RunNotFoundError: With the most similar names.
+            RunNotFoundError: The run does not exist; names the most similar ones.
             InvalidPolicyError: The policy has a rule that this release does not know.
         """
         record = (await self._catalogue.run(run)).record
@@ -93,42 +94,43 @@ class Retaining:
         for page in _pages(await self._judge(run, policy)):
             yield page
 
-    async def apply(self, run: RunName) -> AsyncGenerator[list[Verdict], None]:
-        """Deletes what the policy of a run does not keep, and yields what became of
-        each checkpoint, newest step first, in pages.
+    async def apply(self, run: RunName) -> AsyncGenerator[list[Outcome], None]:
+        """Deletes the checkpoints that the policy of a run does not keep.
+
+        Yields the outcome of each checkpoint, newest step first, in pages.
 
         Raises:
-            RunNotFoundError: With the most similar names.
+            RunNotFoundError: The run does not exist; names the most similar ones.
             InvalidPolicyError: The policy has a rule that this release does not know.
         """
         record = (await self._catalogue.run(run)).record
         delay = DEFAULT_PURGE_DELAY
         if record.HasField("purge_delay"):
             delay = record.purge_delay.ToTimedelta()
-        verdicts = await self._judge(run, _policy_of(record))
-        newest = verdicts[0] if verdicts else None
-        for page in _pages(verdicts):
-            doomed = [verdict for verdict in page if not verdict.kept]
+        outcomes = await self._judge(run, _policy_of(record))
+        newest = outcomes[0] if outcomes else None
+        for page in _pages(outcomes):
+            doomed = [outcome for outcome in page if not outcome.kept]
             if not newest or not doomed:
                 yield page
                 continue
             after = await self._delete_all(run, doomed, newest, delay)
-            yield [after.get(verdict.step, verdict) for verdict in page]
+            yield [after.get(outcome.step, outcome) for outcome in page]
 
     async def _judge(
         self, run: RunName, policy: retention_pb2.RetentionPolicy | None
-    ) -> list[Verdict]:
+    ) -> list[Outcome]:
         if policy is not None:
-            check(policy)  # a newer release may have stored what this one cannot read
+            check(policy)  # a newer release may have stored a rule unknown to this one
         metrics = metrics_of(policy) if policy else frozenset()
         tags = await self._references.tagged(run)
-        judged: dict[int, Verdict] = {}
+        judged: dict[int, Outcome] = {}
         candidates = []
         async for record in self._committed(run):
-            judged[record.step] = _verdict(record)
+            judged[record.step] = _outcome(record)
             tag = tags.get(record.upload)
             candidates.append(_candidate(record, metrics, tag))
-        # a thread: a ping must not wait for many rules over many checkpoints
+        # In a thread: many rules over many checkpoints would block the event loop.
         decisions = await asyncio.to_thread(
             decide, policy, candidates, self._clock.now()
         )
@@ -142,42 +144,45 @@ class Retaining:
             before = page[-1].step
 
     async def _delete_all(
-        self, run: RunName, doomed: Sequence[Verdict], newest: Verdict, delay: timedelta
-    ) -> dict[int, Verdict]:
-        """Deletes checkpoints, and returns what became of each by its step."""
+        self, run: RunName, doomed: Sequence[Outcome], newest: Outcome, delay: timedelta
+    ) -> dict[int, Outcome]:
+        """Deletes checkpoints; returns their outcomes by step."""
 
-        async def delete(verdict: Verdict) -> Verdict:
-            return await self._delete(run, verdict, delay)
+        async def delete(outcome: Outcome) -> Outcome:
+            return await self._delete(run, outcome, delay)
 
-        # 1. Not while the newest one, which is kept as such, is gone.
+        # 1. Delete nothing if the newest checkpoint is gone in the meantime: the policy
+        #    was evaluated on the assumption that it is kept.
         if not await self._is_committed(run, newest):
-            return {v.step: replace(v, reasons=_LEFT) for v in doomed}
+            return {v.step: replace(v, reasons=_CHANGED) for v in doomed}
+        # 2. Delete, each on the condition that it is unchanged since it was judged.
         after = await each(delete, doomed, at_once=_DELETIONS_AT_ONCE)
-        # 2. What must stay may have come to do so while it was deleted: whoever has
-        #    set a tag, or deleted the newest one, before this look is seen.
+        # 3. Read the protections again, and undelete what gained one during step 2. A
+        #    tag that was set, or a newest one that was deleted, before this read is
+        #    visible here; one that comes later finds the checkpoint deleted.
         tags = await self._references.tagged(run)
         is_newest_there = await self._is_committed(run, newest)
-        for at, verdict in enumerate(after):
-            if not verdict.kept and (verdict.uid in tags or not is_newest_there):
+        for at, outcome in enumerate(after):
+            if not outcome.kept and (outcome.uid in tags or not is_newest_there):
                 with suppress(ConflictError, CheckpointNotFoundError):
                     await self._lifecycle.undelete(
                         run,
-                        verdict.step,
+                        outcome.step,
                         write_id=str(uuid.uuid4()),
-                        uid=verdict.uid,
+                        uid=outcome.uid,
                     )
-                    after[at] = replace(verdict, reasons=_LEFT)
-        return {verdict.step: verdict for verdict in after}
+                    after[at] = replace(outcome, reasons=_CHANGED)
+        return {outcome.step: outcome for outcome in after}
 
     async def _delete(
-        self, run: RunName, verdict: Verdict, delay: timedelta
-    ) -> Verdict:
+        self, run: RunName, outcome: Outcome, delay: timedelta
+    ) -> Outcome:
         try:
             await self._lifecycle.delete(
                 run,
-                verdict.step,
+                outcome.step,
                 purge_delay=delay,
-                etag=verdict.etag,
+                etag=outcome.etag,
                 write_id=str(uuid.uuid4()),
             )
         except (
@@ -187,11 +192,11 @@ class Retaining:
             EtagMismatchError,
             RunNotFoundError,
         ):
-            return replace(verdict, reasons=_LEFT)
-        return verdict
+            return replace(outcome, reasons=_CHANGED)
+        return outcome
 
-    async def _is_committed(self, run: RunName, verdict: Verdict) -> bool:
-        found = await self._catalogue.slot(run, verdict.step)
+    async def _is_committed(self, run: RunName, outcome: Outcome) -> bool:
+        found = await self._catalogue.slot(run, outcome.step)
         return found is not None and found[0].state == COMMITTED
 
 
@@ -199,9 +204,9 @@ def _policy_of(record: pb.RunRecord) -> retention_pb2.RetentionPolicy | None:
     return record.retention if record.HasField("retention") else None
 
 
-def _verdict(record: pb.CheckpointRecord) -> Verdict:
-    """What a policy is to say of a checkpoint, before it has."""
-    return Verdict(
+def _outcome(record: pb.CheckpointRecord) -> Outcome:
+    """Returns the outcome of a checkpoint before the policy is evaluated."""
+    return Outcome(
         step=record.step,
         uid=record.upload,
         etag=etag_of(record),
@@ -222,6 +227,6 @@ def _candidate(
     )
 
 
-def _pages(verdicts: Sequence[Verdict]) -> Iterator[list[Verdict]]:
-    for at in range(0, len(verdicts), PAGE):
-        yield list(verdicts[at : at + PAGE])
+def _pages(outcomes: Sequence[Outcome]) -> Iterator[list[Outcome]]:
+    for at in range(0, len(outcomes), PAGE):
+        yield list(outcomes[at : at + PAGE])

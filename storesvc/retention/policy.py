@@ -1,13 +1,13 @@
-"""Which checkpoints stay: retention policies, evaluated.
+"""Evaluates retention policies: decides which checkpoints of a run are kept.
 
-``retention.proto`` says what each rule keeps. Why the promises there hold:
+``retention.proto`` defines what each rule keeps. Why the guarantees there hold:
 
-1. Whatever the policy, the newest, the pinned and the tagged checkpoints stay.
-2. A checkpoint that a rule keeps among many, it keeps among fewer too: the rule
-   looks at one at a time, or chooses the first ones of an order that does not
-   depend on the others. `any` and `all` preserve that, and `not` may stand only
-   over rules of the first kind. So what was left once is left again.
-3. `any` is a union, so one more policy in it keeps no less.
+1. With any policy, the newest, the pinned and the tagged checkpoints are kept.
+2. A checkpoint that a rule keeps among many, it also keeps among fewer: the rule either
+   looks at one checkpoint at a time, or takes the first ones of an order that does not
+   depend on the others. `any` and `all` preserve this, and `not` may only negate rules
+   of the first kind. So a second pass over the remaining checkpoints deletes nothing.
+3. `any` is a union, so one more member never keeps less.
 
 >>> policy = pb.RetentionPolicy(latest=pb.KeepLatest(count=1))
 >>> moment = datetime(2026, 1, 1, tzinfo=UTC)
@@ -29,13 +29,13 @@ from storesvc.errors import FormatUnsupportedError
 from storesvc_proto.v1 import retention_pb2 as pb
 
 MAX_REASONS: Final = 8
-"""That a decision tells."""
+"""Maximum reasons in one decision."""
 
 MAX_REASON_CHARACTERS: Final = 120
-"""Of one of them."""
+"""Maximum length of one reason."""
 
-_STEPS_TOLD: Final = 5
-"""Of the steps that a rule lists."""
+_SHOWN_STEPS: Final = 5
+"""Maximum steps that the text of a `steps` rule lists."""
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNITS: Final = {"day": 86_400, "hour": 3600, "minute": 60, "second": 1}
@@ -43,7 +43,7 @@ _UNITS: Final = {"day": 86_400, "hour": 3600, "minute": 60, "second": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a policy may look at of a committed checkpoint."""
+    """The values of a committed checkpoint that a policy may use."""
 
     step: int
     commit_time: datetime
@@ -54,20 +54,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a checkpoint."""
+    """The decision on one checkpoint."""
 
     step: int
     reasons: tuple[str, ...]
-    """Why it stays, for people."""
+    """Reasons why it is kept, as text; empty: it is not kept."""
 
     @property
     def kept(self) -> bool:
-        """Whether it stays."""
+        """True if the checkpoint is kept."""
         return bool(self.reasons)
 
 
 def metrics_of(policy: pb.RetentionPolicy) -> frozenset[str]:
-    """Returns the metrics that a policy looks at."""
+    """Returns the names of the metrics that a policy uses."""
     if policy.HasField("best"):
         return frozenset({policy.best.metric})
     return frozenset[str]().union(*map(metrics_of, members_of(policy)))
@@ -78,15 +78,15 @@ def decide(
     checkpoints: Sequence[Candidate],
     now: datetime,
 ) -> list[Decision]:
-    """Returns what becomes of the checkpoints of a run, newest step first.
+    """Decides on the checkpoints of a run; returns decisions newest step first.
 
     Args:
-        policy: One that ``check`` admits; None keeps all.
-        checkpoints: All of the run that are committed, in any order.
-        now: The moment.
+        policy: A policy that ``validation.check`` accepts; None keeps all.
+        checkpoints: All committed checkpoints of the run, in any order.
+        now: The current time.
 
     Raises:
-        FormatUnsupportedError: The policy has a rule that this code does not know.
+        FormatUnsupportedError: The policy has a rule that this release does not know.
     """
     kept: Mapping[int, tuple[str, ...]]
     if policy is None:
@@ -103,7 +103,7 @@ def decide(
 
 
 def members_of(policy: pb.RetentionPolicy) -> Sequence[pb.RetentionPolicy]:
-    """Returns the policies that a policy combines."""
+    """Returns the member policies of a policy."""
     match policy.WhichOneof("rule"):
         case "any":
             return policy.any.policies
@@ -122,7 +122,7 @@ def members_of(policy: pb.RetentionPolicy) -> Sequence[pb.RetentionPolicy]:
 
 
 def negated(policy: pb.RetentionPolicy) -> pb.RetentionPolicy:
-    """Returns what a `not` negates."""
+    """Returns the policy that a `not` negates."""
     inner: pb.RetentionPolicy = getattr(policy, "not")  # a keyword of Python
     return inner
 
@@ -133,7 +133,7 @@ def nanos(length: Duration) -> int:
 
 
 def describe(policy: pb.RetentionPolicy) -> str:
-    """Returns a policy in words."""
+    """Returns a policy as text."""
     match policy.WhichOneof("rule"):
         case "latest":
             return f"latest {policy.latest.count}"
@@ -166,12 +166,12 @@ def describe(policy: pb.RetentionPolicy) -> str:
 
 
 def cut(text: str) -> str:
-    """Returns a text short enough to be one of several."""
+    """Truncates a text to `MAX_REASON_CHARACTERS`."""
     return text if len(text) <= MAX_REASON_CHARACTERS else f"{text[:119]}…"
 
 
 def _protections(candidate: Candidate, newest: int | None) -> Iterator[str]:
-    """Why a checkpoint stays whatever the policy says."""
+    """Yields the reasons that keep a checkpoint under any policy."""
     if candidate.step == newest:
         yield "newest"
     if candidate.pinned:
@@ -183,7 +183,7 @@ def _protections(candidate: Candidate, newest: int | None) -> Iterator[str]:
 def _kept(
     policy: pb.RetentionPolicy, run: Sequence[Candidate], now: datetime
 ) -> dict[int, tuple[str, ...]]:
-    """The steps that a policy keeps, and why."""
+    """Returns the steps that a policy keeps, with the reasons of each."""
     members = [_kept(member, run, now) for member in members_of(policy)]
     steps = {c.step for c in run}
     match policy.WhichOneof("rule"):
@@ -229,7 +229,7 @@ def _union(members: Iterable[dict[int, tuple[str, ...]]]) -> dict[int, tuple[str
 
 
 def _firsts(every: pb.KeepEveryDuration, run: Sequence[Candidate]) -> set[int]:
-    """Returns the first step of each span of time."""
+    """Returns the first committed step of each time span."""
     length = nanos(every.duration)
     firsts: dict[int, int] = {}
     for c in sorted(run, key=lambda c: (c.commit_time, c.step)):
@@ -247,7 +247,8 @@ def _best(best: pb.KeepBest, run: Sequence[Candidate]) -> set[int]:
 
 
 def _goodness(best: pb.KeepBest, candidate: Candidate) -> tuple[bool, float, int]:
-    """How good a checkpoint is: NaN below every number, then the higher step."""
+    """Returns the sort key of a metric: NaN below every number, ties to the higher
+    step."""
     value = candidate.metrics[best.metric]
     if math.isnan(value):
         return False, 0.0, candidate.step
@@ -255,7 +256,7 @@ def _goodness(best: pb.KeepBest, candidate: Candidate) -> tuple[bool, float, int
 
 
 def _is_higher_better(best: pb.KeepBest) -> bool:
-    """Returns whether higher values of the metric are the better ones."""
+    """Returns whether higher values of the metric are better."""
     if best.mode not in (pb.KeepBest.MODE_MIN, pb.KeepBest.MODE_MAX):
         raise _unknown("a mode of best")
     return best.mode == pb.KeepBest.MODE_MAX
@@ -269,7 +270,7 @@ def _unknown(what: str) -> FormatUnsupportedError:
 
 
 def _nanos_between(start: datetime, end: datetime) -> int:
-    # exact, where a float of seconds would not be
+    # Integers: a float of seconds would lose nanoseconds.
     return (end - start) // timedelta(microseconds=1) * 1000
 
 
@@ -284,9 +285,10 @@ def _length_text(length: Duration) -> str:
 def _steps_text(steps: Sequence[int]) -> str:
     if not steps:
         return "no step"
-    text = ", ".join(map(str, steps[:_STEPS_TOLD]))
-    more = f" and {len(steps) - _STEPS_TOLD} more" if len(steps) > _STEPS_TOLD else ""
-    return f"{'step' if len(steps) == 1 else 'steps'} {text}{more}"
+    text = ", ".join(map(str, steps[:_SHOWN_STEPS]))
+    more = len(steps) - _SHOWN_STEPS
+    text += f" and {more} more" if more > 0 else ""
+    return f"{'step' if len(steps) == 1 else 'steps'} {text}"
 
 
 def _counted(count: int, noun: str) -> str:

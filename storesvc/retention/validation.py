@@ -1,7 +1,7 @@
-"""Which retention policies are admitted.
+"""Validates retention policies before they are stored or applied.
 
-Refused is what breaks a bound of ``retention.proto``, and what would keep nothing:
-a policy that nobody can mean, as it deletes all but what is protected anyway.
+Rejects a policy that breaks a bound of ``retention.proto``, and one that could keep no
+checkpoint: it would delete all but the protected ones, which is never intended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,19 +14,19 @@ from storesvc.retention.policy import cut, describe, members_of, nanos, negated
 from storesvc_proto.v1 import retention_pb2 as pb
 
 MAX_POLICIES: Final = 64
-"""Of one `any` or `all`."""
+"""Maximum members of one `any` or `all`."""
 
 MAX_DEPTH: Final = 8
 MAX_STEPS: Final = 10_000
 MAX_METRIC_BYTES: Final = 256
 MAX_DURATION_SECONDS: Final = 315_576_000_000
-"""Ten thousand years: what protobuf lets a duration be."""
+"""Maximum duration of protobuf: ten thousand years."""
 
 MAX_RULES: Final = 256
-"""Of a whole policy: each looks at every checkpoint of a run."""
+"""Maximum rules of a policy: each one visits every checkpoint of a run."""
 
 MAX_BYTES: Final = 128 << 10
-"""Of a whole policy: it is read and sent with its run."""
+"""Maximum size of a policy: it is read and sent with its run."""
 
 _CHOICES: Final = frozenset({"latest", "every_duration", "best"})
 """Rules that choose among several checkpoints."""
@@ -37,16 +37,16 @@ _SHORTEN: Final = "use a shorter policy"
 
 
 def check(policy: pb.RetentionPolicy) -> None:
-    """Refuses a policy that could not be meant.
+    """Rejects a policy that is invalid or could keep no checkpoint.
 
-    Refused as keeping nothing is what shows in its structure: a count of 0; no
-    steps; `any` of none, or only of such; `all` with such a member, with a policy
-    and its negation, or without a step that all its members could keep; `not` over
-    what keeps everything. Such a part beside others is merely invalid.
+    A policy keeps nothing if its structure shows it: a count of 0; no steps; `any`
+    without members, or with only such members; `all` with such a member, with a policy
+    and its negation, or without a step that all members could keep; `not` of a policy
+    that keeps everything. Such a part next to others makes the policy merely invalid.
 
     Raises:
         InvalidPolicyError: It breaks a bound; names the place in the policy.
-        PolicyKeepsNothingError: It could keep no checkpoint, whatever the run holds.
+        PolicyKeepsNothingError: It could keep no checkpoint of any run.
     """
     size = policy.ByteSize()
     if size > MAX_BYTES:
@@ -71,7 +71,7 @@ def check(policy: pb.RetentionPolicy) -> None:
 def _parts(
     policy: pb.RetentionPolicy, path: tuple[str, ...]
 ) -> Iterator[tuple[str, pb.RetentionPolicy]]:
-    """A policy and all that it is built of, with their places in it."""
+    """Yields a policy and all nested policies, with their places in it."""
     place = ".".join(path)
     if len(path) == MAX_DEPTH:
         wanted = f"policies nested at most {MAX_DEPTH} deep"
@@ -84,7 +84,7 @@ def _parts(
 
 
 def _check_rule(place: str, policy: pb.RetentionPolicy) -> None:
-    """Refuses a rule that breaks a bound; what keeps nothing is told later."""
+    """Rejects a rule that breaks a bound; `_keeps_none` is checked later."""
     at = ".".join(filter(None, (place, policy.WhichOneof("rule"))))
     match policy.WhichOneof("rule"):
         case None:
@@ -135,7 +135,7 @@ def _check_steps(at: str, steps: Sequence[int]) -> None:
 
 def _check_members(at: str, policy: pb.RetentionPolicy) -> None:
     count = len(members_of(policy))
-    # `any` of none keeps nothing, where `all` of none would keep everything
+    # An empty `any` keeps nothing and is reported so; an empty `all` would keep all.
     least = 1 if policy.HasField("all") else 0
     if not least <= count <= MAX_POLICIES:
         wanted = f"1 to {MAX_POLICIES} policies"
@@ -151,7 +151,7 @@ def _check_negated(at: str, policy: pb.RetentionPolicy) -> None:
 
 
 def _check_count(place: str, count: int) -> None:
-    # 0 breaks no bound: that it keeps nothing is told of the policy as a whole
+    # 0 breaks no bound; the policy as a whole is reported as keeping nothing.
     if count < 0:
         _check_least(place, count, least=1)
 
@@ -174,12 +174,12 @@ def _check_duration(place: str, length: Duration) -> None:
 
 
 def _keeps_none(policy: pb.RetentionPolicy) -> bool:
-    """Whether it shows that a policy keeps no checkpoint."""
+    """Returns whether the structure of a policy shows that it keeps no checkpoint."""
     return _only_steps(policy) == _NONE
 
 
 def _only_steps(policy: pb.RetentionPolicy) -> frozenset[int] | None:
-    """The only steps that a policy could keep; None: any step, for all that shows."""
+    """Returns the only steps that a policy could keep; None: it could keep any step."""
     match policy.WhichOneof("rule"):
         case "latest":
             return None if policy.latest.count else _NONE
@@ -216,7 +216,8 @@ def _common_steps(policies: Sequence[pb.RetentionPolicy]) -> frozenset[int] | No
 
 
 def _keeps_all(policy: pb.RetentionPolicy) -> bool:
-    """Whether it shows that a policy keeps every checkpoint."""
+    """Returns whether the structure of a policy shows that it keeps every
+    checkpoint."""
     members = members_of(policy)
     match policy.WhichOneof("rule"):
         case "every_steps":
@@ -236,7 +237,7 @@ def _keeps_all(policy: pb.RetentionPolicy) -> bool:
 
 
 def _contradict(policies: Sequence[pb.RetentionPolicy]) -> bool:
-    """Whether one of them is the negation of another."""
+    """Returns whether one of the policies is the negation of another."""
     return any(p.HasField("not") and negated(p) in policies for p in policies)
 
 

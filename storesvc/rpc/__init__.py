@@ -1,7 +1,8 @@
-"""Maps calls onto the store: translate, call, translate back.
+"""Maps rpcs onto the store: translate, call, translate back.
 
 It may import `storesvc.store` and everything below it; it decides nothing.
 
-Begin with `checkpoints.py` or `uploads.py`, one module a resource; `boundary.py` is
-what all calls share, and `status.py` turns errors into statuses.
+Start with `checkpoints.py` or `uploads.py`, one module per resource; `registry.py`
+lists the services, `boundary.py` ends failed calls, and `status.py` has the table of
+errors.
 """

@@ -1,97 +1,141 @@
-"""What all calls share: refusals, streams with parts, limits of messages."""
+"""The boundary of the service: ends each failed call with the status of its error.
+
+`ErrorInterceptor` wraps every rpc of the contract, so that handlers only raise:
+
+1. An error of the service becomes its status (``status``), with one ``ErrorInfo``.
+2. A call that is still running shortly before its deadline fails with the cause of the
+   delay. gRPC's own DEADLINE_EXCEEDED would not name one.
+3. Any other exception is a bug: it is logged with its traceback and an id, and the
+   client gets only the id.
+"""
 
 import asyncio
+import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, cast
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Final, TypeAlias, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 
 from storesvc.errors import (
     InvalidFieldError,
-    LimitExceededError,
     StalledError,
     StorageUnavailableError,
     StoreError,
 )
 from storesvc.format.names import InvalidNameError
-from storesvc.rpc.message_budget import LEAST_BYTES_PER_SECOND, RETRY_SECONDS, Share
 from storesvc.rpc.parsing import MESSAGE_TYPE
-from storesvc.rpc.request_limits import check_counts
-from storesvc.rpc.status import refuse
+from storesvc.rpc.status import abort
 from storesvc.storage.log_throttle import LogThrottle
-from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 MAX_MESSAGE_BYTES: Final = 4 << 20
-"""Bytes of a message, either way: gRPC's default, kept."""
-
-STALL_SECONDS: Final = 60.0
-"""How long a stream may send nothing."""
-
-TAKE_SECONDS: Final = 15.0
-"""How long a client may take no message."""
+"""Maximum bytes of a message in either direction: gRPC's default."""
 
 CALL_SECONDS: Final = 60.0
-"""How long the work of a call may take, once its table has come."""
+"""Maximum time for the work of a call after its table has arrived."""
 
-WAY_SECONDS: Final = 1.0
-"""How long a last answer may be on its way."""
+_RESPONSE_SECONDS: Final = 1.0
+"""Time reserved before the deadline for sending the error."""
 
-_KEPT: Final = (
-    "the server has waited for its storage, or for the stream, as long as the call may "
-    "take; try again, or allow more time"
+_DEADLINE: Final = (
+    "the call waited for the storage, or for its stream, until shortly before its "
+    "deadline; retry, or allow more time"
 )
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
+_CONTRACT: Final = "/storesvc.v1."
 
-class _Parted(Protocol):
-    """A message of a stream, which holds one of several parts."""
-
-    def WhichOneof(self, group: Literal["part"], /) -> str | None:
-        """Returns which one."""
-
-
-PartedRequest: TypeAlias = (
-    upload_api.BeginUploadRequest
-    | upload_api.JoinUploadRequest
-    | upload_api.FindChunksRequest
-    | upload_api.FinishWriterRequest
-)
-"""A message of a stream that brings a table."""
-
-S = TypeVar("S")
-T = TypeVar("T", bound=PartedRequest)
+KINDS: Final[dict[tuple[bool, bool], Callable[..., Handler]]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""Constructors of handlers, by whether the requests and the responses are streams."""
 
 _log = logging.getLogger(__name__)
 _lines = LogThrottle()
 
 
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Translates the errors of all rpcs of the contract into statuses."""
+
+    async def intercept_service(
+        self,
+        continuation: Continuation,
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Returns the handler of a call, wrapped in the translation of its errors."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not is_of_contract(handler_call_details.method):
+            return handler
+        method = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+        return replaced(handler, translating(method))
+
+
+def is_of_contract(method: str) -> bool:
+    """Returns whether an rpc ("/package.Service/Method") belongs to this contract."""
+    return method.startswith(_CONTRACT)
+
+
+def replaced(handler: Any, method: Callable[[Any, Context], Any]) -> Handler:
+    """Returns a handler of the same kind that calls another method."""
+    make = KINDS[handler.request_streaming, handler.response_streaming]
+    return make(
+        method,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def translating(method: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
+    """Returns a method whose errors end its call with their statuses."""
+
+    async def call(request: Any, context: Context) -> Any:
+        async with _translated(context):
+            return await method(request, context)
+
+    async def generate(request: Any, context: Context) -> AsyncIterator[Any]:
+        async with (
+            _translated(context),
+            aclosing(method(request, context)) as responses,
+        ):
+            async for response in responses:
+                yield response
+
+    return generate if inspect.isasyncgenfunction(method) else call
+
+
 @asynccontextmanager
-async def refusals(context: Context) -> AsyncIterator[None]:
-    """Ends the call with the status of any refusal raised inside, and before its time
-    is over: who gives a call up hears nothing of what it was kept by."""
+async def _translated(context: Context) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(_answer_seconds(context)) as limit:
+        async with asyncio.timeout(_seconds_left(context)) as limit:
             yield
     except InvalidNameError as e:
-        await refuse(context, InvalidFieldError(str(e)))
+        await abort(context, InvalidFieldError(str(e)))
     except StoreError as e:
-        _log_trouble(e)
-        await refuse(context, e)
+        _log_throttled(e)
+        await abort(context, e)
     except TimeoutError:
         if limit.expired():
-            await refuse(context, StorageUnavailableError(_KEPT))
-        late = f"the call took longer than {CALL_SECONDS:.0f} s; repeat it"
-        await refuse(context, StalledError(late))
+            await abort(context, StorageUnavailableError(_DEADLINE))
+        late = f"the call took longer than {CALL_SECONDS:.0f} s; retry it"
+        await abort(context, StalledError(late))
     except grpc.aio.AbortError:
         raise
-    except Exception:  # noqa: BLE001 - a boundary: told to the log, not to the client
+    except Exception:  # noqa: BLE001 - a boundary: details go to the log only
         bug = uuid.uuid4().hex[:8]
         _log.exception("bug %s", bug)
         await context.abort(
@@ -100,16 +144,16 @@ async def refusals(context: Context) -> AsyncIterator[None]:
         )
 
 
-def _answer_seconds(context: Context) -> float | None:
-    """How long a call may take here; None: as long as it wants."""
-    # None, whatever its types say, where the client has set no deadline
+def _seconds_left(context: Context) -> float | None:
+    """Returns the maximum duration of a call here; None: it has no deadline."""
+    # None without a deadline, in spite of its type
     left = cast("float | None", context.time_remaining())
-    return None if left is None else left - min(left / 4, WAY_SECONDS)
+    return None if left is None else left - min(left / 4, _RESPONSE_SECONDS)
 
 
-def _log_trouble(error: StoreError) -> None:
-    """Logs, throttled, the errors of a storage and bytes that are no request."""
-    if "read_only" in error.metadata:  # logged at the start; each restore meets it
+def _log_throttled(error: StoreError) -> None:
+    """Logs the errors of a storage, and requests that cannot be parsed."""
+    if "read_only" in error.metadata:  # logged at the start; each restore causes one
         return
     if "storage" in error.metadata:
         kind = (type(error), error.metadata["storage"])
@@ -122,139 +166,5 @@ def _log_trouble(error: StoreError) -> None:
 
 
 def host_of(peer: str) -> str:
-    """Returns the host of a peer as gRPC names it, without its port."""
+    """Returns the host of a peer in gRPC's notation, without its port."""
     return peer.rpartition(":")[0] if peer.startswith("ip") else peer
-
-
-@asynccontextmanager
-async def released(stream: AsyncIterator[S]) -> AsyncIterator[None]:
-    """Releases the messages of a stream when the context ends.
-
-    gRPC's iterator refers to itself, and to the message that it returned last: a stream
-    that is not read to its end would keep that in memory until the next full garbage
-    collection.
-    """
-    try:
-        yield
-    finally:
-        messages = aiter(stream)
-        if isinstance(messages, AsyncGenerator):
-            await messages.aclose()
-
-
-async def first(stream: AsyncIterator[T], part: str) -> T:
-    """The first message of a stream, which holds another part than the others."""
-    async for message in following(stream, part):
-        return message
-    raise missing(part)
-
-
-async def following(stream: AsyncIterator[T], *parts: str) -> AsyncIterator[T]:
-    """The other messages of a stream; none may be of another part, or be late."""
-    async for message in in_time(stream):
-        check_part(message, *parts)
-        check_counts(message)
-        yield message
-
-
-class Patience:
-    """With the messages of a stream: none may be late."""
-
-    def __init__(self) -> None:
-        self._limit: asyncio.Timeout | None = None
-
-    async def with_each(self, stream: AsyncIterator[S]) -> AsyncIterator[S]:
-        """Yields the messages of a stream.
-
-        Raises:
-            StalledError: The next one is late.
-        """
-        while True:
-            try:
-                # wait_for would make a task of each
-                async with asyncio.timeout(STALL_SECONDS) as self._limit:
-                    message = await anext(stream)
-            except StopAsyncIteration:
-                return
-            except TimeoutError as e:
-                raise StalledError(
-                    f"the stream sent nothing for {STALL_SECONDS:.0f} s; send what was "
-                    "not acknowledged in a new one"
-                ) from e
-            finally:
-                self._limit = None
-            yield message
-
-    def renew(self) -> None:
-        """Begins anew to count how late the next message is: who sends it waits for
-        us."""
-        if self._limit is not None and not self._limit.expired():
-            now = asyncio.get_running_loop().time()
-            self._limit.reschedule(now + STALL_SECONDS)
-
-
-def in_time(stream: AsyncIterator[S]) -> AsyncIterator[S]:
-    """Returns the messages of a stream; none may be late."""
-    return Patience().with_each(stream)
-
-
-def check_part(message: _Parted, *parts: str) -> None:
-    """Refuses a message of another part.
-
-    Raises:
-        InvalidFieldError: It is.
-    """
-    found = message.WhichOneof("part")
-    if found not in parts:
-        raise unexpected(" or ".join(parts), found)
-
-
-def missing(part: str) -> InvalidFieldError:
-    """Returns the refusal of a stream without its first message."""
-    return InvalidFieldError(f"stream: expected a first message with {part}, got none")
-
-
-def unexpected(expected: str, found: str | None) -> InvalidFieldError:
-    """Returns the refusal of a message of a stream."""
-    return InvalidFieldError(f"stream: expected a message with {expected}, got {found}")
-
-
-async def write(
-    context: Context, message: Message | bytes, share: Share | None = None
-) -> None:
-    """Sends a message; a client that does not take it holds memory of the server.
-
-    Args:
-        context: Of the call.
-        message: The message.
-        share: What the call holds of a budget; None: nothing others wait for.
-
-    Raises:
-        StalledError: The client took nothing for too long.
-        LimitExceededError: It was slow, and others waited for what it holds.
-    """
-    if share is None:
-        limit: AbstractAsyncContextManager[object] = asyncio.timeout(TAKE_SECONDS)
-    else:
-        limit = share.awaiting_client(TAKE_SECONDS)
-    try:
-        # wait_for would make a task of each
-        async with limit:
-            await context.write(message)
-    except TimeoutError as e:
-        if share is not None and share.is_cut:
-            raise LimitExceededError(
-                f"the client took less than {LEAST_BYTES_PER_SECOND} bytes a second, "
-                "and others waited for the memory; ask again in a moment",
-                retry_seconds=RETRY_SECONDS,
-            ) from e
-        raise StalledError(
-            f"the client took nothing for {TAKE_SECONDS:.0f} s; ask for what is "
-            "missing in a new call"
-        ) from e
-    except grpc.aio.InternalError as e:
-        # The client has gone. gRPC cancels the call for that, sooner or later.
-        raise asyncio.CancelledError from e
-    if share is not None:
-        size = len(message) if isinstance(message, bytes) else message.ByteSize()
-        share.count(size)

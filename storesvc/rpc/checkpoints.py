@@ -1,94 +1,150 @@
-"""Calls that change what is known of a checkpoint, and end it."""
+"""Rpcs of checkpoints."""
 
+from contextlib import aclosing
 from datetime import timedelta
 from typing import Final
 
 from storesvc.catalog.transitions import Change
-from storesvc.errors import InvalidFieldError
-from storesvc.format.names import CheckpointName, RunName
+from storesvc.errors import CorruptDataError, InvalidFieldError
+from storesvc.format import trees
+from storesvc.format.names import CheckpointName, RunName, parse_step
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
 from storesvc.rpc import messages, requests
-from storesvc.rpc.boundary import Context, refusals
+from storesvc.rpc.boundary import Context, host_of
+from storesvc.rpc.message_budget import MemoryBudget
+from storesvc.rpc.paging import list_page
+from storesvc.rpc.streams import write
 from storesvc.store import Store
+from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
 _MUTABLE: Final = ("labels", "metrics", "pinned")
 
 
-class RecordCalls:
-    """Changes and ends checkpoints."""
+class CheckpointCalls:
+    """Reads, updates, deletes and purges checkpoints."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    _store: Store
+    _sent: MemoryBudget
+
+    async def ListCheckpoints(
+        self, request: catalogue_api.ListCheckpointsRequest, context: Context
+    ) -> catalogue_api.ListCheckpointsResponse:
+        run = RunName.from_resource(request.parent)
+
+        async def find(
+            last: int | None, limit: int
+        ) -> list[tuple[CheckpointName, pb.CheckpointRecord | CorruptDataError]]:
+            found = await self._store.catalogue.checkpoint_rows(
+                run, before=last, limit=limit, show_deleted=request.show_deleted
+            )
+            return [(CheckpointName(run, step), slot) for step, slot in found]
+
+        page = await list_page(
+            request,
+            f"{request.parent}{' with deleted' * request.show_deleted}",
+            find=find,
+            parse=parse_step,
+            key=lambda name: str(name.which),
+            show=lambda _, slot: messages.checkpoint_message(run, slot),
+        )
+        return catalogue_api.ListCheckpointsResponse(
+            checkpoints=page.rows, damaged=page.damaged, next_page_token=page.token
+        )
+
+    async def GetCheckpoint(
+        self, request: catalogue_api.GetCheckpointRequest, context: Context
+    ) -> catalogue_api.GetCheckpointResponse:
+        name = CheckpointName.from_resource(request.name)
+        record = await self._store.catalogue.checkpoint(name)
+        checkpoint = messages.checkpoint_message(name.run, record)
+        return catalogue_api.GetCheckpointResponse(checkpoint=checkpoint)
+
+    async def ReadManifest(
+        self, request: catalogue_api.ReadManifestRequest, context: Context
+    ) -> None:
+        name, catalogue = (
+            CheckpointName.from_resource(request.name),
+            self._store.catalogue,
+        )
+        if request.uid:
+            record = await catalogue.checkpoint_of_uid(name, request.uid)
+        else:
+            record = await catalogue.checkpoint(name)
+        checkpoint = messages.checkpoint_message(name.run, record)
+        response = catalogue_api.ReadManifestResponse(checkpoint=checkpoint)
+        await write(context, response)
+        await self._send_manifest(name.run, record, context)
+
+    async def _send_manifest(
+        self, run: RunName, record: pb.CheckpointRecord, context: Context
+    ) -> None:
+        """Sends a manifest in parts: a client that reads nothing keeps only one."""
+        size_bytes = min(trees.MAX_PART_BYTES, record.manifest_bytes)
+        parts = self._store.catalogue.manifest_parts(
+            run, record, size_bytes=trees.MAX_PART_BYTES
+        )
+        with self._sent.share(host_of(context.peer())) as share:
+            await share.take(size_bytes)
+            async with aclosing(parts):
+                async for part in parts:
+                    response = catalogue_api.ReadManifestResponse(part=part)
+                    await write(context, response, share)
 
     async def UpdateCheckpoint(
         self, request: catalogue_api.UpdateCheckpointRequest, context: Context
     ) -> catalogue_api.UpdateCheckpointResponse:
-        async with refusals(context):
-            run, step = step_of(request.checkpoint.name)
-            write_id = requests.write_id_of(request)
-            record = await self._store.lifecycle.update(
-                run, step, change_of(request), etag=request.etag, write_id=write_id
-            )
-            return catalogue_api.UpdateCheckpointResponse(
-                checkpoint=messages.checkpoint_message(run, record)
-            )
-        raise AssertionError
+        run, step = step_of(request.checkpoint.name)
+        write_id = requests.write_id_of(request)
+        record = await self._store.lifecycle.update(
+            run, step, change_of(request), etag=request.etag, write_id=write_id
+        )
+        checkpoint = messages.checkpoint_message(run, record)
+        return catalogue_api.UpdateCheckpointResponse(checkpoint=checkpoint)
 
     async def DeleteCheckpoint(
         self, request: catalogue_api.DeleteCheckpointRequest, context: Context
     ) -> catalogue_api.DeleteCheckpointResponse:
-        async with refusals(context):
-            run, step = step_of(request.name)
-            record = await self._store.reserve.spent_on(
-                self._store.lifecycle.delete,
-                run,
-                step,
-                purge_delay=purge_delay_of(request),
-                etag=request.etag,
-                write_id=requests.write_id_of(request),
-                uid=request.uid,
-            )
-            return catalogue_api.DeleteCheckpointResponse(
-                checkpoint=messages.checkpoint_message(run, record)
-            )
-        raise AssertionError
+        run, step = step_of(request.name)
+        record = await self._store.reserve.spent_on(
+            self._store.lifecycle.delete,
+            run,
+            step,
+            purge_delay=purge_delay_of(request),
+            etag=request.etag,
+            write_id=requests.write_id_of(request),
+            uid=request.uid,
+        )
+        checkpoint = messages.checkpoint_message(run, record)
+        return catalogue_api.DeleteCheckpointResponse(checkpoint=checkpoint)
 
     async def UndeleteCheckpoint(
         self, request: catalogue_api.UndeleteCheckpointRequest, context: Context
     ) -> catalogue_api.UndeleteCheckpointResponse:
-        async with refusals(context):
-            run, step = step_of(request.name)
-            write_id = requests.write_id_of(request)
-            record = await self._store.lifecycle.undelete(
-                run, step, write_id=write_id, uid=request.uid
-            )
-            return catalogue_api.UndeleteCheckpointResponse(
-                checkpoint=messages.checkpoint_message(run, record)
-            )
-        raise AssertionError
+        run, step = step_of(request.name)
+        write_id = requests.write_id_of(request)
+        record = await self._store.lifecycle.undelete(
+            run, step, write_id=write_id, uid=request.uid
+        )
+        checkpoint = messages.checkpoint_message(run, record)
+        return catalogue_api.UndeleteCheckpointResponse(checkpoint=checkpoint)
 
     async def PurgeCheckpoint(
         self, request: catalogue_api.PurgeCheckpointRequest, context: Context
     ) -> catalogue_api.PurgeCheckpointResponse:
-        async with refusals(context):
-            run, step = step_of(request.name)
-            await self._store.reserve.spent_on(
-                self._store.lifecycle.purge,
-                run,
-                step,
-                etag=request.etag,
-                uid=request.uid,
-            )
-            return catalogue_api.PurgeCheckpointResponse()
-        raise AssertionError
+        run, step = step_of(request.name)
+        purge = self._store.lifecycle.purge
+        await self._store.reserve.spent_on(
+            purge, run, step, etag=request.etag, uid=request.uid
+        )
+        return catalogue_api.PurgeCheckpointResponse()
 
 
 def step_of(resource: str) -> tuple[RunName, int]:
-    """Returns the run and the step of a checkpoint that is called by its step.
+    """Returns the run and the step of a checkpoint that is named by its step.
 
     Raises:
-        InvalidFieldError: It is called "latest" or by a tag, which may move.
+        InvalidFieldError: It is named by "latest" or a tag, which may move.
     """
     name = CheckpointName.from_resource(resource)
     if isinstance(name.which, str):
@@ -100,10 +156,10 @@ def step_of(resource: str) -> tuple[RunName, int]:
 
 
 def change_of(request: catalogue_api.UpdateCheckpointRequest) -> Change:
-    """Returns what UpdateCheckpoint asks for.
+    """Returns the change that UpdateCheckpoint requests.
 
     Raises:
-        InvalidFieldError: Naming the field.
+        InvalidFieldError: A field is invalid; names it.
     """
     paths = set(request.update_mask.paths)
     if not paths or not paths <= set(_MUTABLE):
@@ -124,7 +180,7 @@ def change_of(request: catalogue_api.UpdateCheckpointRequest) -> Change:
 def purge_delay_of(
     request: catalogue_api.DeleteCheckpointRequest,
 ) -> timedelta | None:
-    """Returns how long a checkpoint shall be undeletable; None: as its run says.
+    """Returns the purge delay of a deletion; None: the one of the run.
 
     Raises:
         InvalidFieldError: It is negative, or too long.

@@ -1,12 +1,14 @@
-"""Calls that read chunks."""
+"""Rpcs of the chunk service."""
 
 import logging
 from contextlib import aclosing
 
 from storesvc.call_timer import Stopwatch
 from storesvc.errors import InvalidFieldError
+from storesvc.format.manifests import Manifest
 from storesvc.format.names import CheckpointName
-from storesvc.rpc.boundary import Context, refusals, write
+from storesvc.rpc.boundary import Context
+from storesvc.rpc.streams import write
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 
@@ -14,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class ChunkService:
-    """Ships stored chunks as they lie; its responses are serialised already."""
+    """Sends stored chunks unchanged, as serialised responses."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -22,22 +24,21 @@ class ChunkService:
     async def ReadChunks(
         self, request: chunk_api.ReadChunksRequest, context: Context
     ) -> None:
-        async with refusals(context):
-            watch = Stopwatch()
-            name = CheckpointName.from_resource(request.name)
-            if not request.uid:
-                raise InvalidFieldError(
-                    f"uid: expected that of {name}, got none; read its manifest first"
-                )
-            record = await self._store.catalogue.checkpoint_of_uid(name, request.uid)
-            manifest = await self._store.catalogue.manifest(name.run, record)
-            frames = self._store.sender.send(name.run, manifest, request.chunk)
-            async with (
-                aclosing(frames),
-                aclosing(watch.waits("storage", frames)) as read,
-            ):
-                async for frame in read:
-                    with watch.phase("client"):
-                        await write(context, frame)
-                    watch.size_bytes += len(frame)
-            _log.info("ReadChunks %s: %s", name, watch)
+        name, watch = CheckpointName.from_resource(request.name), Stopwatch()
+        manifest = await self._manifest(name, request.uid)
+        frames = self._store.sender.send(name.run, manifest, request.chunk)
+        async with aclosing(frames), aclosing(watch.waits("storage", frames)) as read:
+            async for frame in read:
+                with watch.phase("client"):
+                    await write(context, frame)
+                watch.size_bytes += len(frame)
+        _log.info("ReadChunks %s: %s", name, watch)
+
+    async def _manifest(self, name: CheckpointName, uid: str) -> Manifest:
+        """Returns the manifest of a checkpoint, deleted or not, by its uid."""
+        if not uid:
+            raise InvalidFieldError(
+                f"uid: expected the uid of {name}, got none; read its manifest first"
+            )
+        record = await self._store.catalogue.checkpoint_of_uid(name, uid)
+        return await self._store.catalogue.manifest(name.run, record)

@@ -1,4 +1,4 @@
-"""Calls that compare checkpoints."""
+"""Rpcs that compare checkpoints."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,13 +8,14 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc.inspect.diff import Comparison
 from storesvc.inspect.diff_rules import Difference, dtype_text, shape_of
 from storesvc.rpc import messages
-from storesvc.rpc.boundary import Context, host_of, refusals, write
+from storesvc.rpc.boundary import Context, host_of
 from storesvc.rpc.message_budget import MemoryBudget
+from storesvc.rpc.streams import write
 from storesvc.store import Store
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
 PAGE: Final = 500
-"""Differences of a message: below its limit with the longest keys and shapes."""
+"""Differences per message: it fits with keys and shapes of maximum length."""
 
 
 class DiffCalls:
@@ -26,25 +27,23 @@ class DiffCalls:
     async def DiffCheckpoints(
         self, request: catalogue_api.DiffCheckpointsRequest, context: Context
     ) -> None:
-        async with refusals(context):
-            before = CheckpointName.from_resource(request.base)
-            after = CheckpointName.from_resource(request.name)
-            async with self._store.comparisons.between(before, after) as found:
-                summary = summary_message(before.run, after.run, found)
-                pages = await asyncio.to_thread(pages_of, found.differences)
-            # no other comparison waits while the client takes them
-            with self._sent.share(host_of(context.peer())) as share:
-                await share.take(sum(page.ByteSize() for page in pages))
-                response = catalogue_api.DiffCheckpointsResponse(summary=summary)
-                await write(context, response)
-                for page in pages:
-                    await write(context, page, share)
+        before, after = map(CheckpointName.from_resource, (request.base, request.name))
+        async with self._store.comparisons.between(before, after) as found:
+            summary = summary_message(before.run, after.run, found)
+            pages = await asyncio.to_thread(pages_of, found.differences)
+        # Outside the comparison, so that no other one waits while the client reads.
+        with self._sent.share(host_of(context.peer())) as share:
+            await share.take(sum(page.ByteSize() for page in pages))
+            response = catalogue_api.DiffCheckpointsResponse(summary=summary)
+            await write(context, response)
+            for page in pages:
+                await write(context, page, share)
 
 
 def pages_of(
     differences: Sequence[Difference],
 ) -> list[catalogue_api.DiffCheckpointsResponse]:
-    """Returns differences as the contract shows them."""
+    """Returns the messages for differences."""
     return [
         catalogue_api.DiffCheckpointsResponse(
             differences=map(difference_message, differences[at : at + PAGE])
@@ -56,7 +55,7 @@ def pages_of(
 def summary_message(
     before: RunName, after: RunName, found: Comparison
 ) -> catalogue_api.DiffSummary:
-    """Returns what two checkpoints have in common, as the contract shows it."""
+    """Returns the message for the summary of a comparison."""
     return catalogue_api.DiffSummary(
         base=messages.checkpoint_message(before, found.before),
         checkpoint=messages.checkpoint_message(after, found.after),
@@ -66,7 +65,7 @@ def summary_message(
 
 
 def difference_message(difference: Difference) -> catalogue_api.LeafDifference:
-    """Returns how a leaf differs, as the contract shows it."""
+    """Returns the message for the difference of a leaf."""
     message = catalogue_api.LeafDifference(
         key=difference.leaf.key,
         kind=difference.kind,

@@ -1,7 +1,7 @@
-"""Calls that ask for health, by ``grpc.health.v1``: a server serves until it drains.
+"""The health service (``grpc.health.v1``): a server is SERVING until it drains.
 
-Not grpcio's own service: there a watch that ends takes the news of the others with it,
-and their clients would go on calling a server that stops.
+grpcio's own implementation is not used: if one watch ends there, the other watches miss
+changes, and their clients would continue to call a server that stops.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from storesvc.rpc.boundary import Context
 
 
 class HealthCalls(HealthServicer):
-    """Tells how a server is, by the name "", and each of its services."""
+    """Reports the health of the server (name "") and of each service."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self._names = frozenset({"", *services})
@@ -23,11 +23,11 @@ class HealthCalls(HealthServicer):
         self._ends = asyncio.Event()
 
     def drain(self) -> None:
-        """Tells all who watch to call elsewhere."""
+        """Reports NOT_SERVING from now on, so that clients use another server."""
         self._drains.set()
 
     def end(self) -> None:
-        """Ends the watches: they would go on for as long as they may."""
+        """Ends the watches, which have no end of their own."""
         self._ends.set()
 
     async def Check(

@@ -1,13 +1,13 @@
-"""A budget of memory for what clients send slowly, or take slowly.
+"""A memory budget for streams of slow clients.
 
-A stream gathers its request, or keeps its response, without a place of the server: it
-holds bytes of a budget. These rules keep true that no client keeps memory from others:
+A stream that collects its request, or keeps its response, holds bytes of a budget.
+These rules ensure that no client keeps memory from others:
 
-- Where the budget is short, the slowest clients are cut, of the peer that holds most
-  first, if they are slower than ``LEAST_BYTES_PER_SECOND``.
-- A peer leaves a part of the budget to others.
-- A stream that finds no room within ``WAIT_SECONDS`` is rejected, and may retry; where
-  all wait for each other, the one that holds least is rejected at once.
+- If the budget is short, the slowest clients are cut off, starting with the peer that
+  holds most, if they are slower than ``LEAST_BYTES_PER_SECOND``.
+- A single peer cannot hold the whole budget.
+- A stream that gets no memory within ``WAIT_SECONDS`` fails with an error that permits
+  a retry. If all streams wait for each other, the one that holds least fails at once.
 
 Example::
 
@@ -25,62 +25,62 @@ from typing import Final
 from storesvc.errors import LimitExceededError
 
 LEAST_BYTES_PER_SECOND: Final = 64 << 10
-"""A client that is slower is cut where others wait: a modem would be faster, and a part
-of a table, of 2 MiB, would take more than half a minute."""
+"""Minimum rate of a client while others wait: below the rate of a modem. A part of a
+table (2 MiB) would take more than half a minute."""
 
 CREDIT_SECONDS: Final = 2.0
-"""How long a client may do nothing before its rate counts."""
+"""Time that a client may be idle before its rate counts."""
 
 WAIT_SECONDS: Final = 20.0
-"""How long a stream waits for room: less than the deadlines of calls."""
+"""Maximum wait of a stream for memory: below the deadlines of calls."""
 
 RETRY_SECONDS: Final = 1
-"""After how long to retry without room."""
+"""Retry delay without memory."""
 
 _TICK_SECONDS: Final = 0.1
 
 _LEAST_BYTES: Final = 16 << 10
-"""What a stream counts for at least: its own objects."""
+"""Minimum that a stream counts for: its own objects."""
 
 
 class Share:
-    """What one stream holds of a budget."""
+    """The memory that one stream holds of a budget."""
 
     def __init__(self, budget: "MemoryBudget", peer: str, *, now: float) -> None:
         self._budget = budget
         self.peer = peer
         self.is_cut = False
-        """Whether the client was slow, and others waited."""
+        """True if the stream was cut off: its client was slow while others waited."""
         self._limit: asyncio.Timeout | None = None
         self.waits = False
-        """Whether it waits for room; then it is not its client that is slow."""
+        """True while it waits for memory; then its client is not the slow side."""
         self.size_bytes = _LEAST_BYTES
         self._moved_bytes = 0
         self._client_seconds = -CREDIT_SECONDS
         self._awaits_since: float | None = now
 
     async def take(self, size_bytes: int) -> None:
-        """Adds bytes to what the stream holds, once there is room.
+        """Adds bytes to the share once the budget has them.
 
         Raises:
-            LimitExceededError: There was none in time.
+            LimitExceededError: The budget had none in time.
         """
         await self._budget.take(self, size_bytes)
 
     def give_back(self, size_bytes: int) -> None:
-        """Takes bytes off what the stream holds."""
+        """Returns bytes to the budget."""
         self.size_bytes -= size_bytes
 
     def count(self, size_bytes: int) -> None:
-        """Counts bytes that the client sent, or took."""
+        """Counts bytes that the client sent or read."""
         self._moved_bytes += size_bytes
 
     @asynccontextmanager
     async def awaiting_client(self, seconds: float) -> AsyncIterator[None]:
-        """Counts the time of a context as that of the client.
+        """Counts the duration of the context as time of the client.
 
         Raises:
-            TimeoutError: It took longer than the seconds, or was cut.
+            TimeoutError: It exceeded the seconds, or the stream was cut off.
         """
         clock = asyncio.get_running_loop().time
         self._awaits_since = clock()
@@ -93,13 +93,13 @@ class Share:
             self._awaits_since = None
 
     def cut(self) -> None:
-        """Ends the wait for the client."""
+        """Cuts off the stream while it waits for its client."""
         self.is_cut = True
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def spare_seconds(self, now: float) -> float:
-        """Returns how much longer its client may take; negative: it is slow."""
+        """Returns the time credit of the client; negative: it is slow."""
         seconds = self._client_seconds
         if self._awaits_since is not None:
             seconds += now - self._awaits_since
@@ -107,15 +107,15 @@ class Share:
 
 
 class MemoryBudget:
-    """The budget of a process; of one event loop."""
+    """A memory budget for one event loop."""
 
     def __init__(self, limit_bytes: int, peer_bytes: int, *, purpose: str) -> None:
-        """Begins with all of it free.
+        """Creates a budget with all of its memory free.
 
         Args:
-            limit_bytes: Of all streams.
-            peer_bytes: Of the streams of one peer.
-            purpose: What the bytes are for, as errors say it.
+            limit_bytes: Maximum bytes of all streams.
+            peer_bytes: Maximum bytes of the streams of one peer.
+            purpose: Contents of the memory, for error messages: "tables".
         """
         self._limit_bytes = limit_bytes
         self._peer_bytes = peer_bytes
@@ -124,15 +124,15 @@ class MemoryBudget:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that all streams hold."""
+        """Bytes that all streams hold together."""
         return sum(share.size_bytes for share in self._shares)
 
     @contextmanager
     def share(self, peer: str) -> Iterator[Share]:
-        """Yields the share of a stream, which ends with the context.
+        """Yields the share of a stream; returns its memory when the context ends.
 
         Args:
-            peer: The host of its client.
+            peer: Host of the client.
         """
         share = Share(self, peer, now=asyncio.get_running_loop().time())
         self._shares.add(share)
@@ -142,14 +142,14 @@ class MemoryBudget:
             self._shares.discard(share)
 
     async def take(self, share: Share, size_bytes: int) -> None:
-        """Adds bytes to a share, once there is room.
+        """Adds bytes to a share once the budget has them.
 
         Raises:
-            LimitExceededError: There was none in time.
+            LimitExceededError: The budget had none in time.
         """
         clock = asyncio.get_running_loop().time
         until = clock() + WAIT_SECONDS
-        # what is larger than all the room has it alone
+        # A request above the limit of a peer waits for all of it.
         size_bytes = min(size_bytes, self._peer_bytes - share.size_bytes)
         share.waits = True
         try:
@@ -163,7 +163,7 @@ class MemoryBudget:
         share.size_bytes += size_bytes
 
     def _short_bytes(self, share: Share, size_bytes: int) -> int:
-        """How many bytes are missing; 0 or less: none."""
+        """Returns how many bytes are missing; 0 or less: none."""
         of_peer = self._held_by_peer(share.peer)
         return max(
             self.held_bytes + size_bytes - self._limit_bytes,
@@ -174,7 +174,7 @@ class MemoryBudget:
         return sum(s.size_bytes for s in self._shares if s.peer == peer)
 
     def _cut_slow(self, short_bytes: int, now: float) -> None:
-        """Cuts so many slow streams that enough becomes free."""
+        """Cuts off enough slow streams to free the bytes."""
         coming = sum(s.size_bytes for s in self._shares if s.is_cut)
         slow = [
             s
@@ -189,14 +189,14 @@ class MemoryBudget:
             share.cut()
 
     def _is_stuck(self, share: Share) -> bool:
-        """Whether all streams wait for each other, and this one holds least."""
+        """Returns whether all streams wait for each other, and this one holds least."""
         return all(s.waits for s in self._shares) and share == min(
             self._shares, key=lambda s: (s.size_bytes, id(s))
         )
 
     def _exceeded(self) -> LimitExceededError:
         return LimitExceededError(
-            f"the server keeps {self._limit_bytes} bytes of {self._purpose} in memory, "
-            "and other clients have all of them; try again in a moment",
+            f"the server keeps at most {self._limit_bytes} bytes of {self._purpose} in "
+            "memory, and other clients use all of them; retry in a moment",
             retry_seconds=RETRY_SECONDS,
         )

@@ -1,4 +1,4 @@
-"""Messages of the contract, made of what the service knows."""
+"""Builds the messages of the contract from the records of the service."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -17,7 +17,7 @@ from storesvc.format.names import (
     UploadName,
 )
 from storesvc.lifecycle.holds import expire_time
-from storesvc.retention.enforcement import Verdict
+from storesvc.retention.enforcement import Outcome
 from storesvc.save.upload_status import UploadStatus
 from storesvc.watch.watcher import WatchEvent
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -36,7 +36,7 @@ _EVENT_KINDS: Final = {
 
 
 def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Upload:
-    """Returns an upload as the contract shows it."""
+    """Returns the message for an upload."""
     base = CheckpointName(name.run, record.base_step).resource if record.base else ""
     return upload_api.Upload(
         name=name.resource,
@@ -55,7 +55,7 @@ def upload_message(name: UploadName, record: pb.UploadRecord) -> upload_api.Uplo
 
 
 def fate_message(fate: UploadStatus) -> upload_api.Upload:
-    """Returns an upload with what became of it."""
+    """Returns the message for an upload with its state."""
     message = upload_message(fate.name, fate.record)
     match fate.slot and slots.state_of(fate.slot):
         case None | SlotState.FREE:
@@ -78,7 +78,7 @@ def fate_message(fate: UploadStatus) -> upload_api.Upload:
 def checkpoint_message(
     run: RunName, record: pb.CheckpointRecord
 ) -> catalogue_api.Checkpoint:
-    """Returns a checkpoint as the contract shows it."""
+    """Returns the message for a checkpoint."""
     message = catalogue_api.Checkpoint(
         name=CheckpointName(run, record.step).resource,
         uid=record.upload,
@@ -104,10 +104,10 @@ def checkpoint_message(
     return message
 
 
-def told_message(told: WatchEvent) -> catalogue_api.WatchCheckpointsResponse:
-    """Returns what a watch tells as the contract shows it."""
-    message = catalogue_api.WatchCheckpointsResponse(resume_token=told.token)
-    change = told.change
+def watch_message(notice: WatchEvent) -> catalogue_api.WatchCheckpointsResponse:
+    """Returns the message for an event of a watch."""
+    message = catalogue_api.WatchCheckpointsResponse(resume_token=notice.token)
+    change = notice.change
     if change is None:
         return message
     message.event.kind = _EVENT_KINDS[change.announcement.kind]
@@ -125,7 +125,7 @@ def told_message(told: WatchEvent) -> catalogue_api.WatchCheckpointsResponse:
 
 
 def run_message(summary: RunSummary) -> catalogue_api.Run:
-    """Returns a run as the contract shows it."""
+    """Returns the message for a run."""
     record = summary.record
     message = catalogue_api.Run(
         name=summary.name.resource,
@@ -144,25 +144,25 @@ def run_message(summary: RunSummary) -> catalogue_api.Run:
 
 
 def retention_response(
-    verdicts: Iterable[Verdict],
+    outcomes: Iterable[Outcome],
 ) -> catalogue_api.ApplyRetentionResponse:
-    """Returns what becomes of checkpoints as the contract shows it."""
+    """Returns the message for the outcomes of a retention policy."""
     return catalogue_api.ApplyRetentionResponse(
         decisions=(
             catalogue_api.RetentionDecision(
-                step=verdict.step,
-                uid=verdict.uid,
-                kept=verdict.kept,
-                reasons=verdict.reasons,
-                own_bytes=verdict.own_bytes,
+                step=outcome.step,
+                uid=outcome.uid,
+                kept=outcome.kept,
+                reasons=outcome.reasons,
+                own_bytes=outcome.own_bytes,
             )
-            for verdict in verdicts
+            for outcome in outcomes
         )
     )
 
 
 def tag_message(name: TagName, record: pb.TagRecord) -> catalogue_api.Tag:
-    """Returns a tag as the contract shows it."""
+    """Returns the message for a tag."""
     return catalogue_api.Tag(
         name=name.resource,
         checkpoint=CheckpointName(name.run, record.step).resource,
@@ -175,7 +175,7 @@ def tag_message(name: TagName, record: pb.TagRecord) -> catalogue_api.Tag:
 
 
 def hold_message(name: HoldName, record: pb.HoldRecord) -> catalogue_api.Hold:
-    """Returns a hold as the contract shows it."""
+    """Returns the message for a hold."""
     return catalogue_api.Hold(
         name=name.resource,
         checkpoint=CheckpointName(name.run, record.step).resource,

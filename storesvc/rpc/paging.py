@@ -1,41 +1,100 @@
-"""Pages of lists."""
+"""Pages of lists, and the tokens that continue them."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import Error as Base64Error
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from storesvc.errors import CorruptDataError
-from storesvc.rpc import requests
+from storesvc.errors import (
+    CorruptDataError,
+    InvalidFieldError,
+    InvalidPageTokenError,
+)
+from storesvc.format.names import InvalidNameError
 from storesvc.rpc.status import MAX_MESSAGE_BYTES
 from storesvc_proto.v1 import errors_pb2
 
+DEFAULT_PAGE: Final = 100
+"""Rows of a page if the request does not set a size."""
+
+MAX_PAGE: Final = 1000
+"""Maximum rows of a page."""
+
 MAX_PAGE_BYTES: Final = 3 << 20
-"""Of the rows of a page, unless one alone is larger."""
+"""Maximum bytes of the rows of a page, unless a single row is larger."""
+
+_TOKEN_CHECK_BYTES: Final = 8
 
 
 class Named(Protocol):
-    """Something that the contract has a name for."""
+    """A name of an object of the contract."""
 
     @property
     def resource(self) -> str:
-        """The name."""
+        """The resource name."""
+
+
+class ListRequest(Protocol):
+    """A request of a list rpc."""
+
+    @property
+    def page_size(self) -> int:
+        """Requested number of rows; 0: the default."""
+
+    @property
+    def page_token(self) -> str:
+        """Token of the page; "": the first one."""
 
 
 N = TypeVar("N", bound=Named)
+P = TypeVar("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 
 @dataclass(slots=True)
 class Page(Generic[M]):
-    """What a response to a list says."""
+    """The fields of the response of a list rpc."""
 
     rows: list[M] = field(default_factory=list)
     damaged: list[errors_pb2.DamagedRecord] = field(default_factory=list)
     token: str = ""
-    """Of the next page; "" after the last."""
+    """Token of the next page; "" after the last one."""
+
+
+async def list_page(
+    request: ListRequest,
+    listed: str,
+    *,
+    find: Callable[
+        [P | None, int], Awaitable[Sequence[tuple[N, T | CorruptDataError]]]
+    ],
+    parse: Callable[[str], P],
+    key: Callable[[N], str],
+    show: Callable[[N, T], M],
+) -> Page[M]:
+    """Returns the page that a request asks for.
+
+    Args:
+        request: The request.
+        listed: Identifies the list; a token of another list is rejected.
+        find: Returns rows after the last row of the previous page, up to a limit.
+        parse: Parses the last row of the previous page from the token.
+        key: Returns the text of a row for the token.
+        show: Returns the message of a row.
+
+    Raises:
+        InvalidFieldError: ``page_size`` is negative.
+        InvalidPageTokenError: The token was not issued for this list.
+    """
+    size = page_size(request.page_size)
+    last = last_of_page(listed, request.page_token, parse)
+    found = await find(last, size + 1)
+    return page(listed, found, size=size, key=key, show=show)
 
 
 def page(
@@ -46,28 +105,31 @@ def page(
     key: Callable[[N], str],
     show: Callable[[N, T], M],
 ) -> Page[M]:
-    """Returns a page; one that is cut short where its rows, labels and all, would not
-    fit a message.
+    """Returns a page; cuts it short if its rows would not fit into a message.
 
     Args:
-        listed: What is listed; the token is for that alone.
-        found: Names, and what they name or that it is damaged: one more than a page
-            holds where there are more.
-        size: Rows of a page, damaged ones counted.
-        key: What the token says of the last row.
-        show: The row of something.
+        listed: Identifies the list, for the token.
+        found: Names with objects or their damage; one more than ``size`` if there are
+            more rows.
+        size: Maximum rows of the page, including damaged ones.
+        key: Returns the text of a row for the token.
+        show: Returns the message of a row.
     """
     made: Page[M] = Page()
     held = 0
     for count, (name, thing) in enumerate(found):
         row: M | errors_pb2.DamagedRecord
         if isinstance(thing, CorruptDataError):
-            row = _damaged(name, thing, position=len(made.rows))
+            row = errors_pb2.DamagedRecord(
+                name=name.resource,
+                message=str(thing)[:MAX_MESSAGE_BYTES],
+                position=len(made.rows),
+            )
         else:
             row = show(name, thing)
         held += row.ByteSize()
         if count == size or (count and held > MAX_PAGE_BYTES):
-            made.token = requests.page_token(listed, key(found[count - 1][0]))
+            made.token = page_token(listed, key(found[count - 1][0]))
             break
         if isinstance(row, errors_pb2.DamagedRecord):
             made.damaged.append(row)
@@ -76,9 +138,57 @@ def page(
     return made
 
 
-def _damaged(
-    name: Named, error: CorruptDataError, *, position: int
-) -> errors_pb2.DamagedRecord:
-    return errors_pb2.DamagedRecord(
-        name=name.resource, message=str(error)[:MAX_MESSAGE_BYTES], position=position
+def page_size(requested: int) -> int:
+    """Returns the number of rows of a page.
+
+    Raises:
+        InvalidFieldError: The requested number is negative.
+    """
+    if requested < 0:
+        raise InvalidFieldError(f"page_size: expected 0 or more, got {requested}")
+    return min(requested or DEFAULT_PAGE, MAX_PAGE)
+
+
+def page_token(listed: str, last: str) -> str:
+    """Returns the token of the page after a row."""
+    return urlsafe_b64encode(_token_check(listed, last) + last.encode()).decode()
+
+
+def last_of_page(listed: str, token: str, parse: Callable[[str], P]) -> P | None:
+    """Returns the last row of the previous page; None for the first page.
+
+    Args:
+        listed: Identifies the list.
+        token: Token of the page.
+        parse: Parses the text of the row.
+
+    Raises:
+        InvalidPageTokenError: The token was not issued for this list.
+    """
+    if not token:
+        return None
+    try:
+        data = urlsafe_b64decode(token)
+        check, last = data[:_TOKEN_CHECK_BYTES], data[_TOKEN_CHECK_BYTES:].decode()
+    except (Base64Error, ValueError):
+        check, last = b"", ""
+    if check != _token_check(listed, last):
+        raise _invalid_token(listed)
+    try:
+        return parse(last)
+    except InvalidNameError as e:
+        raise _invalid_token(listed) from e
+
+
+def _invalid_token(listed: str) -> InvalidPageTokenError:
+    return InvalidPageTokenError(
+        f"page_token: expected a token of a list of {listed}, got another text; start "
+        "without a token"
     )
+
+
+def _token_check(listed: str, last: str) -> bytes:
+    # A checksum, not a secret: it detects tokens of other lists and truncated ones.
+    return hashlib.blake2b(
+        f"{listed}\0{last}".encode(), digest_size=_TOKEN_CHECK_BYTES
+    ).digest()

@@ -1,7 +1,7 @@
-"""Parsing: the one place where the bytes of a request become a message.
+"""Parses the bytes of requests; no other module does.
 
-gRPC would answer bytes that it cannot parse with a status of its own, and with a
-traceback in the log. Here they are a malformed request like any other.
+gRPC would respond to malformed bytes with a status of its own, and log a traceback.
+Here they are an error of the contract.
 """
 
 from typing import Final, TypeVar
@@ -13,14 +13,14 @@ from storesvc.errors import InvalidFieldError
 M = TypeVar("M", bound=Message)
 
 MESSAGE_TYPE: Final = "message_type"
-"""The key of the error's metadata that names the expected message."""
+"""Metadata key for the name of the expected message."""
 
 
 def parsed(kind: type[M], data: bytes) -> M:
-    """Returns the message that bytes are.
+    """Parses a message.
 
     Raises:
-        InvalidFieldError: They are no such message.
+        InvalidFieldError: The bytes are no such message.
     """
     try:
         return kind.FromString(data)

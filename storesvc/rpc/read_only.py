@@ -1,16 +1,12 @@
 """Serves a store read-only: rejects each call that is not known to change nothing."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
 from storesvc.errors import StorageDeniedError
-from storesvc.rpc.boundary import Context
-from storesvc.rpc.status import refuse
-
-_SERVICE: Final = "storesvc.v1."
+from storesvc.rpc.boundary import Context, Continuation, is_of_contract, replaced
 
 READING: Final = frozenset(
     {
@@ -24,48 +20,30 @@ READING: Final = frozenset(
 
 
 class ReadOnly(grpc.aio.ServerInterceptor):
-    """Rejects the calls of the contract that change a store."""
+    """Rejects the calls that change a store; `ErrorInterceptor` must precede it."""
 
     def __init__(self, root: str) -> None:
-        """Serves a root read-only."""
+        """Creates the interceptor for the store at a root."""
         self._root = root
 
     async def intercept_service(
         self,
-        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[Any]]",
+        continuation: Continuation,
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Returns the handler of a call."""
-        service, _, rpc = handler_call_details.method[1:].partition("/")
+        """Returns the handler of a call, or one that rejects it."""
+        rpc = handler_call_details.method.rpartition("/")[2]
         handler = await continuation(handler_call_details)
-        if handler is None or not service.startswith(_SERVICE) or rpc in READING:
+        is_other = handler is None or not is_of_contract(handler_call_details.method)
+        if is_other or rpc in READING:
             return handler
-        error = StorageDeniedError(
-            f"{self._root} is served read-only, got {rpc}; ask a server that may write "
-            "to it, or restart this one without --read-only",
-            storage=self._root,
-            read_only="true",
-        )
-        return _rejecting(handler, error)
 
+        async def reject(_request: object, _context: Context) -> None:
+            raise StorageDeniedError(
+                f"{self._root} is served read-only, got {rpc}; use a server that may "
+                "write to it, or restart this one without --read-only",
+                storage=self._root,
+                read_only="true",
+            )
 
-def _rejecting(
-    handler: Any, error: StorageDeniedError
-) -> "grpc.RpcMethodHandler[Any, Any]":
-    """A handler of the same kind that rejects its calls."""
-
-    async def reject(_: object, context: Context) -> None:
-        await refuse(context, error)
-
-    async def reject_stream(_: object, context: Context) -> AsyncIterator[None]:
-        await refuse(context, error)
-        yield
-
-    kinds = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, reject),
-        (False, True): (grpc.unary_stream_rpc_method_handler, reject_stream),
-        (True, False): (grpc.stream_unary_rpc_method_handler, reject),
-        (True, True): (grpc.stream_stream_rpc_method_handler, reject_stream),
-    }
-    make, rejects = kinds[handler.request_streaming, handler.response_streaming]
-    return make(rejects)
+        return replaced(handler, reject)

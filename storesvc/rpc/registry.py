@@ -1,8 +1,8 @@
-"""Handlers: what a server calls the methods of a service by.
+"""Registers the services of the contract with a server.
 
-Like the generated ones, with two differences. Some methods take, or answer with,
-messages that are left serialised: those that carry chunks. And requests are parsed
-here and not by gRPC, so that bytes that are no message are an error of the contract.
+The handlers are like gRPC's generated ones, with two differences. Messages that carry
+chunks are not serialised or parsed by gRPC, because the service avoids copying them.
+And requests are parsed here, so that malformed bytes are an error of the contract.
 """
 
 import inspect
@@ -15,22 +15,73 @@ from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from storesvc.rpc.boundary import Context, refusals, released
+from storesvc.rpc.boundary import KINDS, Context
+from storesvc.rpc.checkpoints import CheckpointCalls
+from storesvc.rpc.chunks import ChunkService
+from storesvc.rpc.diff import DiffCalls
+from storesvc.rpc.holds import HoldCalls
+from storesvc.rpc.maintenance import MaintenanceService
+from storesvc.rpc.message_budget import MemoryBudget
 from storesvc.rpc.parsing import parsed
 from storesvc.rpc.request_limits import check_request
+from storesvc.rpc.runs import RunCalls
+from storesvc.rpc.streams import released
+from storesvc.rpc.tags import TagCalls
+from storesvc.rpc.uploads import UploadService
+from storesvc.rpc.watch import WatchCalls
+from storesvc.store import Store
+from storesvc_proto.v1 import (
+    checkpoint_service_pb2,
+    chunk_service_pb2,
+    maintenance_service_pb2,
+    upload_service_pb2,
+)
+
+SENT_BYTES: Final = 128 << 20
+"""Memory for response messages that clients have not yet read, except chunks."""
+
+PEER_BYTES: Final = 96 << 20
+"""The part of it that one peer may use."""
+
+_CHECKPOINTS: Final = checkpoint_service_pb2.DESCRIPTOR.services_by_name[
+    "CheckpointService"
+]
+_UPLOADS: Final = upload_service_pb2.DESCRIPTOR.services_by_name["UploadService"]
+_CHUNKS: Final = chunk_service_pb2.DESCRIPTOR.services_by_name["ChunkService"]
+_MAINTENANCE: Final = maintenance_service_pb2.DESCRIPTOR.services_by_name[
+    "MaintenanceService"
+]
+
+SERVICES: Final = tuple(
+    service.full_name for service in (_CHECKPOINTS, _UPLOADS, _CHUNKS, _MAINTENANCE)
+)
+"""Full names of the services, for the health service."""
 
 _Method = Callable[[Any, Context], Any]
-"""A method of a servicer: a coroutine function, or one of an asynchronous generator."""
+"""A method of a servicer: a coroutine function or an asynchronous generator
+function."""
 
 M = TypeVar("M", bound=Message)
 
-_KINDS: Final[dict[tuple[bool, bool], Callable[..., Any]]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
-"""By whether requests, and responses, are streams."""
+
+class CheckpointService(
+    CheckpointCalls, DiffCalls, HoldCalls, RunCalls, TagCalls, WatchCalls
+):
+    """The catalog."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._sent = MemoryBudget(SENT_BYTES, PEER_BYTES, purpose="responses")
+
+
+def handlers(store: Store) -> tuple[grpc.GenericRpcHandler, ...]:
+    """Returns the handlers of all services of a store."""
+    return (
+        handler_of(_CHECKPOINTS, CheckpointService(store)),
+        handler_of(_UPLOADS, UploadService(store), raw_requests={"WriteChunks"}),
+        handler_of(_CHUNKS, ChunkService(store), raw_responses={"ReadChunks"}),
+        handler_of(_MAINTENANCE, MaintenanceService(store)),
+    )
 
 
 def handler_of(
@@ -43,52 +94,43 @@ def handler_of(
     """Returns the handler of a service.
 
     Args:
-        service: As the contract describes it.
-        servicer: Has a method for each of the service's.
-        raw_requests: Methods that take serialised requests, and parse them.
-        raw_responses: Methods that answer with serialised responses.
+        service: Descriptor of the service.
+        servicer: Object with a method for each rpc.
+        raw_requests: Rpcs whose methods take serialised requests, and parse them.
+        raw_responses: Rpcs whose methods return serialised responses.
     """
     methods = {}
-    for method in service.methods:
-        name = method.name
-        behaviour = getattr(servicer, name)
+    for rpc in service.methods:
+        name = rpc.name
+        method = getattr(servicer, name)
         if name not in raw_requests:
-            request = _class(method.input_type)
-            if method.client_streaming:
-                behaviour = _with_parsed_stream(behaviour, request)
-            else:
-                behaviour = _with_parsed_request(behaviour, request)
-        methods[name] = _KINDS[method.client_streaming, method.server_streaming](
-            behaviour,
+            request = _class(rpc.input_type)
+            parsing = _parsing_each if rpc.client_streaming else _parsing
+            method = parsing(method, request)
+        serializer = _class(rpc.output_type).SerializeToString
+        methods[name] = KINDS[rpc.client_streaming, rpc.server_streaming](
+            method,
             request_deserializer=None,
-            response_serializer=(
-                None
-                if name in raw_responses
-                else _class(method.output_type).SerializeToString
-            ),
+            response_serializer=None if name in raw_responses else serializer,
         )
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
 
-def _with_parsed_request(method: _Method, kind: type[Message]) -> _Method:
-    """Returns a method that takes one serialised request, within the limits."""
+def _parsing(method: _Method, kind: type[Message]) -> _Method:
+    """Returns a method that parses one serialised request and checks its size."""
 
     async def call(data: bytes, context: Context) -> Any:
-        async with refusals(context):
-            request = parsed(kind, data)
-            check_request(request)
+        request = parsed(kind, data)
+        check_request(request)
         return await method(request, context)
 
-    # those that stream their responses write them to the context
+    # Methods with one request and a stream of responses write these to the context.
     assert not inspect.isasyncgenfunction(method)
     return call
 
 
-def _with_parsed_stream(method: _Method, kind: type[Message]) -> _Method:
-    """Returns a method that takes a stream of serialised requests.
-
-    Each is parsed where the method awaits it, so the method's own refusals answer.
-    """
+def _parsing_each(method: _Method, kind: type[Message]) -> _Method:
+    """Returns a method that parses each request of a stream when it is awaited."""
 
     async def call(stream: AsyncIterator[bytes], context: Context) -> Any:
         return await method(_parsed_each(kind, stream), context)

@@ -1,10 +1,10 @@
-"""Limits of requests, checked before anything is made of them.
+"""Limits the size of requests before they are processed.
 
-An empty entry of a repeated field takes two bytes of a message and a hundred times that
-in memory, as a Python object. So the server counts the entries of every repeated field
-while they are protobuf's own, which is compact, and rejects a request that has more
-than any client needs. ``COUNTS`` names each repeated field of each request: a test
-fails while one is missing.
+An empty entry of a repeated field takes two bytes of a message, but a hundred times
+that as a Python object. So the server counts the entries of every repeated field while
+they are in protobuf's compact form, and rejects a request with more than any client
+needs. ``COUNTS`` has each repeated field of each request; a test fails if one is
+missing.
 """
 
 from functools import cache
@@ -24,17 +24,17 @@ from storesvc.save.leaf_tables import MAX_LEAVES, MAX_PIECES, MAX_VALUES
 from storesvc_proto.v1 import tree_pb2
 
 MAX_SMALL_BYTES: Final = 256 << 10
-"""Bytes of a request that carries no table: twice the largest retention policy."""
+"""Maximum bytes of a request without a table: twice the largest retention policy."""
 
 MAX_PART_CHUNKS: Final = 1 << 18
-"""Rows of one part of a chunk table: a row takes 21 bytes at least, of 4 MiB."""
+"""Maximum rows in one part of a chunk table: a row takes at least 21 of 4 Mi bytes."""
 
 _MAX_FRAME_PIECES: Final = FRAME_BYTES // (CHECKSUM_BYTES + 1)
-"""As many of the smallest chunks as fit a frame."""
+"""The number of chunks of minimum size that fit into a frame."""
 
 _MAX_RULES: Final = MAX_SMALL_BYTES // 2
-"""As many as fit a request: ``retention.validation`` has the real limits, with errors
-of their own."""
+"""The number that fits into a request: ``retention.validation`` has the actual limits,
+with errors of their own."""
 
 LARGE: Final = frozenset(
     {
@@ -46,11 +46,11 @@ LARGE: Final = frozenset(
         "storesvc.v1.ReadChunksRequest",
     }
 )
-"""Requests that may be as large as a message can be."""
+"""Requests that may have the maximum size of a message."""
 
 COUNTS: Final = MappingProxyType(
     {
-        # one entry a leaf
+        # one entry per leaf
         "storesvc.v1.LeafTable.key": MAX_LEAVES,
         "storesvc.v1.LeafTable.path_kinds": MAX_LEAVES,
         "storesvc.v1.LeafTable.kind": MAX_LEAVES,
@@ -58,7 +58,7 @@ COUNTS: Final = MappingProxyType(
         "storesvc.v1.LeafTable.rank": MAX_LEAVES,
         "storesvc.v1.LeafTable.sharding": MAX_LEAVES,
         "storesvc.v1.LeafTable.prng_impl": MAX_LEAVES,
-        # one entry a dimension
+        # one entry per dimension
         "storesvc.v1.LeafTable.shape": MAX_LEAVES * MAX_RANK,
         "storesvc.v1.LeafTable.chunk_shape": MAX_LEAVES * MAX_RANK,
         "storesvc.v1.LeafTable.dtypes": MAX_VALUES,
@@ -83,7 +83,7 @@ COUNTS: Final = MappingProxyType(
         "storesvc.v1.ReadChunksRequest.chunk": MAX_READ_CHUNKS,
         "storesvc.v1.Upload.labels": MAX_ENTRIES,
         "storesvc.v1.Upload.metrics": MAX_ENTRIES,
-        # the server fills it in
+        # output only
         "storesvc.v1.Upload.unfinished_writers": 0,
         "storesvc.v1.Checkpoint.labels": MAX_ENTRIES,
         "storesvc.v1.Checkpoint.metrics": MAX_ENTRIES,
@@ -93,18 +93,18 @@ COUNTS: Final = MappingProxyType(
         "google.protobuf.FieldMask.paths": MAX_ENTRIES,
     }
 )
-"""Entries of each repeated field that a request may hold, in one message."""
+"""Maximum entries of each repeated field in one message of a request."""
 
 
 class _Field(NamedTuple):
-    """A field that is repeated, or holds one that is."""
+    """A repeated field, or a field with repeated fields inside."""
 
     name: str
     full_name: str
     limit: int | None
-    """None: it is not repeated."""
+    """Maximum entries; None: the field itself is not repeated."""
     inner: Descriptor | None
-    """None: its entries hold no repeated fields."""
+    """Message type of the entries; None: it has no repeated fields."""
 
 
 def check_request(request: Message) -> None:
@@ -129,11 +129,11 @@ def check_counts(message: Message, place: str = "") -> None:
 
     Args:
         message: The message.
-        place: Of its fields, for the error: a path that ends in a dot.
+        place: Path of its fields for the error, ending in a dot.
 
     Raises:
-        LimitExceededError: In a table.
-        InvalidFieldError: Elsewhere.
+        LimitExceededError: A field of a table has too many.
+        InvalidFieldError: Another field has too many.
     """
     for field in _counted(message.DESCRIPTOR):
         if field.limit is None:
@@ -165,7 +165,7 @@ def _table_fields() -> frozenset[str]:
 
 @cache
 def _counted(message: Descriptor) -> tuple[_Field, ...]:
-    """The fields of a message that are repeated, or hold repeated ones."""
+    """Returns the fields of a message that are repeated, or contain repeated ones."""
     found = []
     for field in message.fields:
         inner = _inner(field)
@@ -178,7 +178,7 @@ def _counted(message: Descriptor) -> tuple[_Field, ...]:
 
 
 def _inner(field: FieldDescriptor) -> Descriptor | None:
-    """The message type of a field, if it holds repeated fields at any depth."""
+    """Returns the message type of a field if it has repeated fields at any depth."""
     message: Descriptor | None = field.message_type
     if message is None or message.GetOptions().map_entry:
         return None
@@ -186,7 +186,7 @@ def _inner(field: FieldDescriptor) -> Descriptor | None:
 
 
 def holds_repeated(message: Descriptor) -> bool:
-    """Returns whether a message has a repeated field, at any depth."""
+    """Returns whether a message has a repeated field at any depth."""
     seen, left = set(), [message]
     while left:
         one = left.pop()

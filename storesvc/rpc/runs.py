@@ -1,4 +1,4 @@
-"""Calls that set runs up, and apply their retention policies."""
+"""Rpcs of runs and their retention policies."""
 
 from contextlib import aclosing
 from dataclasses import replace
@@ -9,7 +9,9 @@ from storesvc.format.names import RunName
 from storesvc.lifecycle.checkpoints import MAX_PURGE_DELAY
 from storesvc.retention.validation import check
 from storesvc.rpc import messages, requests
-from storesvc.rpc.boundary import Context, refusals, write
+from storesvc.rpc.boundary import Context
+from storesvc.rpc.paging import list_page
+from storesvc.rpc.streams import write
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
@@ -17,47 +19,62 @@ from storesvc_proto.v1 import retention_pb2
 
 
 class RunCalls:
-    """Sets runs up, and applies their retention policies."""
+    """Reads and updates runs, and applies their retention policies."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    _store: Store
+
+    async def ListRuns(
+        self, request: catalogue_api.ListRunsRequest, context: Context
+    ) -> catalogue_api.ListRunsResponse:
+        space, catalogue = requests.namespace_of(request.parent), self._store.catalogue
+        page = await list_page(
+            request,
+            request.parent,
+            find=lambda last, limit: catalogue.runs(space, after=last, limit=limit),
+            parse=RunName.parse,
+            key=str,
+            show=lambda _, run: messages.run_message(run),
+        )
+        return catalogue_api.ListRunsResponse(
+            runs=page.rows, damaged=page.damaged, next_page_token=page.token
+        )
+
+    async def GetRun(
+        self, request: catalogue_api.GetRunRequest, context: Context
+    ) -> catalogue_api.GetRunResponse:
+        summary = await self._store.catalogue.run(RunName.from_resource(request.name))
+        return catalogue_api.GetRunResponse(run=messages.run_message(summary))
 
     async def UpdateRun(
         self, request: catalogue_api.UpdateRunRequest, context: Context
     ) -> catalogue_api.UpdateRunResponse:
-        async with refusals(context):
-            name = RunName.from_resource(request.run.name)
-            write_id = requests.write_id_of(request)
-            record = await self._store.runs.update(
-                name, *change_of(request), etag=request.etag, write_id=write_id
-            )
-            summary = replace(await self._store.catalogue.run(name), record=record)
-            return catalogue_api.UpdateRunResponse(run=messages.run_message(summary))
-        raise AssertionError
+        name = RunName.from_resource(request.run.name)
+        write_id = requests.write_id_of(request)
+        record = await self._store.runs.update(
+            name, *change_of(request), etag=request.etag, write_id=write_id
+        )
+        summary = replace(await self._store.catalogue.run(name), record=record)
+        return catalogue_api.UpdateRunResponse(run=messages.run_message(summary))
 
-    async def ApplyRetention(  # as ReadChunks
+    async def ApplyRetention(
         self, request: catalogue_api.ApplyRetentionRequest, context: Context
     ) -> None:
-        async with refusals(context):
-            name, policy = RunName.from_resource(request.name), trial_policy(request)
-            retaining = self._store.retaining
-            pages = (
-                retaining.preview(name, policy)
-                if request.validate_only
-                else retaining.apply(name)
-            )
-            async with aclosing(pages):
-                async for page in pages:
-                    await write(context, messages.retention_response(page))
+        name, policy = RunName.from_resource(request.name), trial_policy(request)
+        retention = self._store.retention
+        is_trial = request.validate_only
+        pages = retention.preview(name, policy) if is_trial else retention.apply(name)
+        async with aclosing(pages):
+            async for page in pages:
+                await write(context, messages.retention_response(page))
 
 
 def change_of(
     request: catalogue_api.UpdateRunRequest,
 ) -> tuple[pb.RunRecord, list[RunField]]:
-    """Returns what UpdateRun sets, and which fields of it.
+    """Returns the values that UpdateRun sets, and the names of their fields.
 
     Raises:
-        InvalidFieldError: Naming the field.
+        InvalidFieldError: A field is invalid; names it.
         InvalidPolicyError: The policy breaks a bound.
         PolicyKeepsNothingError: The policy could keep no checkpoint.
     """
@@ -82,10 +99,10 @@ def change_of(
 def trial_policy(
     request: catalogue_api.ApplyRetentionRequest,
 ) -> retention_pb2.RetentionPolicy | None:
-    """Returns the policy that ApplyRetention is to try; None: that of the run.
+    """Returns the policy for ApplyRetention to try; None: the policy of the run.
 
     Raises:
-        InvalidFieldError: It would be applied, not tried.
+        InvalidFieldError: The request has a policy, but would apply it.
         InvalidPolicyError: It breaks a bound.
         PolicyKeepsNothingError: It could keep no checkpoint.
     """
@@ -93,8 +110,8 @@ def trial_policy(
         return None
     if not request.validate_only:
         raise InvalidFieldError(
-            "policy: expected validate_only with it; to apply it, make it the policy "
-            "of the run with UpdateRun first"
+            "policy: expected validate_only with it, got an apply; to apply a policy, "
+            "set it with UpdateRun first"
         )
     check(request.policy)
     return request.policy

@@ -1,4 +1,4 @@
-"""Turns the service's errors into gRPC statuses: the only place that does."""
+"""Translates the errors of the service into gRPC statuses; no other module does."""
 
 import asyncio
 import traceback
@@ -18,27 +18,27 @@ DOMAIN: Final = "storesvc"
 """``google.rpc.ErrorInfo.domain``."""
 
 MAX_MESSAGE_BYTES: Final = 1000
-"""Of a status: it travels in a header, twice, and gRPC drops headers above 8 KiB
-with all that they say."""
+"""Maximum bytes of a status message. It is sent twice in headers, and gRPC drops
+headers above 8 KiB completely."""
 
 MAX_METADATA_BYTES: Final = 200
-"""Of a value of ``ErrorInfo.metadata``."""
+"""Maximum bytes of a value of ``ErrorInfo.metadata``."""
 
 RETRY_SECONDS: Final[dict[type[errors.StoreError], int]] = {
     errors.StorageFullError: 60,
     errors.StorageUnavailableError: 1,
 }
-"""After how long the same call may succeed, where that is all that it takes."""
+"""Retry delays of errors that time alone may resolve."""
 
-_ANSWERED: Final = ("grpc-retry-pushback-ms", "-1")
-"""Has gRPC not repeat by itself what is answered: its last try may come too late, and
-then hides why those before failed. Callers, who see that, repeat it."""
+_NO_RETRY: Final = ("grpc-retry-pushback-ms", "-1")
+"""Disables gRPC's transparent retries of a failed call. Its last attempt could exceed
+the deadline and hide the cause; the client library retries itself."""
 
 _PREFIX: Final = "ERROR_REASON_"
 
 
 class Wire(NamedTuple):
-    """How an error goes over the wire."""
+    """The status code and the reason of an error."""
 
     code: int
     reason: "pb.ErrorReason.ValueType"
@@ -137,12 +137,12 @@ WIRE: Final[dict[type[errors.StoreError], Wire]] = {
 
 
 def reason_name(reason: "pb.ErrorReason.ValueType") -> str:
-    """Returns a reason as it stands in ``ErrorInfo.reason``."""
+    """Returns a reason as in ``ErrorInfo.reason``: without its prefix."""
     return pb.ErrorReason.Name(reason).removeprefix(_PREFIX)
 
 
 def status_of(error: errors.StoreError) -> status_pb2.Status:
-    """Returns the status that an error goes over the wire as."""
+    """Returns the status of an error."""
     wire = WIRE[type(error)]
     info = error_details_pb2.ErrorInfo(
         reason=reason_name(wire.reason),
@@ -163,14 +163,14 @@ def status_of(error: errors.StoreError) -> status_pb2.Status:
 
 
 def _retry_seconds(error: errors.StoreError) -> int | None:
-    """After how long the same call may succeed; None: time alone does not help."""
+    """Returns the retry delay of an error; None: a retry alone cannot succeed."""
     if isinstance(error, errors.LimitExceededError):
         return error.retry_seconds
     return RETRY_SECONDS.get(type(error))
 
 
 def _cut(text: str, size: int) -> str:
-    """A text of at most so many bytes; of a longer one its two ends."""
+    """Cuts a text to a maximum of bytes: keeps its start and its end."""
     data = text.encode(errors="replace")
     if len(data) <= size:
         return text
@@ -179,14 +179,14 @@ def _cut(text: str, size: int) -> str:
     return " ... ".join(end.decode(errors="ignore") for end in ends)
 
 
-async def refuse(
+async def abort(
     context: "grpc.aio.ServicerContext[object, object]", error: errors.StoreError
 ) -> NoReturn:
-    """Ends a call with an error."""
+    """Ends a call with the status of an error."""
     status = rpc_status.to_status(status_of(error))
     try:
         await context.abort(
-            status.code, status.details, (*status.trailing_metadata, _ANSWERED)
+            status.code, status.details, (*status.trailing_metadata, _NO_RETRY)
         )
     except grpc.aio.AbortError as e:
         task = asyncio.current_task()
@@ -197,11 +197,11 @@ async def refuse(
 
 
 def _clear(error: BaseException, _: "asyncio.Task[object]") -> None:
-    """Clears the frames that an error keeps alive once its call has ended.
+    """Clears the frames of an error after its call has ended.
 
-    gRPC keeps the error of an aborted call, whose frames refer to the call: such a
-    cycle would keep a rejected request in memory until the next full garbage
-    collection.
+    gRPC stores the error of an aborted call, and the frames of the error refer to the
+    call: the cycle would keep a rejected request in memory until the next full garbage
+    collection of Python.
     """
     seen: BaseException | None = error
     while seen is not None:

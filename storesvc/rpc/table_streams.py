@@ -1,8 +1,9 @@
-"""Streams that bring a table in parts: gathered without a place of the server.
+"""Receives the parts of a table from a stream, within a memory budget.
 
-A client may send its parts as slowly as ``LEAST_BYTES_PER_SECOND``. Meanwhile its
-stream holds nothing that others wait for but the bytes that came, of a budget from
-which the slowest are cut. Only the work after the last part takes a place.
+A client may send the parts as slowly as ``LEAST_BYTES_PER_SECOND``. While it sends, its
+stream holds only the bytes that have arrived, of a budget from which the slowest
+streams are cut off. Only the work after the last part holds the semaphore of the
+service.
 """
 
 import asyncio
@@ -11,8 +12,8 @@ from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from storesvc.errors import LimitExceededError, StalledError, StoreError
-from storesvc.rpc import boundary
-from storesvc.rpc.boundary import Context, PartedRequest, check_part, host_of, released
+from storesvc.rpc import streams
+from storesvc.rpc.boundary import Context, host_of
 from storesvc.rpc.message_budget import (
     LEAST_BYTES_PER_SECOND,
     RETRY_SECONDS,
@@ -20,12 +21,13 @@ from storesvc.rpc.message_budget import (
     Share,
 )
 from storesvc.rpc.request_limits import check_counts
+from storesvc.rpc.streams import PartedRequest, check_part, released
 
 T = TypeVar("T", bound=PartedRequest)
 
 
 class PartStream(Generic[T]):
-    """The messages of one stream behind its opening."""
+    """The messages of one stream after its opening."""
 
     def __init__(self, stream: AsyncIterator[T], part: str) -> None:
         self._stream = stream
@@ -36,16 +38,16 @@ class PartStream(Generic[T]):
     async def sharing(
         self, budget: MemoryBudget, context: Context
     ) -> AsyncIterator["PartStream[T]"]:
-        """Accounts what ``keep`` counts to a budget while the context lasts."""
+        """Accounts the bytes of ``keep`` to a budget while the context lasts."""
         with budget.share(host_of(context.peer())) as self._share:
             async with released(self._stream):
                 yield self
 
     async def keep(self, size_bytes: int) -> None:
-        """Counts bytes that are kept of the messages so far.
+        """Adds bytes of the received messages to the budget.
 
         Raises:
-            LimitExceededError: There is no room for them.
+            LimitExceededError: The budget has no memory for them.
         """
         assert self._share is not None
         await self._share.take(size_bytes)
@@ -54,16 +56,16 @@ class PartStream(Generic[T]):
         """Yields the messages.
 
         Raises:
-            LimitExceededError: A message has too many entries; or the client is slow,
-                and others wait.
-            InvalidFieldError: A message is of another part.
-            StalledError: The client is slower than any may be.
+            LimitExceededError: A message has too many entries, or the client is slow
+                while others wait for memory.
+            InvalidFieldError: A message has another part.
+            StalledError: The client is slower than permitted.
         """
         share = self._share
         assert share is not None
         clock = asyncio.get_running_loop().time
         while True:
-            grace = boundary.STALL_SECONDS + min(0.0, share.spare_seconds(clock()))
+            grace = streams.STALL_SECONDS + min(0.0, share.spare_seconds(clock()))
             try:
                 async with share.awaiting_client(grace):
                     message = await anext(self._stream)
@@ -80,11 +82,11 @@ class PartStream(Generic[T]):
 def _late(share: Share) -> StoreError:
     if share.is_cut:
         return LimitExceededError(
-            f"the stream sent less than {LEAST_BYTES_PER_SECOND} bytes a second, and "
-            "others waited for the memory of its table; send the table again",
+            f"the stream sent less than {LEAST_BYTES_PER_SECOND} bytes per second "
+            "while others waited for memory; send the table again",
             retry_seconds=RETRY_SECONDS,
         )
     return StalledError(
-        f"the stream sent nothing for {boundary.STALL_SECONDS:.0f} s, or less than "
-        f"{LEAST_BYTES_PER_SECOND} bytes a second; send its table in a new one"
+        f"the stream sent nothing for {streams.STALL_SECONDS:.0f} s, or less than "
+        f"{LEAST_BYTES_PER_SECOND} bytes per second; send its table in a new one"
     )

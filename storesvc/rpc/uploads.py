@@ -1,70 +1,112 @@
-"""Calls that write checkpoints."""
+"""Rpcs of the upload service: they write checkpoints."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from datetime import timedelta
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeVar
 
 from storesvc.call_timer import Stopwatch
 from storesvc.catalog.records import timestamp
-from storesvc.errors import InvalidFieldError
 from storesvc.fair_semaphore import FairSemaphore
-from storesvc.format.names import MAX_STEP, CheckpointName, RunName, UploadName
-from storesvc.format.wire import Frame
+from storesvc.format.names import RunName, UploadName
 from storesvc.rpc import messages, requests
-from storesvc.rpc.boundary import (
-    CALL_SECONDS,
-    Context,
-    Patience,
-    check_part,
-    first,
-    following,
-    host_of,
-    missing,
-    refusals,
-    released,
-    unexpected,
-)
+from storesvc.rpc.boundary import CALL_SECONDS, Context, host_of
 from storesvc.rpc.message_budget import MemoryBudget
-from storesvc.rpc.paging import page
-from storesvc.rpc.request_limits import check_counts
+from storesvc.rpc.paging import list_page
+from storesvc.rpc.streams import StreamTimeout, first, following, released
 from storesvc.rpc.table_streams import PartStream
-from storesvc.rpc.upload_requests import part_of
+from storesvc.rpc.upload_requests import (
+    new_upload,
+    opening_of,
+    part_of,
+    stored_parts,
+    upload_name,
+)
 from storesvc.save.table_parts import LeafParts, SumParts, unpacked
-from storesvc.save.uploads import DEFAULT_LEASE, NewUpload, OpenUpload
+from storesvc.save.uploads import OpenUpload
 from storesvc.store import Store
-from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as upload_api
 
 WORK_BYTES: Final = 384 << 20
-"""What the tables that are unpacked or checked at once take in memory, about."""
+"""Memory for tables that are unpacked or checked concurrently (an estimate)."""
 
 TABLES_BYTES: Final = 160 << 20
-"""Of the parts of tables that have come, of all streams."""
+"""Memory for the parts of tables that have arrived, over all streams."""
 
 PEER_BYTES: Final = TABLES_BYTES - (16 << 20)
-"""Of those of one peer: the largest table fits, and leaves room for usual ones."""
+"""The part of it that one peer may use: the largest table fits, and leaves room for
+tables of usual sizes."""
 
-MAX_WRITERS: Final = 65536
-MAX_LEASE: Final = timedelta(days=30)
+L = TypeVar("L", upload_api.BeginUploadRequest, upload_api.JoinUploadRequest)
 
 _log = logging.getLogger(__name__)
 
 
 class UploadService:
-    """Writes checkpoints; the requests that carry chunks are serialised still."""
+    """Writes checkpoints. WriteChunks receives serialised requests."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._work = FairSemaphore(WORK_BYTES, purpose="checks tables")
         self._tables = MemoryBudget(TABLES_BYTES, PEER_BYTES, purpose="tables")
 
+    async def BeginUpload(
+        self,
+        request_iterator: AsyncIterator[upload_api.BeginUploadRequest],
+        context: Context,
+    ) -> upload_api.BeginUploadResponse:
+        opening = await first(request_iterator, "upload")
+        name = upload_name(opening.parent, opening.request_id)
+        new = new_upload(name.run, opening.upload)
+        parts, stream = LeafParts(name, opening.leaf_count), request_iterator
+        async with self._leaf_table(parts, stream, context):
+            table, digests = parts.joined(), parts.digests
+            record = await self._store.uploads.begin(name, new, table, digests)
+        upload = messages.upload_message(name, record)
+        return upload_api.BeginUploadResponse(upload=upload)
+
+    async def JoinUpload(
+        self,
+        request_iterator: AsyncIterator[upload_api.JoinUploadRequest],
+        context: Context,
+    ) -> upload_api.JoinUploadResponse:
+        opening = await first(request_iterator, "open")
+        join, name = opening.open, UploadName.from_resource(opening.open.upload)
+        requests.check_writer("open.writer", join.writer, join.writer_count)
+        parts, stream = LeafParts(name, opening.leaf_count), request_iterator
+        async with self._leaf_table(parts, stream, context):
+            record = await self._store.uploads.join(
+                name,
+                writer=join.writer,
+                writer_count=join.writer_count,
+                table=parts.joined(),
+                digests=parts.digests,
+            )
+        upload = messages.upload_message(name, record)
+        return upload_api.JoinUploadResponse(upload=upload)
+
     @asynccontextmanager
-    async def _worked(self, context: Context, weight_bytes: int) -> AsyncIterator[None]:
-        """Bounds what the work on tables takes: memory, and time."""
+    async def _leaf_table(
+        self,
+        parts: LeafParts,
+        stream: AsyncIterator[L],
+        context: Context,
+    ) -> AsyncIterator[None]:
+        """Receives the parts of a leaf table; permits work on it inside the context."""
+        rows = PartStream(stream, "leaves")
+        async with rows.sharing(self._tables, context):
+            async for message in rows:
+                await rows.keep(parts.add(message.leaves, message.leaf_digests))
+            async with self._working(context, parts.weight_bytes):
+                yield
+
+    @asynccontextmanager
+    async def _working(
+        self, context: Context, weight_bytes: int
+    ) -> AsyncIterator[None]:
+        """Limits the memory and the time of the work on tables inside the context."""
         peer = host_of(context.peer())
         async with (
             self._work.held(peer, weight=weight_bytes),
@@ -72,93 +114,32 @@ class UploadService:
         ):
             yield
 
-    async def BeginUpload(
-        self,
-        request_iterator: AsyncIterator[upload_api.BeginUploadRequest],
-        context: Context,
-    ) -> upload_api.BeginUploadResponse:
-        async with refusals(context):
-            opening = await first(request_iterator, "upload")
-            name = upload_name(opening.parent, opening.request_id)
-            new = new_upload(name.run, opening.upload)
-            parts = LeafParts(name, opening.leaf_count)
-            stream = PartStream(request_iterator, "leaves")
-            async with stream.sharing(self._tables, context):
-                async for message in stream:
-                    await stream.keep(parts.add(message.leaves, message.leaf_digests))
-                async with self._worked(context, parts.weight_bytes):
-                    record = await self._store.uploads.begin(
-                        name, new, parts.joined(), parts.digests
-                    )
-            return upload_api.BeginUploadResponse(
-                upload=messages.upload_message(name, record)
-            )
-        raise AssertionError
-
-    async def JoinUpload(
-        self,
-        request_iterator: AsyncIterator[upload_api.JoinUploadRequest],
-        context: Context,
-    ) -> upload_api.JoinUploadResponse:
-        async with refusals(context):
-            opening = await first(request_iterator, "open")
-            join = opening.open
-            name = UploadName.from_resource(join.upload)
-            requests.check_writer("open.writer", join.writer, join.writer_count)
-            parts = LeafParts(name, opening.leaf_count)
-            stream = PartStream(request_iterator, "leaves")
-            async with stream.sharing(self._tables, context):
-                async for message in stream:
-                    await stream.keep(parts.add(message.leaves, message.leaf_digests))
-                async with self._worked(context, parts.weight_bytes):
-                    record = await self._store.uploads.join(
-                        name,
-                        writer=join.writer,
-                        writer_count=join.writer_count,
-                        table=parts.joined(),
-                        digests=parts.digests,
-                    )
-            return upload_api.JoinUploadResponse(
-                upload=messages.upload_message(name, record)
-            )
-        raise AssertionError
-
     async def GetUpload(
         self, request: upload_api.GetUploadRequest, context: Context
     ) -> upload_api.GetUploadResponse:
-        async with refusals(context):
-            name = UploadName.from_resource(request.name)
-            fate = await self._store.upload_statuses.get(name)
-            return upload_api.GetUploadResponse(upload=messages.fate_message(fate))
-        raise AssertionError
+        fate = await self._store.upload_statuses.get(
+            UploadName.from_resource(request.name)
+        )
+        return upload_api.GetUploadResponse(upload=messages.fate_message(fate))
 
     async def ListUploads(
         self, request: upload_api.ListUploadsRequest, context: Context
     ) -> upload_api.ListUploadsResponse:
-        async with refusals(context):
-            runs = await self._runs_of(request.parent)
-            size = requests.page_size(request.page_size)
-            listed = f"{request.parent}/uploads"
-            last = requests.last_of_page(
-                listed, request.page_token, UploadName.from_resource
-            )
-            found = await self._store.upload_statuses.list_live(
-                runs, after=last, limit=size + 1
-            )
-            made = page(
-                listed,
-                found,
-                size=size,
-                key=attrgetter("resource"),
-                show=lambda _, fate: messages.fate_message(fate),
-            )
-            return upload_api.ListUploadsResponse(
-                uploads=made.rows, damaged=made.damaged, next_page_token=made.token
-            )
-        raise AssertionError
+        runs, uploads = await self._runs_of(request.parent), self._store.upload_statuses
+        page = await list_page(
+            request,
+            f"{request.parent}/uploads",
+            find=lambda last, limit: uploads.list_live(runs, after=last, limit=limit),
+            parse=UploadName.from_resource,
+            key=attrgetter("resource"),
+            show=lambda _, fate: messages.fate_message(fate),
+        )
+        return upload_api.ListUploadsResponse(
+            uploads=page.rows, damaged=page.damaged, next_page_token=page.token
+        )
 
     async def _runs_of(self, parent: str) -> list[RunName]:
-        """The runs below a parent; a run that there may not be is one, too."""
+        """Returns the runs below a parent; a single run need not exist."""
         if "/runs/" in parent:
             return [RunName.from_resource(parent)]
         return await self._store.catalogue.run_names(requests.namespace_of(parent))
@@ -166,91 +147,89 @@ class UploadService:
     async def KeepUploadAlive(
         self, request: upload_api.KeepUploadAliveRequest, context: Context
     ) -> upload_api.KeepUploadAliveResponse:
-        async with refusals(context):
-            name = UploadName.from_resource(request.name)
-            upload = await self._store.uploads.open(name, request.epoch)
-            until = await self._store.uploads.renew(upload)
-            return upload_api.KeepUploadAliveResponse(expire_time=timestamp(until))
-        raise AssertionError
+        name = UploadName.from_resource(request.name)
+        upload = await self._store.uploads.open(name, request.epoch)
+        until = await self._store.uploads.renew(upload)
+        return upload_api.KeepUploadAliveResponse(expire_time=timestamp(until))
 
     async def FindChunks(
         self,
         request_iterator: AsyncIterator[upload_api.FindChunksRequest],
         context: Context,
     ) -> AsyncIterator[upload_api.FindChunksResponse]:
-        async with refusals(context):
-            opening = await first(request_iterator, "open")
-            upload = await self._open(opening.open)
-            parts = (
-                await asyncio.to_thread(unpacked, message.chunks)
-                async for message in following(request_iterator, "chunks")
-            )
-            found = self._store.receipts.find(upload, opening.open.writer, parts)
-            async with released(request_iterator), aclosing(found):
-                async for ordinals in found:
-                    yield upload_api.FindChunksResponse(found=ordinals.tolist())
+        opening = await first(request_iterator, "open")
+        upload = await self._open(opening.open)
+        parts = (
+            await asyncio.to_thread(unpacked, message.chunks)
+            async for message in following(request_iterator, "chunks")
+        )
+        found = self._store.receipts.find(upload, opening.open.writer, parts)
+        async with released(request_iterator), aclosing(found):
+            async for ordinals in found:
+                yield upload_api.FindChunksResponse(found=ordinals.tolist())
 
     async def WriteChunks(
         self,
         request_iterator: AsyncIterator[bytes],
         context: Context,
     ) -> AsyncIterator[upload_api.WriteChunksResponse]:
-        async with refusals(context):
-            watch, patience = Stopwatch(), Patience()
-            coming = watch.waits("client", request_iterator)
-            arriving = (part_of(each) async for each in patience.with_each(coming))
-            opening = await anext(arriving, None)
-            if opening is None:
-                raise missing("open")
-            if isinstance(opening, Frame):
-                raise unexpected("open", "frame")
-            check_part(opening, "open")
-            upload = await self._open(opening.open)
-            written = self._store.receiver.write(
-                upload,
-                opening.open.writer,
-                _stored_parts(arriving),
-                watch,
-                # a client without free memory sends nothing before it is acknowledged
-                storing=patience.renew,
-                peer=host_of(context.peer()),
-            )
-            async with aclosing(written):
-                async for count in written:
-                    yield upload_api.WriteChunksResponse(durable_count=count)
-            _log.info(
-                "WriteChunks %s@%d: %s", upload.name.run, upload.record.step, watch
-            )
+        watch, timeout = Stopwatch(), StreamTimeout()
+        arriving = timeout.limit(watch.waits("client", request_iterator))
+        parts = (part_of(each) async for each in arriving)
+        opening = await opening_of(parts)
+        upload = await self._open(opening)
+        written = self._store.receiver.write(
+            upload,
+            opening.writer,
+            stored_parts(parts),
+            watch,
+            # A client without free buffers sends nothing until it gets an
+            # acknowledgement, so it is not late while the server stores a batch.
+            storing=timeout.renew,
+            peer=host_of(context.peer()),
+        )
+        async with aclosing(written):
+            async for count in written:
+                yield upload_api.WriteChunksResponse(durable_count=count)
+        _log.info("WriteChunks %s@%d: %s", upload.name.run, upload.record.step, watch)
 
     async def FinishWriter(
         self,
         request_iterator: AsyncIterator[upload_api.FinishWriterRequest],
         context: Context,
     ) -> upload_api.FinishWriterResponse:
-        async with refusals(context):
-            opening = await first(request_iterator, "open")
-            upload = await self._open(opening.open)
-            parts = SumParts(upload.tree, opening.chunk_count)
-            stream = PartStream(request_iterator, "chunks")
-            async with stream.sharing(self._tables, context):
-                async for message in stream:
-                    kept = await asyncio.to_thread(parts.add, message.chunks)
-                    await stream.keep(kept)
-                async with self._worked(context, parts.weight_bytes):
-                    sums = await asyncio.to_thread(parts.joined)
-                    places = await self._store.receipts.finish(
-                        upload, opening.open.writer, sums
-                    )
-                    left = await self._unfinished_count(upload)
-            return upload_api.FinishWriterResponse(
-                chunk_count=len(sums),
-                stored_bytes=int(places.length.sum()),
-                unfinished_writer_count=left,
+        opening = await first(request_iterator, "open")
+        upload = await self._open(opening.open)
+        parts = SumParts(upload.tree, opening.chunk_count)
+        async with self._receipt(parts, request_iterator, context):
+            sums = await asyncio.to_thread(parts.joined)
+            places = await self._store.receipts.finish(
+                upload, opening.open.writer, sums
             )
-        raise AssertionError
+            left = await self._unfinished_count(upload)
+        return upload_api.FinishWriterResponse(
+            chunk_count=len(sums),
+            stored_bytes=int(places.length.sum()),
+            unfinished_writer_count=left,
+        )
+
+    @asynccontextmanager
+    async def _receipt(
+        self,
+        parts: SumParts,
+        stream: AsyncIterator[upload_api.FinishWriterRequest],
+        context: Context,
+    ) -> AsyncIterator[None]:
+        """Receives the parts of a receipt; permits work on it inside the context."""
+        rows = PartStream(stream, "chunks")
+        async with rows.sharing(self._tables, context):
+            async for message in rows:
+                await rows.keep(await asyncio.to_thread(parts.add, message.chunks))
+            async with self._working(context, parts.weight_bytes):
+                yield
 
     async def _unfinished_count(self, upload: OpenUpload) -> int:
-        """How many writers have not finished, for one that has."""
+        """Returns the number of unfinished writers, after one has finished."""
         count = upload.record.writer_count
         if count == 1:
             return 0
@@ -259,99 +238,24 @@ class UploadService:
     async def CommitUpload(
         self, request: upload_api.CommitUploadRequest, context: Context
     ) -> upload_api.CommitUploadResponse:
-        async with refusals(context):
-            name, watch = UploadName.from_resource(request.name), Stopwatch()
-            record = await self._store.commits.commit(name, request.epoch)
-            self._store.recent.add(name.run)
-            watch.size_bytes = record.stored_bytes
-            _log.info("CommitUpload %s@%d: %s", name.run, record.step, watch)
-            return upload_api.CommitUploadResponse(
-                checkpoint=messages.checkpoint_message(name.run, record)
-            )
-        raise AssertionError
+        name, watch = UploadName.from_resource(request.name), Stopwatch()
+        record = await self._store.commits.commit(name, request.epoch)
+        self._store.recent_commits.add(name.run)
+        watch.size_bytes = record.stored_bytes
+        _log.info("CommitUpload %s@%d: %s", name.run, record.step, watch)
+        checkpoint = messages.checkpoint_message(name.run, record)
+        return upload_api.CommitUploadResponse(checkpoint=checkpoint)
 
     async def AbortUpload(
         self, request: upload_api.AbortUploadRequest, context: Context
     ) -> upload_api.AbortUploadResponse:
-        async with refusals(context):
-            await self._store.uploads.abort(UploadName.from_resource(request.name))
-            return upload_api.AbortUploadResponse()
-        raise AssertionError
+        await self._store.uploads.abort(UploadName.from_resource(request.name))
+        return upload_api.AbortUploadResponse()
 
     async def _open(self, ref: upload_api.WriterRef) -> OpenUpload:
+        """Returns the open upload of a writer; rejects an invalid writer index."""
         upload = await self._store.uploads.open(
             UploadName.from_resource(ref.upload), ref.epoch
         )
         requests.check_writer("open.writer", ref.writer, upload.record.writer_count)
         return upload
-
-
-def new_upload(run: RunName, upload: upload_api.Upload) -> NewUpload:
-    """Returns what BeginUpload asks for.
-
-    Raises:
-        InvalidFieldError: Naming the field.
-    """
-    if not 0 <= upload.step <= MAX_STEP:
-        raise InvalidFieldError(f"upload.step: expected 0 or more, got {upload.step}")
-    if not 1 <= upload.writer_count <= MAX_WRITERS:
-        raise InvalidFieldError(
-            f"upload.writer_count: expected 1 to {MAX_WRITERS}, got "
-            f"{upload.writer_count}"
-        )
-    lease = requests.duration(
-        "upload.lease_duration", upload.lease_duration, most=MAX_LEASE
-    )
-    requests.check_entries("upload.labels", upload.labels)
-    requests.check_entries("upload.metrics", upload.metrics)
-    return NewUpload(
-        step=upload.step,
-        writer_count=upload.writer_count,
-        labels=dict(sorted(upload.labels.items())),
-        metrics=dict(sorted(upload.metrics.items())),
-        lease=lease or DEFAULT_LEASE,
-        base=base_of(run, upload.base),
-        owner=requests.checked_owner("upload.owner", upload.owner),
-        body=upload.SerializeToString(deterministic=True),
-    )
-
-
-def base_of(run: RunName, base: str) -> CheckpointName | None:
-    """Returns the checkpoint whose chunks an upload may claim.
-
-    Raises:
-        InvalidFieldError: It is of another run.
-    """
-    if not base:
-        return None
-    name = CheckpointName.from_resource(base)
-    if name.run != run:
-        raise InvalidFieldError(
-            f"upload.base: expected a checkpoint of {run}, got {name}; bytes are not "
-            "shared between runs"
-        )
-    return name
-
-
-def upload_name(parent: str, request_id: str) -> UploadName:
-    """Returns the name of the upload that a request id stands for.
-
-    Raises:
-        InvalidFieldError: The id is not a UUID in its usual form.
-    """
-    hex_id = requests.checked_request_id(request_id).replace("-", "")
-    return UploadName(RunName.from_resource(parent), hex_id)
-
-
-async def _stored_parts(
-    arriving: AsyncIterator[Frame | upload_api.WriteChunksRequest],
-) -> AsyncIterator[Frame | tree_pb2.ChunkTable]:
-    """What the following messages of a stream bring."""
-    async for request in arriving:
-        if isinstance(request, Frame):
-            check_counts(request.columns)
-            yield request
-        else:
-            check_part(request, "frame", "placed")
-            check_counts(request)
-            yield request.placed

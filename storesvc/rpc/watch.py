@@ -1,38 +1,37 @@
-"""Calls that watch."""
+"""Rpcs that watch checkpoints."""
 
 from contextlib import aclosing
 
 from storesvc.errors import InvalidFieldError
 from storesvc.format.names import RunName
 from storesvc.rpc import messages, requests
-from storesvc.rpc.boundary import Context, refusals, write
+from storesvc.rpc.boundary import Context
+from storesvc.rpc.streams import write
 from storesvc.store import Store
 from storesvc_proto.v1 import checkpoint_service_pb2 as catalogue_api
 
 
 class WatchCalls:
-    """Streams what happens to checkpoints."""
+    """Streams the events of checkpoints."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    _store: Store
 
-    async def WatchCheckpoints(  # as ReadChunks
+    async def WatchCheckpoints(
         self, request: catalogue_api.WatchCheckpointsRequest, context: Context
     ) -> None:
-        async with refusals(context):
-            of = watched(request.parent)
-            watch = self._store.watcher.watch(of, request.resume_token)
-            async with aclosing(watch):
-                async for told in watch:
-                    await write(context, messages.told_message(told))
+        scope = watched(request.parent)
+        watch = self._store.watcher.watch(scope, request.resume_token)
+        async with aclosing(watch):
+            async for event in watch:
+                await write(context, messages.watch_message(event))
 
 
 def watched(parent: str) -> RunName | str:
-    """Returns the run or the namespace that a watch is of.
+    """Returns the run or the namespace to watch.
 
     Raises:
-        InvalidFieldError: It is neither, or all namespaces.
-        InvalidNameError: The name breaks the rules.
+        InvalidFieldError: The parent is neither, or is all namespaces.
+        InvalidNameError: The name is invalid.
     """
     if "/runs/" in parent:
         return RunName.from_resource(parent)
@@ -40,6 +39,6 @@ def watched(parent: str) -> RunName | str:
     if namespace is None:
         raise InvalidFieldError(
             f"parent {parent!r}: expected one namespace, or a run of it; watch each "
-            "namespace by itself"
+            "namespace separately"
         )
     return namespace

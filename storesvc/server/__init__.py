@@ -2,6 +2,6 @@
 
 It may import everything of the service, and nothing of the service imports it.
 
-Begin with `process.py`, what `storectl serve` runs, or `embedded.py`, a server inside
-the process of its client; both start `app.py`.
+Start with `process.py`, which `storectl serve` runs, or with `embedded.py`, a server
+inside the client's process; both start `app.py`.
 """

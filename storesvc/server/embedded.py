@@ -1,8 +1,8 @@
-"""A server inside the process of its client.
+"""Runs a server inside the process of its client.
 
-Same services, same contract; only the address differs: a Unix socket in a
-directory that no other user may enter. All embedded servers of a process share
-one event loop, because gRPC's asyncio polls for one loop a process.
+It has the same services and the same contract; only the address differs: a Unix socket
+in a directory that only this user can enter. All embedded servers of a process share
+one event loop, because gRPC's asyncio polls for one loop per process.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class StartError(Exception):
-    """The store cannot be opened; ``reason`` is that of the contract."""
+    """The store cannot be opened; ``reason`` is an `ErrorReason` name."""
 
     def __init__(self, error: StoreError) -> None:
         super().__init__(str(error))
@@ -32,57 +32,57 @@ class StartError(Exception):
 
 
 class EmbeddedServer:
-    """Serves the store at a root to this process alone."""
+    """Serves the store at a root to this process only."""
 
     def __init__(self, root: str, *, timeout: float) -> None:
-        """Starts serving.
+        """Starts the server.
 
         Args:
-            root: Of the store; one is made where there is none.
-            timeout: Seconds that it may take to open it.
+            root: URI of the store; a store is created if there is none.
+            timeout: Maximum seconds to open the store.
 
         Raises:
-            StartError: The root is not a URI of a storage we know, the store is
-                in an unknown format, or the storage does not answer.
+            StartError: The root is not a URI of a supported storage, the store's format
+                is unknown, or the storage did not answer.
         """
-        # goes with the object at the latest, should nobody close it
+        # Removed with the object at the latest, in case it is never closed.
         self._directory = tempfile.TemporaryDirectory(prefix="storesvc-")
         self._stack = AsyncExitStack()
         self.address = f"unix:{self._directory.name}/socket"
         try:
             _run(self._start(root, timeout))
-        except BaseException as e:  # Ctrl-C too
+        except BaseException as e:  # KeyboardInterrupt too
             self.close()
             if isinstance(e, StoreError):
                 raise StartError(e) from e
             raise
 
     def close(self) -> None:
-        """Drains and stops."""
+        """Drains and stops the server."""
         _run(self._stack.aclose())
         self._directory.cleanup()
 
     async def _start(self, root: str, seconds: float) -> None:
-        async with _answering(root, seconds):
+        async with _storage_timeout(root, seconds):
             store = await app.open_store(root)
         await self._stack.enter_async_context(app.running(store, self.address))
         await self._stack.enter_async_context(collecting(store, DEFAULT_INTERVAL))
 
 
 def holds_store(root: str, *, timeout: float) -> bool:
-    """Returns whether a store is at a root; makes none.
+    """Returns whether a store exists at a root; creates none.
 
     Args:
-        root: Where to look.
-        timeout: Seconds that it may take.
+        root: URI to check.
+        timeout: Maximum seconds.
 
     Raises:
-        StartError: The root is not a URI of a storage we know, or the storage does
-            not answer.
+        StartError: The root is not a URI of a supported storage, or the storage did not
+            answer.
     """
 
     async def look() -> bool:
-        async with _answering(root, timeout):
+        async with _storage_timeout(root, timeout):
             bucket = await KvBucket.open(root)
             return await bucket.read(layout.STORE) is not None
 
@@ -93,15 +93,19 @@ def holds_store(root: str, *, timeout: float) -> bool:
 
 
 @asynccontextmanager
-async def _answering(root: str, seconds: float) -> AsyncIterator[None]:
-    """Ends what asks a storage inside once it takes too long."""
+async def _storage_timeout(root: str, seconds: float) -> AsyncIterator[None]:
+    """Limits the time of the storage calls inside.
+
+    Raises:
+        StorageUnavailableError: They took longer.
+    """
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as e:
         raise StorageUnavailableError(
             f"{root.partition('?')[0]}: the storage did not answer within "
-            f"{seconds:g} s; try again, or allow more time"
+            f"{seconds:g} s; retry, or allow more time"
         ) from e
 
 
@@ -125,5 +129,5 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return running.result()
     except BaseException:
-        running.cancel()  # Ctrl-C: nobody waits for it any more
+        running.cancel()  # KeyboardInterrupt: no caller waits for the result any more
         raise

@@ -1,12 +1,12 @@
-"""Collecting, by itself: a server that looks after its store from time to time.
+"""Runs garbage collection in the background of a server.
 
-Of several servers of one store one does the work: the one that holds the lease in the
-bucket, which it renews while it works. That only saves the others the work; nothing
-depends on it. The lease is over for another server once that has seen it unchanged for
-two of its intervals.
+Of several servers of one store, only the holder of a lease in the bucket collects; it
+renews the lease while it works. The lease only saves duplicate work; safety does not
+depend on it. Another server may take the lease once it has seen it unchanged for two of
+its own intervals.
 
-Beside the passes over all runs, the retention policy of a run is applied soon after a
-checkpoint was committed here, so that "the latest 3" are not many more for long.
+In addition, the retention policy of a run is applied soon after a
+commit in this process, so that "the latest 3" does not exceed three for long.
 """
 
 import asyncio
@@ -22,37 +22,39 @@ from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.errors import StoreError
 from storesvc.format import layout
 from storesvc.format.names import RunName
-from storesvc.gc.collector import DEFAULT_GRACE, Patience
+from storesvc.gc.collector import DEFAULT_GRACE, FailureLimit
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_INTERVAL: Final = timedelta(minutes=10)
-"""Between passes over all runs."""
+"""Interval between two collections of all runs."""
 
 _RENEWAL_SECONDS: Final = 60.0
 _RELEASE_SECONDS: Final = 2.0
 _SETTLING_SECONDS: Final = 2.0
-"""After a commit: the next ones of a fast job are looked at with it."""
+"""Delay after a commit: further commits of a fast job are handled with it."""
 
 _log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
 async def collecting(store: Store, interval: timedelta) -> AsyncIterator[None]:
-    """Collects the garbage of a store while the context lasts; ends at once.
+    """Collects the garbage of a store while the context lasts.
+
+    Leaving the context cancels a pass in progress; the next one continues it.
 
     Args:
         store: The store.
-        interval: Between passes, and before the first; 0: never.
+        interval: Interval between passes, and before the first one; 0: none.
     """
     if not interval:
         yield
         return
     lease = Lease(store, length=2 * interval)
     tasks = [
-        asyncio.create_task(_pass_after_pass(store, lease, interval)),
-        asyncio.create_task(_look_after_commits(store)),
+        asyncio.create_task(_collect_periodically(store, lease, interval)),
+        asyncio.create_task(_apply_retention_after_commits(store)),
     ]
     try:
         yield
@@ -64,7 +66,7 @@ async def collecting(store: Store, interval: timedelta) -> AsyncIterator[None]:
 
 
 class Lease:
-    """The lease of the process that collects the garbage of a store."""
+    """The lease of the one process that collects the garbage of a store."""
 
     def __init__(self, store: Store, *, length: timedelta) -> None:
         self._store = store
@@ -74,7 +76,7 @@ class Lease:
         self._renewals = 0
 
     async def take(self) -> bool:
-        """Takes it, or renews it; False: another process works."""
+        """Takes or renews the lease; returns False if another process holds it."""
         found = await read_record(
             self._store.bucket, layout.COLLECTOR, pb.CollectorRecord
         )
@@ -86,7 +88,7 @@ class Lease:
             renewals=self._renewals,
             renew_time=timestamp(self._store.clock.now()),
         )
-        with suppress(PreconditionError):  # another process was faster
+        with suppress(PreconditionError):  # another process took it first
             await write_record(
                 self._store.bucket,
                 layout.COLLECTOR,
@@ -97,13 +99,14 @@ class Lease:
         return False
 
     async def keep(self) -> None:
-        """Renews it from time to time, until another process has it."""
+        """Renews the lease periodically until another process holds it."""
         pause = min(_RENEWAL_SECONDS, self._length.total_seconds() / 4)
-        while await self.take():  # noqa: ASYNC110 - it waits for no event of ours
+        while await self.take():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(pause)
 
     async def release(self) -> None:
-        """Gives it up, so that the next process need not wait for it to be over."""
+        """Deletes the lease, so that the next process need not wait for it to
+        expire."""
         if not self._renewals:
             return
         with suppress(StoreError, PreconditionError, TimeoutError):
@@ -117,7 +120,7 @@ class Lease:
                     )
 
     def _is_free(self, record: pb.CollectorRecord) -> bool:
-        """Whether it is ours, or nobody's any more."""
+        """Returns whether this process holds the lease, or it has expired."""
         is_over = self._observations.is_over(
             layout.COLLECTOR,
             record.SerializeToString(deterministic=True),
@@ -129,55 +132,57 @@ class Lease:
         return is_over or record.owner == self._owner
 
 
-async def _pass_after_pass(store: Store, lease: Lease, interval: timedelta) -> None:
+async def _collect_periodically(
+    store: Store, lease: Lease, interval: timedelta
+) -> None:
     while True:
         await asyncio.sleep(interval.total_seconds())
         with _logged("a pass over all runs"):
             if await lease.take():
-                await _pass(store, lease)
+                await _collect_all(store, lease)
 
 
-async def _pass(store: Store, lease: Lease) -> None:
-    """Makes one pass over all runs; what fails in one of them keeps no other."""
-    keeping = asyncio.create_task(lease.keep())
+async def _collect_all(store: Store, lease: Lease) -> None:
+    """Makes one pass over all runs; an error in one run does not stop the others."""
+    renewal = asyncio.create_task(lease.keep())
     try:
-        runs, patience = await store.catalogue.run_names(None), Patience()
+        runs, failures = await store.catalogue.run_names(None), FailureLimit()
         for run in runs:
             with _logged(f"the collection of {run}"):
-                await _collect(store, run, patience)
-            if patience.is_over:
-                _log.warning("a pass over all runs was given up at %s", run)
+                await _collect(store, run, failures)
+            if failures.is_reached:
+                _log.warning("a pass over all runs was abandoned at %s", run)
                 return
         for namespace in sorted({run.namespace for run in runs}):
             with _logged(f"the trimming of the journal of {namespace}"):
                 await store.collector.trim([namespace])
     finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        renewal.cancel()
+        await asyncio.gather(renewal, return_exceptions=True)
 
 
-async def _collect(store: Store, run: RunName, patience: Patience) -> None:
+async def _collect(store: Store, run: RunName, failures: FailureLimit) -> None:
     async for progress in store.collector.collect(run, grace=DEFAULT_GRACE):
-        patience.note(progress)
+        failures.record(progress)
         if progress.is_done:
             _log.debug("%s", progress)
 
 
-async def _look_after_commits(store: Store) -> None:
+async def _apply_retention_after_commits(store: Store) -> None:
     while True:
-        await store.recent.wait()
+        await store.recent_commits.wait()
         await asyncio.sleep(_SETTLING_SECONDS)
-        for run in store.recent.take():
+        for run in store.recent_commits.take():
             with _logged(f"retention after a commit to {run}"):
                 await store.collector.retain(run)
 
 
 @contextmanager
 def _logged(what: str) -> Iterator[None]:
-    """Ends what fails inside, and says so; the next time it may work."""
+    """Logs an error raised inside instead of propagating it; the next pass retries."""
     try:
         yield
     except StoreError as e:
         _log.warning("%s ended early: %s", what, e)
-    except Exception:  # noqa: BLE001 - a boundary: the next pass may work
-        _log.exception("%s ended early, by a bug; please report it", what)
+    except Exception:  # noqa: BLE001 - a boundary: the next pass may succeed
+        _log.exception("%s ended early because of a bug; please report it", what)

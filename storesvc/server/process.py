@@ -1,4 +1,4 @@
-"""Serving: the server as a process, or as several that share a port."""
+"""Runs the server as one process, or as several that share a port."""
 
 import asyncio
 import logging
@@ -32,45 +32,45 @@ from storesvc.server.workers import Lifeline, supervise
 from storesvc.storage.location import is_writable, storage_at
 
 END_SECONDS: Final = NOTICE_SECONDS + DRAIN_SECONDS + 5.0
-"""After SIGTERM: what has not returned by then never does, as a call for a file on a
-network that is gone."""
+"""Maximum time from SIGTERM to the end of the process. A storage call that has not
+returned by then never returns, such as one for a file on a lost network mount."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What a server serves, and where."""
+    """Configuration of a server."""
 
     root: str
-    """``file:///PATH``, ``memory://``, ``gs://BUCKET/PREFIX`` or
+    """URI of the store: ``file:///PATH``, ``memory://``, ``gs://BUCKET/PREFIX`` or
     ``s3://BUCKET/PREFIX``."""
     host: str
-    """The address to bind."""
+    """Address to bind."""
     port: int
-    """The port to bind; 0 takes a free one."""
+    """Port to bind; 0 picks a free one."""
     tls: Tls | None
-    """The server's certificates; None serves plaintext."""
+    """Certificates of the server; None serves plaintext."""
     gc_interval: timedelta = DEFAULT_INTERVAL
-    """Between passes that collect garbage; 0: none by itself."""
+    """Interval between garbage collections; 0: none in the background."""
     is_read_only: bool = False
-    """Whether calls that change the store are rejected, and it collects nothing."""
+    """True to reject calls that change the store, and to collect nothing."""
 
     @property
     def address(self) -> str:
-        """What to bind, as gRPC writes it."""
+        """Address and port to bind, in gRPC's notation."""
         is_bare = ":" in self.host and not self.host.startswith("[")
         return f"[{self.host}]:{self.port}" if is_bare else f"{self.host}:{self.port}"
 
     def check(self, *, insecure: bool) -> None:
-        """Refuses what must not be served.
+        """Rejects an unsafe or invalid configuration.
 
         Args:
-            insecure: Whether plaintext may be served to other machines.
+            insecure: True to permit plaintext for other machines.
 
         Raises:
-            InvalidFieldError: It would be open to other machines, or the interval
-                cannot be.
+            InvalidFieldError: Other machines could connect in plaintext, or the
+                interval is negative.
         """
         if self.gc_interval < timedelta(0):
             raise InvalidFieldError(
@@ -79,9 +79,9 @@ class Serving:
             )
         if not (self.tls or insecure or is_loopback(self.host)):
             raise InvalidFieldError(
-                f"host {self.host}: expected a loopback address or TLS, because anyone "
-                "who reaches a plaintext server can read and write its store; give a "
-                "certificate and its key, or --insecure"
+                f"host {self.host}: expected a loopback address or TLS, because "
+                "plaintext lets any peer read and write the store; pass --tls-cert and "
+                "--tls-key, or --insecure"
             )
 
 
@@ -91,21 +91,20 @@ def serve(
     """Serves a store until SIGTERM or SIGINT, then drains.
 
     Args:
-        serving: What, and where.
-        insecure: Whether plaintext may be served to other machines.
-        ready_file: Where to write ``HOST:PORT`` once calls are taken.
-        workers: Processes that take calls.
+        serving: The configuration.
+        insecure: True to permit plaintext for other machines.
+        ready_file: File to write ``HOST:PORT`` to once calls are accepted.
+        workers: Number of processes that accept calls.
 
     Raises:
-        InvalidFieldError: A plaintext server would be open to other machines,
-            the address or the root is not usable, or failpoints are armed in a
-            release.
+        InvalidFieldError: Plaintext would be open to other machines, the address or the
+            root is unusable, or failpoints are armed in a released version.
     """
     serving.check(insecure=insecure)
     if not serving.is_read_only and not is_writable(storage_at(serving.root)):
         _log.warning(
-            "root %s is read-only for this process: restores are served, and all that "
-            "writes is refused; mount it for writing, or serve it with --read-only",
+            "root %s is read-only for this process: restores are served, calls that "
+            "write are rejected; mount it for writing, or serve it with --read-only",
             serving.root,
         )
 
@@ -113,7 +112,7 @@ def serve(
         how = " read-only" if bound.is_read_only else ""
         _log.info("serving %s%s at %s", bound.root, how, bound.address)
         if ready_file:
-            # whole or not at all: who waits for the file reads it at once
+            # Written atomically: scripts read the file as soon as it exists.
             partial = ready_file.with_name(ready_file.name + ".partial")
             partial.write_text(f"{bound.address}\n")
             partial.rename(ready_file)
@@ -129,7 +128,7 @@ def serve(
 
 
 def log_to_stderr(level: int | str) -> None:
-    """Has the process log what is as severe as a level."""
+    """Configures logging to stderr at a level."""
     logging.basicConfig(
         level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -147,7 +146,7 @@ async def _serve(
 ) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def abandoned() -> None:
+    def supervisor_gone() -> None:
         assert lifeline is not None
         loop.remove_reader(lifeline.fileno())
         end()
@@ -159,7 +158,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     if lifeline is not None:
-        loop.add_reader(lifeline.fileno(), abandoned)
+        loop.add_reader(lifeline.fileno(), supervisor_gone)
     store = await open_store(serving.root, is_read_only=serving.is_read_only)
     interval = timedelta(0) if serving.is_read_only else serving.gc_interval
     async with running(
@@ -178,12 +177,12 @@ async def _serve(
 
 
 def _end_in_any_case() -> None:
-    """Ends the process once it has had time to drain, whatever blocks its threads."""
+    """Ends the process after the time to drain, even if a thread is blocked."""
 
     def end() -> None:
         _log.error(
-            "a call of the storage has not returned for %g s since the end of the "
-            "drain; ending without it",
+            "a storage call has not returned within %g s after the end of the drain; "
+            "exiting without it",
             END_SECONDS - NOTICE_SECONDS - DRAIN_SECONDS,
         )
         os._exit(1)
@@ -194,7 +193,7 @@ def _end_in_any_case() -> None:
 
 
 def _work(serving: Serving, log_level: int, lifeline: Lifeline) -> None:
-    """What one of several workers does."""
+    """Runs one of several workers."""
     log_to_stderr(log_level)
     try:
         _prepare()
@@ -205,10 +204,10 @@ def _work(serving: Serving, log_level: int, lifeline: Lifeline) -> None:
 
 @contextmanager
 def _shared_port(serving: Serving) -> Iterator[Serving]:
-    """Keeps a port for workers, and yields where they shall serve.
+    """Reserves a port for the workers; yields the configuration with that port.
 
     Raises:
-        InvalidFieldError: It cannot be bound.
+        InvalidFieldError: The address cannot be bound.
     """
     try:
         kept = _bound(serving.host.strip("[]"), serving.port)
@@ -219,14 +218,16 @@ def _shared_port(serving: Serving) -> Iterator[Serving]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that has a port, and shares it with those of workers."""
+    """Returns a bound socket that reserves a port and shares it with the workers."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, where = found[0]
-    # One that does not share tells whether another has the port, and which is free.
+    # 1. Bind without SO_REUSEPORT: fails if another process has the port, and finds a
+    #    free one for port 0.
     with socket.socket(family, socket.SOCK_STREAM) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         own.bind(where)
         where = own.getsockname()
+    # 2. Bind with it, so that the workers can bind the same port.
     kept = socket.socket(family, socket.SOCK_STREAM)
     try:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,9 +1,9 @@
-"""The certificates of a server, read again whenever their files change.
+"""TLS certificates of a server, reloaded when their files change.
 
-gRPC asks for them at each handshake, so a new connection gets what the files hold then;
-those that are open go on. Files that do not fit each other, as between the renaming of
-one and of the next, are passed over: what was read before counts until they change
-again.
+gRPC requests the certificates at each handshake, so a new connection uses the current
+files; open connections continue. Files that do not match each other, such as between
+two renames during a rotation, are ignored: the previous certificates stay in use until
+the files change again.
 """
 
 import logging
@@ -19,41 +19,42 @@ from storesvc.errors import InvalidFieldError
 _log = logging.getLogger(__name__)
 
 _State: TypeAlias = tuple[tuple[int, int, int] | None, ...]
-"""Of each file, what changes with it."""
+"""(mtime, inode, size) of each file; None: the file is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Where a server's certificates lie, in PEM."""
+    """Paths of a server's certificate files in PEM format."""
 
     certificate: Path
-    """Its own, and those that lead to its authority."""
+    """The server's certificate, followed by the intermediate certificates."""
     key: Path
     client_ca: Path | None = None
-    """Authorities whose certificates clients must have; None: clients need none."""
+    """Authorities that must have issued client certificates; None: clients need
+    none."""
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Returns what gRPC wants.
+        """Returns gRPC credentials that reload the files.
 
         Raises:
-            InvalidFieldError: The files cannot be used.
+            InvalidFieldError: The files are unusable.
         """
         current = _Current(self)
         return grpc.dynamic_ssl_server_credentials(
             current.configuration,
-            current.fetch,  # type: ignore[arg-type]  # its stubs forbid the None
+            current.fetch,  # type: ignore[arg-type]  # the stubs forbid None
             require_client_authentication=self.client_ca is not None,
         )
 
     def state(self) -> _State:
-        """Returns what tells that the files have changed."""
+        """Returns a value that changes whenever the files change."""
         return tuple(_state(file) for file in self._files())
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Returns what the files hold.
+        """Reads and validates the files.
 
         Raises:
-            InvalidFieldError: They cannot be used.
+            InvalidFieldError: The files are unusable.
         """
         self._check()
         certificate, key, *client_ca = (file.read_bytes() for file in self._files())
@@ -68,17 +69,17 @@ class Tls:
     def _check(self) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for file in self._files():
-            try:  # what ssl says of one that is absent does not name it
+            try:  # ssl's own error does not name the file
                 file.read_bytes()
             except OSError as e:
                 raise InvalidFieldError(f"TLS: cannot read {file}: {e.strerror}") from e
         try:
-            # without a password, it would be asked for at the terminal
+            # Without a password argument, OpenSSL would prompt for one.
             context.load_cert_chain(self.certificate, self.key, password="")
         except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
             raise InvalidFieldError(
-                f"TLS: {self.certificate} and {self.key} are no certificate and its "
-                f"key without a password, in PEM ({_cause(e)})"
+                "TLS: expected a certificate and its key without a password, in PEM, "
+                f"got {self.certificate} and {self.key} ({_cause(e)})"
             ) from e
         if self.client_ca is None:
             return
@@ -86,12 +87,12 @@ class Tls:
             context.load_verify_locations(self.client_ca)
         except OSError as e:
             raise InvalidFieldError(
-                f"TLS: {self.client_ca} holds no certificate in PEM ({_cause(e)})"
+                f"TLS: expected certificates in PEM, got {self.client_ca} ({_cause(e)})"
             ) from e
 
 
 class _Current:
-    """What was read last."""
+    """The certificates that were read last."""
 
     def __init__(self, tls: Tls) -> None:
         self._tls = tls
@@ -99,9 +100,9 @@ class _Current:
         self.configuration = tls.read()
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns what the files hold, where that is new and can be used.
+        """Returns the certificates if they changed and are usable, else None.
 
-        gRPC calls it in threads of its own, one at a time.
+        gRPC calls it in its own threads, one at a time.
         """
         state = self._tls.state()
         if state == self._state:
@@ -110,9 +111,9 @@ class _Current:
         try:
             configuration = self._tls.read()
         except (InvalidFieldError, OSError) as e:
-            _log.warning("the certificates stay those that were read before: %s", e)
+            _log.warning("keeping the previous certificates: %s", e)
             return None
-        _log.info("certificates read again: %s", self._tls.certificate)
+        _log.info("reloaded the certificates: %s", self._tls.certificate)
         return configuration
 
 

@@ -1,8 +1,8 @@
-"""Workers: processes that do the same work, and one that looks after them.
+"""Worker processes that share one port, and their supervisor.
 
-Each is a whole server; all state lies in the bucket, so any of them takes any call, and
-the kernel spreads connections over those that listen at one port. One that dies is
-followed by another. They end with who looks after them, however that ends.
+Each worker is a complete server. All state is in the bucket, so any worker serves any
+call, and the kernel spreads the connections over the workers. The supervisor replaces a
+worker that exits. Workers exit when the supervisor does, for whatever reason.
 """
 
 import logging
@@ -18,38 +18,38 @@ from typing import Final
 from storesvc.errors import InvalidFieldError
 
 LEAST_SECONDS: Final = 1.0
-"""Between two starts of one worker: one that dies at once must not take all CPU."""
+"""Minimum time between two starts of a worker: a crash loop must not use all CPU."""
 
 END_SECONDS: Final = 30.0
-"""How long one may take to end before it is killed: more than it takes to drain."""
+"""Maximum time for a worker to exit before it is killed: more than its drain takes."""
 
 _log = logging.getLogger(__name__)
 
-# A fork would have the threads' locks and none of the threads.
+# A fork would copy the locks that other threads hold, without those threads.
 _spawn = multiprocessing.get_context("spawn")
 
 
 class Lifeline:
-    """A worker's end of what binds it to who looks after it."""
+    """A worker's end of the connection to its supervisor."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def ready(self) -> None:
-        """Tells that it works."""
+        """Reports that the worker accepts calls."""
         self._connection.send("")
 
     def refuse(self, cause: str) -> None:
-        """Tells why it cannot work."""
+        """Reports why the worker cannot start."""
         self._connection.send(cause)
 
     def fileno(self) -> int:
-        """Returns what can be read from as soon as nobody looks after it any more."""
+        """Returns a file descriptor that becomes readable when the supervisor exits."""
         return self._connection.fileno()
 
 
 class _Worker:
-    """One of them, as who looks after it sees it."""
+    """A worker, as the supervisor sees it."""
 
     def __init__(self, work: Callable[[Lifeline], None]) -> None:
         self.connection, others = _spawn.Pipe()
@@ -59,23 +59,23 @@ class _Worker:
         others.close()
 
     def refusal(self) -> str:
-        """Returns why it does not work; "": it works, or did."""
+        """Returns the cause if the worker could not start, else ""."""
         try:
             cause: str = self.connection.recv()
         except EOFError:
-            return "it ended before it took calls"
+            return "it ended before it accepted calls"
         return cause
 
     def last_words(self) -> str:
-        """Returns what it told that nobody read, behind a colon."""
-        told = ""
+        """Returns the last unread message of the worker, after a colon; "": none."""
+        last = ""
         with suppress(EOFError):
             while self.connection.poll():
-                told = self.connection.recv() or told
-        return told and f": {told}"
+                last = self.connection.recv() or last
+        return last and f": {last}"
 
     def end(self) -> None:
-        """Waits for its end."""
+        """Waits for the exit of the process; kills it after `END_SECONDS`."""
         self.process.join(END_SECONDS)
         if self.process.is_alive():
             self.process.kill()
@@ -86,15 +86,15 @@ class _Worker:
 def supervise(
     count: int, work: Callable[[Lifeline], None], *, ready: Callable[[], None]
 ) -> None:
-    """Has workers at work until SIGTERM or SIGINT, which it hands on.
+    """Runs workers until SIGTERM or SIGINT, which it forwards.
 
     Args:
-        count: How many.
-        work: What each does, until SIGTERM or until nobody looks after it.
-        ready: Called once all work.
+        count: Number of workers.
+        work: Runs one worker, until SIGTERM or until the supervisor exits.
+        ready: Called once all workers accept calls.
 
     Raises:
-        InvalidFieldError: One cannot work, before all did.
+        InvalidFieldError: A worker failed to start before all accepted calls.
     """
     workers: list[_Worker] = []
     with _signals() as stop:
@@ -111,13 +111,13 @@ def supervise(
 
 
 def _await_all(workers: Sequence[_Worker], stop: int) -> bool:
-    """Whether all work; False: they shall not."""
+    """Waits until all workers accept calls; returns False on a signal."""
     missing = {worker.connection: worker for worker in workers}
     while missing:
-        told = wait([*missing, stop])
-        if stop in told:
+        readable = wait([*missing, stop])
+        if stop in readable:
             return False
-        for connection in told:
+        for connection in readable:
             assert isinstance(connection, Connection)
             if cause := missing.pop(connection).refusal():
                 raise InvalidFieldError(cause)
@@ -125,13 +125,13 @@ def _await_all(workers: Sequence[_Worker], stop: int) -> bool:
 
 
 def _keep(workers: list[_Worker], work: Callable[[Lifeline], None], stop: int) -> None:
-    """Starts another for each that ends."""
+    """Replaces each worker that exits, until a signal."""
     while stop not in wait([*(worker.process.sentinel for worker in workers), stop]):
         for at, worker in enumerate(workers):
             if worker.process.is_alive():
                 continue
             _log.warning(
-                "worker %s ended by itself, with exit code %s%s; another one starts",
+                "worker %s exited unexpectedly, with exit code %s%s; starting another",
                 worker.process.pid,
                 worker.process.exitcode,
                 worker.last_words(),
@@ -145,22 +145,22 @@ def _keep(workers: list[_Worker], work: Callable[[Lifeline], None], stop: int) -
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """Yields what can be read from as soon as SIGTERM or SIGINT came."""
-    stop, told = os.pipe()
+    """Yields a file descriptor that becomes readable on SIGTERM or SIGINT."""
+    stop, sending = os.pipe()
 
-    def tell(number: int, frame: object) -> None:
+    def notify(number: int, frame: object) -> None:
         del number, frame
-        os.write(told, b"x")
+        os.write(sending, b"x")
 
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, tell) for number in numbers]
+    before = [signal.signal(number, notify) for number in numbers]
     try:
         yield stop
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
         os.close(stop)
-        os.close(told)
+        os.close(sending)
 
 
 def _run(work: Callable[[Lifeline], None], connection: Connection) -> None:

@@ -24,8 +24,8 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.seal import seal
-from storesvc.rpc import paging, requests
-from storesvc.rpc.requests import page_token
+from storesvc.rpc import paging
+from storesvc.rpc.paging import page_token
 from storesvc.storage.bucket import Stored
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
@@ -247,7 +247,7 @@ def test_a_token_of_another_list_is_refused(stub: CheckpointServiceStub) -> None
     )
 
     with (
-        pytest.raises(store.InvalidRequestError, match="begin without one"),
+        pytest.raises(store.InvalidRequestError, match="start without a token"),
         translated("here"),
     ):
         stub.ListRuns(request)
@@ -389,7 +389,7 @@ def test_a_page_is_cut_short_where_its_rows_would_not_fit_a_message() -> None:
             "runs", left[:1001], size=1000, key=str, show=lambda _, run: run
         )
         assert 0 < sum(row.ByteSize() for row in made.rows) <= paging.MAX_PAGE_BYTES
-        last = requests.last_of_page("runs", made.token, str)
+        last = paging.last_of_page("runs", made.token, str)
         assert last == (str(left[len(made.rows) - 1][0]) if made.token else None)
         found += made.rows
         left = left[len(made.rows) :]

@@ -20,7 +20,7 @@ from storesvc.format.names import (
     UploadName,
 )
 from storesvc.format.seal import seal, unseal
-from storesvc.gc.sweep import ANSWERED
+from storesvc.gc.garbage import RETRY_PERIOD
 from storesvc.save.uploads import DEFAULT_LEASE
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.collecting_process import NOW, PLACES, RUN, Process, started
@@ -165,7 +165,7 @@ def test_the_journal_outlives_the_record_of_an_upload(*, deleted: bool) -> None:
         process = await started()
         upload, early, _ = await committed(process)
         for _ in range(2):
-            process.clock.turn(2 * ANSWERED)
+            process.clock.turn(2 * RETRY_PERIOD)
             await process.collect()
         assert PLACES.upload(upload.upload) not in await objects(process)
         newest = await objects(process)
@@ -307,12 +307,12 @@ def test_a_commit_and_a_tag_during_a_pass_are_no_damage() -> None:
         await process.send(upload, {1: 2})
         await process.finish(upload, CONTENT)
         collector = process.store.collector
-        seen = await collector._snapshots.look(RUN)
+        seen = await collector._reader.read_once(RUN)
         await process.commit(upload, CONTENT)
         await tagged(process)
         await held(process)
 
-        assert [] == (await collector._ending.apply(RUN, seen)).slots
+        assert [] == (await collector._expiry.apply(RUN, seen)).slots
         assert "" == (await process.collect()).postponed
         await process.check()
 
@@ -368,7 +368,7 @@ def test_a_slot_that_no_release_writes_costs_no_data(
         await put(process, SLOT, seal(slot, place=SLOT))
 
         # The records of uploads are collected by then.
-        reasons = await collect_often(process, apart=2 * ANSWERED)
+        reasons = await collect_often(process, apart=2 * RETRY_PERIOD)
 
         for reason in reasons:
             assert said in reason

@@ -46,11 +46,11 @@ def test_a_purged_checkpoint_leaves_only_what_others_share() -> None:
         await process.delete(1)
         await process.delete(3)
 
-        told = await process.collect()
+        reported = await process.collect()
 
-        assert 2 == told.purged_checkpoints
-        assert told.garbage_objects == told.deleted_objects > 0
-        assert "" == told.postponed
+        assert 2 == reported.purged_checkpoints
+        assert reported.garbage_objects == reported.deleted_objects > 0
+        assert "" == reported.postponed
         assert [] == await process.objects(third)
         left = await process.objects(first)
         assert 0 < len(left) < len(before)
@@ -74,9 +74,9 @@ def test_a_pass_over_what_is_all_needed_changes_nothing() -> None:
         await process.collect()  # a save may leave a node that it wrote twice
         before = await process.bucket.list(PLACES.root)
 
-        told = await process.collect()
+        reported = await process.collect()
 
-        assert Progress(run=RUN, is_done=True) == told
+        assert Progress(run=RUN, is_done=True) == reported
         assert before == await process.bucket.list(PLACES.root)
 
     asyncio.run(main())
@@ -89,10 +89,10 @@ def test_what_a_purge_left_stays_for_readers_until_the_grace_is_over() -> None:
         before = await process.objects(upload)
         await process.delete(1)
 
-        told = await process.collect(grace=DEFAULT_GRACE)
+        reported = await process.collect(grace=DEFAULT_GRACE)
 
-        assert (1, 0) == (told.purged_checkpoints, told.deleted_objects)
-        assert "1 upload ended less than 1:00:00 ago" == told.postponed
+        assert (1, 0) == (reported.purged_checkpoints, reported.deleted_objects)
+        assert "1 upload ended less than 1:00:00 ago" == reported.postponed
         assert before == await process.objects(upload)
         process.clock.turn(DEFAULT_GRACE)
         assert "" == (await process.collect(grace=DEFAULT_GRACE)).postponed
@@ -130,9 +130,9 @@ def test_an_upload_that_nothing_is_heard_of_is_aborted_and_goes() -> None:
 
         assert 0 == (await process.collect()).aborted_uploads
         process.clock.turn(DEFAULT_LEASE)
-        told = await process.collect()
+        reported = await process.collect()
 
-        assert 1 == told.aborted_uploads
+        assert 1 == reported.aborted_uploads
         assert [] == await process.objects(upload)
         slot = await process.store.catalogue.slot(RUN, 2)
         assert slot is not None
@@ -166,7 +166,7 @@ def test_an_upload_that_is_heard_of_lives_on_whatever_the_clocks_say() -> None:
 
 
 def test_a_renewal_tells_no_more_than_it_has_written() -> None:
-    """Of many signs of life few are written; an upload is safe from the last one."""
+    """Few of many renewals are written; an upload is safe from the last one on."""
 
     async def main() -> None:
         process = await started()
@@ -346,9 +346,9 @@ def test_holds_that_are_over_and_deleted_tags_go() -> None:
         process.clock.turn(timedelta(days=8))
         await process.save(2)
         await process.store.collector.trim([RUN.namespace])
-        told = await process.collect()
+        reported = await process.collect()
 
-        assert "" == told.postponed
+        assert "" == reported.postponed
         assert [] == await process.bucket.list(PLACES.holds)
         assert [] == await process.bucket.list(PLACES.tags)
 
@@ -365,17 +365,17 @@ def test_a_preview_tells_what_is_done_then_and_changes_nothing() -> None:
                 process.clock.turn(turn)
                 writes = process.bucket.calls.changes
 
-                told = await process.preview(grace=grace)
+                reported = await process.preview(grace=grace)
 
                 assert writes == process.bucket.calls.changes
-                assert 0 == told.deleted_objects
+                assert 0 == reported.deleted_objects
                 done = await process.collect(grace=grace)
                 assert done.garbage_objects == done.deleted_objects
                 assert (
-                    told.aborted_uploads,
-                    told.purged_checkpoints,
-                    told.garbage_objects,
-                    told.postponed,
+                    reported.aborted_uploads,
+                    reported.purged_checkpoints,
+                    reported.garbage_objects,
+                    reported.postponed,
                 ) == (
                     done.aborted_uploads,
                     done.purged_checkpoints,
@@ -462,9 +462,9 @@ def test_a_collection_that_the_storage_fails_is_told_as_postponed() -> None:
             )
         )
 
-        for told in (await process.collect(), await process.preview()):
-            assert told.is_unavailable
-            assert PLACES.checkpoint(1) in told.postponed
+        for reported in (await process.collect(), await process.preview()):
+            assert reported.is_unavailable
+            assert PLACES.checkpoint(1) in reported.postponed
 
     asyncio.run(main())
 
@@ -479,16 +479,16 @@ def test_a_damaged_file_table_stops_the_collection_of_its_run_alone() -> None:
         await process.bucket.write(table, b"damaged")
         before = await process.bucket.list(f"{PLACES.root}pool/")
 
-        told = await process.collect()
+        reported = await process.collect()
 
-        assert "damaged" in told.postponed
+        assert "damaged" in reported.postponed
         assert before == await process.bucket.list(f"{PLACES.root}pool/")
 
     asyncio.run(main())
 
 
 class FullBucket(FaultyBucket):
-    """A bucket in which nothing new fits, unless a reserve was given up."""
+    """A bucket in which nothing new fits, unless a reserve was released."""
 
     room = 10**9
 
@@ -520,9 +520,9 @@ def test_deleting_works_on_a_full_disk() -> None:
         with pytest.raises(StorageFullError):
             await process.save(3)
         await reserve.spent_on(process.delete, 1)
-        told = await process.collect()
+        reported = await process.collect()
 
-        assert 1 == told.purged_checkpoints
+        assert 1 == reported.purged_checkpoints
         assert [] == await process.objects(upload)
         await process.check()
         bucket.room = 2 * RESERVE_BYTES  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.gc.collector import DEFAULT_GRACE
-from storesvc.server.gc_scheduler import Lease, _pass, collecting
+from storesvc.server.gc_scheduler import Lease, _collect_all, collecting
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.collecting_process import RUN, Process, started
 from tests.support.faulty_bucket import Call, Fault, no_faults
@@ -42,7 +42,9 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_collection() -> None:
             lambda call: Fault.UNAVAILABLE if call.path in bad else Fault.NONE
         )
 
-        await _pass(process.store, Lease(process.store, length=timedelta(hours=1)))
+        await _collect_all(
+            process.store, Lease(process.store, length=timedelta(hours=1))
+        )
 
         assert [False, False, True, False, True] == await _purged(process, *runs)
 
@@ -63,7 +65,9 @@ def test_a_pass_is_given_up_where_the_storage_does_not_answer_at_all() -> None:
             return Fault.UNAVAILABLE
 
         process.bucket.calls.follow(fail)
-        await _pass(process.store, Lease(process.store, length=timedelta(hours=1)))
+        await _collect_all(
+            process.store, Lease(process.store, length=timedelta(hours=1))
+        )
 
         assert {"a", "b", "c"} == set(asked)
 
@@ -84,16 +88,14 @@ def test_retention_after_a_commit_goes_on_past_a_run_that_fails() -> None:
         await process.bucket.write(place, seal(found[0], place=place))
         process.bucket.calls.follow(
             lambda call: (
-                Fault.UNAVAILABLE
-                if call.path == layout.run_record(bad)
-                else Fault.NONE
+                Fault.UNAVAILABLE if call.path == layout.run_record(bad) else Fault.NONE
             )
         )
-        process.store.recent.take()
+        process.store.recent_commits.take()
 
         async with collecting(process.store, timedelta(hours=1)):
-            process.store.recent.add(bad)
-            process.store.recent.add(RUN)
+            process.store.recent_commits.add(bad)
+            process.store.recent_commits.add(RUN)
             async with asyncio.timeout(20):
                 while await process.steps() != [2]:  # noqa: ASYNC110 - as watchers do
                     await asyncio.sleep(0.02)
@@ -114,7 +116,7 @@ def test_of_several_servers_one_collects_and_another_follows_it() -> None:
         process.clock.turn(length / 2)
         assert await ours.take()
         process.clock.turn(length / 2)
-        assert not await theirs.take()  # it was renewed meanwhile
+        assert not await theirs.take()  # it was renewed in the meantime
         process.clock.turn(length)
         assert await theirs.take()
         assert not await ours.take()

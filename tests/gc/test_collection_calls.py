@@ -47,13 +47,13 @@ def test_a_client_frees_what_nothing_shares(
     for step in (0, 1, 2):
         run.delete(step, purge_delay=NOW)
 
-    (told,) = client.collect(run.name, grace=NOW, dry_run=True)
-    assert (3, 0) == (told.purged_checkpoint_count, told.deleted_object_count)
+    (reported,) = client.collect(run.name, grace=NOW, dry_run=True)
+    assert (3, 0) == (reported.purged_checkpoint_count, reported.deleted_object_count)
     assert size <= sum(path.stat().st_size for path in files_below(server, run))
     (done,) = client.collect(run.name, grace=NOW)
 
     assert (run.name, 3) == (done.run, done.purged_checkpoint_count)
-    assert told.garbage_object_count == done.deleted_object_count > 6
+    assert reported.garbage_object_count == done.deleted_object_count > 6
     assert "" == done.postponed
     assert_whole(run, 3)
     left = sum(path.stat().st_size for path in files_below(server, run))
@@ -71,8 +71,8 @@ def test_a_client_collects_all_runs_of_a_namespace(client: store.Client) -> None
 
 
 def test_a_run_or_a_grace_that_there_is_not_is_refused(client: store.Client) -> None:
-    with pytest.raises(store.NotFoundError, match="nobody/nothing"):
-        list(client.collect("nobody/nothing"))
+    with pytest.raises(store.NotFoundError, match="absent/nothing"):
+        list(client.collect("absent/nothing"))
     with pytest.raises(store.InvalidRequestError, match="grace"):
         list(client.collect(grace=timedelta(seconds=-1)))
     with pytest.raises(store.InvalidRequestError, match="namespace"):
@@ -143,10 +143,10 @@ def test_a_collection_leaves_the_rest_once_the_storage_answers_no_more(
         server.environment[VARIABLE] = f"collect.before_list={fault}"
         server.start()
 
-        told = list(client.collect("down", grace=NOW))
+        reported = list(client.collect("down", grace=NOW))
 
-    assert names == [done.run for done in told]
-    assert fates == [_fate(done.postponed) for done in told]
+    assert names == [done.run for done in reported]
+    assert fates == [_fate(done.postponed) for done in reported]
 
 
 def _fate(postponed: str) -> str:

@@ -1,4 +1,4 @@
-"""Collection beside all else: saves, restores, other collectors, and its own end."""
+"""Collection during saves, restores, other collections, and its own death."""
 
 import asyncio
 import itertools
@@ -71,9 +71,9 @@ def test_a_second_collector_beside_the_first_does_no_harm() -> None:
             await one.collect(grace=timedelta(days=1))
         process.clock.turn(DEFAULT_LEASE)
 
-        told = await asyncio.gather(*(p.collect() for p in (process, other) * 2))
+        reported = await asyncio.gather(*(p.collect() for p in (process, other) * 2))
 
-        assert all(p.is_done for p in told)
+        assert all(p.is_done for p in reported)
         await process.check()
         assert 0 == (await process.collect()).garbage_objects
 
@@ -201,9 +201,9 @@ def test_what_is_committed_before_a_purge_keeps_what_it_shares() -> None:
 
         # the pass has seen the upload alive by now, and looks at what uses its base
         bucket.before("list", PLACES.uploads, commit)
-        told = await process.collect()
+        reported = await process.collect()
 
-        assert 1 == told.purged_checkpoints
+        assert 1 == reported.purged_checkpoints
         await process.check()
 
     asyncio.run(main())
@@ -222,9 +222,9 @@ def test_a_run_is_collected_though_saves_begin_whenever_it_is_read() -> None:
             bucket.before("read", PLACES.checkpoint(9), begin)
 
         bucket.before("read", PLACES.checkpoint(9), begin)
-        told = await process.collect()
+        reported = await process.collect()
 
-        assert (1, "") == (told.purged_checkpoints, told.postponed)
+        assert (1, "") == (reported.purged_checkpoints, reported.postponed)
         assert [] == await process.objects(first)
         assert next(steps) > 11
         await process.check()
@@ -244,10 +244,10 @@ def test_what_is_due_ends_in_a_run_that_never_holds_still() -> None:
             bucket.before("read", PLACES.checkpoint(9), take_over)
 
         bucket.before("read", PLACES.checkpoint(9), take_over)
-        told = await process.collect()
+        reported = await process.collect()
 
-        assert 1 == told.purged_checkpoints
-        assert "taken over" in told.postponed
+        assert 1 == reported.purged_checkpoints
+        assert "taken over" in reported.postponed
         assert await process.objects(first)
 
     asyncio.run(main())
@@ -259,9 +259,9 @@ def test_a_sign_of_life_at_the_last_moment_counts() -> None:
         upload = await process.begin(1)
         await process.collect()
         process.clock.turn(DEFAULT_LEASE)
-        expiry = process.store.collector._ending._expiry
-        snapshot = await process.store.collector._snapshots.look(RUN)
-        (expired,) = await expiry.uploads(RUN, snapshot)
+        expiry = process.store.collector._expiry._leases
+        state = await process.store.collector._reader.read_once(RUN)
+        (expired,) = await expiry.uploads(RUN, state)
 
         await process.store.uploads.renew(await process._open(upload))
 
@@ -307,8 +307,8 @@ def test_what_another_collector_deletes_meanwhile_is_no_damage() -> None:
             assert (await other.collect()).deleted_objects
 
         bucket.before("read", table, collect)
-        told = await process.collect(grace=timedelta(hours=1))
-        assert "missing" not in told.postponed
+        reported = await process.collect(grace=timedelta(hours=1))
+        assert "missing" not in reported.postponed
         assert await other.bucket.read(table) is None
         await other.check()
 

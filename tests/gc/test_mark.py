@@ -14,7 +14,7 @@ from storesvc.catalog.records import timestamp
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import RunName
 from storesvc.gc import mark
-from storesvc.gc.mark import Marks, Snapshot, State
+from storesvc.gc.mark import Marks, RunState, State
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 PLACES = RunPlaces(RunName("tests", "marking"))
@@ -36,11 +36,11 @@ class World:
     tables: dict[str, list[str]] = field(default_factory=dict)
     """Place of a file table, to its data files."""
 
-    def snapshot(self) -> Snapshot:
-        bare = Snapshot(
+    def state(self) -> RunState:
+        bare = RunState(
             places=PLACES, listed=sorted(self.listed), slots=self.slots, records={}
         )
-        return Snapshot(
+        return RunState(
             places=PLACES,
             listed=sorted(self.listed),
             slots=self.slots,
@@ -54,14 +54,16 @@ class World:
     def marks(
         self,
         *,
-        over: Collection[str] = EVERYTHING,
-        answered: Collection[str] = EVERYTHING,
+        past_grace: Collection[str] = EVERYTHING,
+        past_retries: Collection[str] = EVERYTHING,
     ) -> Marks:
-        snapshot = self.snapshot()
-        known = mark.fates(snapshot)
-        tables = mark.tables(snapshot, known, over=over)
+        state = self.state()
+        known = mark.fates(state)
+        tables = mark.tables(state, known, past_grace=past_grace)
         named = {file for table in tables for file in self.tables.get(table, ())}
-        return mark.mark(snapshot, known, over=over, answered=answered, named=named)
+        return mark.mark(
+            state, known, past_grace=past_grace, past_retries=past_retries, named=named
+        )
 
     def sweep(self, marks: Marks) -> None:
         self.listed -= {*marks.garbage, *marks.records}
@@ -79,7 +81,7 @@ class World:
         return upload
 
     def store(self, upload: str, files: int = 2) -> None:
-        """What an upload writes while it lives."""
+        """Adds the objects that an upload writes while it is live."""
         self.listed |= {
             PLACES.lease(upload),
             PLACES.receipt(upload, 0),
@@ -91,7 +93,7 @@ class World:
         return f"{PLACES.pool}{PLACES.data_prefix(upload)}{at:032x}"
 
     def describe(self, upload: str, attempt: str, files: Collection[str]) -> None:
-        """What a commit writes before its record."""
+        """Adds the objects that a commit writes before its record."""
         table = PLACES.file_table(upload, attempt.encode())
         self.tables[table] = [file.removeprefix(PLACES.pool) for file in files]
         self.listed |= {
@@ -189,7 +191,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 def reachable(world: World) -> set[str]:
-    """What must stay, by the words of the contract."""
+    """Returns the objects that must be kept, by the words of the contract."""
     kept = set()
     for slot in world.slots.values():
         if slot.state == slots.UPLOADING:
@@ -211,14 +213,16 @@ def all_of(marks: Marks) -> set[str]:
 
 
 @given(worlds(), st.sets(st.sampled_from(sorted(EVERYTHING)[:8])))
-def test_nothing_reachable_is_garbage(world: World, over: set[str]) -> None:
-    assert not all_of(world.marks(over=over, answered=over)) & reachable(world)
+def test_nothing_reachable_is_garbage(world: World, past_grace: set[str]) -> None:
+    assert not all_of(
+        world.marks(past_grace=past_grace, past_retries=past_grace)
+    ) & reachable(world)
 
 
 @given(worlds())
 def test_all_that_is_unreachable_and_old_is_garbage(world: World) -> None:
     world.sweep(world.marks())
-    known = mark.fates(world.snapshot())
+    known = mark.fates(world.state())
     kept = reachable(world)
     sharing = {PLACES.upload_of(p) for p in kept if p.startswith(PLACES.pool)}
 
@@ -226,18 +230,18 @@ def test_all_that_is_unreachable_and_old_is_garbage(world: World) -> None:
         upload = PLACES.upload_of(place)
         if upload is None:
             continue
-        # a record tells whose the shared files are
+        # the record identifies the upload of the shared files
         is_record = place == PLACES.upload(upload) and upload in sharing
         assert is_record or known[upload].state is State.BEGUN
 
 
 @given(worlds(), st.sets(st.sampled_from(sorted(EVERYTHING)[:8])))
 def test_what_was_swept_leaves_nothing_more_to_sweep(
-    world: World, over: set[str]
+    world: World, past_grace: set[str]
 ) -> None:
-    world.sweep(world.marks(over=over, answered=over))
+    world.sweep(world.marks(past_grace=past_grace, past_retries=past_grace))
 
-    again = world.marks(over=over, answered=over)
+    again = world.marks(past_grace=past_grace, past_retries=past_grace)
 
     assert ((), ()) == (tuple(again.garbage), tuple(again.records))
 
@@ -297,13 +301,13 @@ def test_a_free_slot_goes_last(world: World) -> None:
 
 @given(worlds(), st.sets(st.sampled_from(sorted(EVERYTHING)[:8])))
 def test_what_no_list_shows_goes_before_the_last_that_a_list_shows(
-    world: World, answered: set[str]
+    world: World, past_retries: set[str]
 ) -> None:
     def shown() -> set[str]:
-        return {*world.snapshot().objects, *world.snapshot().owners}
+        return {*world.state().objects, *world.state().owners}
 
     before = shown()
-    marks = world.marks(answered=answered)
+    marks = world.marks(past_retries=past_retries)
     needed = {u for p in reachable(world) if (u := PLACES.upload_of(p))}
     world.sweep(marks)
 
@@ -326,7 +330,7 @@ def test_an_upload_is_not_gone_while_a_file_is_named_that_came_after_the_list() 
 def test_an_upload_that_has_begun_stays_until_its_slot_says_otherwise() -> None:
     world = World()
     begun = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
-    assert State.BEGUN is mark.fates(world.snapshot())[begun].state
+    assert State.BEGUN is mark.fates(world.state())[begun].state
     assert set() == all_of(world.marks())
 
     world.set_slot(slots.FREE, begun)
@@ -339,16 +343,16 @@ def test_a_begun_upload_ends_with_the_commit_of_another() -> None:
     owner = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
     begun = world.add_upload(2, pb.UploadRecord(step=0, epoch=2, predecessor=owner))
     world.set_slot(slots.UPLOADING, owner)
-    assert State.BEGUN is mark.fates(world.snapshot())[begun].state
-    assert [] == [u for u in mark.leases(world.snapshot(), _known(world)) if u == begun]
+    assert State.BEGUN is mark.fates(world.state())[begun].state
+    assert [] == [u for u in mark.leases(world.state(), _known(world)) if u == begun]
 
     world.commit(owner, [], slots.COMMITTED)
 
-    assert State.ENDED is mark.fates(world.snapshot())[begun].state
+    assert State.ENDED is mark.fates(world.state())[begun].state
 
 
 def _known(world: World) -> Mapping[str, mark.Fate]:
-    return mark.fates(world.snapshot())
+    return mark.fates(world.state())
 
 
 def test_a_slot_is_not_emptied_while_an_upload_may_have_found_it_empty() -> None:
@@ -357,9 +361,9 @@ def test_a_slot_is_not_emptied_while_an_upload_may_have_found_it_empty() -> None
     owner = world.add_upload(2, pb.UploadRecord(step=0, epoch=1))
     world.set_slot(slots.FREE, owner)
 
-    world.sweep(world.marks(answered=[owner]))
+    world.sweep(world.marks(past_retries=[owner]))
     assert PLACES.tree(late, b"tree") not in world.listed
-    assert [] == list(world.marks(answered=[owner]).free_steps)
+    assert [] == list(world.marks(past_retries=[owner]).free_steps)
 
     world.sweep(world.marks())
     assert [0] == list(world.marks().free_steps)
@@ -380,7 +384,7 @@ def test_data_files_outlast_an_upload_whose_chunks_were_claimed() -> None:
 
     assert shared in world.listed
     assert world.file(first, 1) not in world.listed
-    assert () == tuple(marks.free_steps)  # it tells whose the file is
+    assert () == tuple(marks.free_steps)  # it identifies the upload of the file
 
 
 def test_files_of_a_purged_checkpoint_stay_for_its_grace_whoever_wrote_them() -> None:
@@ -394,8 +398,8 @@ def test_files_of_a_purged_checkpoint_stay_for_its_grace_whoever_wrote_them() ->
     world.set_slot(slots.FREE, first)
     world.set_slot(slots.FREE, second)  # purged now; the other one long ago
 
-    assert shared not in world.marks(over=[first]).garbage
-    assert shared in world.marks(over=[first, second]).garbage
+    assert shared not in world.marks(past_grace=[first]).garbage
+    assert shared in world.marks(past_grace=[first, second]).garbage
 
 
 def test_a_checkpoint_of_the_first_release_keeps_all_that_it_has() -> None:
@@ -409,7 +413,7 @@ def test_a_checkpoint_of_the_first_release_keeps_all_that_it_has() -> None:
     }
     world.set_slot(slots.COMMITTED, old, manifest_digest=b"m")
 
-    marks = world.marks(answered=[])
+    marks = world.marks(past_retries=[])
 
     assert {PLACES.manifest(old, b"other"), PLACES.tree(old, b"tree")} == all_of(marks)
 
@@ -432,4 +436,4 @@ def test_a_live_upload_without_a_record_is_told() -> None:
     world.set_slot(slots.UPLOADING, upload)
     del world.records[upload]
 
-    assert [upload] == mark.blind(world.snapshot(), _known(world))
+    assert [upload] == mark.unrecorded(world.state(), _known(world))

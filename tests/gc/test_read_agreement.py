@@ -1,5 +1,5 @@
-"""Agreement of two reads of all slots: whatever goes on beside them, nothing is taken
-for garbage that a checkpoint needs; and saves do not disturb it."""
+"""Agreement of two reads of all slots: whatever runs concurrently, no file that a
+checkpoint needs is taken for garbage; and saves do not disturb it."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ STEPS = 4
 
 
 class Run:
-    """A run in which things go on: each upload writes one file, named as it is."""
+    """A run that changes: each upload writes one file with its own name."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
@@ -88,7 +88,7 @@ class Run:
             self.go_on()
 
     def needed(self, slots: dict[int, pb.CheckpointRecord]) -> set[str]:
-        """What stays by ``mark``, of what was read."""
+        """Returns the objects that ``mark`` keeps in the state read."""
         found = set()
         for slot in slots.values():
             if slot.state in CHECKPOINTS:

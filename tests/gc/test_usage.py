@@ -1,4 +1,4 @@
-"""What runs take: counted from records and file tables, and told by storectl."""
+"""The space that runs use: from records and file tables, and as storectl shows it."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from tests.support.contract import Writer, frame
 from tests.support.server_process import ServerProcess
 
 CHUNK_BYTES = 4
-"""Of a checksum, beside each chunk."""
+"""Bytes of the checksum of each chunk."""
 
 
 def tree(version: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def storectl(address: str, *arguments: str) -> Result:
     return CliRunner().invoke(main, ["--store", address, *arguments])
 
 
-def told(result: Result) -> Any:
+def shown(result: Result) -> Any:
     assert 0 == result.exit_code, result.output
     return json.loads(result.stdout)
 
@@ -114,7 +114,7 @@ def test_a_run_that_there_is_not_takes_nothing(client: store.Client) -> None:
 def test_du_of_a_run_tells_of_each_checkpoint(
     saved: store.Run, server_address: str
 ) -> None:
-    document = told(storectl(server_address, "du", saved.name, "--json"))
+    document = shown(storectl(server_address, "du", saved.name, "--json"))
 
     assert FROZEN + 3 * HEAD == document["distinct_bytes"]
     rows = [
@@ -142,7 +142,7 @@ def test_du_of_many_runs_has_a_row_for_each(
     namespace = saved.name.partition("/")[0]
     arguments = [namespace for _ in path]
 
-    rows = told(storectl(server_address, "du", *arguments, "--json"))
+    rows = shown(storectl(server_address, "du", *arguments, "--json"))
 
     assert saved.name in [row["run"] for row in rows]
     assert saved.name in storectl(server_address, "du", *arguments).stdout
@@ -151,7 +151,7 @@ def test_du_of_many_runs_has_a_row_for_each(
 def test_du_of_a_checkpoint_tells_what_is_its_own(
     saved: store.Run, server_address: str
 ) -> None:
-    document = told(storectl(server_address, "du", f"{saved.name}@latest", "--json"))
+    document = shown(storectl(server_address, "du", f"{saved.name}@latest", "--json"))
 
     assert (2, HEAD) == (document["step"], document["own_bytes"])
     result = storectl(server_address, "du", f"{saved.name}@latest:head")
@@ -165,9 +165,9 @@ def test_gc_collects_what_it_said_it_would(
     saved.delete(0, purge_delay=timedelta(0))
     arguments = ("gc", saved.name, "--grace", "0s", "--json")
 
-    (dry,) = told(storectl(server_address, *arguments, "--dry-run"))
+    (dry,) = shown(storectl(server_address, *arguments, "--dry-run"))
     assert 3 == len(list(saved.checkpoints())) + 1
-    (done,) = told(storectl(server_address, *arguments))
+    (done,) = shown(storectl(server_address, *arguments))
 
     assert (1, 0) == (dry["purged_checkpoint_count"], dry["deleted_object_count"])
     assert dry["garbage_object_count"] == done["deleted_object_count"] > 0
@@ -185,7 +185,7 @@ def test_gc_collects_what_it_said_it_would(
         (("a/b@3",), "expected a namespace or a run"),
         (("--grace", "soon"), "expected a number and a unit"),
         (("--grace", "-1h"), "grace"),
-        (("nobody/nothing",), "nobody/nothing"),
+        (("absent/nothing",), "absent/nothing"),
     ],
 )
 def test_gc_refuses_what_it_cannot_mean(

@@ -22,7 +22,7 @@ from storesvc.catalog.lease_clock import MARGIN
 from storesvc.catalog.slots import CHECKPOINTS, DELETED, FREE, PURGING
 from storesvc.errors import ConflictError, HoldExpiredError, StoreError
 from storesvc.format.names import CheckpointName, HoldName, RunName
-from storesvc.rpc.requests import page_token
+from storesvc.rpc.paging import page_token
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

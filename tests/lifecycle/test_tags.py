@@ -17,7 +17,7 @@ from storesvc.catalog.slots import CHECKPOINTS
 from storesvc.errors import CheckpointNotFoundError, StoreError
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, RunName, TagName
-from storesvc.rpc.requests import page_token
+from storesvc.rpc.paging import page_token
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import checkpoint_service_pb2 as api

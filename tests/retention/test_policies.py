@@ -114,7 +114,7 @@ def protected(run: list[Candidate]) -> set[int]:
 
 
 def says(policy: Any, one: Candidate, run: list[Candidate]) -> bool:
-    """Whether a policy keeps one checkpoint of a run, by counting those before it."""
+    """Returns whether a policy keeps one checkpoint, by counting those before it."""
     match policy:
         case store.KeepLatest(count):
             return sum(c.step > one.step for c in run) < count

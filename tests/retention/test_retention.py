@@ -23,7 +23,7 @@ from storesvc.format import layout
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import CheckpointName, TagName
 from storesvc.format.seal import unseal
-from storesvc.retention.enforcement import PAGE, Retaining, Verdict
+from storesvc.retention.enforcement import PAGE, Outcome, RetentionEnforcer
 from storesvc_client._values.policy_messages import policy_message
 from storesvc_client.cli import main
 from storesvc_client.errors import translated
@@ -56,7 +56,7 @@ def saved(run: store.Run) -> store.Run:
 
 
 def files_of(server: ServerProcess, run: store.Run) -> dict[Path, bytes]:
-    """All that lies in the bucket of a run."""
+    """Returns all files of a run in the bucket."""
     below = server.root / "data" / run.name
     files = {path: path.read_bytes() for path in below.rglob("*") if path.is_file()}
     assert files
@@ -288,15 +288,15 @@ def retained(world: World, policy: store.RetentionPolicy | None) -> World:
     return world
 
 
-def retaining(process: Process) -> Retaining:
-    return Retaining(
+def retaining(process: Process) -> RetentionEnforcer:
+    return RetentionEnforcer(
         process.catalogue, process.lifecycle, process.references, clock=process.clock
     )
 
 
-async def _applied(process: Process) -> dict[int, Verdict]:
+async def _applied(process: Process) -> dict[int, Outcome]:
     pages = [page async for page in retaining(process).apply(RUN)]
-    return {verdict.step: verdict for page in pages for verdict in page}
+    return {outcome.step: outcome for page in pages for outcome in page}
 
 
 async def _apply(process: Process) -> None:
@@ -328,15 +328,15 @@ def test_what_changes_between_the_decision_and_the_deletion_is_left() -> None:
         pages = retaining(process).apply(RUN)
         first = await anext(pages)
         assert PAGE == len(first)
-        assert all(verdict.kept for verdict in first)
+        assert all(outcome.kept for outcome in first)
         await _update(other, 4, Change(pinned=True))
         await _tag(other, "best", 3)
         await _update(other, 2, Change(labels={"seen": "yes"}))
         await _delete(other, 1)
         (second,) = [page async for page in pages]
-        left = ("changed meanwhile",)
+        left = ("changed in the meantime",)
         assert [(4, left), (3, left), (2, left), (1, left), (0, ())] == [
-            (verdict.step, verdict.reasons) for verdict in second
+            (outcome.step, outcome.reasons) for outcome in second
         ]
 
     asyncio.run(main())
@@ -358,7 +358,7 @@ def test_nothing_is_deleted_once_the_newest_one_is_gone() -> None:
         await _delete(other, PAGE + 1)
         writes = world.writes
         (second,) = [page async for page in pages]
-        assert [True, True] == [verdict.kept for verdict in second]
+        assert [True, True] == [outcome.kept for outcome in second]
         assert writes == world.writes  # not even for a moment
 
     asyncio.run(main())
@@ -421,9 +421,9 @@ def test_a_long_run_is_told_of_in_pages() -> None:
         policy = policy_message(store.KeepEvery(steps=5))
         pages = [page async for page in retaining(Process(world)).preview(RUN, policy)]
         assert [PAGE, PAGE, 500] == [len(page) for page in pages]
-        verdicts = [verdict for page in pages for verdict in page]
-        assert list(range(2 * PAGE + 500))[::-1] == [v.step for v in verdicts]
-        assert (2 * PAGE + 500) // 5 + 1 == sum(v.kept for v in verdicts)
+        outcomes = [outcome for page in pages for outcome in page]
+        assert list(range(2 * PAGE + 500))[::-1] == [v.step for v in outcomes]
+        assert (2 * PAGE + 500) // 5 + 1 == sum(v.kept for v in outcomes)
 
     asyncio.run(main())
 

@@ -97,9 +97,9 @@ def test_a_status_says_when_to_try_again_where_time_is_all_that_it_takes() -> No
 
 
 def test_what_the_user_of_a_server_may_not_touch_is_denied() -> None:
-    told = r"the user of this process \(Permission denied\); let them .* files below"
+    cause = r"the user of this process \(Permission denied\); let them .* files below"
     with (
-        pytest.raises(StorageDeniedError, match=rf"^runs: .* {told} .*/store"),
+        pytest.raises(StorageDeniedError, match=rf"^runs: .* {cause} .*/store"),
         storage_errors.translated(storage_at("file:///store"), "runs"),
     ):
         raise PermissionError(13, "Permission denied", "/store/runs")

@@ -1,4 +1,4 @@
-"""Calls that overlap, are cancelled, or idle: nothing leaks, nothing lies."""
+"""Calls that overlap, are cancelled, or idle: no leak and no wrong result."""
 
 import asyncio
 import contextlib
@@ -291,7 +291,7 @@ def test_a_chunk_that_never_ends_is_stalled(
 
 
 class WaitingBucket(KvBucket):
-    """A bucket that makes durable what others wrote only when it is told to."""
+    """A bucket in which the writes of others become durable only on request."""
 
     may_go_on: asyncio.Event
 
@@ -379,13 +379,13 @@ def test_a_commit_that_answers_for_another_write_makes_it_durable_first(
 class BusyBucket(KvBucket):
     """A bucket where something happens right before a slot is written."""
 
-    meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
+    during_read: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     async def write(
         self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
-        if place == RunPlaces(RUN).checkpoint(1) and self.meanwhile is not None:
-            happens, self.meanwhile = self.meanwhile, None
+        if place == RunPlaces(RUN).checkpoint(1) and self.during_read is not None:
+            happens, self.during_read = self.during_read, None
             await happens()
         return await super().write(place, data, condition=condition)
 
@@ -420,7 +420,7 @@ def test_an_upload_whose_slot_is_freed_while_it_begins_gives_way_to_another(
             if fails:
                 raise StorageUnavailableError("as if")
 
-        bucket.meanwhile = collect
+        bucket.during_read = collect
         with pytest.raises(StorageUnavailableError if fails else UploadNotFoundError):
             await second.begin()
         record = await bucket.read(place)
@@ -474,14 +474,14 @@ def test_an_upload_whose_slot_a_rival_has_is_superseded_whatever_its_epoch(
 
         async def begin_late() -> None:  # before the rival's slot is written
             await store.runs.raise_epoch_floor(RUN, 100)
-            bucket.meanwhile = fail
+            bucket.during_read = fail
             with pytest.raises(StorageUnavailableError):
                 await late.begin()
 
         async def fail() -> None:
             raise StorageUnavailableError("as if")
 
-        bucket.meanwhile = begin_late
+        bucket.during_read = begin_late
         await rival.begin()
         with pytest.raises(UploadSupersededError):
             await late.begin()
@@ -496,7 +496,7 @@ def test_a_rival_at_the_same_moment_is_a_conflict(tmp_path: Path) -> None:
         assert isinstance(bucket, BusyBucket)
         store = await Store.open(bucket)
         first, second = (Caller(store, UploadName(RUN, i)) for i in IDS)
-        bucket.meanwhile = first.begin
+        bucket.during_read = first.begin
         with pytest.raises(ConflictError, match="at the same moment"):
             await second.begin()
         await first.open()

@@ -19,7 +19,7 @@ from tests.support.server_process import ServerProcess
 from tests.support.stored_files import unchanged
 
 Request: TypeAlias = Any
-"""Of a call that changes something."""
+"""A call that changes something."""
 Change: TypeAlias = Callable[[Request], object]
 
 LABELS: Final = {f"key-{number}": str(number) for number in range(20)}
@@ -70,7 +70,7 @@ def sent(stub: CheckpointServiceStub, request: Request) -> Any:
 
 
 def refusal(stub: CheckpointServiceStub, request: Request) -> store.StoreError:
-    """What a request is refused with."""
+    """Returns the reason and message with which a request is rejected."""
     with pytest.raises(store.InvalidRequestError) as caught, translated("here"):
         sent(stub, request)
     return caught.value
@@ -140,7 +140,7 @@ def test_a_deletion_is_not_undone_by_a_request_id_with_another_body(
         ("DeleteTag", "SetTag"),
         ("UpdateCheckpoint", "DeleteCheckpoint"),
         ("UpdateCheckpoint", "UndeleteCheckpoint"),
-        # the same bytes: only the call tells them apart
+        # equal bytes: only the rpc distinguishes them
         ("DeleteCheckpoint", "UndeleteCheckpoint"),
     ],
     ids=" then ".join,

@@ -111,7 +111,7 @@ def memory_bytes(pid: int, kind: str) -> int:
 
 
 def begin_chunks(stub: UploadServiceStub, step: int, chunks: int) -> api.WriterRef:
-    """Begins an upload of a leaf that is cut into chunks of one byte."""
+    """Begins an upload of a leaf with chunks of one byte."""
     leaves = tree_pb2.LeafTable(
         key=["x"],
         path_kinds=["k"],

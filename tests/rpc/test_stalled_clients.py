@@ -1,4 +1,4 @@
-"""Clients that stop in the midst of a call: nobody else waits for them."""
+"""Clients that stall within a call: no other client waits for them."""
 
 import asyncio
 import threading
@@ -130,7 +130,7 @@ def test_the_slowest_client_is_cut_where_others_need_the_memory(
     assert isinstance(error, grpc.RpcError)
     assert isinstance(error, grpc.Call)
     assert grpc.StatusCode.RESOURCE_EXHAUSTED == error.code()
-    assert "bytes a second" in error.details()
+    assert "bytes per second" in error.details()
     status = rpc_status.from_call(error)
     retry = error_details_pb2.RetryInfo()
     assert status is not None

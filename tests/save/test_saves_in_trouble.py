@@ -15,7 +15,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.chunks import Places, Sums
-from storesvc.rpc import boundary
+from storesvc.rpc import streams
 from storesvc.save import reuse
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc_client._chunks.staging_pool import Staging
@@ -124,7 +124,7 @@ def test_saves_that_fail_do_not_stop_the_next_one(
 def test_a_save_whose_memory_comes_late_is_not_refused_as_stalled(
     local: store.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(boundary, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(streams, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.2)
     staging = local._session.staging
     held = staging.take(128 * MIB, given_up=lambda: False, waiting=lambda: None)

@@ -15,7 +15,7 @@ import storesvc_client as store
 from storesvc.format.chunks import pack_sums
 from storesvc.format.names import RunName
 from storesvc.format.trees import pack_leaves
-from storesvc.rpc.requests import page_token
+from storesvc.rpc.paging import page_token
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api

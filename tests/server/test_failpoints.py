@@ -94,7 +94,7 @@ OPERATIONS: dict[str, Callable[[Caller], None]] = {
     "purge": Caller.purge,
     "collect": Caller.collect,
 }
-"""What reaches the failpoints of a prefix."""
+"""The call that reaches the failpoints of each prefix."""
 
 
 def operation(point: Failpoint) -> Callable[[Caller], None]:
@@ -142,7 +142,7 @@ def embedded(root: Path) -> Iterator[str]:
 
 
 def succeeds(call: Callable[[Caller], None], address: str) -> bool:
-    """Whether the server answered; else it did not, or its storage failed."""
+    """Returns whether the server responded; False: it died, or its storage failed."""
     try:
         call(Caller(address))
     except grpc.RpcError as e:
@@ -153,7 +153,7 @@ def succeeds(call: Callable[[Caller], None], address: str) -> bool:
 
 
 def check(root: Path, call: Callable[[Caller], None], *, acknowledged: bool) -> None:
-    """What holds after a failure, and that the next try does what the first did not."""
+    """Checks a store after a failure, and that a retry completes the operation."""
     with store.connect(root.as_uri()) as client:
         run = client.run(RUN)
         found = {c.step for c in run.checkpoints()}

@@ -100,8 +100,8 @@ def test_a_new_store_of_a_client_is_logged_by_the_library(
         store.connect(root.as_uri()).close()
         store.connect(root.as_uri()).close()
 
-    told = [text for text in caplog.messages if text.startswith(NEW)]
-    assert [f"{NEW}{root.as_uri()}"] == told
+    shown = [text for text in caplog.messages if text.startswith(NEW)]
+    assert [f"{NEW}{root.as_uri()}"] == shown
 
 
 def test_a_command_makes_no_store(tmp_path: Path) -> None:

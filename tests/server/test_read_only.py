@@ -30,8 +30,8 @@ WRITING = {
 
 @contextmanager
 def unwritable(root: Path) -> Generator[None]:
-    """Has a folder that this process cannot write to: root, who may write whatever the
-    permissions say, mounts it read-only."""
+    """Yields a folder that this process cannot write to. Root, which ignores
+    permissions, mounts it read-only."""
     if os.geteuid() != 0:
         folders = [path for path in (root, *root.rglob("*")) if path.is_dir()]
         for path in folders:
@@ -148,7 +148,8 @@ def test_a_store_that_is_served_read_only_is_read_and_never_written(
 
 def test_what_holds_no_store_is_not_served_read_only(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "none", tmp_path, "--read-only")
-    with pytest.raises(EndedError, match="expected a store, as it is served read-only"):
+    match = "expected a store, because it is served read-only"
+    with pytest.raises(EndedError, match=match):
         server.start()
     server.stop()
     assert not (tmp_path / "none").exists()

@@ -20,8 +20,8 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import storesvc_client as store
 from storesvc.rpc.health import HealthCalls
+from storesvc.rpc.maintenance import MaintenanceService
 from storesvc.rpc.registry import handler_of
-from storesvc.rpc.services import MaintenanceService
 from storesvc.storage.tensorstore_bucket import KvBucket
 from storesvc.store import Store
 from storesvc_client import Progress
@@ -74,7 +74,7 @@ def tree_of_step(step: int) -> dict[str, Any]:
 
 
 def assert_saved(run: store.Run, steps: int) -> None:
-    """That steps came back from the store as they were, and are whole in it."""
+    """Checks that steps are restored as saved, and verify as undamaged."""
     assert [*range(steps)][::-1] == [c.step for c in run.checkpoints()]
     for step in range(steps):
         found = run.restore(step)
@@ -197,8 +197,8 @@ def test_no_call_fails_for_a_replica_that_is_killed(
                     replica.start()
                 done.result()
         run.save(10, {"x": 10}).result()
-        told = takewhile(lambda event: event.step != 10, watch)
-        committed = [event.step for event in told if event.kind == "committed"]
+        events = takewhile(lambda event: event.step != 10, watch)
+        committed = [event.step for event in events if event.kind == "committed"]
         assert sorted(set(committed)) == committed
 
 
@@ -235,7 +235,7 @@ class Serving:
         """Makes one that does not serve yet."""
         self.address = f"{host}:{port}"
         self.uid = ""
-        """Of its store: tells who answered."""
+        """The uid of its store: shows which replica responded."""
         self._health: HealthCalls
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._ended = asyncio.Event()
@@ -245,7 +245,7 @@ class Serving:
 
     @property
     def port(self) -> str:
-        """Where it listens."""
+        """The port of the server."""
         return self.address.rpartition(":")[2]
 
     def __enter__(self) -> Self:
@@ -259,7 +259,7 @@ class Serving:
         self._loop.close()
 
     def drain(self) -> None:
-        """Tells that it serves no more, and serves on."""
+        """Reports NOT_SERVING, and continues to serve."""
         self._loop.call_soon_threadsafe(self._health.drain)
 
     async def _serve(self) -> None:

@@ -42,7 +42,7 @@ from tests.support.server_process import ServerProcess
 
 STEPS, RUNS = 10_000, 1_000
 PAGE = 100 + 1
-"""What a call asks the catalogue for, to learn whether more follow."""
+"""Rows that a call requests of the catalog, one more to detect a further page."""
 LARGE, SMALL = RunName("scale", "large"), RunName("scale", "small")
 MANY = [RunName("many", f"run-{number:04d}") for number in range(RUNS)]
 UPLOAD = "0123456789abcdef" * 2
@@ -68,7 +68,7 @@ def row(place: str, record: Message) -> Row:
 
 
 def objects(large: range) -> Iterator[Row]:
-    """Yields a run of many checkpoints and many runs of one, as they lie."""
+    """Yields the objects of a run of many checkpoints and many runs of one."""
     for name in [LARGE, SMALL, *MANY]:
         yield row(layout.run_record(name), pb.RunRecord(uid=UPLOAD))
         steps = {LARGE: large, SMALL: range(3)}.get(name, range(7, 8))
@@ -227,7 +227,7 @@ def test_what_is_not_committed_is_skipped_many_at_once(bucket: FaultyBucket) -> 
     asyncio.run(fill())
     latest = CheckpointName(name, LATEST)
 
-    # twice, to know that none of them became the newest meanwhile
+    # twice, to ensure that none of them became the newest in between
     assert {"list": 2, "read": 201} == calls_of(
         bucket, lambda s: s.catalogue.checkpoint(latest)
     )
@@ -306,7 +306,7 @@ def in_a_loop(
 async def test_what_many_ask_for_at_once_is_loaded_once(loads: Loads) -> None:
     waiting = [asyncio.create_task(loads.get("text")) for _ in range(9)]
     await asyncio.sleep(0)
-    waiting[0].cancel()  # the one who began it
+    waiting[0].cancel()  # the caller that started the load
     await asyncio.sleep(0)
     loads.go.set()
 

@@ -1,4 +1,4 @@
-"""The server as a process: who may reach it, what it bears, how it stops."""
+"""The server as a process: permitted clients, limits, and shutdown."""
 
 import subprocess
 import sys
@@ -14,7 +14,8 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 import storesvc_client as store
-from storesvc.server.app import OPTIONS, SERVICES, is_loopback
+from storesvc.rpc.registry import SERVICES
+from storesvc.server.app import OPTIONS, is_loopback
 from storesvc_proto.v1 import (
     checkpoint_service_pb2,
     chunk_service_pb2,

@@ -3,7 +3,7 @@ bucket that fails, loses answers, and outlives the processes that use it.
 
 Each call may meet a fault at any of its changes. Where it then says that the storage
 did not answer, or the process died, the same request is made again, as a client does,
-and must be answered as if nothing had happened. Collections run in between, and beside
+and must be answered as if nothing had happened. Collections run between and during
 other calls. Hypothesis prints what reproduces a failure.
 """
 
@@ -76,11 +76,13 @@ TAGS = st.sampled_from(["best", "live"])
 
 
 async def collect(store: Store, grace: timedelta) -> Any:
-    """Makes a pass over the run; returns what it told last."""
-    told = [p async for p in store.collector.collect(RUN, grace=grace)]
-    if told[-1].is_unavailable:
-        raise StorageUnavailableError(told[-1].postponed)  # made again, as by a caller
-    return told[-1]
+    """Makes a pass over the run; returns what it reported last."""
+    reported = [p async for p in store.collector.collect(RUN, grace=grace)]
+    if reported[-1].is_unavailable:
+        raise StorageUnavailableError(
+            reported[-1].postponed
+        )  # made again, as by a caller
+    return reported[-1]
 
 
 class FakeClock:
@@ -100,13 +102,13 @@ class FakeClock:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What a call meets."""
+    """The trouble that a call meets."""
 
     fault: Fault
     at: int
     """At which change."""
-    beside: bool = False
-    """Whether another process collects garbage meanwhile."""
+    is_concurrent: bool = False
+    """True if another process collects garbage during the call."""
 
 
 TROUBLES = st.one_of(
@@ -119,7 +121,7 @@ TROUBLES = st.one_of(
         st.integers(0, 8),
         st.booleans(),
     ),
-    st.just(Trouble(Fault.LATE, 0, beside=True)),
+    st.just(Trouble(Fault.LATE, 0, is_concurrent=True)),
 )
 
 
@@ -129,7 +131,7 @@ class StoreMachine(RuleBasedStateMachine):
     uploads = Bundle("uploads")
 
     def root(self) -> str:
-        """Of a fresh storage."""
+        """The root of a new storage."""
         return "memory://"
 
     @initialize()
@@ -173,11 +175,11 @@ class StoreMachine(RuleBasedStateMachine):
     def _answer(
         self, make: Callable[[], Coroutine[Any, Any, Any]], trouble: Trouble
     ) -> Any:
-        """What a call answers, or the class of its refusal; made again where its
+        """Returns the result of a call, or the class of its error; retries it if its
         outcome is unknown."""
         self._bucket.calls.follow(at_change(trouble.at, trouble.fault))
         try:
-            if trouble.beside and not self._may_be_over():
+            if trouble.is_concurrent and not self._may_be_over():
                 return self._do(self._beside_a_collection(make()))
             return self._do(make())
         except StorageUnavailableError:
@@ -194,7 +196,7 @@ class StoreMachine(RuleBasedStateMachine):
             return type(e)
 
     async def _beside_a_collection(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """What a call answers while the other process collects."""
+        """Returns the result of a call while the other process collects."""
         collecting = asyncio.ensure_future(collect(self._other, timedelta()))
         try:
             return await call
@@ -203,8 +205,8 @@ class StoreMachine(RuleBasedStateMachine):
             self._collected_beside = True
 
     def _may_be_over(self) -> bool:
-        """Whether a collection may end something: what a call beside it is answered
-        would not be certain."""
+        """Returns whether a collection may end something: the result of a concurrent
+        call would not be certain."""
         return bool(self._due()) or any(map(self._is_idle, self._model.live()))
 
     def _due(self) -> list[Checkpoint]:
@@ -213,7 +215,7 @@ class StoreMachine(RuleBasedStateMachine):
         return [c for c in kept if c.deleted and c.purge_time and c.purge_time <= now]
 
     def _end_idle_holds(self, kept: Checkpoint) -> None:
-        """Forgets those of a checkpoint that was purged."""
+        """Forgets the holds of a checkpoint that was purged."""
         for hold in [h for h in self._model.holds.values() if self._is_idle(h)]:
             if hold.checkpoint is kept:
                 del self._model.holds[hold.id]
@@ -228,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _observed(
         self, call: Coroutine[Any, Any, Any], step: int, died_at: int
     ) -> pb.CheckpointRecord | None:
-        """What a slot holds after a call whose process died and never came back."""
+        """Returns the slot after a call whose process died and never came back."""
         self._bucket.calls.follow(at_change(died_at, Fault.DEATH))
         with suppress(DiedError, StoreError):
             self._do(call)
@@ -308,7 +310,7 @@ class StoreMachine(RuleBasedStateMachine):
             answer = self._answer(begin, trouble)
             if answer is not UploadNotFoundError or last_try:
                 break
-            assert trouble.beside
+            assert trouble.is_concurrent
             trouble = Trouble(Fault.NONE, 0)
         return name, answer
 
@@ -316,7 +318,7 @@ class StoreMachine(RuleBasedStateMachine):
         return UploadName(RUN, upload.uid)
 
     def _ended(self, upload: Upload, answer: Any) -> bool:
-        """Whether an upload is not live; then its call must have been refused."""
+        """Returns whether an upload is not live; then its call must have failed."""
         if upload.state == "live":
             return False
         assert answer in ENDED
@@ -353,7 +355,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(upload=uploads, content=CONTENTS)
     def find(self, upload: Upload, content: tuple[int, ...]) -> None:
-        """What need not be sent is what the model says."""
+        """Finds the chunks that need not be sent: the same as in the model."""
 
         async def call() -> list[int]:
             opened = await self._store.uploads.open(self._name(upload), upload.epoch)
@@ -418,7 +420,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(upload=uploads, died_at=st.integers(0, 8))
     def die_in_commit(self, upload: Upload, died_at: int) -> None:
-        """A commit that nobody repeats: absent or complete."""
+        """A commit without a retry: the checkpoint is absent or complete."""
         if upload.state != "live":
             return
         call = self._store.commits.commit(self._name(upload), upload.epoch)
@@ -431,7 +433,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(step=STEPS, died_at=st.integers(0, 3))
     def die_in_begin(self, step: int, died_at: int) -> None:
-        """A begin that nobody repeats: the step is taken, or is as it was."""
+        """A begin without a retry: the step is taken, or unchanged."""
         if step in self._model.checkpoints:
             return
         name = UploadName(RUN, uuid.uuid4().hex)
@@ -470,8 +472,8 @@ class StoreMachine(RuleBasedStateMachine):
         later: dict[int, int],
         data: st.DataObject,
     ) -> None:
-        """All of it, as the client does it; and other bytes beside, which count for
-        nothing."""
+        """Sends all chunks, as the client does, and other bytes, which must not
+        count."""
         taken = self._model.checkpoints
         free = [step for step in range(LAST_STEP + 1) if step not in taken]
         step = data.draw(st.sampled_from(free))
@@ -654,7 +656,7 @@ class StoreMachine(RuleBasedStateMachine):
             if owner is None or owner in live:
                 continue
             if kind == "uploads":
-                # answers to repeated requests; beside them, begins that died
+                # records for repeated requests, and begins that died
                 assert "/writers/" not in place
                 continue
             found.setdefault(kind, []).append(place)
@@ -675,7 +677,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def watch(self) -> None:
-        """A watch that goes on from its token tells of each commit once."""
+        """A watch that resumes from its token reports each commit once."""
         self._do(self._go_on_watching())
         assert len(self._told) == len(set(self._told))
         gone = {uid for _, uid in self._model.events} - {
@@ -685,8 +687,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert expected == [uid for uid in self._told if uid not in gone]
 
     async def _go_on_watching(self) -> None:
-        """Takes all that there is to tell."""
-        # with no time between tokens, one comes where nothing more is to be told
+        """Reads all events of a watch until there are none."""
+        # With no time between tokens, one comes after the last event.
         watcher = Watcher(
             self._store.catalogue,
             self._store.journal,
@@ -696,11 +698,11 @@ class StoreMachine(RuleBasedStateMachine):
         )
         watch = watcher.watch(RUN, self._token)
         self._token = (await anext(watch)).token
-        async for told in watch:
-            self._token = told.token
-            if told.change is None:
+        async for reported in watch:
+            self._token = reported.token
+            if reported.change is None:
                 break
-            announced = told.change.announcement
+            announced = reported.change.announcement
             if announced.kind == pb.Announcement.KIND_COMMIT:
                 self._told.append(announced.upload)
         await watch.aclose()
@@ -763,7 +765,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_object_is_of_an_upload_that_we_know(self) -> None:
-        """Nothing lies in the bucket that no rule accounts for."""
+        """Every object in the bucket is accounted for by a rule."""
         places = RunPlaces(RUN)
         for place in self._do(self._bucket.list(places.root)):
             rest = place.removeprefix(places.root)
@@ -806,7 +808,7 @@ class S3StoreMachine(StoreMachine):
 
 @pytest.fixture(scope="module")
 def s3_machine(s3: FakeS3) -> None:
-    """Tells it where that is."""
+    """Passes the emulator to the machine."""
     S3StoreMachine.emulator = s3
 
 

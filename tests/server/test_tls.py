@@ -1,4 +1,4 @@
-"""TLS: who is served, what is refused in a sentence, and files that change."""
+"""TLS: permitted clients, errors in one sentence, and files that change."""
 
 import os
 import shutil
@@ -105,12 +105,12 @@ def test_a_server_need_not_ask_for_certificates(
 @pytest.mark.usefixtures("_endless_patience")
 def test_a_server_that_wants_tls_is_told_at_once(setting: Setting) -> None:
     address = setting.server.address
-    with pytest.raises(store.UnavailableError) as told:
+    with pytest.raises(store.UnavailableError) as shown:
         store.connect(address)
     assert (
         f"store {address}: {address} wants TLS: expected ca, a file with its "
         "authorities, without insecure, got plaintext"
-    ) == str(told.value)
+    ) == str(shown.value)
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_half_a_change_of_files_changes_nothing(setting: Setting) -> None:
     assert before == _presented(setting)
     with setting.connect() as client:
         assert client.info().store_uid
-    assert "the certificates stay those that were read before" in setting.server.log
+    assert "keeping the previous certificates" in setting.server.log
     shutil.copy(pair.key, setting.served.key)
     assert pair.certificate.read_text().strip() == _presented(setting)
 
@@ -315,9 +315,14 @@ def test_files_that_cannot_be_used_are_refused_before_anything_is_sent(
 @pytest.mark.parametrize(
     ("certificate", "key", "client_ca", "match"),
     [
-        ("good.pem", "client.key", "authority.pem", "good.pem and .*client.key are no"),
-        ("good.key", "good.key", "authority.pem", "are no certificate and its key"),
-        ("good.pem", "good.key", "good.key", "good.key holds no certificate in PEM"),
+        ("good.pem", "client.key", "authority.pem", "got .*good.pem and .*client.key"),
+        ("good.key", "good.key", "authority.pem", "expected a certificate and its key"),
+        (
+            "good.pem",
+            "good.key",
+            "good.key",
+            "expected certificates in PEM, got .*.key",
+        ),
     ],
 )
 def test_a_server_refuses_files_that_it_cannot_use(
@@ -351,15 +356,15 @@ def test_storectl_takes_its_certificates_from_the_environment(setting: Setting) 
 
     assert (0, "") == _listed(environment)
     del environment["STORECTL_CERT"], environment["STORECTL_KEY"]
-    code, told = _listed(environment)
+    code, shown = _listed(environment)
     assert 1 == code
-    assert told.startswith(f"storectl: store {setting.server.address}: ")
-    assert "wants a certificate of the client: expected cert and key" in told
-    assert 1 == told.count("\n")
+    assert shown.startswith(f"storectl: store {setting.server.address}: ")
+    assert "wants a certificate of the client: expected cert and key" in shown
+    assert 1 == shown.count("\n")
 
 
 def _listed(environment: dict[str, str]) -> tuple[int, str]:
-    """How ``storectl ls`` ends, and what it tells."""
+    """Returns the exit code and the error output of ``storectl ls``."""
     ran = subprocess.run(
         [sys.executable, "-m", "storesvc_client.cli", "ls"],
         env=os.environ | environment,

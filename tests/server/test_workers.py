@@ -86,7 +86,7 @@ def test_calls_go_on_when_a_worker_is_killed_and_another_follows_it(
                 assert (array == i).all()
             assert run.latest().step == 0
             await_that(lambda: len(workers(server)) == WORKERS)
-        assert server.log.count("ended by itself, with exit code -9") == WORKERS
+        assert server.log.count("exited unexpectedly, with exit code -9") == WORKERS
 
 
 @pytest.mark.slow

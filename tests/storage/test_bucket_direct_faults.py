@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.rpc import boundary
+from storesvc.rpc import streams
 from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
 from storesvc.storage.log_throttle import PAUSE_SECONDS
@@ -336,7 +336,7 @@ def test_who_waits_to_be_acknowledged_is_not_refused_for_sending_nothing(
     write_limits: Limits, root: str, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is anything stored twice: the server itself is late."""
-    monkeypatch.setattr(boundary, "STALL_SECONDS", 2.0)
+    monkeypatch.setattr(streams, "STALL_SECONDS", 2.0)
     tree = {f"{n:02}": np.full((16, MIB), n, np.uint8) for n in range(12)}
     size = sum(leaf.nbytes for leaf in tree.values())
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CheckpointServiceStub(object):
-    """The catalogue: runs, checkpoints, their tags and holds.
+    """The catalog: runs, checkpoints, tags and holds.
     """
 
     def __init__(self, channel):
@@ -138,13 +138,13 @@ class CheckpointServiceStub(object):
 
 
 class CheckpointServiceServicer(object):
-    """The catalogue: runs, checkpoints, their tags and holds.
+    """The catalog: runs, checkpoints, tags and holds.
     """
 
     def ListRuns(self, request, context):
-        """Lists runs that have a checkpoint or were set up by UpdateRun, by name.
+        """Lists the runs that have a checkpoint or were created by UpdateRun, by name.
 
-        Deadline: 30 s.
+        Idempotent: changes nothing. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`.
@@ -156,20 +156,20 @@ class CheckpointServiceServicer(object):
     def GetRun(self, request, context):
         """Returns one run.
 
-        Deadline: 30 s.
+        Idempotent: changes nothing. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`.
-        * `RUN_NOT_FOUND`: metadata `nearest` names the most similar runs.
+        * `RUN_NOT_FOUND`: metadata `nearest` has the most similar names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateRun(self, request, context):
-        """Sets fields of a run; creates it where it does not exist.
+        """Sets fields of a run; creates the run if it does not exist.
 
-        Deadline: 30 s.
+        Idempotent by `request_id`. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
@@ -180,13 +180,14 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ApplyRetention(self, request, context):
-        """Deletes, softly, the checkpoints that the run's retention policy does not keep,
-        and tells what becomes of each. The service does the same by itself from time
-        to time. With `validate_only` nothing is deleted, and a policy may be given to
-        be tried.
+        """Deletes, softly, the checkpoints that the run's retention policy does not keep, and
+        streams the decision on each. The service also does so periodically. With
+        `validate_only` nothing is deleted, and the request MAY have a policy to try.
 
-        Streams decisions in pages, newest step first. A checkpoint that changed
-        meanwhile is left for the next time.
+        Streams decisions in pages, newest step first. A checkpoint that changes during the
+        call is kept, and decided on again in the next pass.
+
+        Idempotent: a retry continues where the call stopped.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_POLICY`, `POLICY_KEEPS_NOTHING`.
@@ -197,9 +198,9 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """Lists committed checkpoints of a run, newest step first.
+        """Lists the committed checkpoints of a run, newest step first.
 
-        Deadline: 30 s.
+        Idempotent: changes nothing. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`.
@@ -212,12 +213,12 @@ class CheckpointServiceServicer(object):
     def GetCheckpoint(self, request, context):
         """Returns one checkpoint.
 
-        Deadline: 30 s.
+        Idempotent: changes nothing. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`.
         * `RUN_NOT_FOUND`.
-        * `CHECKPOINT_NOT_FOUND`: metadata `nearest` holds the nearest steps.
+        * `CHECKPOINT_NOT_FOUND`: metadata `nearest` has the nearest steps.
         * `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -227,14 +228,15 @@ class CheckpointServiceServicer(object):
     def ReadManifest(self, request, context):
         """Streams the manifest of a checkpoint.
 
-        The first message holds `checkpoint`. The `part`s of all messages, joined,
-        are a serialised `Manifest` of `Checkpoint.manifest_bytes` bytes with the
-        digest `Checkpoint.manifest_digest`; the client MUST check both. The server
-        stops a stream whose client takes nothing for 15 s.
+        The first message has `checkpoint`. The `part`s of all messages, joined, are a
+        serialised `Manifest` of `Checkpoint.manifest_bytes` bytes with the digest
+        `Checkpoint.manifest_digest`; the client MUST check both. The server cancels a
+        stream whose client reads nothing for 15 s.
+
+        Idempotent: changes nothing.
 
         Errors:
-        * as GetCheckpoint. With `uid` a deleted checkpoint can be read until it is
-        purged.
+        * As GetCheckpoint. With `uid` a deleted checkpoint can be read until it is purged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -243,7 +245,7 @@ class CheckpointServiceServicer(object):
     def UpdateCheckpoint(self, request, context):
         """Sets the labels, the metrics or the pin of a checkpoint.
 
-        Deadline: 30 s.
+        Idempotent by `request_id`. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`.
@@ -255,11 +257,11 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteCheckpoint(self, request, context):
-        """Deletes a checkpoint softly: lists and `latest` no longer show it, and it can be
-        undeleted until its `purge_time`; from then on the collector purges it, unless a
-        hold or a live upload needs it. Deleting it again changes nothing.
+        """Deletes a checkpoint softly. Lists and `latest` no longer show it, and it can be
+        undeleted until its `purge_time`. After that the collector purges it, unless a hold
+        or a live upload needs it. Deleting it again changes nothing.
 
-        Deadline: 30 s.
+        Idempotent by `request_id`. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`.
@@ -272,9 +274,9 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UndeleteCheckpoint(self, request, context):
-        """Takes a deletion back. Undeleting one that is not deleted changes nothing.
+        """Undoes a deletion. Undeleting a checkpoint that is not deleted changes nothing.
 
-        Deadline: 30 s.
+        Idempotent by `request_id`. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`.
@@ -287,15 +289,18 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PurgeCheckpoint(self, request, context):
-        """Ends a deleted checkpoint for good, before its `purge_time` too, and frees its
-        step. The collector deletes its bytes, except those that others share.
+        """Purges a deleted checkpoint permanently, also before its `purge_time`, and frees
+        its step. The collector later deletes its bytes, except those that other
+        checkpoints share.
 
+        Idempotent: a client MAY retry it, and MUST take `CHECKPOINT_NOT_FOUND` of a retry
+        for success, because it also results if only the first response was lost.
         Deadline: 60 s.
 
         Errors:
         * `INVALID_FIELD`.
-        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: also where it was purged already. So
-        ends a call that is repeated because its answer was lost, and that is success.
+        * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`: it does not exist, or was purged
+        already.
         * `CHECKPOINT_NOT_DELETED`.
         * `CHECKPOINT_IN_USE`: it is tagged, held, or the base of a live upload.
         * `ETAG_MISMATCH`, `CONFLICT`.
@@ -305,29 +310,32 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DiffCheckpoints(self, request, context):
-        """Tells what differs between two checkpoints, leaf by leaf, by key. Reads their
-        manifests and no data.
+        """Compares two checkpoints leaf by leaf, by key. Reads their manifests, but no data.
+
+        Idempotent: changes nothing.
 
         Errors:
-        * as GetCheckpoint, of either.
+        * As GetCheckpoint, for either.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchCheckpoints(self, request, context):
-        """Streams what happens to the checkpoints of a run or a namespace, until the
-        client ends it: each event once, in one order. The first message comes at once
-        and holds a token alone; so does one every 30 s at the latest. A watch that goes
-        on from a token misses no checkpoint and repeats none, at any server. What was
-        deleted or tagged anew before it was told of may be told of once; a deletion that
-        several calls made at the same moment may be told of once for each.
+        """Streams the changes of the checkpoints of a run or a namespace until the client
+        cancels the call: each event once, in a total order. The first message is sent at
+        once and has only a token; so has at least one message every 30 s. A watch that
+        resumes from a token, on any server, misses no checkpoint and repeats none.
+        Successive deletes or retags MAY be coalesced into one event; a deletion that
+        several concurrent calls made MAY be reported once for each.
+
+        Idempotent: changes nothing; a client SHOULD resume from its last token.
 
         Errors:
         * `INVALID_FIELD`.
         * `INVALID_RESUME_TOKEN`, `RESUME_TOKEN_EXPIRED`.
-        * `LIMIT_EXCEEDED`: the server has too many watches.
-        * `CORRUPT_DATA`: the message before it brings a token that goes on after the
+        * `LIMIT_EXCEEDED`: the server has its maximum number of watches.
+        * `CORRUPT_DATA`: the message before the error has a token that resumes after the
         damage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -335,15 +343,15 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetTag(self, request, context):
-        """Makes a tag name a checkpoint, wherever it was before.
+        """Points a tag to a checkpoint; creates the tag if it does not exist.
 
-        Deadline: 30 s.
+        Idempotent by `request_id`. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`.
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`,
         `TAG_NOT_FOUND`.
-        * `TAG_PROTECTED`: it is, and the request has no etag.
+        * `TAG_PROTECTED`: the tag is protected, and the request has no etag.
         * `REQUEST_ID_REUSED`, `ETAG_MISMATCH`, `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -353,7 +361,7 @@ class CheckpointServiceServicer(object):
     def DeleteTag(self, request, context):
         """Deletes a tag.
 
-        Deadline: 30 s.
+        Idempotent by `request_id`. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `TAG_NOT_FOUND`, `TAG_PROTECTED`.
@@ -366,7 +374,7 @@ class CheckpointServiceServicer(object):
     def ListTags(self, request, context):
         """Lists the tags of a run by name.
 
-        Deadline: 30 s.
+        Idempotent: changes nothing. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`, `RUN_NOT_FOUND`.
@@ -376,15 +384,14 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateHold(self, request, context):
-        """Keeps a checkpoint from being purged while the hold is renewed. It may be
-        deleted meanwhile, and read by its `uid`.
+        """Prevents a checkpoint from being purged as long as the hold is renewed. The
+        checkpoint may still be deleted, and then be read by its `uid`.
 
         Idempotent by `request_id`. Deadline: 30 s.
 
         Errors:
-        * as GetCheckpoint. With `uid` a deleted checkpoint can be held until it is
-        purged.
-        * `REQUEST_ID_REUSED`: it made a hold of another checkpoint.
+        * As GetCheckpoint. With `uid` a deleted checkpoint can be held until it is purged.
+        * `REQUEST_ID_REUSED`: the id belongs to a hold on another checkpoint.
         * `CONFLICT`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -392,24 +399,24 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenewHold(self, request, context):
-        """Renews a hold for its `ttl`, be it late, while what it holds was not purged.
+        """Renews a hold for its `ttl`. Late renewals succeed until the checkpoint is purged.
 
-        Deadline: 30 s.
+        Idempotent. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `HOLD_NOT_FOUND`.
-        * `HOLD_EXPIRED`: it was not renewed in time, and what it held was purged, or it
+        * `HOLD_EXPIRED`: it was not renewed in time, and the checkpoint was purged, or it
         expired days ago.
-        * `CONFLICT`: what it holds is being purged, which may fail; try again.
+        * `CONFLICT`: the checkpoint is being purged, which may fail; retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteHold(self, request, context):
-        """Ends a hold. Ending one that does not exist changes nothing.
+        """Deletes a hold. Deleting one that does not exist changes nothing.
 
-        Deadline: 30 s.
+        Idempotent. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`.
@@ -419,9 +426,9 @@ class CheckpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListHolds(self, request, context):
-        """Lists the holds of a run, expired ones included until they are collected.
+        """Lists the holds of a run, including expired ones until they are collected.
 
-        Deadline: 30 s.
+        Idempotent: changes nothing. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`, `RUN_NOT_FOUND`.
@@ -542,7 +549,7 @@ def add_CheckpointServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CheckpointService(object):
-    """The catalogue: runs, checkpoints, their tags and holds.
+    """The catalog: runs, checkpoints, tags and holds.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ChunkServiceStub(object):
-    """Ships stored chunks as they lie.
+    """Sends stored chunks unchanged.
     """
 
     def __init__(self, channel):
@@ -43,22 +43,25 @@ class ChunkServiceStub(object):
 
 
 class ChunkServiceServicer(object):
-    """Ships stored chunks as they lie.
+    """Sends stored chunks unchanged.
     """
 
     def ReadChunks(self, request, context):
         """Streams chunks of a checkpoint.
 
-        The server neither decodes nor reorders the bytes of a chunk, and chooses
-        the order of chunks. The pieces of one chunk arrive in order; each asked
-        chunk arrives once. The client MUST check the checksum of each chunk against
-        the manifest. The server stops a stream whose client takes nothing for 15 s.
+        The server neither decodes nor copies the bytes of a chunk into another layout, and
+        MAY send the chunks in any order. The pieces of one chunk arrive in order; each
+        requested chunk arrives once. The client MUST check the checksum of each chunk
+        against the manifest. The server cancels a stream whose client reads nothing for
+        15 s.
+
+        Idempotent: changes nothing; a client SHOULD request only the missing chunks again.
 
         Errors:
-        * `INVALID_FIELD`: the ordinals are too many, not strictly ascending, or past the
-        end; or there is no `uid`.
+        * `INVALID_FIELD`: the ordinals are too many, not strictly ascending, or out of
+        range; or `uid` is empty.
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `TAG_NOT_FOUND`.
-        * `CORRUPT_DATA`: the stored bytes are missing or short.
+        * `CORRUPT_DATA`: stored bytes are missing or too short.
         * `STORAGE_DENIED`, `STORAGE_UNAVAILABLE`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -82,7 +85,7 @@ def add_ChunkServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ChunkService(object):
-    """Ships stored chunks as they lie.
+    """Sends stored chunks unchanged.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MaintenanceServiceStub(object):
-    """Looks after a server and its store.
+    """Maintains a store.
     """
 
     def __init__(self, channel):
@@ -58,41 +58,45 @@ class MaintenanceServiceStub(object):
 
 
 class MaintenanceServiceServicer(object):
-    """Looks after a server and its store.
+    """Maintains a store.
     """
 
     def GetServerInfo(self, request, context):
-        """Returns version and limits, so that clients need not guess.
+        """Returns the version and the limits of the server.
 
-        Deadline: 10 s. There are no method-specific errors.
+        Idempotent: changes nothing. Deadline: 10 s. There are no method-specific errors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyCheckpoint(self, request, context):
-        """Reads every chunk of a checkpoint, and checks that it is what was saved: its
-        CRC-32C, its digest, its place; that both views of the checkpoint, the manifest
-        and the key space, show the same chunks; and that its file table names the files
-        that they need. What is wrong is told, chunk by chunk, and does not end the
-        stream; the last message holds all counts.
+        """Reads every chunk of a checkpoint and verifies its CRC-32C, its digest and its
+        location; that both views of the checkpoint, the manifest and the key space, have
+        the same chunks; and that its file table names the files that they need. Damage is
+        reported chunk by chunk, and does not end the stream; the last message has the
+        final counts.
+
+        Idempotent: changes nothing.
 
         Errors:
-        * as GetCheckpoint.
-        * `CORRUPT_DATA`: the manifest itself.
+        * As GetCheckpoint.
+        * `CORRUPT_DATA`: the manifest itself is damaged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CollectGarbage(self, request, context):
-        """Ends what has no more use: aborts uploads whose lease is over, applies retention
-        policies, purges deleted checkpoints whose time has come, deletes what nothing
-        reaches. Nothing that a committed record, a hold or a live upload needs is
-        touched, whatever else goes on meanwhile. Servers do the same by themselves from
-        time to time. A stream that is cut off leaves no harm; the rest is done the next
-        time. A lease is over once the process that collects has seen it unchanged for its
-        length, or once it was renewed that and two days ago by the clocks.
+        """Collects garbage: aborts uploads whose lease is over, applies retention policies,
+        purges deleted checkpoints whose purge time has come, deletes unreachable objects.
+        It MUST NOT change anything that a committed record, a hold or a live upload needs,
+        whatever runs concurrently. Servers also do so periodically. A cancelled stream
+        does no harm; the next pass does the rest. A lease is over once the collecting
+        process has seen it unchanged for its duration, or once its renewal is that
+        duration plus two days ago by the clocks.
+
+        Idempotent: a retry continues where the call stopped.
 
         Errors:
         * `INVALID_FIELD`, `RUN_NOT_FOUND`.
@@ -102,9 +106,9 @@ class MaintenanceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetUsage(self, request, context):
-        """Tells how many bytes a run takes.
+        """Returns the bytes that a run uses.
 
-        Deadline: 60 s.
+        Idempotent: changes nothing. Deadline: 60 s.
 
         Errors:
         * `INVALID_FIELD`, `RUN_NOT_FOUND`.
@@ -145,7 +149,7 @@ def add_MaintenanceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MaintenanceService(object):
-    """Looks after a server and its store.
+    """Maintains a store.
     """
 
     @staticmethod

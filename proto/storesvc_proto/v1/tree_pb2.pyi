@@ -3,16 +3,15 @@
 isort:skip_file
 A state tree, as tables.
 
-A tree of a million leaves must travel and be parsed in bounded time, so
-leaves and chunks are columns and not messages. Two properties are used
-everywhere:
+A tree of a million leaves must be transferred and parsed in bounded time, so leaves
+and chunks are columns and not messages. Two properties are used everywhere:
 
-* Tables concatenate. Serialised tables, joined byte by byte, parse as one
-  table whose rows are the rows of all in order (protobuf's merge of
-  repeated fields). A table larger than a message is sent, and stored, as
-  parts. Every column is therefore `repeated`.
-* Chunks are numbered. The ordinal of a chunk counts over all leaves in the
-  order of the leaf table, and within a leaf over its chunk grid in C order.
+* Tables concatenate. Serialised tables, joined byte by byte, parse as one table with
+  the rows of all of them in order (protobuf merges repeated fields). A table that is
+  larger than a message is sent, and stored, in parts. Every column is therefore
+  `repeated`.
+* Chunks are numbered. The ordinal of a chunk counts over all leaves in the order of
+  the leaf table, and within a leaf over its chunk grid in C order.
 """
 
 import builtins
@@ -55,7 +54,7 @@ class _LeafKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """
 
 class LeafKind(_LeafKind, metaclass=_LeafKindEnumTypeWrapper):
-    """What kind of value a leaf was when it was saved."""
+    """The kind of value that a leaf was when it was saved."""
 
 LEAF_KIND_UNSPECIFIED: LeafKind.ValueType  # 0
 """Never valid."""
@@ -77,8 +76,8 @@ Global___LeafKind: typing_extensions.TypeAlias = LeafKind
 
 @typing.final
 class Sharding(google.protobuf.message.Message):
-    """How a leaf lay on its devices when it was saved (`jax.sharding.NamedSharding`).
-    Informative: it never decides where bytes lie.
+    """The sharding of a leaf when it was saved (`jax.sharding.NamedSharding`). Informative:
+    it never decides where bytes are stored.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -111,7 +110,7 @@ Global___Sharding: typing_extensions.TypeAlias = Sharding
 
 @typing.final
 class DimensionAxes(google.protobuf.message.Message):
-    """The mesh axes that split one dimension, major to minor; empty: not split."""
+    """The mesh axes that split one dimension, major to minor; empty: it is not split."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -133,8 +132,8 @@ Global___DimensionAxes: typing_extensions.TypeAlias = DimensionAxes
 class LeafTable(google.protobuf.message.Message):
     """The leaves of a tree.
 
-    Rows are in strictly ascending order of `key` by code point. All columns
-    have one entry a row, except where they say otherwise.
+    Rows are in strictly ascending order of `key` by code point. All columns have one
+    entry per row, unless noted otherwise.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -156,24 +155,24 @@ class LeafTable(google.protobuf.message.Message):
     def key(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The path of the leaf: its parts, each percent-escaped, joined by "/".
 
-        Escape: the UTF-8 bytes of "%", "/", of the characters U+0000 to U+001F and
-        of U+007F become "%XX" (upper-case hexadecimal); the parts "." and ".."
-        become "%2E" and "%2E%2E"; the empty part becomes "%". It is injective. At
-        most 4096 bytes. No key may be an ancestor of another one. The path of a
-        tree that is a single leaf has no part, and its key is empty.
+        Escaping: the UTF-8 bytes of "%", "/", of the characters U+0000 to U+001F and of
+        U+007F become "%XX" (upper-case hexadecimal); the parts "." and ".." become "%2E"
+        and "%2E%2E"; the empty part becomes "%". It is injective. At most 4096 bytes. A
+        key MUST NOT be an ancestor of another one. The path of a tree that is a single
+        leaf has no part, and its key is empty.
         """
 
     @property
     def path_kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """One letter for each part of the path, telling what the part was: `k` a
-        string key of a mapping, `n` an integer key of a mapping, `t` another key
-        of a mapping (by its text), `i` the index of a sequence, `a` the name of an
-        attribute, `f` the index of a child of a node that has no names.
+        """One letter per part of the path, for its kind: `k` a string key of a mapping, `n`
+        an integer key of a mapping, `t` another key of a mapping (by its text), `i` an
+        index of a sequence, `a` the name of an attribute, `f` an index of a child of a
+        node without names.
         """
 
     @property
     def kind(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___LeafKind.ValueType]:
-        """What the leaf was."""
+        """The kind of the leaf."""
 
     @property
     def dtype(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -182,7 +181,7 @@ class LeafTable(google.protobuf.message.Message):
     @property
     def dtypes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The distinct dtypes by their NumPy or ml_dtypes names, such as "float32",
-        "bfloat16", "float8_e4m3fn", "int4". Not one entry a row.
+        "bfloat16", "float8_e4m3fn", "int4". Not one entry per row.
         """
 
     @property
@@ -191,13 +190,13 @@ class LeafTable(google.protobuf.message.Message):
 
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The shapes of all leaves, one after another. Not one entry a row."""
+        """The shapes of all leaves, concatenated. Not one entry per row."""
 
     @property
     def chunk_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The chunk shapes of all leaves, one after another, each >= 1. Not one
-        entry a row. The grid is regular: chunks at the far edges are stored whole,
-        and what lies past the shape is zero bytes.
+        """The chunk shapes of all leaves, concatenated, each >= 1. Not one entry per row. The
+        grid is regular: chunks at the far edges are stored whole, and the elements outside
+        the shape are zero bytes.
         """
 
     @property
@@ -206,7 +205,7 @@ class LeafTable(google.protobuf.message.Message):
 
     @property
     def shardings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Sharding]:
-        """The distinct shardings. Not one entry a row."""
+        """The distinct shardings. Not one entry per row."""
 
     @property
     def prng_impl(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -214,14 +213,14 @@ class LeafTable(google.protobuf.message.Message):
 
     @property
     def prng_impls(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The distinct names of PRNG implementations. Not one entry a row."""
+        """The distinct names of PRNG implementations. Not one entry per row."""
 
     @property
     def structure(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """A document of the client about the tree as a whole, such as the structure
-        of the module that its leaves belong to: the entries, joined, are the
-        document. At most 16 MiB. The server keeps it and MUST NOT interpret it; a
-        client MUST treat it as untrusted. Not one entry a row.
+        """A document of the client about the tree as a whole, such as the structure of the
+        module of its leaves: the concatenation of the entries. At most 16 MiB. The server
+        stores it and MUST NOT interpret it; a client MUST treat it as untrusted. Not one
+        entry per row.
         """
 
     def __init__(
@@ -249,9 +248,8 @@ Global___LeafTable: typing_extensions.TypeAlias = LeafTable
 class ChunkTable(google.protobuf.message.Message):
     """Stored chunks.
 
-    A stored chunk is the chunk's elements in C order, little-endian, followed
-    by the CRC-32C of those bytes as 4 little-endian bytes: zarr3's codecs
-    `bytes` and `crc32c`.
+    A stored chunk is the chunk's elements in C order, little-endian, followed by the
+    CRC-32C of those bytes as 4 little-endian bytes: zarr3's codecs `bytes` and `crc32c`.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -273,9 +271,9 @@ class ChunkTable(google.protobuf.message.Message):
 
     @property
     def digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The digests of the elements: XXH3-128, seed 0, canonical (big-endian), 16
-        bytes each, one after another; each entry
-        holds those of any number of rows. Not one entry a row.
+        """The digests of the elements: XXH3-128, seed 0, canonical (big-endian), 16 bytes
+        each, concatenated; each entry has the digests of any number of rows. Not one entry
+        per row.
         """
 
     @property
@@ -284,15 +282,15 @@ class ChunkTable(google.protobuf.message.Message):
 
     @property
     def offset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Where the stored chunk begins in its file, in bytes."""
+        """Offset of the stored chunk in its file, in bytes."""
 
     @property
     def length(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Bytes of the stored chunk, with its 4 bytes of checksum."""
+        """Bytes of the stored chunk, including its 4 bytes of checksum."""
 
     @property
     def files(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Data files, relative to the pool of the run. Not one entry a row."""
+        """Data files, relative to the pool of the run. Not one entry per row."""
 
     def __init__(
         self,
@@ -311,8 +309,8 @@ Global___ChunkTable: typing_extensions.TypeAlias = ChunkTable
 
 @typing.final
 class Manifest(google.protobuf.message.Message):
-    """The immutable description of a checkpoint: what it holds and where it lies.
-    Manifests concatenate as their tables do.
+    """The immutable description of a checkpoint: its leaves, and the locations of its
+    chunks. Manifests concatenate like their tables.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

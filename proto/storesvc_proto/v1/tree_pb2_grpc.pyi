@@ -3,16 +3,15 @@
 isort:skip_file
 A state tree, as tables.
 
-A tree of a million leaves must travel and be parsed in bounded time, so
-leaves and chunks are columns and not messages. Two properties are used
-everywhere:
+A tree of a million leaves must be transferred and parsed in bounded time, so leaves
+and chunks are columns and not messages. Two properties are used everywhere:
 
-* Tables concatenate. Serialised tables, joined byte by byte, parse as one
-  table whose rows are the rows of all in order (protobuf's merge of
-  repeated fields). A table larger than a message is sent, and stored, as
-  parts. Every column is therefore `repeated`.
-* Chunks are numbered. The ordinal of a chunk counts over all leaves in the
-  order of the leaf table, and within a leaf over its chunk grid in C order.
+* Tables concatenate. Serialised tables, joined byte by byte, parse as one table with
+  the rows of all of them in order (protobuf merges repeated fields). A table that is
+  larger than a message is sent, and stored, in parts. Every column is therefore
+  `repeated`.
+* Chunks are numbered. The ordinal of a chunk counts over all leaves in the order of
+  the leaf table, and within a leaf over its chunk grid in C order.
 """
 
 import abc

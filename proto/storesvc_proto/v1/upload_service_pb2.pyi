@@ -6,28 +6,28 @@ Writing checkpoints.
     BeginUpload (writer 0), JoinUpload (the others) -> FindChunks, WriteChunks (each
                 writer) -> FinishWriter (each writer) -> CommitUpload (once)
 
-Writers. Several processes may write one upload: each plans it for itself, and no
-process waits for another before it has finished its own part, but for the name of
-the upload that writer 0 begins. The others join it, and whoever finds that all have
-finished commits.
+Writers. Several processes may write one upload. Each of them plans the upload by
+itself, and waits for no other process before it has finished its own part, except
+for the name of the upload that writer 0 begins. The others join it, and the writer
+that finds all writers finished commits.
 
 Reuse. An upload may have a base: a committed checkpoint of the same run. A chunk
-with the key, the CRC-32C, the digest and the length of one of the base need not be
-sent: the writer claims it by its row in the receipt. What an unfinished upload of
-the same step had stored, when this one took the step over, can be claimed in the
-same way: so a save that was cut off goes on where it stopped. A base cannot be
-purged while the upload lives. The server does not read the bytes of what is claimed,
-but refuses chunks whose data file is missing or too short; a base that is damaged so
-that it cannot be used is none. What damages a shared chunk later damages it for all.
+with the key, the CRC-32C, the digest and the length of a chunk of the base need not
+be sent: the writer claims it by its row in the receipt. The stored chunks of an
+unfinished upload of the same step that this one took over can be claimed in the same
+way, so an interrupted save resumes. A base cannot be purged while the upload is
+live. The server does not read the bytes of claimed chunks, but rejects chunks whose
+data file is missing or too short; a base that is damaged so that it cannot be used
+counts as no base. Later damage of a shared chunk affects all checkpoints that share
+it.
 
-Life. An upload lives while something is heard of it: it began, chunks were
-acknowledged, a writer finished, or KeepUploadAlive was called. One that nothing is
-heard of for its `lease_duration` is aborted by the collector. What decides at the
-commit is the epoch, never a clock.
+Lease. BeginUpload, acknowledged chunks, FinishWriter and KeepUploadAlive renew the
+lease of an upload. An upload whose lease was not renewed for its `lease_duration` is
+aborted by the collector. The commit is decided by the epoch, never by a clock.
 
-All state lies in the bucket: any server process MUST serve any call of any
-upload. A failure at any point leaves the run as it was before BeginUpload,
-but for bytes that nobody can see.
+All state is in the bucket: any server process MUST serve any call of any upload. A
+failure at any point leaves the run as it was before BeginUpload, except for bytes
+that no reader can see.
 """
 
 import builtins
@@ -68,19 +68,19 @@ class Upload(google.protobuf.message.Message):
         STATE_LIVE: Upload._State.ValueType  # 1
         """It holds its step, and may be written and committed."""
         STATE_COMMITTED: Upload._State.ValueType  # 2
-        """It became a checkpoint, which may be deleted meanwhile."""
+        """It became a checkpoint, which may be deleted since."""
         STATE_ENDED: Upload._State.ValueType  # 3
         """It was aborted, or lost its step."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
-        """What became of an upload."""
+        """States of an upload."""
 
     STATE_UNSPECIFIED: Upload.State.ValueType  # 0
     """Never valid."""
     STATE_LIVE: Upload.State.ValueType  # 1
     """It holds its step, and may be written and committed."""
     STATE_COMMITTED: Upload.State.ValueType  # 2
-    """It became a checkpoint, which may be deleted meanwhile."""
+    """It became a checkpoint, which may be deleted since."""
     STATE_ENDED: Upload.State.ValueType  # 3
     """It was aborted, or lost its step."""
 
@@ -138,26 +138,27 @@ class Upload(google.protobuf.message.Message):
     step: builtins.int
     """The training step, >= 0."""
     writer_count: builtins.int
-    """Number of writers, 1 to 65536; they are called 0 to `writer_count` - 1."""
+    """Number of writers, 1 to 65536. Their indices are 0 to `writer_count` - 1."""
     epoch: builtins.int
     """Fencing token of the step. Output only."""
     base: builtins.str
     """The checkpoint whose chunks it may claim:
     `namespaces/{namespace}/runs/{run}/checkpoints/{checkpoint}` of the same run;
-    empty: none. Where `latest` is asked and there is none, it is none. In answers
-    it holds the step.
+    empty: none. `latest` in a run without a checkpoint counts as none. In responses it
+    has the step.
     """
     resumes: builtins.bool
-    """Whether it took an unfinished upload of the same step over, whose chunks it may
+    """Whether it took over an unfinished upload of the same step, whose chunks it may
     claim. Output only.
     """
     state: Global___Upload.State.ValueType
-    """What became of it. Output only."""
+    """The state of the upload. Output only."""
     finished_writer_count: builtins.int
-    """How many writers have finished. Output only, of GetUpload and ListUploads."""
+    """Number of finished writers. Output only, of GetUpload and ListUploads."""
     owner: builtins.str
-    """Who writes it, for people: such as its host, process and job. At most 256 bytes. A
-    save that loses its step names the owner of the one that has it.
+    """Owner of the upload, as text for people, such as its host, process and job. At most
+    256 bytes. The error of a save that loses its step names the owner of the new
+    upload.
     """
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
@@ -169,9 +170,7 @@ class Upload(google.protobuf.message.Message):
 
     @property
     def lease_duration(self) -> google.protobuf.duration_pb2.Duration:
-        """How long the upload is safe from collection after its last sign of life, at
-        most 30 days. 0 takes the server's default.
-        """
+        """Duration of the lease after each renewal, at most 30 days; 0: the server's default."""
 
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
@@ -179,11 +178,13 @@ class Upload(google.protobuf.message.Message):
 
     @property
     def renew_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Its last sign of life. Output only, of GetUpload and ListUploads."""
+        """When its lease was last renewed. Output only, of GetUpload and ListUploads."""
 
     @property
     def unfinished_writers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The first 16 that have not, ascending. Output only, of GetUpload and ListUploads."""
+        """The first 16 unfinished writers, ascending. Output only, of GetUpload and
+        ListUploads.
+        """
 
     def __init__(
         self,
@@ -226,18 +227,18 @@ class BeginUploadRequest(google.protobuf.message.Message):
     request_id: builtins.str
     """A random UUID. In the first message."""
     leaf_count: builtins.int
-    """Number of rows of all parts. In the first message; a stream that is cut off is
-    told by it from one that has ended.
+    """Number of rows of all parts. In the first message. With it the server distinguishes
+    a truncated stream from a complete one.
     """
     leaf_digests: builtins.bytes
     """For each leaf of `leaves`, in order, the XXH3-128 (seed 0, canonical) of all its
     elements in C order, little-endian, as this writer holds them: 16 bytes each; 16
     zero bytes for a leaf that is not compared. In all messages with leaves or in none;
-    none: no leaf is compared.
+    if in none, no leaf is compared.
     """
     @property
     def upload(self) -> Global___Upload:
-        """What to begin. In the first message only."""
+        """The upload to begin. In the first message only."""
 
     @property
     def leaves(self) -> storesvc_proto.v1.tree_pb2.LeafTable:
@@ -293,7 +294,7 @@ class JoinUploadRequest(google.protobuf.message.Message):
     leaf_count: builtins.int
     """Number of rows of all parts. In the first message, as in BeginUpload."""
     leaf_digests: builtins.bytes
-    """As in BeginUpload, of this writer."""
+    """As in BeginUpload, for this writer."""
     @property
     def open(self) -> Global___JoinOpening:
         """In the first message only."""
@@ -318,7 +319,7 @@ Global___JoinUploadRequest: typing_extensions.TypeAlias = JoinUploadRequest
 
 @typing.final
 class JoinOpening(google.protobuf.message.Message):
-    """Who joins which upload."""
+    """Opening of JoinUpload."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -330,7 +331,7 @@ class JoinOpening(google.protobuf.message.Message):
     writer: builtins.int
     """The writer, 1 to `writer_count` - 1."""
     writer_count: builtins.int
-    """How many writers there are, as this one has it."""
+    """Number of writers, as this writer planned it."""
     def __init__(
         self,
         *,
@@ -365,7 +366,7 @@ Global___JoinUploadResponse: typing_extensions.TypeAlias = JoinUploadResponse
 
 @typing.final
 class WriterRef(google.protobuf.message.Message):
-    """Which writer of which upload speaks."""
+    """A writer of an upload."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -375,7 +376,7 @@ class WriterRef(google.protobuf.message.Message):
     upload: builtins.str
     """`namespaces/{namespace}/runs/{run}/uploads/{upload}`."""
     epoch: builtins.int
-    """The epoch that BeginUpload answered."""
+    """`Upload.epoch` in the response of BeginUpload."""
     writer: builtins.int
     """The writer, 0 to `writer_count` - 1."""
     def __init__(
@@ -391,10 +392,10 @@ Global___WriterRef: typing_extensions.TypeAlias = WriterRef
 
 @typing.final
 class ChunkFrame(google.protobuf.message.Message):
-    """Pieces of stored chunks, their bytes back to back.
+    """Pieces of stored chunks with their bytes concatenated.
 
-    Row i says: the next `length[i]` bytes of `data` belong to chunk `chunk[i]`
-    and begin at `offset[i]` within the stored chunk.
+    Row i: the next `length[i]` bytes of `data` belong to chunk `chunk[i]` and start at
+    `offset[i]` within the stored chunk.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -444,14 +445,14 @@ class WriteChunksRequest(google.protobuf.message.Message):
 
     @property
     def frame(self) -> Global___ChunkFrame:
-        """In all others, or else `placed` in all others."""
+        """In all other messages, unless all of them have `placed`."""
 
     @property
     def placed(self) -> storesvc_proto.v1.tree_pb2.ChunkTable:
-        """Chunks that the writer put into the pool of the run by itself: rows with all
-        columns but those of other tables, ascending by ordinal. Each data file MUST be
-        called `<upload>/<32 hexadecimal digits>`, be new, and be synced before it is
-        named here; no chunk may lie over another.
+        """Chunks that the writer wrote to the pool of the run itself: rows with all columns
+        of a stored chunk, ascending by ordinal. Each data file MUST be named
+        `<upload>/<32 hexadecimal digits>`, be new, and be synced before it is named
+        here; chunks MUST NOT overlap.
         """
 
     def __init__(
@@ -475,8 +476,8 @@ class WriteChunksResponse(google.protobuf.message.Message):
 
     DURABLE_COUNT_FIELD_NUMBER: builtins.int
     durable_count: builtins.int
-    """How many chunks of this stream are durable, counted in the order in which
-    they were completed.
+    """Number of durable chunks of this stream, counted in the order in which they were
+    completed.
     """
     def __init__(
         self,
@@ -504,8 +505,8 @@ class FinishWriterRequest(google.protobuf.message.Message):
 
     @property
     def chunks(self) -> storesvc_proto.v1.tree_pb2.ChunkTable:
-        """Rows with `ordinal`, `crc32c` and `digests`, in each part all three of them;
-        places are the server's.
+        """Rows with `ordinal`, `crc32c` and `digests`, all three in each part; the server
+        adds the locations.
         """
 
     def __init__(
@@ -535,7 +536,7 @@ class FinishWriterResponse(google.protobuf.message.Message):
     stored_bytes: builtins.int
     """Bytes of those chunks as stored."""
     unfinished_writer_count: builtins.int
-    """How many writers have not finished yet; 0: the upload can be committed."""
+    """Number of unfinished writers; 0: the upload can be committed."""
     def __init__(
         self,
         *,
@@ -558,7 +559,7 @@ class CommitUploadRequest(google.protobuf.message.Message):
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/uploads/{upload}`."""
     epoch: builtins.int
-    """The epoch that BeginUpload answered."""
+    """`Upload.epoch` in the response of BeginUpload."""
     def __init__(
         self,
         *,
@@ -578,7 +579,7 @@ class CommitUploadResponse(google.protobuf.message.Message):
     CHECKPOINT_FIELD_NUMBER: builtins.int
     @property
     def checkpoint(self) -> storesvc_proto.v1.checkpoint_service_pb2.Checkpoint:
-        """The checkpoint that now exists."""
+        """The new checkpoint."""
 
     def __init__(
         self,
@@ -673,11 +674,11 @@ class ListUploadsRequest(google.protobuf.message.Message):
     `namespaces/-` for all.
     """
     page_size: builtins.int
-    """At most 1000, which larger values are taken for; 0 takes 100; negative is
-    INVALID_FIELD.
+    """At most 1000, larger values count as 1000; 0: 100. A negative value is
+    `INVALID_FIELD`.
     """
     page_token: builtins.str
-    """`next_page_token` of the page before, with the other fields unchanged."""
+    """`next_page_token` of the previous page, with all other fields unchanged."""
     def __init__(
         self,
         *,
@@ -706,7 +707,7 @@ class ListUploadsResponse(google.protobuf.message.Message):
 
     @property
     def damaged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[storesvc_proto.v1.errors_pb2.DamagedRecord]:
-        """Rows that the page lacks."""
+        """Rows whose record is damaged."""
 
     def __init__(
         self,
@@ -730,7 +731,7 @@ class KeepUploadAliveRequest(google.protobuf.message.Message):
     name: builtins.str
     """`namespaces/{namespace}/runs/{run}/uploads/{upload}`."""
     epoch: builtins.int
-    """The epoch that BeginUpload answered."""
+    """`Upload.epoch` in the response of BeginUpload."""
     def __init__(
         self,
         *,
@@ -750,8 +751,8 @@ class KeepUploadAliveResponse(google.protobuf.message.Message):
     EXPIRE_TIME_FIELD_NUMBER: builtins.int
     @property
     def expire_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Until when it is safe, if nothing more is heard of it; unless the call came when
-        its time was over already, and the collector was about to abort it.
+        """When the lease ends without a further renewal. If the lease was over before this
+        call, the collector may abort the upload regardless.
         """
 
     def __init__(
@@ -801,7 +802,7 @@ class FindChunksResponse(google.protobuf.message.Message):
     FOUND_FIELD_NUMBER: builtins.int
     @property
     def found(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Those of the asked ordinals that need not be sent, ascending."""
+        """The requested ordinals that need not be sent, ascending."""
 
     def __init__(
         self,

@@ -92,47 +92,49 @@ class UploadServiceServicer(object):
     """
 
     def BeginUpload(self, request_iterator, context):
-        """Reserves a step of a run and declares the tree that will be stored there.
+        """Reserves a step of a run and declares the tree to store there.
 
-        The first message MUST hold `upload`; the following ones hold `leaves`,
-        the leaf table in parts of at most 2 MiB. An upload that already held the
-        step is superseded: it can no longer commit.
-        An abort that comes before the begin that it means cannot fence it.
+        The first message MUST have `upload`; the following ones have `leaves`, the leaf
+        table in parts of at most 2 MiB. An upload that already holds the step is
+        superseded: it can no longer commit. An abort that arrives before its BeginUpload
+        has no effect.
 
-        Idempotent by `request_id`: a repeated call with the same body answers
-        with the same upload. Deadline: 60 s, also at the server.
+        Idempotent by `request_id`: a repeated call with the same body returns the same
+        upload. Deadline: 60 s, also enforced by the server.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_TREE`, `REQUEST_ID_REUSED`.
         * `CHECKPOINT_EXISTS`: the step is committed, or deleted and not yet purged.
         * `RUN_NOT_FOUND`, `CHECKPOINT_NOT_FOUND`, `CHECKPOINT_DELETED`, `TAG_NOT_FOUND`:
-        the base.
-        * `UPLOAD_SUPERSEDED`: this very upload began before, and lost its step.
-        * `UPLOAD_NOT_FOUND`: this very upload began before, and was aborted or purged; or
-        the step was freed while it began. Another `request_id` may begin at once.
-        * `CONFLICT`: another upload of this step began at the same moment.
+        of the base.
+        * `UPLOAD_SUPERSEDED`: this upload began earlier, and lost its step.
+        * `UPLOAD_NOT_FOUND`: this upload began earlier, and was aborted or purged; or the
+        step was freed while it began. An upload with another `request_id` can begin at
+        once.
+        * `CONFLICT`: another upload of this step began concurrently.
         * `LIMIT_EXCEEDED`: the table exceeds the limits of GetServerInfo; or, with a
-        `RetryInfo`, the server has no room for it now, or it came too slowly while others
-        waited for room.
+        `RetryInfo`, the server has no memory for it now, or the client sent it too
+        slowly while others waited for memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinUpload(self, request_iterator, context):
-        """Takes part in an upload that writer 0 begins.
+        """Joins an upload that writer 0 begins.
 
-        The first message MUST hold `open`; the following ones hold `leaves`, the leaf table
-        as this writer planned it, which MUST be the one that the upload began with, byte by
-        byte. Where both this writer and writer 0 sent the digest of a leaf, the digests MUST
-        be equal: one of them writes the leaf, and the other's value would be lost. Changes
-        nothing. Deadline: 60 s, also at the server.
+        The first message MUST have `open`; the following ones have `leaves`, the leaf
+        table as this writer planned it, which MUST equal the one of BeginUpload byte by
+        byte. If both this writer and writer 0 sent the digest of a leaf, the digests MUST
+        be equal: only one of them writes the leaf, so a different value would be lost.
+
+        Idempotent: changes nothing. Deadline: 60 s, also enforced by the server.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_TREE`, `LIMIT_EXCEEDED`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`, `CHECKPOINT_EXISTS`.
-        * `PLAN_MISMATCH`: this writer planned another tree, or another number of writers;
-        names the first leaf that differs.
+        * `PLAN_MISMATCH`: this writer planned another tree or number of writers; names the
+        first leaf that differs.
         * `PROCESSES_DIFFER`: this writer and writer 0 hold different values of a leaf.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -142,7 +144,7 @@ class UploadServiceServicer(object):
     def GetUpload(self, request, context):
         """Returns an upload, live or not.
 
-        Deadline: 30 s.
+        Idempotent: changes nothing. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `UPLOAD_NOT_FOUND`.
@@ -154,7 +156,7 @@ class UploadServiceServicer(object):
     def ListUploads(self, request, context):
         """Lists the live uploads of one run or of many, by run and name.
 
-        Deadline: 30 s.
+        Idempotent: changes nothing. Deadline: 30 s.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_PAGE_TOKEN`.
@@ -166,7 +168,7 @@ class UploadServiceServicer(object):
     def KeepUploadAlive(self, request, context):
         """Renews the lease of a live upload.
 
-        Deadline: 10 s.
+        Idempotent. Deadline: 10 s.
 
         Errors:
         * `INVALID_FIELD`.
@@ -177,10 +179,12 @@ class UploadServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FindChunks(self, request_iterator, context):
-        """Tells which chunks a writer need not send. Changes nothing.
+        """Returns the chunks that a writer need not send.
 
-        The first message MUST hold `open`, the following ones hold `chunks`, as those of
-        FinishWriter. Each of them is answered by one message, in order.
+        The first message MUST have `open`, the following ones have `chunks`, as in
+        FinishWriter. The server sends one response for each of them, in order.
+
+        Idempotent: changes nothing.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.
@@ -193,35 +197,36 @@ class UploadServiceServicer(object):
     def WriteChunks(self, request_iterator, context):
         """Stores chunks of one writer.
 
-        The first message MUST hold `open`, the following ones hold `frame`. The
-        bytes of a chunk MUST arrive in order within the stream and as a whole; a
-        chunk may span frames, and a frame may hold many chunks. A chunk may be sent
-        again, in this stream or a later one; the receipt says which one counts.
+        The first message MUST have `open`, the following ones have `frame`. The bytes of a
+        chunk MUST arrive in order and completely within the stream; a chunk may span
+        frames, and a frame may have many chunks. A chunk may be sent again, in this stream
+        or a later one; the receipt decides which copy counts.
 
-        A writer that reaches the storage itself may put chunks into the pool, and tell
-        of them by `placed`: the server looks whether the data files are there and long
-        enough, reads none of their bytes, and acknowledges their chunks as those of
-        frames. What the writer says of their bytes is found true or false by who reads
-        them.
+        A writer with direct access to the storage may write chunks to the pool itself, and
+        report them with `placed`. The server checks that the data files exist and are long
+        enough, reads none of their bytes, and acknowledges the chunks like the chunks of
+        frames. Readers verify the checksums that the writer reported.
 
-        The server acknowledges chunks once they are durable, in the order in which
-        they were completed: a batch at a time, and at the latest a few seconds after
-        the client pauses, or at once where it ends the stream. A stream ends with
-        `STALLED` where nothing is received for 60 s while nothing of it is being
-        stored, or a chunk is not complete 60 s after its first byte. A stream that
-        ends early loses only what was not acknowledged.
+        The server acknowledges chunks once they are durable, in the order in which they
+        were completed: one batch at a time, at the latest a few seconds after the client
+        pauses, or at once when it ends the stream. A stream fails with `STALLED` if
+        nothing is received for 60 s while nothing of it is being stored, or if a chunk is
+        not complete 60 s after its first byte. A stream that ends early loses only the
+        chunks that were not acknowledged.
 
-        A server fills a bounded number of batches at a time. A stream that finds no
-        place for one within 20 s ends with `LIMIT_EXCEEDED` and a `RetryInfo`. So does,
-        while others wait, one that sends less than 64 KiB a second within a chunk, or
-        has kept the server waiting for 15 s in one batch: the client SHOULD send what
-        was not acknowledged in a new stream, after that delay.
+        A server fills a bounded number of batches at a time. A stream that gets none
+        within 20 s fails with `LIMIT_EXCEEDED` and a `RetryInfo`. While others wait, so
+        does one that sends less than 64 KiB per second within a chunk, or has made the
+        server wait for 15 s in one batch.
+
+        Idempotent per chunk: after such a failure the client SHOULD send the chunks that
+        were not acknowledged in a new stream, after the delay of the `RetryInfo`.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
         * `CHECKPOINT_EXISTS`: the step is committed.
-        * `LIMIT_EXCEEDED`: too many others send chunks now.
+        * `LIMIT_EXCEEDED`: too many other streams send chunks now.
         * `STORAGE_DENIED`, `STORAGE_FULL`, `STORAGE_UNAVAILABLE`, `STALLED`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -229,24 +234,24 @@ class UploadServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinishWriter(self, request_iterator, context):
-        """States what a writer stored, and ends its part.
+        """Declares the chunks of a writer with its receipt, and ends its part.
 
-        The first message MUST hold `open`, the following ones hold `chunks`: the
-        ordinal, crc32c and digest of every chunk of this writer, in parts of at
-        most 2 MiB, ascending. The server checks that each is what this writer stored,
-        or else what it can claim. What a writer stores after it has finished counts only
-        when it finishes again.
+        The first message MUST have `open`, the following ones have `chunks`: the ordinal,
+        crc32c and digest of every chunk of this writer, in parts of at most 2 MiB,
+        ascending. The server checks that each chunk was stored by this writer or can be
+        claimed. Chunks that a writer stores after it has finished count only if it
+        finishes again.
 
-        Idempotent: the last call counts. Deadline: 60 s, also at the server. A call
-        that is repeated after the commit answers `CHECKPOINT_EXISTS`: a client whose
-        FinishWriter was answered goes on to CommitUpload, and does not finish again.
+        Idempotent: the last call counts. Deadline: 60 s, also enforced by the server. A
+        call that is repeated after the commit fails with `CHECKPOINT_EXISTS`: a client
+        that has the response of FinishWriter SHOULD go on to CommitUpload, and not finish
+        again.
 
         Errors:
         * `INVALID_FIELD`, `INVALID_CHUNK`.
         * `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
         * `CHECKPOINT_EXISTS`: the step is committed.
-        * `CHUNKS_INCOMPLETE`: a chunk of the receipt is neither stored nor to be
-        claimed.
+        * `CHUNKS_INCOMPLETE`: a chunk of the receipt is neither stored nor claimable.
         * `LIMIT_EXCEEDED`: the receipt exceeds the limits of GetServerInfo; or as in
         BeginUpload.
         """
@@ -255,14 +260,13 @@ class UploadServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpload(self, request, context):
-        """Makes the checkpoint exist.
+        """Commits an upload: makes the checkpoint exist.
 
-        Succeeds only where every writer has finished and every chunk of every leaf
-        is held by exactly one of them; claimed chunks are looked up again. When it has
-        answered, the checkpoint
-        survives the loss of every process.
+        Succeeds only if every writer has finished and every chunk of every leaf belongs to
+        exactly one of them; claimed chunks are checked again. After the response the
+        checkpoint survives the loss of every process.
 
-        Idempotent: the same upload commits to the same checkpoint. Deadline: 60 s.
+        Idempotent: the same upload returns the same checkpoint. Deadline: 60 s.
 
         Errors:
         * `INVALID_FIELD`, `UPLOAD_NOT_FOUND`, `UPLOAD_SUPERSEDED`.
@@ -275,10 +279,10 @@ class UploadServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortUpload(self, request, context):
-        """Gives an upload up and frees its step.
+        """Aborts an upload and frees its step.
 
-        Idempotent: aborting an absent upload succeeds. A committed upload is not
-        changed. Deadline: 60 s.
+        Idempotent: aborting an upload that does not exist succeeds. A committed upload is
+        not changed. Deadline: 60 s.
 
         Errors:
         * `INVALID_FIELD`.

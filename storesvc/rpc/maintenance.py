@@ -1,0 +1,167 @@
+"""Rpcs of the maintenance service: limits, verification, collection, usage."""
+
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from datetime import timedelta
+from functools import partial
+from typing import Final
+
+import storesvc
+from storesvc.format import trees
+from storesvc.format.names import CheckpointName, RunName
+from storesvc.gc.collector import DEFAULT_GRACE, FailureLimit, Progress
+from storesvc.gc.usage import Usage
+from storesvc.inspect.damage import Damage
+from storesvc.inspect.verify_report import Report
+from storesvc.restore import sender
+from storesvc.rpc import messages, requests
+from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, Context
+from storesvc.rpc.streams import write
+from storesvc.save import batches, leaf_tables
+from storesvc.save.table_parts import MAX_TREE_BYTES
+from storesvc.store import Store
+from storesvc_proto.v1 import maintenance_service_pb2 as maintenance_api
+
+MAX_GRACE: Final = timedelta(days=365)
+"""Maximum grace period of a collection."""
+
+
+class MaintenanceService:
+    """Maintains a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def GetServerInfo(
+        self, request: maintenance_api.GetServerInfoRequest, context: Context
+    ) -> maintenance_api.GetServerInfoResponse:
+        return maintenance_api.GetServerInfoResponse(
+            version=storesvc.__version__,
+            store_uid=self._store.uid,
+            limits=limits_message(),
+        )
+
+    async def VerifyCheckpoint(
+        self, request: maintenance_api.VerifyCheckpointRequest, context: Context
+    ) -> None:
+        name = CheckpointName.from_resource(request.name)
+        record = await self._store.catalogue.checkpoint(name)
+        checkpoint = messages.checkpoint_message(name.run, record)
+        response = maintenance_api.VerifyCheckpointResponse(checkpoint=checkpoint)
+        await write(context, response)
+        reports = self._store.verifier.verify(name.run, record)
+        async with aclosing(reports):
+            async for report in reports:
+                await write(context, report_message(report))
+
+    async def CollectGarbage(
+        self, request: maintenance_api.CollectGarbageRequest, context: Context
+    ) -> None:
+        grace, collector = grace_of(request), self._store.collector
+        one_run = collector.preview if request.validate_only else collector.collect
+        runs, failures = await self._runs_of(request.parent), FailureLimit()
+        passes = _passes(runs, partial(one_run, grace=grace), failures)
+        async with aclosing(passes):
+            async for progress in passes:
+                await write(context, progress_message(progress))
+        if not request.validate_only and not failures.is_reached:
+            await collector.trim({run.namespace for run in runs})
+
+    async def _runs_of(self, parent: str) -> list[RunName]:
+        """Returns the runs below a parent; rejects a run that does not exist."""
+        if "/runs/" not in parent:
+            namespace = requests.namespace_of(parent)
+            return await self._store.catalogue.run_names(namespace)
+        run = RunName.from_resource(parent)
+        if run not in await self._store.catalogue.run_names(run.namespace):
+            await self._store.catalogue.check_run(run)
+        return [run]
+
+    async def GetUsage(
+        self, request: maintenance_api.GetUsageRequest, context: Context
+    ) -> maintenance_api.GetUsageResponse:
+        name = RunName.from_resource(request.name)
+        return usage_message(await self._store.usage.of(name))
+
+
+def limits_message() -> maintenance_api.Limits:
+    """Returns the limits of this server."""
+    return maintenance_api.Limits(
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        max_frame_bytes=batches.FRAME_BYTES,
+        max_chunk_bytes=trees.MAX_CHUNK_BYTES,
+        max_leaf_count=leaf_tables.MAX_LEAVES,
+        max_chunk_count=leaf_tables.MAX_CHUNKS,
+        max_tree_bytes=MAX_TREE_BYTES,
+        max_read_chunk_count=sender.MAX_CHUNKS,
+    )
+
+
+async def _passes(
+    runs: Iterable[RunName],
+    one_run: Callable[[RunName], AsyncGenerator[Progress]],
+    failures: FailureLimit,
+) -> AsyncGenerator[Progress]:
+    """Collects runs one after another until the storage is unavailable."""
+    for run in runs:
+        if failures.is_reached:
+            yield failures.skipped(run)
+            continue
+        async with aclosing(one_run(run)) as passed:
+            async for progress in passed:
+                failures.record(progress)
+                yield progress
+
+
+def grace_of(request: maintenance_api.CollectGarbageRequest) -> timedelta:
+    """Returns the grace period of a collection.
+
+    Raises:
+        InvalidFieldError: It is negative, malformed or too long.
+    """
+    if not request.HasField("grace"):
+        return DEFAULT_GRACE
+    return requests.duration("grace", request.grace, most=MAX_GRACE)
+
+
+def progress_message(progress: Progress) -> maintenance_api.CollectGarbageResponse:
+    """Returns the message for the progress of a pass."""
+    return maintenance_api.CollectGarbageResponse(
+        run=progress.run.resource,
+        done=progress.is_done,
+        aborted_upload_count=progress.aborted_uploads,
+        deleted_checkpoint_count=progress.deleted_checkpoints,
+        purged_checkpoint_count=progress.purged_checkpoints,
+        garbage_object_count=progress.garbage_objects,
+        deleted_object_count=progress.deleted_objects,
+        postponed=progress.postponed,
+    )
+
+
+def usage_message(usage: Usage) -> maintenance_api.GetUsageResponse:
+    """Returns the message for the usage of a run."""
+    return maintenance_api.GetUsageResponse(
+        checkpoint_count=usage.checkpoints,
+        deleted_checkpoint_count=usage.deleted_checkpoints,
+        upload_count=usage.uploads,
+        logical_bytes=usage.logical_bytes,
+        stored_bytes=usage.stored_bytes,
+        distinct_bytes=usage.distinct_bytes,
+        file_count=usage.files,
+    )
+
+
+def report_message(report: Report) -> maintenance_api.VerifyCheckpointResponse:
+    """Returns the message for a verification report."""
+    return maintenance_api.VerifyCheckpointResponse(
+        chunk_count=report.chunk_count,
+        stored_bytes=report.stored_bytes,
+        damages=map(damage_message, report.damages),
+    )
+
+
+def damage_message(damage: Damage) -> maintenance_api.Damage:
+    """Returns the message for a damage."""
+    return maintenance_api.Damage(
+        key=damage.key, index=damage.index, kind=damage.kind, message=damage.message
+    )

@@ -1,0 +1,150 @@
+"""Every rpc of the contract translates the errors of its handler into statuses."""
+
+import ast
+import asyncio
+import inspect
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from storesvc.errors import RunNotFoundError
+from storesvc.format.names import InvalidNameError
+from storesvc.rpc import registry
+from storesvc.rpc.boundary import ErrorInterceptor
+from storesvc.rpc.chunks import ChunkService
+from storesvc.rpc.maintenance import MaintenanceService
+from storesvc.rpc.uploads import UploadService
+from storesvc_proto.v1 import (
+    checkpoint_service_pb2,
+    chunk_service_pb2,
+    maintenance_service_pb2,
+    upload_service_pb2,
+)
+
+SERVICES: Final = {
+    service: servicer
+    for file, servicer in (
+        (checkpoint_service_pb2, registry.CheckpointService),
+        (chunk_service_pb2, ChunkService),
+        (maintenance_service_pb2, MaintenanceService),
+        (upload_service_pb2, UploadService),
+    )
+    for service in file.DESCRIPTOR.services_by_name.values()
+}
+
+
+class Raising:
+    """A servicer that raises an error in each rpc, as the kind of function it is."""
+
+    def __init__(self, servicer: type, error: Exception) -> None:
+        self._servicer, self._error = servicer, error
+
+    def __getattr__(self, name: str) -> Callable[[Any, Any], Any]:
+        async def method(_: object, __: object) -> None:
+            raise self._error
+
+        async def generator(_: object, __: object) -> AsyncIterator[None]:
+            raise self._error
+            yield
+
+        is_generator = inspect.isasyncgenfunction(getattr(self._servicer, name))
+        return generator if is_generator else method
+
+
+async def _error(
+    channel: grpc.aio.Channel, method: MethodDescriptor
+) -> grpc.aio.AioRpcError:
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await _call(channel, path, method)
+    return caught.value
+
+
+async def _call(channel: Any, path: str, method: MethodDescriptor) -> None:
+    match method.client_streaming, method.server_streaming:
+        case False, False:
+            await channel.unary_unary(path)(b"", timeout=10)
+        case True, False:
+            await channel.stream_unary(path)(iter([b""]), timeout=10)
+        case False, True:
+            await channel.unary_stream(path)(b"", timeout=10).read()
+        case _:
+            await channel.stream_stream(path)(iter([b""]), timeout=10).read()
+
+
+async def _errors(error: Exception) -> dict[str, grpc.aio.AioRpcError]:
+    """Returns the status of each rpc of a server whose handlers raise an error."""
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    server.add_generic_rpc_handlers(
+        [
+            registry.handler_of(service, Raising(servicer, error))
+            for service, servicer in SERVICES.items()
+        ]
+    )
+    address = f"localhost:{server.add_insecure_port('localhost:0')}"
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        found = {
+            method.name: await _error(channel, method)
+            for service in SERVICES
+            for method in service.methods
+        }
+    await server.stop(None)
+    return found
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has both methods
+    assert status is not None
+    info = error_details_pb2.ErrorInfo()
+    status.details[0].Unpack(info)
+    return str(info.reason)
+
+
+def test_an_error_of_the_service_ends_each_rpc_with_its_reason() -> None:
+    errors = asyncio.run(_errors(RunNotFoundError("run a/b does not exist")))
+
+    assert dict.fromkeys(errors, "RUN_NOT_FOUND") == {
+        rpc: _reason(error) for rpc, error in errors.items()
+    }
+    assert {"run a/b does not exist"} == {e.details() for e in errors.values()}
+
+
+def test_an_invalid_name_ends_each_rpc_as_an_invalid_field() -> None:
+    errors = asyncio.run(_errors(InvalidNameError("run 'A': expected lower case")))
+
+    assert {"INVALID_FIELD"} == {_reason(error) for error in errors.values()}
+
+
+def test_a_bug_ends_each_rpc_with_an_id_and_without_its_details(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    errors = asyncio.run(_errors(KeyError("secret")))
+
+    assert {grpc.StatusCode.INTERNAL} == {e.code() for e in errors.values()}
+    assert not [e for e in errors.values() if "secret" in (e.details() or "")]
+    assert len(errors) == caplog.text.count("Traceback")
+
+
+def test_every_handler_is_ten_statements_at_most() -> None:
+    """It translates, calls and translates back; checks and rules are elsewhere."""
+    counts = {
+        method.name: _statement_count(getattr(servicer, method.name))
+        for service, servicer in SERVICES.items()
+        for method in service.methods
+    }
+
+    assert {} == {rpc: count for rpc, count in counts.items() if count > 10}
+
+
+def _statement_count(function: Callable[..., object]) -> int:
+    source = textwrap.dedent(inspect.getsource(function))
+    nodes = ast.walk(ast.parse(source))
+    return sum(isinstance(node, ast.stmt) for node in nodes) - 1

@@ -332,10 +332,10 @@ def test_a_stalled_write_of_an_object_is_hedged(
     indirect=True,
     ids=["late"],
 )
-def test_who_waits_to_be_acknowledged_is_not_refused_for_sending_nothing(
+def test_a_client_that_waits_for_acknowledgement_is_not_rejected_as_stalled(
     write_limits: Limits, root: str, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is anything stored twice: the server itself is late."""
+    """Nothing is stored twice: the server itself is late."""
     monkeypatch.setattr(streams, "STALL_SECONDS", 2.0)
     tree = {f"{n:02}": np.full((16, MIB), n, np.uint8) for n in range(12)}
     size = sum(leaf.nbytes for leaf in tree.values())

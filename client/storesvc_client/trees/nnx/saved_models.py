@@ -1,7 +1,7 @@
 """Saves models and states to a run, and restores them; ``storesvc_client.easydel``.
 
-The class of a state is an argument here: ``EasyDeLState`` saves and loads itself by
-these functions.
+The class of the state is an argument here, as ``EasyDeLState`` itself calls these
+functions.
 """
 
 import operator
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 DIRECTORY_RUN: Final = "local/state"
-"""The run of a store that is one directory of checkpoints."""
+"""Name of the only run of a store in a directory."""
 
 
 def save_state(
@@ -67,26 +67,29 @@ def save_state(
     rehearse: Rehearse = "warn",
     **options: Unpack[SaveKeywords],
 ) -> Save:
-    """Starts a save of the state at its own step; see ``Run.save``.
+    """Starts to save a state at its own step; see ``Run.save``.
 
-    Once for each structure the restore is rehearsed, abstractly: the model is built by
-    its class from the config that is saved, and each leaf is fitted. It makes no array.
+    For each new structure the restore is rehearsed once, abstractly: the class of the
+    model builds it from the saved config, and each leaf is matched. No array is
+    created.
+
+    >>> save_state(run, state, metrics={"loss": 2.31}).result()
 
     Args:
-        run: The run that the checkpoint is to belong to.
+        run: Run that the checkpoint will belong to.
         state: An ``EasyDeLState``: this library's, EasyDeL's, or any other pytree
             with ``step``, ``graphdef``, ``graphstate``, ``graphother`` and
             ``opt_state``. It may be donated as soon as this returns.
-        rehearse: What to do where ``restore_state`` would refuse what is saved: "warn",
-            in the background after the first save, with the call that works;
-            "strict", before it, refuses to save; "off" does not try.
-            ``Save.rehearsal`` has what came of it.
-        options: As of ``Run.save``: ``metrics``, ``labels``, ``base``, ``snapshot``,
-            ``if_busy``, ``distributed`` and ``progress``.
+        rehearse: What to do if ``restore_state`` would reject the checkpoint. "warn":
+            rehearses in the background after the first save, and logs a warning with
+            the call that works; "strict": rehearses before the save, and rejects it;
+            "off": no rehearsal. ``Save.rehearsal`` has the result.
+        **options: ``metrics``, ``labels``, ``base``, ``snapshot``, ``if_busy``,
+            ``distributed`` and ``progress``, as for ``Run.save``.
 
     Raises:
-        MismatchError: With ``rehearse="strict"``: it could not be restored.
-        StoreError: As ``Run.save``.
+        MismatchError: With ``rehearse="strict"``: the state could not be restored.
+        StoreError: As for ``Run.save``.
     """
     _check_run(run)
     parts = ("step", "graphdef", "graphstate", "graphother", "opt_state")
@@ -113,23 +116,23 @@ def save_model(
     rehearse: Rehearse = "warn",
     **options: Unpack[SaveKeywords],
 ) -> Save:
-    """Starts a save of a module without optimizer and step; see ``Run.save``.
+    """Starts to save a module without optimizer and step; see ``Run.save``.
 
-    Its leaves have the names that they have in a state, ``graphstate/...`` and
+    Its leaves have the same keys as in a state, ``graphstate/...`` and
     ``graphother/...``.
 
     Args:
-        run: The run that the checkpoint is to belong to.
-        step: The step to save it at.
-        model: An NNX module, or anything with ``graphdef``, ``graphstate`` and
+        run: Run that the checkpoint will belong to.
+        step: Training step, >= 0.
+        model: An NNX module, or an object with ``graphdef``, ``graphstate`` and
             ``graphother``.
-        rehearse: As of ``save_state``, for ``restore_model``.
-        options: As of ``save_state``.
+        rehearse: As for ``save_state``, with ``restore_model``.
+        **options: As for ``save_state``.
 
     Raises:
-        InvalidRequestError: It is no module.
-        MismatchError: As ``save_state``.
-        StoreError: As ``Run.save``.
+        InvalidRequestError: ``model`` is no module.
+        MismatchError: As for ``save_state``.
+        StoreError: As for ``Run.save``.
     """
     _check_run(run)
     try:
@@ -153,7 +156,7 @@ def _begun(
     rehearser: Rehearser | None,
     options: SaveKeywords,
 ) -> Save:
-    """A save that has begun, and its rehearsal."""
+    """Starts the save and its rehearsal."""
     document = recipe.pack()
     if rehearser is None:
         return run.save(step, tree, document=document, **options)
@@ -188,22 +191,9 @@ def restore_state(
     state_class: Any = None,
     **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
-    """Returns the state of a checkpoint; see ``storesvc_client.easydel``.
+    """Returns the state of a checkpoint; see ``storesvc_client.easydel.restore_state``.
 
-    Args:
-        run: As there, and so are the others.
-        which: As there.
-        model: As there.
-        tx: As there.
-        mesh: As there.
-        rules: As there.
-        opt_state: As there.
-        cast: As there.
-        missing: As there.
-        on_mismatch: As there.
-        state_class: The class to build by its ``create``; None where there is no
-            ``model``.
-        options: As there.
+    ``state_class`` has the ``create`` that builds the state; it is None if ``model`` is.
     """
     _check_run(run)
     if model is None and state_class is not None:
@@ -245,30 +235,33 @@ def restore_model(
     on_mismatch: OnMismatch = "raise",
     **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
-    """Returns the module of a checkpoint of a module, or of a state.
+    """Returns the module of a checkpoint of a module or a state.
+
+    >>> model = restore_model(run, cast="bfloat16")
 
     Args:
-        run: The run of the checkpoint.
+        run: Run of the checkpoint.
         which: A step, "latest", or a tag.
-        model: As of ``restore_state``. None builds the module of the structure that
-            was saved. Flax's own modules are known; nothing is imported by a name
-            that the checkpoint holds.
-        allow: Without ``model``: classes and functions of yours that the structure
-            may name.
-        mesh: As of ``restore_state``.
-        rules: As of ``restore_state``.
-        cast: As of ``restore_state``.
-        missing: As of ``restore_state``.
-        on_mismatch: As of ``restore_state``.
-        options: As of ``restore_state``.
+        model: As for ``restore_state``. None builds the module from the saved
+            structure: of Flax's own classes and those in ``allow``; no other name in
+            the checkpoint is imported.
+        allow: Without ``model``: your classes and functions that the structure may
+            name.
+        mesh: As for ``restore_state``.
+        rules: As for ``restore_state``.
+        cast: As for ``restore_state``.
+        missing: As for ``restore_state``.
+        on_mismatch: As for ``restore_state``.
+        **options: As for ``restore_state``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        InvalidRequestError: An argument is not usable, or there is neither a
-            ``model`` nor a structure.
-        MismatchError: The checkpoint is not of this model.
-        StructureError: Without ``model``: the structure names what is not allowed,
-            or holds what is no data, such as a closure; give ``model``.
+        InvalidRequestError: An argument is out of range, or there is neither a
+            ``model`` nor a saved structure.
+        MismatchError: The checkpoint was saved from another model.
+        StructureError: Without ``model``: the structure names objects that are not
+            allowed, or contains values that are no data, such as closures; give
+            ``model``.
     """
     _check_run(run)
     if model is not None and allow:
@@ -311,17 +304,17 @@ def opened_run(
     client: "Client | None",
     creating: bool = False,
 ) -> Generator[tuple[Run, Which]]:
-    """Opens what ``EasyDeLState.save_state`` and ``load_state`` are told.
+    """Opens the run that ``EasyDeLState.save_state`` or ``load_state`` names.
 
     Args:
-        where: A run; with ``client`` the name of one, which may end in a step, such
-            as "prod/llama@latest"; without, a directory.
-        client: The store that a name is of.
-        creating: Whether a directory that is no store becomes one.
+        where: A run; with ``client`` the name of a run, which may end in a step, such
+            as "prod/llama@latest"; without it, a directory.
+        client: Client of the store of a named run.
+        creating: Whether to create a store in a directory that has none.
 
     Raises:
-        InvalidRequestError: The name breaks the rules.
-        FileNotFoundError: The directory is no store, and none is to be made.
+        InvalidRequestError: The name is not valid.
+        FileNotFoundError: The directory has no store, and ``creating`` is False.
     """
     if isinstance(where, Run):
         yield where, "latest"

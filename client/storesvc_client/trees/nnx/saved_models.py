@@ -193,7 +193,7 @@ def restore_state(
 ) -> Any:
     """Returns the state of a checkpoint; see ``storesvc_client.easydel.restore_state``.
 
-    ``state_class`` has the ``create`` that builds the state; it is None if ``model`` is.
+    ``state_class.create`` builds the state; it is None if ``model`` is None.
     """
     _check_run(run)
     if model is None and state_class is not None:

@@ -1,9 +1,9 @@
-"""Saving and restoring models: an ``EasyDeLState``, or a module alone.
+"""Saves and restores models: an ``EasyDeLState``, or a module alone.
 
-A restore needs what a checkpoint does not hold, the code: the model as a class or a
-factory, and the optimizer. Both run abstractly, so that no array exists before its
-shards arrive, each on the device where it stays. What was saved of the model's
-structure is compared with that code, and a difference is refused by its name.
+A restore needs code that a checkpoint does not contain: the model as a class or a
+factory, and the optimizer. Both run abstractly, so arrays are created only from their
+shards, on the devices where they stay. The saved structure of the model is compared
+with that code, and a difference is rejected by name.
 
 Example:
     with store.connect("ckpt.example:7070") as client:
@@ -50,48 +50,50 @@ def restore_state(
     state_class: Any = None,
     **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
-    """Returns the state of a checkpoint, on the mesh given.
+    """Returns the state of a checkpoint, on the given mesh.
 
-    RNG counts and keys that the checkpoint lacks are made anew; those that it holds
-    come back as they were.
+    RNG counts and keys that the checkpoint lacks are initialised; those that it has are
+    restored as they were.
+
+    >>> state = restore_state(run, model=LlamaForCausalLM, tx=optax.adamw(1e-4))
 
     Args:
-        run: The run of the checkpoint.
+        run: Run of the checkpoint.
         which: A step, "latest", or a tag.
-        model: The model: a class, a factory (a callable that takes nothing), a
-            module, or a state; modules and states may be abstract. Factories run
-            under ``nnx.eval_shape``. A class whose constructor takes a config, such
-            as those of EasyDeL, gets the config and the dtypes that were saved. None
-            returns a dict of dicts and lists, with all leaves as they were saved.
+        model: The model: a class, a factory (a callable without arguments), a module,
+            or a state; modules and states may be abstract. Factories run under
+            ``nnx.eval_shape``. A class whose constructor takes a config, such as those
+            of EasyDeL, receives the saved config and dtypes. None returns a dict of
+            dicts and lists, with all leaves as they were saved.
         tx: The optimizer that the state was trained with.
-        mesh: The devices, in any shape. None: the mesh that the model names, and
-            else the sharding of each leaf of ``model``, or the default device.
-        rules: With ``mesh``: pairs of a regex, searched in the leaf key, and the
-            PartitionSpec of the leaves that it finds; the first match decides, and
-            axes that do not divide a leaf are dropped, which is logged. Or
-            "recorded", as it was saved. None: the rules that the model knows.
-        opt_state: Whether to restore the optimizer's state; inference skips it.
-        cast: A floating-point dtype for the parameters, ``graphstate``, and for the
-            moments that ``tx`` keeps of them; it is the ``param_dtype`` of a model
-            that comes as a class. None: as they were saved.
-        missing: Whether Variables that the checkpoint lacks, such as those of LoRA,
-            are an error or are initialised by the model. With "init" a parameter
-            may also have become a frozen Variable of ``graphother``, or vice versa.
-            Where adapters wrap their layers, as EasyDeL's do, restore the model
+        mesh: Mesh of any shape. None: the mesh of the model, else the sharding of each
+            leaf of ``model``, or the default device.
+        rules: With ``mesh``: ``(pattern, PartitionSpec)`` pairs; the first whose
+            regular expression is found in the key of a leaf applies. Axes that do not
+            divide a leaf are dropped, which is logged. Or "recorded": the saved
+            sharding. None: the rules of the model.
+        opt_state: "restore" the state of the optimizer, or "skip" it for inference.
+        cast: A floating-point dtype for the parameters (``graphstate``) and for the
+            moments that ``tx`` keeps of them; a model given as a class gets it as
+            ``param_dtype``. None: the saved dtypes.
+        missing: What to do with Variables that the checkpoint lacks, such as those of
+            LoRA: "error", or "init", which initialises them by the model. With "init" a
+            parameter may also have become a frozen Variable of ``graphother``, or vice
+            versa. If adapters wrap their layers, as EasyDeL's do, restore the model
             without them, and apply them to it.
         on_mismatch: What to do if the config, the structure or the optimizer differs
             from the saved one: "raise" a ``MismatchError``, or "log" a warning. The
             leaves must fit in any case.
-        state_class: The class to build by its ``create``; None: this library's
-            ``EasyDeLState``.
-        options: As of ``Run.restore``: ``distributed``, ``deadline`` and
-            ``progress``.
+        state_class: Class whose ``create`` builds the state; None: ``EasyDeLState`` of
+            this library.
+        **options: ``distributed``, ``deadline`` and ``progress``, as for
+            ``Run.restore``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        InvalidRequestError: An argument is not usable; ``tx`` is None though the
-            checkpoint holds the state of an optimizer.
-        MismatchError: The checkpoint is not of this model and this optimizer.
+        InvalidRequestError: An argument is out of range, or ``tx`` is None but the
+            checkpoint has the state of an optimizer.
+        MismatchError: The checkpoint was saved from another model or optimizer.
     """
     if state_class is None and model is not None:
         state_class = EasyDeLState

@@ -338,7 +338,7 @@ def _close_at_exit(reference: "weakref.ref[Client]") -> None:
         if client is not None:
             try:
                 client.close()
-            except Exception as e:  # noqa: BLE001 - nobody is left to catch it
+            except Exception as e:  # noqa: BLE001 - no caller is left to catch it
                 print(f"storesvc_client: {e}", file=sys.stderr)
             except KeyboardInterrupt as e:
                 for note in getattr(e, "__notes__", []):

@@ -1,7 +1,7 @@
 """Saves models and states to a run and restores them, for ``storesvc_client.easydel``.
 
-The class of a state is an argument here, because ``EasyDeLState`` calls these functions
-to save and load itself.
+The class of the state is an argument here, as ``EasyDeLState`` itself calls these
+functions.
 """
 
 import operator
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 DIRECTORY_RUN: Final = "local/state"
-"""Run in a store that is a directory for one state."""
+"""Name of the only run of a store in a directory."""
 
 
 def save_state(
@@ -72,26 +72,29 @@ def save_state(
     rehearse: Rehearse = "warn",
     **options: Unpack[SaveKeywords],
 ) -> Save:
-    """Starts a save of the state at its own step; see ``Run.save``.
+    """Starts to save a state at its own step; see ``Run.save``.
 
-    The restore of each new structure is rehearsed abstractly: the model is built by its
-    class from the saved config, and each leaf is matched. No array is created.
+    For each new structure the restore is rehearsed once, abstractly: the class of the
+    model builds it from the saved config, and each leaf is matched. No array is
+    created.
+
+    >>> save_state(run, state, metrics={"loss": 2.31}).result()
 
     Args:
-        run: The run of the checkpoint.
-        state: An ``EasyDeLState`` of this library or of EasyDeL, or any other pytree
+        run: Run that the checkpoint will belong to.
+        state: An ``EasyDeLState``: this library's, EasyDeL's, or any other pytree
             with ``step``, ``graphdef``, ``graphstate``, ``graphother`` and
             ``opt_state``. It may be donated as soon as this returns.
-        rehearse: Action if ``restore_state`` would reject the checkpoint: "warn" logs
-            the call that works, in the background after the first save; "strict"
-            rejects the save before it begins; "off" skips the rehearsal.
-            ``Save.rehearsal`` has the result.
-        options: See ``Run.save``: ``metrics``, ``labels``, ``base``, ``snapshot``,
-            ``if_busy``, ``distributed`` and ``progress``.
+        rehearse: What to do if ``restore_state`` would reject the checkpoint. "warn":
+            rehearses in the background after the first save, and logs a warning with
+            the call that works; "strict": rehearses before the save, and rejects it;
+            "off": no rehearsal. ``Save.rehearsal`` has the result.
+        **options: ``metrics``, ``labels``, ``base``, ``snapshot``, ``if_busy``,
+            ``distributed`` and ``progress``, as for ``Run.save``.
 
     Raises:
-        MismatchError: With ``rehearse="strict"``: it could not be restored.
-        StoreError: See ``Run.save``.
+        MismatchError: With ``rehearse="strict"``: the state could not be restored.
+        StoreError: See for ``Run.save``.
     """
     _check_run(run)
     parts = ("step", "graphdef", "graphstate", "graphother", "opt_state")
@@ -118,23 +121,23 @@ def save_model(
     rehearse: Rehearse = "warn",
     **options: Unpack[SaveKeywords],
 ) -> Save:
-    """Starts a save of a module without optimizer and step; see ``Run.save``.
+    """Starts to save a module without optimizer and step; see ``Run.save``.
 
-    Its leaves have the same names as in a state, ``graphstate/...`` and
+    Its leaves have the same keys as in a state, ``graphstate/...`` and
     ``graphother/...``.
 
     Args:
-        run: The run of the checkpoint.
-        step: The step of the checkpoint.
-        model: An NNX module, or anything with ``graphdef``, ``graphstate`` and
+        run: Run that the checkpoint will belong to.
+        step: Training step, >= 0.
+        model: An NNX module, or an object with ``graphdef``, ``graphstate`` and
             ``graphother``.
-        rehearse: See ``save_state``; for ``restore_model``.
-        options: See ``save_state``.
+        rehearse: As for ``save_state``, with ``restore_model``.
+        **options: As for ``save_state``.
 
     Raises:
         InvalidRequestError: ``model`` is not a module.
-        MismatchError: See ``save_state``.
-        StoreError: See ``Run.save``.
+        MismatchError: See for ``save_state``.
+        StoreError: See for ``Run.save``.
     """
     _check_run(run)
     try:
@@ -158,7 +161,7 @@ def _begun(
     rehearser: Rehearser | None,
     options: SaveKeywords,
 ) -> Save:
-    """Starts a save, and its rehearsal."""
+    """Starts the save and its rehearsal."""
     document = recipe.pack()
     if rehearser is None:
         return run.save(step, tree, document=document, **options)
@@ -193,22 +196,9 @@ def restore_state(
     state_class: Any = None,
     **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
-    """Returns the state of a checkpoint; see ``storesvc_client.easydel``.
+    """Returns the state of a checkpoint; see ``storesvc_client.easydel.restore_state``.
 
-    Args:
-        run: See ``storesvc_client.easydel.restore_state``, also for the others.
-        which: See there.
-        model: See there.
-        tx: See there.
-        mesh: See there.
-        rules: See there.
-        opt_state: See there.
-        cast: See there.
-        missing: See there.
-        on_mismatch: See there.
-        state_class: The class whose ``create`` builds the state; None without
-            ``model``.
-        options: See there.
+    ``state_class.create`` builds the state; it is None if ``model`` is None.
     """
     _check_run(run)
     if model is None and state_class is not None:
@@ -250,30 +240,33 @@ def restore_model(
     on_mismatch: OnMismatch = "raise",
     **options: Unpack[ModelRestoreKeywords],
 ) -> Any:
-    """Returns the module of a checkpoint of a module or of a state.
+    """Returns the module of a checkpoint of a module or a state.
+
+    >>> model = restore_model(run, cast="bfloat16")
 
     Args:
-        run: The run of the checkpoint.
+        run: Run of the checkpoint.
         which: A step, "latest", or a tag.
-        model: See ``restore_state``. None builds the module of the saved structure.
-            Flax's own modules are known; nothing is imported by a name in the
-            checkpoint.
+        model: As for ``restore_state``. None builds the module from the saved
+            structure: of Flax's own classes and those in ``allow``; no other name in
+            the checkpoint is imported.
         allow: Without ``model``: your classes and functions that the structure may
             name.
-        mesh: See ``restore_state``.
-        rules: See ``restore_state``.
-        cast: See ``restore_state``.
-        missing: See ``restore_state``.
-        on_mismatch: See ``restore_state``.
-        options: See ``restore_state``.
+        mesh: As for ``restore_state``.
+        rules: As for ``restore_state``.
+        cast: As for ``restore_state``.
+        missing: As for ``restore_state``.
+        on_mismatch: As for ``restore_state``.
+        **options: As for ``restore_state``.
 
     Raises:
         NotFoundError: There is no such checkpoint.
-        InvalidRequestError: An argument is not usable, or there is neither a ``model``
-            nor a saved structure.
-        MismatchError: The checkpoint is of another model.
-        StructureError: Without ``model``: the structure names something not allowed, or
-            contains values that are not data, such as a closure; give ``model``.
+        InvalidRequestError: An argument is out of range, or there is neither a
+            ``model`` nor a saved structure.
+        MismatchError: The checkpoint was saved from another model.
+        StructureError: Without ``model``: the structure names objects that are not
+            allowed, or contains values that are no data, such as closures; give
+            ``model``.
     """
     _check_run(run)
     if model is not None and allow:
@@ -316,18 +309,17 @@ def opened_run(
     client: "Client | None",
     creating: bool = False,
 ) -> Generator[tuple[Run, Which]]:
-    """Opens the run for the arguments of ``EasyDeLState.save_state`` and
-    ``load_state``.
+    """Opens the run that ``EasyDeLState.save_state`` or ``load_state`` names.
 
     Args:
-        where: A run; with ``client``, the name of one, optionally with a step, such as
-            "prod/llama@latest"; without it, a directory.
-        client: The store of the named run.
-        creating: Create a store in the directory if it is not one.
+        where: A run; with ``client`` the name of a run, which may end in a step, such
+            as "prod/llama@latest"; without it, a directory.
+        client: Client of the store of a named run.
+        creating: Whether to create a store in a directory that has none.
 
     Raises:
         InvalidRequestError: The name is not valid.
-        FileNotFoundError: The directory is not a store, and ``creating`` is false.
+        FileNotFoundError: The directory has no store, and ``creating`` is False.
     """
     if isinstance(where, Run):
         yield where, "latest"

@@ -2,11 +2,11 @@
 
     make demo-multihost
 
-An emulated bucket on this machine, and two servers of one store in it. A job of four
-jax processes trains a small language model, and all of them save it every few steps,
-each its own part. One of them is killed, and one of the servers: the job is started
-again, as a scheduler would, goes on from the last checkpoint, and ends. Then jobs of
-other shapes restore what came of it. It says what it claims, and whether that held.
+Two servers serve one store in an emulated bucket on this machine. A job of four jax
+processes trains a small language model, and all of them save it every few steps, each
+its own part. One process and one server are killed; the job is restarted, as a
+scheduler would, resumes from the newest checkpoint, and ends. Then jobs of other shapes
+restore the result. The demo prints its claims, and whether each one holds.
 """
 
 import os
@@ -29,7 +29,7 @@ from storesvc_client.demo.claims import (
     relative_difference,
 )
 from storesvc_client.demo.job_log import Event, Restored
-from storesvc_client.demo.kill_point import is_between_saves
+from storesvc_client.demo.kill_point import is_kill_point
 from storesvc_client.demo.processes import DemoError, Trainer, storectl
 from tests.fake_gcs import FakeGcs
 from tests.support.server_process import ServerProcess
@@ -95,22 +95,24 @@ class Job:
     def history(self) -> History:
         """Returns the events of process 0, once all have succeeded."""
         with ThreadPoolExecutor(len(self.trainers)) as pool:
-            told = list(pool.map(lambda trainer: list(trainer.events()), self.trainers))
+            events = list(
+                pool.map(lambda trainer: list(trainer.events()), self.trainers)
+            )
         for trainer in self.trainers:
             trainer.check()
-        return History(told[0], exit_code=0)
+        return History(events[0], exit_code=0)
 
     def history_until(self, step: int) -> list[Event]:
         """Returns the events of process 0 up to its kill point.
 
         The others wait too: each of their steps needs process 0.
         """
-        told: list[Event] = []
+        events: list[Event] = []
         for event in self.trainers[0].events():
-            told.append(event)
-            if is_between_saves(told, checkpoint=step):
+            events.append(event)
+            if is_kill_point(events, checkpoint=step):
                 break
-        return told
+        return events
 
     def end(self) -> None:
         """Kills what still runs, as a scheduler does once one process has died."""
@@ -146,11 +148,11 @@ def _trained(
     saves = ("--save-every", str(SAVE_EVERY))
     held = ("--hold-after", str(KILL_AFTER))
     with _job("before", FOUR, directory, address, *saves, first=held) as job:
-        told = job.history_until(KILL_AFTER)
+        events = job.history_until(KILL_AFTER)
         job.trainers[2].kill()
         servers[0].kill()
         exit_code = job.trainers[2].exit_code()
-    killed = History(told, exit_code=exit_code)
+    killed = History(events, exit_code=exit_code)
     _say(
         f"{FOUR}: SIGKILL to process 2 and to a server after step {killed.last}; the "
         f"last checkpoint is that of step {killed.committed[-1]}"

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from storesvc_client.demo.job_log import Committed, Event, SaveBegun, Step, parse
-from storesvc_client.demo.kill_point import is_between_saves
+from storesvc_client.demo.kill_point import is_kill_point
 
 JOB = """
 from storesvc_client.demo.job_log import Committed, SaveBegun, Step, line
-from storesvc_client.demo.kill_point import held_between_saves
+from storesvc_client.demo.kill_point import stop_at_kill_point
 
 def trained():
     for step in range(1, 61):
@@ -21,7 +21,7 @@ def trained():
             yield SaveBegun(step=step, blocked_seconds=0.1)
             yield Committed(step=step, size_bytes=8)
 
-for event in held_between_saves(trained(), checkpoint=30):
+for event in stop_at_kill_point(trained(), checkpoint=30):
     print(line(event), flush=True)
 """
 """A job that trains without pauses, to its end unless it is stopped."""
@@ -37,7 +37,7 @@ def test_a_job_waits_for_a_kill_that_comes_late() -> None:
     ) as job:
         assert job.stdout is not None
         told: list[Event] = []
-        while not is_between_saves(told, checkpoint=30):
+        while not is_kill_point(told, checkpoint=30):
             event = parse(job.stdout.readline())
             assert event is not None
             told.append(event)
@@ -65,4 +65,4 @@ def test_a_job_waits_for_a_kill_that_comes_late() -> None:
 def test_a_job_is_killed_two_steps_after_an_acknowledged_save(
     expected: bool, told: list[Event]
 ) -> None:
-    assert expected == is_between_saves(told, checkpoint=9)
+    assert expected == is_kill_point(told, checkpoint=9)

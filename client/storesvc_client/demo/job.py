@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from storesvc_client.demo.claims import HOW_JUDGED, Claim, History, claims_of
 from storesvc_client.demo.curves import loss_table, sparkline
 from storesvc_client.demo.job_log import Committed, Event, Restored, SaveBegun, Step
-from storesvc_client.demo.kill_point import is_between_saves
+from storesvc_client.demo.kill_point import is_kill_point
 from storesvc_client.demo.processes import DemoError, Server, Trainer, storectl
 
 __all__ = ["Served", "run_demo"]
@@ -162,7 +162,7 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.description:<17}"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[said]} {task.fields[saved]}"),
+        TextColumn("{task.fields[status]} {task.fields[saved]}"),
         console=console,
     )
 
@@ -179,7 +179,7 @@ def _watched_until_killed(trainer: Trainer, bars: Progress) -> History:
     events: list[Event] = []
     for event in _shown(trainer, bars):
         events.append(event)
-        if is_between_saves(events, checkpoint=_KILL_AFTER):
+        if is_kill_point(events, checkpoint=_KILL_AFTER):
             trainer.kill()
     killed = History(events, exit_code=trainer.exit_code())
     if killed.exit_code > 0:
@@ -196,17 +196,17 @@ def _watched_until_killed(trainer: Trainer, bars: Progress) -> History:
 
 def _shown(trainer: Trainer, bars: Progress) -> Iterator[Event]:
     """Yields the events of a process and updates its progress bar."""
-    bar = bars.add_task(trainer.name, total=_STEPS, said="starts", saved="")
+    bar = bars.add_task(trainer.name, total=_STEPS, status="starts", saved="")
     for event in trainer.events():
         match event:
             case Step(step=step, loss=loss):
-                bars.update(bar, completed=step, said=f"loss {loss:.3f}")
+                bars.update(bar, completed=step, status=f"loss {loss:.3f}")
             case SaveBegun(step=step):
                 bars.update(bar, saved=f"saves {step}")
             case Committed(step=step):
                 bars.update(bar, saved=f"saved {step}")
             case Restored(step=step):
-                bars.update(bar, completed=step, said="compiles")
+                bars.update(bar, completed=step, status="compiles")
                 _say(bars.console, f"{trainer.name}: {_restored_text(event)}")
         yield event
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from storesvc_client.demo.job_log import Committed, Event, Step
 
-__all__ = ["STEPS_SINCE", "held_between_saves", "is_between_saves"]
+__all__ = ["STEPS_SINCE", "is_kill_point", "stop_at_kill_point"]
 
 STEPS_SINCE: Final = 2
 """Steps between the last acknowledged save and the kill; a resumed job repeats them."""
@@ -21,7 +21,7 @@ _POLL_SECONDS: Final = 0.5
 """Interval of checks that the parent process still runs."""
 
 
-def is_between_saves(events: Sequence[Event], *, checkpoint: int) -> bool:
+def is_kill_point(events: Sequence[Event], *, checkpoint: int) -> bool:
     """Returns whether a job is at its kill point.
 
     The kill point is two steps after an acknowledged save, with no save begun since.
@@ -39,20 +39,20 @@ def is_between_saves(events: Sequence[Event], *, checkpoint: int) -> bool:
     return isinstance(last, Committed) and last.step >= checkpoint
 
 
-def held_between_saves(events: Iterable[Event], *, checkpoint: int) -> Iterator[Event]:
+def stop_at_kill_point(events: Iterable[Event], *, checkpoint: int) -> Iterator[Event]:
     """Yields the events of a job, and stops it at its kill point.
 
     The job waits there until its parent process ends.
 
     Args:
         events: The events of the job; the iterator does its work.
-        checkpoint: See ``is_between_saves``.
+        checkpoint: See ``is_kill_point``.
     """
     parent, seen = os.getppid(), list[Event]()
     for event in events:
         seen.append(event)
         yield event
-        if is_between_saves(seen, checkpoint=checkpoint):
+        if is_kill_point(seen, checkpoint=checkpoint):
             while os.getppid() == parent:
                 time.sleep(_POLL_SECONDS)
             return

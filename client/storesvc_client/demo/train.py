@@ -110,7 +110,7 @@ def _events(arguments: argparse.Namespace) -> Iterator[Event]:
 def _stored_events(
     arguments: argparse.Namespace, training: "Training"
 ) -> Iterator[Event]:
-    from storesvc_client.demo.kill_point import held_between_saves
+    from storesvc_client.demo.kill_point import stop_at_kill_point
     from storesvc_client.demo.saving import saved
 
     with connect(
@@ -134,7 +134,7 @@ def _stored_events(
         if arguments.hold_after is None:
             yield from events
         else:
-            yield from held_between_saves(events, checkpoint=arguments.hold_after)
+            yield from stop_at_kill_point(events, checkpoint=arguments.hold_after)
 
 
 if __name__ == "__main__":

@@ -234,5 +234,5 @@ def test_one_id_with_two_bodies_is_refused() -> None:
     stored = write_id_of(request)
     request.etag = "other"
 
-    with pytest.raises(RequestIdReusedError, match="take a new one"):
+    with pytest.raises(RequestIdReusedError, match="use a new id"):
         is_repeated(stored, write_id_of(request))

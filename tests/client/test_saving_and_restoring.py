@@ -462,7 +462,9 @@ def test_a_save_whose_server_is_gone_says_so(
     client = store.connect(server.address)
     server.kill()
 
-    named = "save of tests/gone@0, which goes on from what was stored where the step is"
+    named = (
+        "save of tests/gone@0, which resumes from the stored chunks when the step is"
+    )
     with pytest.raises(
         store.UnavailableError, match=f"{named} saved again: store {server.address} "
     ):

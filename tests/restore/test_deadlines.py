@@ -25,7 +25,7 @@ def run(
 
 def test_a_restore_that_takes_too_long_lists_what_is_outstanding(run: Any) -> None:
     with pytest.raises(
-        store.UnavailableError, match=r"chunks of \d+ data files are outstanding: \S+/"
+        store.UnavailableError, match=r"chunks of \d+ data files are missing: \S+/"
     ):
         run.open(1).restore(deadline=timedelta(microseconds=1))
 

@@ -85,7 +85,7 @@ def test_a_restore_reads_again_what_was_corrupted_on_its_way(
         found = client.run("prod/tiny").restore(1)
 
     assert all(np.array_equal(TREE[key], found[key]) for key in TREE)
-    assert any("corrupted on its way" in message for message in caplog.messages)
+    assert any("corrupted in transit" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("way", ["direct", "streamed"])

@@ -1,4 +1,4 @@
-"""What every part of a run knows: its name, and how to reach its store."""
+"""The base of a run's classes: its name and its connection."""
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class RunBase:
-    """A run, and a connection to its store."""
+    """A run and the connection to its store."""
 
     def __init__(self, connection: Connection, name: RunName) -> None:
         self.name = str(name)
@@ -48,7 +48,7 @@ class RunBase:
             raise InvalidRequestError(str(e)) from None
 
     def _fixed_name(self, which: Which, deadline: Deadline = NEVER) -> CheckpointName:
-        """The name of a checkpoint by its step."""
+        """Returns the name of a checkpoint with its step; resolves tags."""
         name = self._checkpoint_name(which)
         if isinstance(name.which, int):
             return name
@@ -58,8 +58,7 @@ class RunBase:
         return received(CheckpointName.from_resource, found.name)
 
     def _ask(self, method: Callable[..., T], request: Message) -> T:
-        """The answer to a request that may be repeated, as it only asks, or its id
-        tells it."""
+        """Sends a request that only reads or carries a request id, with retries."""
         return self._connection.ask(method, request)
 
     def _rows(
@@ -69,5 +68,5 @@ class RunBase:
         rows_of: Callable[[T], Sequence[R]],
         on_damage: OnDamage,
     ) -> Iterator[R]:
-        """The rows of a list, page by page."""
+        """Yields the rows of a list, page by page."""
         return rows(partial(self._ask, method), request, rows_of, on_damage)

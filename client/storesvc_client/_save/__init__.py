@@ -1,6 +1,6 @@
 """Saves trees in the background: snapshot, send, commit.
 
-It may import `storesvc_client._pytree` and what lies below it, never
+It may import `storesvc_client._pytree` and the layers below it, never
 `storesvc_client._restore`.
 
 Begin with `saver.py`, the queue of a run's saves; `snapshot.py` copies a tree to the

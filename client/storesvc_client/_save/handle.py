@@ -1,4 +1,4 @@
-"""A save in the background."""
+"""The handle on a save that runs in the background."""
 
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Self
@@ -7,7 +7,7 @@ from storesvc_client._rpc.tracebacks import trim
 from storesvc_client._values.values import Checkpoint, SaveReport
 
 if TYPE_CHECKING:
-    from storesvc_client._save.upload import Saved
+    from storesvc_client._save.upload import SaveResult
     from storesvc_client.trees.nnx.rehearsal import Rehearsal
 
 
@@ -17,15 +17,16 @@ class Save:
     def __init__(
         self,
         step: int,
-        future: "Future[Saved]",
+        future: "Future[SaveResult]",
         written: "Future[None] | None" = None,
     ) -> None:
-        """Watches a save.
+        """Creates the handle of a save.
 
         Args:
-            step: Of the checkpoint.
-            future: Its end.
-            written: The end of what this process does of it; None: that is all of it.
+            step: Step of the checkpoint.
+            future: Result of the save.
+            written: Done when this process has written its part; None if that is the
+                whole save.
         """
         self.step = step
         self.rehearsal: Future[Rehearsal] | None = None
@@ -37,8 +38,8 @@ class Save:
 
     @classmethod
     def failed(cls, step: int, error: Exception) -> Self:
-        """Returns the handle of a save that was not begun."""
-        future: Future[Saved] = Future()
+        """Returns the handle of a save that was not started."""
+        future: Future[SaveResult] = Future()
         future.set_exception(error)
         return cls(step, future)
 
@@ -46,68 +47,68 @@ class Save:
         return f"<Save of step {self.step}, {'done' if self.done() else 'under way'}>"
 
     def done(self) -> bool:
-        """Returns whether it has ended, well or not."""
+        """Returns whether the save has ended, with or without an error."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Checkpoint:
-        """Waits for the end, and returns the committed checkpoint.
+        """Waits for the save and returns the committed checkpoint.
 
         Args:
-            timeout: Seconds to wait; None waits for ever.
+            timeout: Seconds to wait; None waits without limit.
 
         Raises:
-            StoreError: What the save failed with.
-            TimeoutError: It has not ended yet; it goes on.
+            StoreError: The save failed.
+            TimeoutError: The save has not ended yet; it continues.
         """
         return self._wait(timeout).checkpoint
 
     def report(self, timeout: float | None = None) -> SaveReport:
-        """Waits for the end, and returns how many bytes were sent and reused, and what
-        took how long.
+        """Waits for the save and returns the bytes sent and reused, and its timings.
 
         Args:
-            timeout: Seconds to wait; None waits for ever.
+            timeout: Seconds to wait; None waits without limit.
 
         Raises:
-            StoreError: What the save failed with.
-            TimeoutError: It has not ended yet; it goes on.
+            StoreError: The save failed.
+            TimeoutError: The save has not ended yet; it continues.
         """
         return self._wait(timeout).report
 
-    def _wait(self, timeout: float | None) -> "Saved":
+    def _wait(self, timeout: float | None) -> "SaveResult":
         try:
             return self._future.result(timeout)
         except BaseException as e:
-            # a wait that was interrupted, or ran out, has not seen the end
+            # an interrupted or timed-out wait has not observed the save's error
             self._observed = self._future.done()
             trim(e)
             raise
 
     @property
     def is_written(self) -> bool:
-        """Whether this process has ended its part."""
+        """True once this process has finished its part."""
         return self._written.done()
 
     def wait_written(self, seconds: float) -> bool:
-        """Waits for the end of what this process does of it, good or bad; returns
-        whether it has ended in that time."""
+        """Waits until this process has finished its part, with or without an error;
+        returns False after `seconds`."""
         return bool(wait([self._written], seconds).done)
 
     def wait(self) -> None:
-        """Waits for the end, good or bad."""
+        """Waits for the end of the save; raises nothing."""
         wait([self._future])
 
     def forget(self) -> None:
-        """Has nobody else told of its end, whose caller knows that it is given up."""
+        """Marks the error as observed, so that later saves do not raise it."""
         self._observed = True
 
     def drop(self) -> None:
-        """Forgets it, and waits for its end."""
+        """Marks the error as observed and waits for the end of the save."""
         self.forget()
         self.wait()
 
     def raise_unseen(self) -> None:
-        """Waits for the end, and raises its error if nobody has seen it yet."""
+        """Waits for the end of the save and raises its error, unless it was
+        observed."""
         self.wait()
         if not self._observed:
             self.result()

@@ -1,14 +1,14 @@
-"""The saves of a run: one after another, in the background.
+"""The saves of a run, which run one after another in the background.
 
-Where several processes of a job save together, the next save of a process waits for its
-own part of the one before, and not for the other processes.
+When the processes of a job save together, the next save of a process waits for this
+process's part of the previous save, but not for the other processes.
 """
 
 import logging
 import operator
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from threading import Lock
@@ -43,29 +43,29 @@ from storesvc_client.errors import (
 if TYPE_CHECKING:
     from storesvc_client._job.job import Job, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
-    from storesvc_client._save.slab_queue import Outbox
-    from storesvc_client._save.snapshot import Known
-    from storesvc_client._save.upload import Saved, Upload
-    from storesvc_client._save.writer import Description, Part
+    from storesvc_client._save.slab_queue import SlabQueue
+    from storesvc_client._save.snapshot import BaseSums
+    from storesvc_client._save.upload import SaveResult, Upload
+    from storesvc_client._save.writer import Description, Writer
 
 DEFAULT_LEASE: Final = timedelta(minutes=10)
-"""How long an upload is kept after its last sign of life."""
+"""Default lease of an upload, renewed while the save runs."""
 
 MAX_LEASE: Final = timedelta(days=30)
-"""The longest that the contract allows."""
+"""Maximum lease that the contract allows."""
 
-_LOOK_SECONDS: Final = 0.1
-"""How often, while one save waits for another, it is looked whether that one waits for
-its server."""
+_POLL_SECONDS: Final = 0.1
+"""Interval at which a save that waits for an earlier one checks whether the server of
+that one is unavailable."""
 
 _AWAITED: Final = 32
-"""Saves that wait for other processes, at a time."""
+"""Saves that wait for other processes at a time."""
 
 _log = logging.getLogger(__name__)
 
 
 class RunSaving(SessionRun):
-    """Saves, and keeps the saves apart."""
+    """Starts the saves of one run and runs them in order."""
 
     def __init__(self, session: Session, name: RunName) -> None:
         super().__init__(session, name)
@@ -74,10 +74,10 @@ class RunSaving(SessionRun):
         self._copier: ThreadPoolExecutor | None = None
         self._waiter: ThreadPoolExecutor | None = None
         self._under_way: deque[Save] = deque()
-        """Saves whose errors may not have been seen, the oldest first."""
+        """Saves whose errors may not have been observed, oldest first."""
         self._planners: dict[bool, Planner] = {}
-        """Of saves by this process alone, and by all."""
-        self._last_saved: tuple[Plan, Saved] | None = None
+        """One planner for saves by this process alone, one for joint saves."""
+        self._last_saved: tuple[Plan, SaveResult] | None = None
 
     def save(
         self,
@@ -94,68 +94,68 @@ class RunSaving(SessionRun):
         lease: timedelta = DEFAULT_LEASE,
         progress: OnProgress | None = None,
     ) -> Save:
-        """Begins to save a tree, and returns once the tree may change again.
+        """Starts a save and returns once the caller may change the tree again.
 
         The bytes are copied before this returns, so the caller may donate or overwrite
-        every array. The save goes on in the background: wait for it with ``result()``,
-        or close the client, before the process ends.
+        every array. The save continues in the background: call ``result()``, or close
+        the client, before the process ends.
 
-        To the host they are copied within ``connect(staging_bytes=)``: where the tree
-        is larger, or other saves hold that memory, this waits until enough of it is
-        written.
+        Copies to the host use at most ``connect(staging_bytes=)`` of memory: if the
+        tree is larger, or other saves use that memory, this waits until enough of it
+        is written.
 
-        In a ``jax.distributed`` job every process calls this, with the same tree: each
-        writes a part of what its devices hold, every byte once, and the checkpoint is
-        there when the last one is done. Labels, metrics and base are those of process
-        0. What every process holds for itself, as NumPy arrays, Python numbers and
-        arrays on its own devices, must be the same in all of them, and so must
-        replicated arrays: a value that differs from that of process 0 is refused by
-        leaf and processes. Replicated arrays of more than 1 MiB are not compared, nor
-        are those that are replicated over some axes of a mesh and sharded over others.
+        In a ``jax.distributed`` job every process calls this with the same tree. Each
+        process writes a part of the bytes on its devices, every byte once, and the
+        checkpoint exists when the last process has finished. Labels, metrics and base
+        of process 0 take effect. Values that every process holds itself (NumPy arrays,
+        Python numbers, arrays on its own devices) must be equal in all processes, and
+        so must replicated arrays: a value that differs from process 0's is rejected
+        with its leaf and processes. Replicated arrays of more than 1 MiB are not
+        compared, nor are arrays that are replicated over some axes of a mesh and
+        sharded over others.
 
         Args:
-            step: The training step, >= 0; written once.
+            step: The training step, >= 0; can be saved once.
             tree: Any pytree of ``jax.Array``, typed PRNG keys, ``numpy.ndarray``,
                 NumPy scalars, and Python ``bool``, ``int``, ``float``, ``complex``.
-            metrics: Numbers to find the checkpoint by.
-            labels: Texts to find the checkpoint by.
-            structure: A document about the tree to keep with it, at most 16 MiB;
-                ``storesvc_client.easydel`` keeps there what a model was.
-            base: A checkpoint of the run, by step, "latest" or tag: chunks that are
-                as they were there are neither sent nor stored again. None sends all.
-                A save of the same step that was cut off goes on where it stopped
-                either way.
-            snapshot: Where the bytes are copied to while the caller waits: "host";
-                "device", which takes as much of its memory as the tree has there, and
-                less time; or "auto": the device where its memory is known to suffice.
-                "none" copies nothing that lies on the host as it is stored, the
-                rest through 512 MiB at most, and returns once the save has ended: for a
-                last save before the process does, or where there is no memory for a
-                copy.
-            if_busy: What to do while a save of this run is under way: "wait" for it,
-                "queue" behind it, or "refuse". While that save waits for a server that
-                does not answer, "wait" does not: this one is not begun then, which is
-                logged, and its handle raises ``UnavailableError``.
-            processes: Whether "all" processes of the job save this, or "this" one does,
-                alone, what its own devices hold. Of no matter outside of a job.
-            lease: How long a save is kept after its last sign of life: a process that
-                waits for others gives up then, and the same step, saved again, goes
-                on where this one stopped.
-            progress: Called with a ``Progress`` at most ten times a second, from any
-                thread but by one at a time, and once at the end. If it raises, the
-                save goes on and commits without it; the handle raises that then.
+            metrics: Numbers to filter checkpoints by.
+            labels: Texts to filter checkpoints by.
+            structure: A document about the tree, stored with it, at most 16 MiB;
+                ``storesvc_client.easydel`` stores the definition of a model in it.
+            base: A checkpoint of the run, by step, "latest" or tag: chunks equal to
+                the base's are neither sent nor stored again. None sends all chunks.
+                An interrupted save of the same step is resumed in both cases.
+            snapshot: Where the bytes are copied while the caller waits: "host";
+                "device", which is faster and needs as much free device memory as the
+                tree occupies there; or "auto", the device if its free memory is known
+                to suffice. "none" copies only what cannot be read from host memory in
+                its stored form, through at most 512 MiB, and returns after the commit:
+                for the last save of a process, or if there is no memory for a copy.
+            if_busy: What to do while a save of this run is in progress: "wait" for it,
+                "queue" this one behind it, or "refuse" this one. If the earlier save
+                waits for a server that does not answer, "wait" does not start this
+                save: it logs a warning, and the handle raises ``UnavailableError``.
+            processes: "all" processes of the job save together, or "this" process
+                alone saves what its own devices hold. Ignored outside a job.
+            lease: How long the store keeps the upload after the last renewal. A
+                process that waits for others stops waiting after one lease without
+                progress; saving the same step again resumes the upload.
+            progress: Called with a ``Progress`` at most ten times a second, from
+                changing threads but never concurrently, and once at the end. If it
+                raises, the save continues and commits without it; then the handle
+                raises that error.
 
         Returns:
             A handle; ``result()`` waits for the commit.
 
         Raises:
-            UnsupportedLeafError: The tree holds something else, or two paths that
-                would share a key; names them all.
-            InvalidRequestError: The step, a metric or a label breaks the rules, or
-                the structure is no bytes.
-            ConflictError: A save is under way, and this was to be refused then.
-            UnavailableError: The coordination service of the job is.
-            StoreError: What the save before failed with, if nobody has seen it; where
+            UnsupportedLeafError: The tree holds unsupported values, or paths that
+                map to the same key; the message names all of them.
+            InvalidRequestError: The step, a metric or a label is invalid, or
+                `structure` is not bytes.
+            ConflictError: Another save is in progress and ``if_busy`` is "refuse".
+            UnavailableError: The coordination service of the job is unavailable.
+            StoreError: The previous save failed and its error was not observed; if
                 another process of the job failed it, that is only logged.
         """
         return self.begin_save(
@@ -189,8 +189,8 @@ class RunSaving(SessionRun):
         lease: timedelta = DEFAULT_LEASE,
         progress: OnProgress | None = None,
     ) -> Save:
-        """Begins a save as ``save`` does, once its plan has passed a check: what that
-        raises is raised here, and nothing is saved."""
+        """Starts a save as ``save`` does, after `check` has accepted its plan; errors
+        of `check` are raised here, and nothing is saved."""
         checked_choice(f"save to {self.name}: processes=", processes, Processes)
         number = self._checked_step(step)
         joint = _joint_save(self.name, number) if processes == "all" else None
@@ -212,8 +212,8 @@ class RunSaving(SessionRun):
                     plan, values = planner.plan(tree, structure)
                 if check is not None:
                     check(plan)
-                save, outbox = self._start(
-                    _part(self._connection, description, plan, meter, joint),
+                save, slab_queue = self._start(
+                    _new_writer(self._connection, description, plan, meter, joint),
                     plan,
                     values,
                     snapshot,
@@ -221,7 +221,7 @@ class RunSaving(SessionRun):
                 )
                 self._under_way.append(save)
         except BaseException as e:
-            if joint is not None:  # which the other processes are about to begin
+            if joint is not None:  # the other processes are about to begin it
                 joint.fail(e)
             if isinstance(e, _StalledError):
                 return self._not_begun(number, e)
@@ -229,31 +229,31 @@ class RunSaving(SessionRun):
         if snapshot == "none":
             try:
                 save.wait()
-            except BaseException as e:  # Ctrl-C: what reads the tree must stop first
-                outbox.fail(e)
+            except BaseException as e:  # Ctrl-C: stop the threads that read the tree
+                slab_queue.fail(e)
                 save.drop()
                 raise
         return save
 
     def wait(self) -> None:
-        """Waits for a save in the background.
+        """Waits for the saves in the background.
 
         Raises:
-            StoreError: What it failed with, if nobody has seen it.
+            StoreError: A save failed and its error was not observed.
         """
         with self._lock:
             self._wait()
 
     def _forget(self) -> list[str]:
-        """Forgets the saves that are under way, as their connection ends; returns of
-        what checkpoints they are."""
+        """Marks the unfinished saves as observed, because their connection is closing;
+        returns the names of their checkpoints."""
         forgotten = [save for save in self._under_way if not save.done()]
         for save in forgotten:
             save.forget()
         return [f"{self.name}@{save.step}" for save in forgotten]
 
     def _wait(self) -> None:
-        """Waits for all saves; raises the first error that nobody has seen."""
+        """Waits for all saves; raises the first error that was not observed."""
         try:
             while self._under_way:
                 self._end_first()
@@ -277,21 +277,20 @@ class RunSaving(SessionRun):
                 self._under_way.popleft()
 
     def _end_done(self) -> None:
-        """Ends with the first saves that are done already; raises what this process
-        failed with."""
+        """Removes the oldest saves that are done; raises errors of this process."""
         while self._under_way and self._under_way[0].done():
             try:
                 self._end_first()
             except GivenUpError as e:
-                # Raised here, it would fail the save that begins, for the others, who
-                # would raise that at their next one, and so on for ever.
+                # Raising here would fail the save that begins, which the other
+                # processes would then raise at their next save, and so on.
                 _log.warning("%s", e)
 
     def _not_begun(self, step: int, stalled: "_StalledError") -> Save:
-        """The handle of a save for which the one before made no way: its owner, who
-        decides what to do, must not wait for a server."""
+        """Returns the handle of a save that was not started because the previous one
+        waits for its server; the caller must not wait for that, too."""
         error = UnavailableError(
-            f"save of {self.name}@{step} was not begun, as that of step "
+            f"save of {self.name}@{step} was not started: the save of step "
             f"{stalled.step} before it waits for its server ({stalled}); save a later "
             "step, or use if_busy='queue', which keeps a copy in memory until then"
         )
@@ -306,11 +305,11 @@ class RunSaving(SessionRun):
                 if writing:
                     raise ConflictError(
                         f"save to {self.name}: the save of step {writing[-1].step} is "
-                        "still under way; wait for it, or queue this one"
+                        "still in progress; wait for it, or use if_busy='queue'"
                     )
             case "wait":
                 for save in writing:
-                    while not save.wait_written(_LOOK_SECONDS):
+                    while not save.wait_written(_POLL_SECONDS):
                         trouble = self._connection.waits.trouble
                         if trouble and not must_end:
                             raise _StalledError(save.step, trouble)
@@ -323,110 +322,109 @@ class RunSaving(SessionRun):
                 assert_never(if_busy)
 
     def _planner(self, job: "Job | None") -> "Planner":
-        """The planner of saves by this process alone, or by all of a job."""
+        """Returns the planner of joint saves, or of saves by this process alone."""
         from storesvc_client._pytree.save_plan import Planner
 
         return self._planners.setdefault(job is None, Planner(job))
 
     def _start(
         self,
-        part: "Part",
+        writer: "Writer",
         plan: "Plan",
         values: list[Any],
         mode: SnapshotMode,
         meter: Meter,
-    ) -> "tuple[Save, Outbox]":
-        """Begins a save in the background, and takes the snapshot for it."""
-        from storesvc_client._chunks.staging_pool import STREAM_BYTES, Staging
+    ) -> "tuple[Save, SlabQueue]":
+        """Starts a save in the background and takes its snapshot."""
+        from storesvc_client._chunks.staging_pool import STREAM_BYTES, StagingPool
         from storesvc_client._pytree.device_copies import copied_on_device
         from storesvc_client._pytree.tree_source import TreeSource
-        from storesvc_client._save.slab_queue import Outbox
+        from storesvc_client._save.slab_queue import SlabQueue
         from storesvc_client._save.snapshot import Snapshot
         from storesvc_client._save.upload import STREAMS, Upload
 
         is_lent = mode == "none"
         staging = self._session.staging
-        if is_lent:  # what must be copied all the same waits for what is written
-            staging = Staging(min(staging.budget_bytes, STREAMS * STREAM_BYTES))
-        outbox = Outbox(staging, is_open=is_lent)
-        upload = Upload(self._session, part, plan, outbox, meter)
-        known, known_base = self._known(part.described, plan, upload)
+        if is_lent:  # a small pool for what must be copied even so
+            staging = StagingPool(min(staging.budget_bytes, STREAMS * STREAM_BYTES))
+        slab_queue = SlabQueue(staging, is_open=is_lent)
+        upload = Upload(self._session, writer, plan, slab_queue, meter)
+        known, known_base = self._known(writer.described, plan, upload)
         with meter.phase("snapshot"):
             copies = copied_on_device(values, mode)
         source = TreeSource(plan, values if copies is None else copies)
-        snapshot = Snapshot(source, plan.slabs, outbox, known, meter, is_lent=is_lent)
+        snapshot = Snapshot(
+            source, plan.slabs, slab_queue, known, meter, is_lent=is_lent
+        )
         if self._copier is None:
             self._copier = ThreadPoolExecutor(1, f"storesvc-copy-{self._name.run}")
-        if part.writer_count > 1:  # before the caller may change the tree, too
-            part.leaf_digests = self._copier.submit(source.leaf_digests)
-        save = self._submit(upload, part, plan, known_base, meter)
-        # One after another: one that takes memory before a save is written that waits
-        # for some would wait for ever.
+        if writer.writer_count > 1:  # computed before the caller may change the tree
+            writer.leaf_digests = self._copier.submit(source.leaf_digests)
+        save = self._submit(upload, writer, plan, known_base, meter)
+        # Snapshots run one after another: two that share the staging memory could
+        # each wait for memory that only the other's writes would free.
         copying = self._copier.submit(snapshot.take)
         if copies is None:
             try:
                 copying.result()
             except BaseException as e:  # Ctrl-C: the caller may change the tree now
-                outbox.fail(e)
+                slab_queue.fail(e)
                 raise
-        return save, outbox
+        return save, slab_queue
 
     def _submit(
-        self, upload: "Upload", part: "Part", plan: "Plan", base: str, meter: Meter
+        self, upload: "Upload", writer: "Writer", plan: "Plan", base: str, meter: Meter
     ) -> Save:
-        """Has a save written behind those before it, and committed; one that waits for
-        other processes does so aside."""
+        """Queues the writing and the commit of a save behind earlier saves. A joint
+        save commits in a separate thread, where it waits for the other processes."""
+
+        def write() -> None:
+            self._last_saved = None  # outdated if this save fails
+            upload.write(base)
+
         if self._saver is None:
             self._saver = ThreadPoolExecutor(1, f"storesvc-save-{self._name.run}")
-        if part.writer_count == 1:
-            future = self._saver.submit(self._saved, upload, plan, base, meter)
-            return Save(part.described.step, future)
+        if writer.writer_count == 1:
+            future = self._saver.submit(self._commit, write, upload, plan, meter)
+            return Save(writer.described.step, future)
         if self._waiter is None:
             self._waiter = ThreadPoolExecutor(_AWAITED, "storesvc-await")
-        written = self._saver.submit(self._written, upload, base)
-        future = self._waiter.submit(self._awaited, written, upload, plan, meter)
-        return Save(part.described.step, future, written)
+        written = self._saver.submit(write)
+        future = self._waiter.submit(self._commit, written.result, upload, plan, meter)
+        return Save(writer.described.step, future, written)
 
-    def _saved(
-        self, upload: "Upload", plan: "Plan", base: str, meter: Meter
-    ) -> "Saved":
+    def _commit(
+        self,
+        await_written: Callable[[], None],
+        upload: "Upload",
+        plan: "Plan",
+        meter: Meter,
+    ) -> "SaveResult":
+        """Commits a save once it is written."""
         with meter, upload.named():
-            self._written(upload, base)
-            saved = upload.commit()
-            self._last_saved = plan, saved
-        return saved
-
-    def _written(self, upload: "Upload", base: str) -> None:
-        self._last_saved = None  # where this fails, what it told is of no use
-        upload.write(base)
-
-    def _awaited(
-        self, written: "Future[None]", upload: "Upload", plan: "Plan", meter: Meter
-    ) -> "Saved":
-        with meter, upload.named():
-            written.result()
+            await_written()
             saved = upload.commit()
             self._last_saved = plan, saved
         return saved
 
     def _known(
         self, description: "Description", plan: "Plan", upload: "Upload"
-    ) -> "tuple[Known | None, str]":
-        """What the last save leaves to be known of the chunks of this one, and the
-        name of the checkpoint that it made."""
-        from storesvc_client._save.snapshot import Known
+    ) -> "tuple[BaseSums | None, str]":
+        """Returns the checksums of the last save that may still apply to this tree, and
+        the name of its checkpoint."""
+        from storesvc_client._save.snapshot import BaseSums
 
-        last = self._last_saved  # a save that begins meanwhile empties it
+        last = self._last_saved  # a save that begins in the meantime clears it
         if last is None or description.base is None:
             return None, ""
         last_plan, saved = last
         step = saved.checkpoint.step
         if description.base.which not in ("latest", step):
             return None, ""
-        # arrays that came out of a step may lie otherwise than those that went in
+        # the outputs of a step may be sharded differently from its inputs
         if last_plan is not plan and not last_plan.tree.is_cut_as(plan.tree):
             return None, ""
-        known = Known(
+        known = BaseSums(
             sums=saved.sums,
             claimable=partial(upload.claimable, saved.sums),
             ask=upload.ask,
@@ -440,7 +438,7 @@ class RunSaving(SessionRun):
             number = -1
         if not 0 <= number <= MAX_STEP:
             raise InvalidRequestError(
-                f"save to {self.name}: expected a step of 0 to 2^63 - 1, got {step!r}"
+                f"save to {self.name}: expected a step in [0, 2^63 - 1], got {step!r}"
             )
         return number
 
@@ -465,16 +463,16 @@ class RunSaving(SessionRun):
 
 
 class _StalledError(Exception):
-    """The save before waits for its server; says how."""
+    """The previous save waits for its server; the message is the server's problem."""
 
     def __init__(self, step: int, trouble: str) -> None:
         super().__init__(trouble)
         self.step = step
-        """Of that save."""
+        """Step of the previous save."""
 
 
 def _joint_save(run: str, step: int) -> "JointSave | None":
-    """The save of all processes of a job; None: this process is alone."""
+    """Returns the joint save of a job's processes; None outside a job."""
     from storesvc_client._job.job import JointSave
     from storesvc_client._pytree.jax_job import job_of_process
 
@@ -482,17 +480,17 @@ def _joint_save(run: str, step: int) -> "JointSave | None":
     return None if job is None else JointSave(job, run, step)
 
 
-def _part(
+def _new_writer(
     connection: Connection,
     description: "Description",
     plan: "Plan",
     meter: Meter,
     joint: "JointSave | None",
-) -> "Part":
-    """The part of this process in a save."""
-    from storesvc_client._save.joint_writer import JointPart
-    from storesvc_client._save.writer import Part
+) -> "Writer":
+    """Returns this process's writer in a save."""
+    from storesvc_client._save.joint_writer import JointWriter
+    from storesvc_client._save.writer import Writer
 
     if joint is None:
-        return Part(connection, description, plan.tree, meter)
-    return JointPart(connection, description, plan.tree, meter, joint)
+        return Writer(connection, description, plan.tree, meter)
+    return JointWriter(connection, description, plan.tree, meter, joint)

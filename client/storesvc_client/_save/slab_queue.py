@@ -1,10 +1,10 @@
-"""The outbox of a save: slabs on their way from the snapshot to the store.
+"""The slabs of a save on their way from the snapshot to the store.
 
-The snapshot puts filled slabs in, and ends it; writers take them. Where it waits for
-memory, and there is nothing to take, they are told so: what they hold back keeps it
-from going on. Where the writing fails, the outbox is given up: the snapshot stops, and
-what is in it goes back to the staging. Where the snapshot fails, the writers see its
-error.
+The snapshot puts filled slabs into a queue and ends it; writers take them. When the
+snapshot waits for memory and the queue is empty, waiting writers get a
+``StarvedError``, because the memory they hold blocks the snapshot. If writing fails,
+the queue is cancelled: the snapshot stops, and the queued slabs return to the staging
+pool. If the snapshot fails, the writers raise its error.
 """
 
 import math
@@ -16,127 +16,128 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Final
 
-from storesvc_client._chunks.slabs import Filled, Slab
-from storesvc_client._chunks.staging_pool import Bytes, Staging
+from storesvc_client._chunks.slabs import FilledSlab, Slab
+from storesvc_client._chunks.staging_pool import Bytes, StagingPool
 
-LOOK_SECONDS: Final = 0.05
-"""How often who waits for a slab looks whether the snapshot waits for memory."""
+POLL_SECONDS: Final = 0.05
+"""Interval at which a thread waiting for a slab checks whether the snapshot waits for
+memory."""
 
 _AT_ONCE: Final = 16
-"""Slabs that one question about what is to be sent is asked of."""
+"""Maximum slabs in one request for the chunks that the store lacks."""
 
-Choose = Callable[[Sequence[Filled]], None]
-"""Takes out of slabs what need not be stored."""
+Choose = Callable[[Sequence[FilledSlab]], None]
+"""Removes the chunks that need not be stored from each slab's ``wanted``."""
 
 
 class StarvedError(Exception):
-    """There is nothing to take, as the snapshot waits for memory."""
+    """The queue is empty and the snapshot waits for memory."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
         self.times = times
-        """How often it has waited by now."""
+        """Number of times the snapshot has waited so far."""
 
 
-class Outbox:
-    """Filled slabs, in the order in which they came."""
+class SlabQueue:
+    """FilledSlab slabs in first-in, first-out order."""
 
-    def __init__(self, staging: Staging, *, is_open: bool = False) -> None:
-        """Is empty.
+    def __init__(self, staging: StagingPool, *, is_open: bool = False) -> None:
+        """Creates an empty queue.
 
         Args:
-            staging: The memory of slabs that are staged.
-            is_open: Whether writers begin at once.
+            staging: Memory of the slabs.
+            is_open: Whether writers may start at once.
         """
         self._staging = staging
-        self._queue: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[FilledSlab | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        """What the snapshot failed with."""
+        """Error of the snapshot."""
         self._starved = 0
-        """How often the snapshot has waited for memory."""
-        self._given_up = threading.Event()
+        """Number of times the snapshot has waited for memory."""
+        self._cancelled = threading.Event()
         self._opened = threading.Event()
-        """Whether writers may begin: they would keep the snapshot, which somebody waits
-        for, from the processors and the memory."""
+        """Set when writers may start: earlier they would compete for processors and
+        memory with the snapshot, which the caller waits for."""
         if is_open:
             self._opened.set()
 
     @property
     def budget_bytes(self) -> int:
-        """Of the staging."""
+        """Memory limit of the staging pool."""
         return self._staging.budget_bytes
 
     @property
-    def is_given_up(self) -> bool:
-        """Whether nobody takes anything out any more."""
-        return self._given_up.is_set()
+    def is_cancelled(self) -> bool:
+        """True once no slab will be taken any more."""
+        return self._cancelled.is_set()
 
     def buffer(self, slab: Slab) -> "Bytes | None":
-        """Returns memory for a slab, once there is some; None: given up."""
+        """Waits for memory for a slab and returns it; None if cancelled."""
         return self._staging.take(
-            slab.size, given_up=self._given_up.is_set, waiting=self._starve
+            slab.size, cancelled=self._cancelled.is_set, waiting=self._starve
         )
 
     def _starve(self) -> None:
         self._starved += 1
         self._opened.set()
 
-    def give_back(self, filled: Filled) -> None:
-        """Takes the memory of a slab back that was stored."""
+    def give_back(self, filled: FilledSlab) -> None:
+        """Returns the memory of a stored slab to the staging pool."""
         if filled.buffer is not None:
             self._staging.give_back(filled.buffer)
 
     def drop(self, buffer: Bytes) -> None:
-        """Takes memory back that was not filled."""
+        """Returns memory that was not filled to the staging pool."""
         self._staging.give_back(buffer)
 
-    def put(self, filled: Filled) -> None:
-        """Puts a slab in."""
+    def put(self, filled: FilledSlab) -> None:
+        """Appends a slab."""
         self._queue.put(filled)
-        if self.is_given_up:
+        if self.is_cancelled:
             self._empty()
 
     def end(self) -> None:
-        """Says that nothing follows."""
+        """Marks the end of the queue."""
         self._queue.put(None)
         self._opened.set()
 
     def fail(self, error: BaseException) -> None:
-        """Says that the snapshot failed; what it put in counts for nothing.
+        """Cancels the queue because the snapshot failed; its slabs are discarded.
 
-        What interrupts its thread, as Ctrl-C does, is not for the others to raise.
+        Writers do not re-raise an interruption of the snapshot's thread, such as
+        Ctrl-C; they raise ``CancelledError``.
         """
         if not isinstance(error, Exception):
             error = CancelledError("the save was interrupted")
         self._error = error
-        self.give_up()
+        self.cancel()
 
-    def give_up(self) -> None:
-        """Says that nothing is taken any more."""
-        self._given_up.set()
+    def cancel(self) -> None:
+        """Cancels the queue: no slab is taken any more."""
+        self._cancelled.set()
         self._opened.set()
         self._staging.wake()
         self._empty()
 
     def check(self) -> None:
-        """Does nothing, unless the snapshot failed.
+        """Raises the error of the snapshot, if it failed.
 
         Raises:
-            Exception: What it failed with.
+            Exception: The snapshot's error.
         """
         if self._error is not None:
             raise self._error
 
-    def take(self, *, starved: float = math.inf) -> Filled | None:
-        """Returns the next slab; None: there is none, for whoever asks.
+    def take(self, *, starved: float = math.inf) -> FilledSlab | None:
+        """Waits for the next slab and returns it; None after the last.
 
         Args:
-            starved: How often the snapshot has waited for memory, as far as the caller
-                knows.
+            starved: Waits of the snapshot that the caller has already reacted to.
 
         Raises:
-            StarvedError: There is none yet, as it has waited more often.
-            Exception: What the snapshot failed with.
+            StarvedError: The queue is empty and the snapshot has waited more often.
+            Exception: The snapshot's error.
         """
         self._opened.wait()
         found = self._next(starved)
@@ -146,26 +147,26 @@ class Outbox:
             self._empty()
             raise self._error
         if found is None:
-            self._queue.put(None)  # for the others who ask
+            self._queue.put(None)  # the other writers must see the end, too
         return found
 
     def check_starved(self, starved: float) -> None:
-        """Looks whether the snapshot waits for memory.
+        """Checks whether the snapshot has waited for memory.
 
         Raises:
-            StarvedError: It has waited more often than so.
+            StarvedError: It has waited more than `starved` times.
         """
         if self._starved > starved:
             raise StarvedError(self._starved)
 
-    def _next(self, starved: float) -> Filled | None:
+    def _next(self, starved: float) -> FilledSlab | None:
         while True:
             with suppress(queue.Empty):
-                return self._queue.get(timeout=LOOK_SECONDS)
+                return self._queue.get(timeout=POLL_SECONDS)
             self.check_starved(starved)
 
-    def take_more(self) -> Filled | None:
-        """Returns the next slab if there is one by now."""
+    def take_more(self) -> FilledSlab | None:
+        """Returns the next slab without waiting; None if there is none."""
         try:
             found = self._queue.get_nowait()
         except queue.Empty:
@@ -180,34 +181,34 @@ class Outbox:
                 found = self._queue.get_nowait()
                 if found is not None:
                     self.give_back(found)
-        self._queue.put(None)  # for those who wait
+        self._queue.put(None)  # for threads that wait in take()
 
 
-class Wanted:
-    """The slabs of an outbox of which something is to be stored. Threads share it."""
+class WantedSlabs:
+    """The slabs of a queue that hold chunks the store lacks. Thread-safe."""
 
-    def __init__(self, outbox: Outbox, choose: Choose) -> None:
-        self._outbox = outbox
+    def __init__(self, slab_queue: SlabQueue, choose: Choose) -> None:
+        self._slab_queue = slab_queue
         self._choose = choose
         self._lock = threading.Lock()
-        self._chosen: deque[Filled] = deque()
+        self._chosen: deque[FilledSlab] = deque()
 
-    def take(self, *, starved: float = math.inf) -> Filled | None:
-        """Returns the next one; None: there is none.
+    def take(self, *, starved: float = math.inf) -> FilledSlab | None:
+        """Waits for the next slab and returns it; None after the last.
 
         Args:
-            starved: See ``Outbox.take``.
+            starved: See ``SlabQueue.take``.
 
         Raises:
-            StarvedError: There is none yet, as the snapshot waits for memory.
-            Exception: What the snapshot failed with.
+            StarvedError: There is no slab, and the snapshot waits for memory.
+            Exception: The snapshot's error.
         """
-        # who waits in line hears of it, too
-        while not self._lock.acquire(timeout=LOOK_SECONDS):
-            self._outbox.check_starved(starved)
+        # threads that wait for the lock must notice a starved snapshot, too
+        while not self._lock.acquire(timeout=POLL_SECONDS):
+            self._slab_queue.check_starved(starved)
         try:
             while not self._chosen:
-                first = self._outbox.take(starved=starved)
+                first = self._slab_queue.take(starved=starved)
                 if first is None:
                     return None
                 self._chosen += self._choose_of(first)
@@ -215,11 +216,11 @@ class Wanted:
         finally:
             self._lock.release()
 
-    def taker(self) -> Callable[[], Filled | None]:
-        """Returns a ``take`` that tells of each wait of the snapshot once."""
+    def taker(self) -> Callable[[], FilledSlab | None]:
+        """Returns a ``take`` that reports each wait of the snapshot once."""
         starved = 0
 
-        def take() -> Filled | None:
+        def take() -> FilledSlab | None:
             nonlocal starved
             try:
                 return self.take(starved=starved)
@@ -230,23 +231,25 @@ class Wanted:
         return take
 
     def drop(self) -> None:
-        """Gives back what nobody took."""
+        """Returns the memory of slabs that no writer took."""
         with self._lock:
             while self._chosen:
-                self._outbox.give_back(self._chosen.popleft())
+                self._slab_queue.give_back(self._chosen.popleft())
 
-    def _choose_of(self, first: Filled) -> list[Filled]:
-        """Those of some slabs of which something is to be stored."""
+    def _choose_of(self, first: FilledSlab) -> list[FilledSlab]:
+        """Returns the queued slabs that hold chunks to be stored."""
         some = [first]
-        while len(some) < _AT_ONCE and (more := self._outbox.take_more()) is not None:
+        while (
+            len(some) < _AT_ONCE and (more := self._slab_queue.take_more()) is not None
+        ):
             some.append(more)
         try:
             self._choose(some)
         except BaseException:
             for filled in some:
-                self._outbox.give_back(filled)
+                self._slab_queue.give_back(filled)
             raise
         for filled in some:
             if not filled.wanted:
-                self._outbox.give_back(filled)
+                self._slab_queue.give_back(filled)
         return [filled for filled in some if filled.wanted]

@@ -5,10 +5,8 @@ process's part of the previous save, but not for the other processes.
 """
 
 import logging
-import operator
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from threading import Lock
@@ -21,16 +19,14 @@ from typing import (
     assert_never,
 )
 
-from storesvc.format.names import MAX_STEP, CheckpointName, RunName, Which
+from storesvc.format.names import CheckpointName, RunName, Which
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.handle import Save
+from storesvc_client._save.save_threads import SaveThreads
 from storesvc_client._session import Session, SessionRun
 from storesvc_client._values.arguments import (
     checked_choice,
-    checked_labels,
-    checked_metrics,
 )
-from storesvc_client._values.durations import checked_length
 from storesvc_client._values.options import IfBusy, Processes, SnapshotMode
 from storesvc_client._values.progress import Meter, OnProgress
 from storesvc_client.errors import (
@@ -51,15 +47,9 @@ if TYPE_CHECKING:
 DEFAULT_LEASE: Final = timedelta(minutes=10)
 """Default lease of an upload, renewed while the save runs."""
 
-MAX_LEASE: Final = timedelta(days=30)
-"""Maximum lease that the contract allows."""
-
 _POLL_SECONDS: Final = 0.1
 """Interval at which a save that waits for an earlier one checks whether the server of
 that one is unavailable."""
-
-_AWAITED: Final = 32
-"""Saves that wait for other processes at a time."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,9 +60,7 @@ class RunSaving(SessionRun):
     def __init__(self, session: Session, name: RunName) -> None:
         super().__init__(session, name)
         self._lock = Lock()
-        self._saver: ThreadPoolExecutor | None = None
-        self._copier: ThreadPoolExecutor | None = None
-        self._waiter: ThreadPoolExecutor | None = None
+        self._threads = SaveThreads(name.run)
         self._under_way: deque[Save] = deque()
         """Saves whose errors may not have been observed, oldest first."""
         self._planners: dict[bool, Planner] = {}
@@ -191,14 +179,26 @@ class RunSaving(SessionRun):
     ) -> Save:
         """Starts a save as ``save`` does, after `check` has accepted its plan; errors
         of `check` are raised here, and nothing is saved."""
+        from storesvc_client._save.save_arguments import (
+            checked_description,
+            checked_step,
+        )
+
         checked_choice(f"save to {self.name}: processes=", processes, Processes)
-        number = self._checked_step(step)
+        number = checked_step(self.name, step)
         joint = _joint_save(self.name, number) if processes == "all" else None
         try:
             self._connection.check_open()
             checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
             checked_choice(f"save to {self.name}: if_busy=", if_busy, IfBusy)
-            description = self._describe(number, metrics, labels, base, lease)
+            description = checked_description(
+                self._name,
+                number,
+                metrics=metrics,
+                labels=labels,
+                base=None if base is None else self._checkpoint_name(base),
+                lease=lease,
+            )
             if not isinstance(structure, bytes):
                 raise InvalidRequestError(
                     f"save to {self.name}: expected bytes in structure=, got "
@@ -259,14 +259,7 @@ class RunSaving(SessionRun):
                 self._end_first()
         finally:
             if not self._under_way:
-                self._end_threads()
-
-    def _end_threads(self) -> None:
-        """Ends the threads of saves; the next one starts its own."""
-        for threads in (self._saver, self._copier, self._waiter):
-            if threads is not None:
-                threads.shutdown()  # a save that failed at once may be ending still
-        self._saver = self._copier = self._waiter = None
+                self._threads.shutdown()
 
     def _end_first(self) -> None:
         first = self._under_way[0]
@@ -315,7 +308,7 @@ class RunSaving(SessionRun):
                             raise _StalledError(save.step, trouble)
                 self._end_done()
                 if not self._under_way:
-                    self._end_threads()
+                    self._threads.shutdown()
             case "queue":
                 pass
             case _:
@@ -339,9 +332,10 @@ class RunSaving(SessionRun):
         from storesvc_client._chunks.staging_pool import STREAM_BYTES, StagingPool
         from storesvc_client._pytree.device_copies import copied_on_device
         from storesvc_client._pytree.tree_source import TreeSource
+        from storesvc_client._save.chunk_streams import STREAMS
         from storesvc_client._save.slab_queue import SlabQueue
         from storesvc_client._save.snapshot import Snapshot
-        from storesvc_client._save.upload import STREAMS, Upload
+        from storesvc_client._save.upload import Upload
 
         is_lent = mode == "none"
         staging = self._session.staging
@@ -356,14 +350,12 @@ class RunSaving(SessionRun):
         snapshot = Snapshot(
             source, plan.slabs, slab_queue, known, meter, is_lent=is_lent
         )
-        if self._copier is None:
-            self._copier = ThreadPoolExecutor(1, f"storesvc-copy-{self._name.run}")
         if writer.writer_count > 1:  # computed before the caller may change the tree
-            writer.leaf_digests = self._copier.submit(source.leaf_digests)
+            writer.leaf_digests = self._threads.copy(source.leaf_digests)
         save = self._submit(upload, writer, plan, known_base, meter)
         # Snapshots run one after another: two that share the staging memory could
         # each wait for memory that only the other's writes would free.
-        copying = self._copier.submit(snapshot.take)
+        copying = self._threads.copy(snapshot.take)
         if copies is None:
             try:
                 copying.result()
@@ -382,16 +374,13 @@ class RunSaving(SessionRun):
             self._last_saved = None  # outdated if this save fails
             upload.write(base)
 
-        if self._saver is None:
-            self._saver = ThreadPoolExecutor(1, f"storesvc-save-{self._name.run}")
+        step = writer.described.step
         if writer.writer_count == 1:
-            future = self._saver.submit(self._commit, write, upload, plan, meter)
-            return Save(writer.described.step, future)
-        if self._waiter is None:
-            self._waiter = ThreadPoolExecutor(_AWAITED, "storesvc-await")
-        written = self._saver.submit(write)
-        future = self._waiter.submit(self._commit, written.result, upload, plan, meter)
-        return Save(writer.described.step, future, written)
+            commit = partial(self._commit, write, upload, plan, meter)
+            return Save(step, self._threads.write(commit))
+        written = self._threads.write(write)
+        commit = partial(self._commit, written.result, upload, plan, meter)
+        return Save(step, self._threads.wait(commit), written)
 
     def _commit(
         self,
@@ -430,36 +419,6 @@ class RunSaving(SessionRun):
             ask=upload.ask,
         )
         return known, CheckpointName(self._name, step).resource
-
-    def _checked_step(self, step: SupportsIndex) -> int:
-        try:
-            number = -1 if isinstance(step, bool) else operator.index(step)
-        except TypeError:
-            number = -1
-        if not 0 <= number <= MAX_STEP:
-            raise InvalidRequestError(
-                f"save to {self.name}: expected a step in [0, 2^63 - 1], got {step!r}"
-            )
-        return number
-
-    def _describe(
-        self,
-        step: int,
-        metrics: Mapping[str, SupportsFloat] | None,
-        labels: Mapping[str, str] | None,
-        base: Which | None,
-        lease: timedelta,
-    ) -> "Description":
-        from storesvc_client._save.writer import Description
-
-        return Description(
-            run=self._name,
-            step=step,
-            labels=checked_labels(f"save to {self.name}", labels),
-            metrics=checked_metrics(f"save to {self.name}", metrics),
-            base=None if base is None else self._checkpoint_name(base),
-            lease=checked_length(f"save to {self.name}: lease=", lease, most=MAX_LEASE),
-        )
 
 
 class _StalledError(Exception):

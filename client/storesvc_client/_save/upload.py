@@ -6,27 +6,22 @@ store may already hold chunks, their checksums are sent first, and then only the
 that it lacks.
 """
 
-import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import grpc
 import numpy as np
 
 from storesvc.format.chunks import I64, Sums, pack_sums
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import UploadName
-from storesvc_client._chunks.frames import frames
 from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress
-from storesvc_client._chunks.staging_pool import STREAM_BYTES
-from storesvc_client._rpc.retry import is_transient
+from storesvc_client._save.chunk_streams import ChunkStreams
 from storesvc_client._save.direct_writer import DirectWriter
 from storesvc_client._save.lease_renewer import LeaseRenewer
-from storesvc_client._save.resend_window import ResendWindow, SendStream
 from storesvc_client._save.slab_queue import SlabQueue, WantedSlabs
 from storesvc_client._save.writer import Writer
 from storesvc_client._session import Session
@@ -41,7 +36,6 @@ from storesvc_client.errors import (
     UnavailableError,
     translated,
 )
-from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
@@ -51,20 +45,11 @@ if TYPE_CHECKING:
 CLAIM_SECONDS: Final = 2.0
 """Maximum time a snapshot waits for the store to claim unchanged chunks."""
 
-T = TypeVar("T")
-
-STREAMS: Final = min(4, max(2, (os.cpu_count() or 1) // 2))
-"""Maximum streams of one save, each over a socket of its own."""
-
 _POLL_SECONDS: Final = 0.05
 """Interval at which that wait checks whether the server is available."""
 
 _ABORT_SECONDS: Final = 5.0
 """Deadline for aborting the upload of a failed save."""
-
-_Method: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, api.WriteChunksResponse]"
-
-_WRITE_CHUNKS: Final = "/storesvc.v1.UploadService/WriteChunks"
 
 
 class SaveResult(NamedTuple):
@@ -207,11 +192,12 @@ class Upload:
         if upload.resumes or upload.base != known_base:
             self._asked[:] = True
         wanted = WantedSlabs(self._slab_queue, lambda slabs: self._choose(ref, slabs))
+        streams = ChunkStreams(self._connection, ref, self._sums, self._meter)
         try:
             if self._data_root is not None:
-                self._place(ref, self._data_root, wanted)
+                self._write_directly(ref, self._data_root, wanted, streams)
             else:
-                self._stream(ref, wanted)
+                streams.send_slabs(self._slab_queue, wanted)
             self._slab_queue.check()  # the snapshot may fail after its last slab
         except StoreError:
             raise
@@ -269,131 +255,26 @@ class Upload:
                 found.update(response.found)
         return found
 
-    def _place(
-        self, ref: api.WriterRef, files: Path | BucketRoot, wanted: WantedSlabs
+    def _write_directly(
+        self,
+        ref: api.WriterRef,
+        root: Path | BucketRoot,
+        wanted: WantedSlabs,
+        streams: ChunkStreams,
     ) -> None:
-        """Writes chunks to the pool directly and reports them to the server."""
+        """Writes chunks to the pool and sends the server the tables of durable ones."""
         name = UploadName.from_resource(ref.upload)
         places = RunPlaces(name.run)
-        prefix = places.data_prefix(name.upload)
         with DirectWriter(
-            files,
+            root,
             places.pool,
-            prefix,
+            places.data_prefix(name.upload),
             self._slab_queue,
             wanted,
             self._sums,
             self._meter,
-        ) as placing:
-            tables: ResendWindow[tree_pb2.ChunkTable] = ResendWindow(
-                placing.take,
-                lambda table: len(table.crc32c),
-                lambda table: None,  # noqa: ARG005 - a table holds no memory
-            )
-            self._send_all(
-                ref,
-                tables,
-                lambda stream: (
-                    api.WriteChunksRequest(placed=table).SerializeToString()
-                    for table in stream
-                ),
-                self._connection.channel,
-            )
-
-    def _stream(self, ref: api.WriterRef, wanted: WantedSlabs) -> None:
-        """Sends chunks to the server over several streams; not over more than the
-        memory can fill with whole batches, because incomplete batches would hold memory
-        that other streams wait for."""
-        count = max(1, min(STREAMS, self._slab_queue.budget_bytes // STREAM_BYTES))
-        with ThreadPoolExecutor(count, "storesvc-send") as pool:
-            channels = self._connection.channels(count)
-            futures = [pool.submit(self._share, ref, wanted, c) for c in channels]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:  # one failed, or Ctrl-C: stop the others
-                self._slab_queue.cancel()
-                raise
-
-    def _share(
-        self, ref: api.WriterRef, wanted: WantedSlabs, channel: grpc.Channel
-    ) -> None:
-        """Sends chunks over one channel until the queue ends."""
-        take_next = wanted.taker()
-
-        def take() -> FilledSlab | None:
-            if (filled := take_next()) is not None:
-                self._meter.add(filled.wanted_bytes)
-            return filled
-
-        slabs = ResendWindow(
-            take,
-            lambda filled: len(filled.wanted),
-            self._slab_queue.give_back,
-            lambda filled: filled.wanted_bytes,
-        )
-        try:
-            with self._meter.part("stream"):
-                self._send_all(
-                    ref,
-                    slabs,
-                    lambda stream: frames(stream, self._sums, self._meter),
-                    channel,
-                )
-        finally:
-            slabs.drop()
-
-    def _send_all(
-        self,
-        ref: api.WriterRef,
-        things: ResendWindow[T],
-        serialized: Callable[[SendStream[T]], Iterator[bytes]],
-        channel: grpc.Channel,
-    ) -> None:
-        # Not the generated stub: it would serialize the requests a second time.
-        method: _Method = channel.stream_stream(
-            _WRITE_CHUNKS,
-            response_deserializer=api.WriteChunksResponse.FromString,
-        )
-        while things.wait():
-            failed: BaseException | None = None
-            for attempt in self._connection.attempts("WriteChunks"):
-                with attempt:
-                    failed = self._send(method, ref, things.stream(), serialized)
-            if failed is not None:  # an error of this process: not retried
-                raise failed
-
-    def _send(
-        self,
-        method: "_Method",
-        ref: api.WriterRef,
-        stream: SendStream[T],
-        serialized: Callable[[SendStream[T]], Iterator[bytes]],
-    ) -> BaseException | None:
-        """Sends items over one stream; returns the error raised on this side, if any.
-
-        Raises:
-            UnavailableError: The stream broke before a chunk became durable.
-            LimitError: The server had no memory before a chunk became durable.
-        """
-
-        def requests() -> Iterator[bytes]:
-            yield api.WriteChunksRequest(open=ref).SerializeToString()
-            yield from serialized(stream)
-
-        sent, durable = _Requests(requests(), self._meter), 0
-        try:
-            with translated(self._connection.address):
-                for response in method(sent):
-                    stream.acknowledge(response.durable_count - durable)
-                    durable = response.durable_count
-        except StoreError as e:
-            is_retried = durable and is_transient(e)
-            if sent.error is None and not is_retried:
-                raise
-        finally:
-            sent.end()
-        return sent.error
+        ) as writer:
+            streams.send_tables(writer.take)
 
     def _abort(self, ref: api.WriterRef) -> None:
         request = api.AbortUploadRequest(name=ref.upload)
@@ -418,44 +299,6 @@ class Upload:
             last_process=self._writer.last_process,
             needs_like=self._foreign,
         )
-
-
-class _Requests:
-    """The requests of one stream; keeps the error that the iterator raised, for which
-    gRPC only cancels the call.
-
-    It also measures sending: gRPC asks for the next request once the previous one has
-    left.
-    """
-
-    def __init__(self, requests: Iterator[bytes], meter: Meter) -> None:
-        self._requests = requests
-        self._meter = meter
-        self._answered = meter.clock()
-        self._has_ended = False
-        self.error: BaseException | None = None
-        """Error raised by the iterator, if any."""
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> bytes:
-        self._meter.times["send"] += self._meter.clock() - self._answered
-        try:
-            return next(self._requests)
-        except StopIteration:
-            self._has_ended = True
-            raise
-        except BaseException as e:
-            self.error = e
-            raise
-        finally:
-            self._answered = self._meter.clock()
-
-    def end(self) -> None:
-        """Records the time between the last request and the end of the call."""
-        if self._has_ended:
-            self._meter.times["acknowledge"] += self._meter.clock() - self._answered
 
 
 def _find_requests(ref: api.WriterRef, sums: Sums) -> Iterator[api.FindChunksRequest]:

@@ -205,7 +205,7 @@ def test_a_bad_argument_of_save_is_refused_at_once(
 
 
 def test_the_bound_of_a_step_is_told(run: store.Run) -> None:
-    with pytest.raises(store.InvalidRequestError, match=r"0 to 2\^63 - 1, got 9223"):
+    with pytest.raises(store.InvalidRequestError, match=r"\[0, 2\^63 - 1\], got 9223"):
         run.save(2**63, {"x": 1})
 
 

@@ -33,7 +33,7 @@ def test_a_restore_that_takes_too_long_lists_what_is_outstanding(run: Any) -> No
 def test_one_whose_manifest_takes_too_long_says_so(run: Any) -> None:
     with pytest.raises(
         store.UnavailableError,
-        match=r"deadline@1: expected to be read after 1e-06 s, but its manifest is out",
+        match=r"deadline@1: expected its manifest within 1e-06 s, but it is missing",
     ):
         run.restore(1, deadline=timedelta(microseconds=1))
 

@@ -737,27 +737,27 @@ def test_a_stream_that_is_waited_for_hears_of_it_though_others_have_sent_nothing
 ) -> None:
     """Of those who ask for the next slab one waits for it, the others for that one."""
     for _ in range(4):
-        outbox, slab = SlabQueue(StagingPool(MIB), is_open=True), Slab(0, (MIB,))
-        wanted = WantedSlabs(outbox, lambda _: None)
+        slab_queue, slab = SlabQueue(StagingPool(MIB), is_open=True), Slab(0, (MIB,))
+        wanted = WantedSlabs(slab_queue, lambda _: None)
         sharing, *idle = [
             ResendWindow(wanted.taker(), lambda _: 1, lambda _: None, lambda _: MIB)
             for _ in range(1 + others)
         ]
         feed = iter(sharing.stream())
-        all_memory = FilledSlab(slab, [0], outbox.buffer(slab))
-        outbox.put(all_memory)
+        all_memory = FilledSlab(slab, [0], slab_queue.buffer(slab))
+        slab_queue.put(all_memory)
         assert all_memory is next(feed)
 
         with ThreadPoolExecutor(2 + others) as pool:
             asking = [pool.submit(each.wait) for each in idle]
             ending = pool.submit(list, feed)
-            snapshot = pool.submit(outbox.buffer, slab)
+            snapshot = pool.submit(slab_queue.buffer, slab)
             try:
                 assert [] == ending.result(timeout=60)
             finally:
-                outbox.give_back(all_memory)
+                slab_queue.give_back(all_memory)
                 assert snapshot.result() is not None
-                outbox.end()
+                slab_queue.end()
                 wait(asking)
 
 

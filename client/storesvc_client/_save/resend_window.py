@@ -105,43 +105,43 @@ class ResendWindow(Generic[T]):
         if found is not None and is_late:
             self.close(found)
 
-    def count(self, thing: T) -> int:
+    def count(self, item: T) -> int:
         """Returns the number of chunks of an item."""
-        return self._count(thing)
+        return self._count(item)
 
-    def close(self, thing: T) -> None:
+    def close(self, item: T) -> None:
         """Removes a durable item from the window."""
         with self._changed:
-            was_open = self._open.pop(id(thing), None) is not None
+            was_open = self._open.pop(id(item), None) is not None
         if was_open:
-            self._done(thing)
+            self._done(item)
 
     def drop(self) -> None:
         """Releases all items, durable or not."""
         with self._changed:
             self._is_dropped = True
             left = list(self._open.values())
-        for thing in left:
-            self.close(thing)
+        for item in left:
+            self.close(item)
 
 
 class SendStream(Generic[T]):
     """The items sent in one stream."""
 
-    def __init__(self, things: ResendWindow[T], again: list[T]) -> None:
-        self._things = things
-        self._again = again
+    def __init__(self, window: ResendWindow[T], unacknowledged: list[T]) -> None:
+        self._window = window
+        self._unacknowledged = unacknowledged
         self._sent: deque[T] = deque()
         self._durable = 0
         """Durable chunks of the oldest item in ``_sent``."""
 
     def __iter__(self) -> Iterator[T]:
-        for thing in self._again:
-            self._sent.append(thing)
-            yield thing
+        for item in self._unacknowledged:
+            self._sent.append(item)
+            yield item
         while True:
             try:
-                found = self._things.next()
+                found = self._window.next()
             except StarvedError:
                 if self._is_held_back:
                     return
@@ -156,13 +156,13 @@ class SendStream(Generic[T]):
         """True if the server may be holding chunks of this stream back until a batch is
         full. A frame of the sent items may not have left yet, and part of the oldest
         slab may be durable, hence the margins."""
-        sent = sum(map(self._things.size_bytes, list(self._sent)))
+        sent = sum(map(self._window.size_bytes, list(self._sent)))
         return 0 < sent < BATCH_BYTES + SLAB_BYTES + MAX_FRAME_BYTES
 
     def acknowledge(self, chunks: int) -> None:
         """Records that `chunks` more chunks are durable, in the order of sending."""
         self._durable += chunks
-        while self._sent and self._durable >= self._things.count(self._sent[0]):
-            thing = self._sent.popleft()
-            self._durable -= self._things.count(thing)
-            self._things.close(thing)
+        while self._sent and self._durable >= self._window.count(self._sent[0]):
+            item = self._sent.popleft()
+            self._durable -= self._window.count(item)
+            self._window.close(item)

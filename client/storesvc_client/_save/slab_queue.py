@@ -1,37 +1,38 @@
 """The slabs of a save on their way from the snapshot to the store.
 
 The snapshot puts filled slabs into a queue and ends it; writers take them. When the
-snapshot waits for memory and the queue is empty, waiting writers get a
+snapshot waits for memory and there is nothing to take, waiting writers get a
 ``StarvedError``, because the memory they hold blocks the snapshot. If writing fails,
 the queue is cancelled: the snapshot stops, and the queued slabs return to the staging
 pool. If the snapshot fails, the writers raise its error.
+
+Locks are taken in one order: that of the staging pool, then that of the queue.
 """
 
 import math
-import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from contextlib import suppress
 from typing import Final
 
 from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._chunks.staging_pool import Bytes, StagingPool
 
-POLL_SECONDS: Final = 0.05
-"""Interval at which a thread waiting for a slab checks whether the snapshot waits for
-memory."""
+STARVED_SECONDS: Final = 0.05
+"""Time that a writer waits for a slab while the snapshot waits for memory: often
+another writer is about to return some."""
 
 _AT_ONCE: Final = 16
 """Maximum slabs in one request for the chunks that the store lacks."""
 
-Choose = Callable[[Sequence[FilledSlab]], None]
+RemoveStored = Callable[[Sequence[FilledSlab]], None]
 """Removes the chunks that need not be stored from each slab's ``wanted``."""
 
 
 class StarvedError(Exception):
-    """The queue is empty and the snapshot waits for memory."""
+    """There is no slab to take and the snapshot waits for memory."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class StarvedError(Exception):
 
 
 class SlabQueue:
-    """FilledSlab slabs in first-in, first-out order."""
+    """Filled slabs in first-in, first-out order. Thread-safe."""
 
     def __init__(self, staging: StagingPool, *, is_open: bool = False) -> None:
         """Creates an empty queue.
@@ -50,17 +51,18 @@ class SlabQueue:
             is_open: Whether writers may start at once.
         """
         self._staging = staging
-        self._queue: queue.SimpleQueue[FilledSlab | None] = queue.SimpleQueue()
+        self.changed = threading.Condition()
+        """Lock of the queue, notified of its changes."""
+        self._slabs: deque[FilledSlab] = deque()
+        self._has_ended = False
         self._error: Exception | None = None
         """Error of the snapshot."""
         self._starved = 0
         """Number of times the snapshot has waited for memory."""
-        self._cancelled = threading.Event()
-        self._opened = threading.Event()
-        """Set when writers may start: earlier they would compete for processors and
+        self._is_cancelled = False
+        self._is_open = is_open
+        """True when writers may start: earlier they would compete for processors and
         memory with the snapshot, which the caller waits for."""
-        if is_open:
-            self._opened.set()
 
     @property
     def budget_bytes(self) -> int:
@@ -70,17 +72,24 @@ class SlabQueue:
     @property
     def is_cancelled(self) -> bool:
         """True once no slab will be taken any more."""
-        return self._cancelled.is_set()
+        return self._is_cancelled
+
+    @property
+    def is_ready(self) -> bool:
+        """True if ``pop`` may be called."""
+        return self._is_open and (bool(self._slabs) or self._has_ended)
 
     def buffer(self, slab: Slab) -> "Bytes | None":
         """Waits for memory for a slab and returns it; None if cancelled."""
         return self._staging.take(
-            slab.size, cancelled=self._cancelled.is_set, waiting=self._starve
+            slab.size, cancelled=lambda: self._is_cancelled, waiting=self._starve
         )
 
     def _starve(self) -> None:
-        self._starved += 1
-        self._opened.set()
+        with self.changed:
+            self._starved += 1
+            self._is_open = True
+            self.changed.notify_all()
 
     def give_back(self, filled: FilledSlab) -> None:
         """Returns the memory of a stored slab to the staging pool."""
@@ -92,15 +101,19 @@ class SlabQueue:
         self._staging.give_back(buffer)
 
     def put(self, filled: FilledSlab) -> None:
-        """Appends a slab."""
-        self._queue.put(filled)
-        if self.is_cancelled:
-            self._empty()
+        """Appends a slab; drops it if the queue is cancelled."""
+        with self.changed:
+            if not self._is_cancelled:
+                self._slabs.append(filled)
+                self.changed.notify()
+                return
+        self.give_back(filled)
 
     def end(self) -> None:
         """Marks the end of the queue."""
-        self._queue.put(None)
-        self._opened.set()
+        with self.changed:
+            self._has_ended = self._is_open = True
+            self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Cancels the queue because the snapshot failed; its slabs are discarded.
@@ -115,10 +128,14 @@ class SlabQueue:
 
     def cancel(self) -> None:
         """Cancels the queue: no slab is taken any more."""
-        self._cancelled.set()
-        self._opened.set()
+        with self.changed:
+            self._is_cancelled = self._has_ended = self._is_open = True
+            left = list(self._slabs)
+            self._slabs.clear()
+            self.changed.notify_all()
         self._staging.wake()
-        self._empty()
+        for filled in left:
+            self.give_back(filled)
 
     def check(self) -> None:
         """Raises the error of the snapshot, if it failed.
@@ -129,6 +146,47 @@ class SlabQueue:
         if self._error is not None:
             raise self._error
 
+    def wait_for(self, is_ready: Callable[[], bool], *, starved: float) -> None:
+        """Waits for a condition; the caller holds ``changed``.
+
+        Args:
+            is_ready: The condition.
+            starved: Waits of the snapshot that the caller has already reacted to.
+
+        Raises:
+            StarvedError: The snapshot has waited for memory more often than that.
+        """
+        ends = math.inf
+        while not is_ready():
+            if self._starved > starved:
+                ends = min(ends, time.monotonic() + STARVED_SECONDS)
+                if time.monotonic() >= ends:
+                    raise StarvedError(self._starved)
+            left = None if ends == math.inf else ends - time.monotonic()
+            self.changed.wait(left)
+
+    def pop(self, at_most: int) -> list[FilledSlab]:
+        """Takes slabs out, none after the last; the caller holds ``changed`` and has
+        waited for ``is_ready``.
+
+        Raises:
+            Exception: The snapshot's error.
+        """
+        self.check()
+        count = min(at_most, len(self._slabs))
+        return [self._slabs.popleft() for _ in range(count)]
+
+
+class WantedSlabs:
+    """The slabs of a queue that hold chunks the store lacks. Thread-safe."""
+
+    def __init__(self, slab_queue: SlabQueue, remove_stored: RemoveStored) -> None:
+        self._slab_queue = slab_queue
+        self._remove_stored = remove_stored
+        self._is_choosing = False
+        """True while one thread asks the store, for all that wait."""
+        self._chosen: deque[FilledSlab] = deque()
+
     def take(self, *, starved: float = math.inf) -> FilledSlab | None:
         """Waits for the next slab and returns it; None after the last.
 
@@ -136,85 +194,28 @@ class SlabQueue:
             starved: Waits of the snapshot that the caller has already reacted to.
 
         Raises:
-            StarvedError: The queue is empty and the snapshot has waited more often.
+            StarvedError: There is no slab, and the snapshot has waited for memory more
+                often than that.
             Exception: The snapshot's error.
         """
-        self._opened.wait()
-        found = self._next(starved)
-        if self._error is not None:
-            if found is not None:
-                self.give_back(found)
-            self._empty()
-            raise self._error
-        if found is None:
-            self._queue.put(None)  # the other writers must see the end, too
-        return found
-
-    def check_starved(self, starved: float) -> None:
-        """Checks whether the snapshot has waited for memory.
-
-        Raises:
-            StarvedError: It has waited more than `starved` times.
-        """
-        if self._starved > starved:
-            raise StarvedError(self._starved)
-
-    def _next(self, starved: float) -> FilledSlab | None:
+        changed = self._slab_queue.changed
         while True:
-            with suppress(queue.Empty):
-                return self._queue.get(timeout=POLL_SECONDS)
-            self.check_starved(starved)
-
-    def take_more(self) -> FilledSlab | None:
-        """Returns the next slab without waiting; None if there is none."""
-        try:
-            found = self._queue.get_nowait()
-        except queue.Empty:
-            return None
-        if found is None:
-            self._queue.put(None)
-        return found
-
-    def _empty(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                found = self._queue.get_nowait()
-                if found is not None:
-                    self.give_back(found)
-        self._queue.put(None)  # for threads that wait in take()
-
-
-class WantedSlabs:
-    """The slabs of a queue that hold chunks the store lacks. Thread-safe."""
-
-    def __init__(self, slab_queue: SlabQueue, choose: Choose) -> None:
-        self._slab_queue = slab_queue
-        self._choose = choose
-        self._lock = threading.Lock()
-        self._chosen: deque[FilledSlab] = deque()
-
-    def take(self, *, starved: float = math.inf) -> FilledSlab | None:
-        """Waits for the next slab and returns it; None after the last.
-
-        Args:
-            starved: See ``SlabQueue.take``.
-
-        Raises:
-            StarvedError: There is no slab, and the snapshot waits for memory.
-            Exception: The snapshot's error.
-        """
-        # threads that wait for the lock must notice a starved snapshot, too
-        while not self._lock.acquire(timeout=POLL_SECONDS):
-            self._slab_queue.check_starved(starved)
-        try:
-            while not self._chosen:
-                first = self._slab_queue.take(starved=starved)
-                if first is None:
+            with changed:
+                self._slab_queue.wait_for(self._is_ready, starved=starved)
+                if self._chosen:
+                    return self._chosen.popleft()
+                some = self._slab_queue.pop(_AT_ONCE)
+                if not some:
                     return None
-                self._chosen += self._choose_of(first)
-            return self._chosen.popleft()
-        finally:
-            self._lock.release()
+                self._is_choosing = True
+            chosen: list[FilledSlab] = []
+            try:
+                chosen = self._choose(some)
+            finally:
+                with changed:
+                    self._chosen += chosen
+                    self._is_choosing = False
+                    changed.notify_all()
 
     def taker(self) -> Callable[[], FilledSlab | None]:
         """Returns a ``take`` that reports each wait of the snapshot once."""
@@ -232,19 +233,24 @@ class WantedSlabs:
 
     def drop(self) -> None:
         """Returns the memory of slabs that no writer took."""
-        with self._lock:
-            while self._chosen:
-                self._slab_queue.give_back(self._chosen.popleft())
+        changed = self._slab_queue.changed
+        with changed:
+            # the thread of a broken stream may still be choosing
+            changed.wait_for(lambda: not self._is_choosing)
+            left = list(self._chosen)
+            self._chosen.clear()
+        for filled in left:
+            self._slab_queue.give_back(filled)
 
-    def _choose_of(self, first: FilledSlab) -> list[FilledSlab]:
-        """Returns the queued slabs that hold chunks to be stored."""
-        some = [first]
-        while (
-            len(some) < _AT_ONCE and (more := self._slab_queue.take_more()) is not None
-        ):
-            some.append(more)
+    def _is_ready(self) -> bool:
+        if self._chosen:
+            return True
+        return not self._is_choosing and self._slab_queue.is_ready
+
+    def _choose(self, some: Sequence[FilledSlab]) -> list[FilledSlab]:
+        """Returns the slabs that hold chunks to be stored; frees the others."""
         try:
-            self._choose(some)
+            self._remove_stored(some)
         except BaseException:
             for filled in some:
                 self._slab_queue.give_back(filled)

@@ -4,6 +4,13 @@ While the snapshot fills the slab queue, ``Upload`` begins the upload and stores
 slabs: directly if this process reaches the storage, else through the server. If the
 store may already hold chunks, their checksums are sent first, and then only the chunks
 that it lacks.
+
+The order makes a checkpoint complete or absent:
+
+1. Begin the upload, and renew its lease in the background.
+2. Make every chunk durable, in a data file or in the base.
+3. Finish the writer: the server compares its receipts with the checksums sent now.
+4. Commit, once all writers have finished.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -110,6 +117,7 @@ class Upload:
             StoreError: As the contract states for each call.
         """
         try:
+            # 1. Begin.
             with self._meter.phase("begin"):
                 upload = self._writer.begin()
             self._begun.set_result(upload)
@@ -130,6 +138,7 @@ class Upload:
         Raises:
             StoreError: As the contract states for each call.
         """
+        # 4. Commit.
         try:
             checkpoint = self._writer.commit(self._writer.ref(self._begun.result()))
         except PreconditionError as e:
@@ -193,6 +202,7 @@ class Upload:
             self._asked[:] = True
         wanted = WantedSlabs(self._slab_queue, lambda slabs: self._choose(ref, slabs))
         streams = ChunkStreams(self._connection, ref, self._sums, self._meter)
+        # 2. Make the chunks durable.
         try:
             if self._data_root is not None:
                 self._write_directly(ref, self._data_root, wanted, streams)
@@ -206,6 +216,7 @@ class Upload:
             raise
         finally:
             wanted.drop()
+        # 3. Finish.
         try:
             self._writer.finish(ref, self._sums.result(self._own))
         except PreconditionError as e:

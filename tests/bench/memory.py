@@ -24,7 +24,7 @@ from storesvc.restore.sender import READ_BUFFER_BYTES
 from storesvc.save import batches
 from storesvc.save.receiver import MAX_BATCHES
 from storesvc_client._restore import server_source
-from storesvc_client._save import upload
+from storesvc_client._save import chunk_streams
 from tests.fake_gcs import FakeGcs
 from tests.support.gcs_calls import BUCKET
 from tests.support.server_process import ServerProcess
@@ -109,7 +109,7 @@ def main() -> None:
             now, peak = (resident(server.pid, f) for f in ("VmRSS", "VmHWM"))
             rate = clients * gib / seconds
             print(f"{what:10} {seconds:8.2f} {rate:7.2f} {now:8} {peak:9}")
-    save = 4 * upload.STREAMS * batches.FRAME_BYTES // MIB
+    save = 4 * chunk_streams.STREAMS * batches.FRAME_BYTES // MIB
     restore = 4 * server_source.STREAMS * frames.FRAME_BYTES // MIB
     kept = 3 * MAX_BATCHES * batches.BATCH_BYTES if arguments.bucket else 0
     bound = READ_BUFFER_BYTES + kept

@@ -38,7 +38,7 @@ def test_certificates_in_the_environment_are_for_servers(
     monkeypatch.setenv("STORECTL_CA", str(file))
 
     assert document(root, "ping")["store_uid"]
-    assert "got ca=; leave it out" in refusal(root, "--ca", str(file), "ping")
+    assert "got ca=; omit them" in refusal(root, "--ca", str(file), "ping")
 
 
 def test_ctrl_c_ends_a_command_in_a_sentence() -> None:

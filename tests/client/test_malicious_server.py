@@ -59,12 +59,12 @@ READS: dict[str, tuple[Callable[[], Answers], type[store.StoreError], str]] = {
     "chunks that never end": (
         lambda: Answers(chunks=lambda: repeat(bytes(500))),
         store.DataLossError,
-        "which were not asked for",
+        "which were not requested",
     ),
     "a chunk that is larger than it can be": (
         lambda: Answers(chunks=lambda: iter([bytes(5000)])),
         store.DataLossError,
-        "which were not asked for",
+        "which were not requested",
     ),
 }
 
@@ -97,6 +97,6 @@ def test_a_page_that_refers_to_itself_ends_a_list() -> None:
     with (
         malicious(Answers(page_token="again")) as address,
         store.connect(address) as client,
-        pytest.raises(store.DataLossError, match="refers to itself"),
+        pytest.raises(store.DataLossError, match="next page is itself"),
     ):
         list(client.run("ns/r").checkpoints())

@@ -14,7 +14,7 @@ def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.2)
 
 
-class Calls:
+class JointCalls:
     """Calls that fail, the first so many of them."""
 
     def __init__(self, error: Exception, *, fail: int, seconds: float = 0) -> None:
@@ -23,7 +23,7 @@ class Calls:
 
     def make(self) -> None:
         """Calls patiently."""
-        for attempt in retry.patiently():
+        for attempt in retry.attempts():
             with attempt:
                 self.made += 1
                 if self.made <= self._fail:
@@ -32,20 +32,20 @@ class Calls:
 
 
 def test_a_call_that_a_stopping_server_kept_for_long_is_repeated() -> None:
-    calls = Calls(UnavailableError("the server stops"), fail=1, seconds=0.3)
+    calls = JointCalls(UnavailableError("the server stops"), fail=1, seconds=0.3)
     calls.make()
     assert 2 == calls.made
 
 
 def test_what_stays_unavailable_is_told_in_the_end() -> None:
-    calls = Calls(UnavailableError("there is none"), fail=1_000_000)
+    calls = JointCalls(UnavailableError("there is none"), fail=1_000_000)
     with pytest.raises(UnavailableError):
         calls.make()
     assert calls.made > 1
 
 
 def test_what_another_attempt_cannot_mend_is_told_at_once() -> None:
-    calls = Calls(ValueError("wrong"), fail=1)
+    calls = JointCalls(ValueError("wrong"), fail=1)
     with pytest.raises(ValueError, match="wrong"):
         calls.make()
     assert 1 == calls.made
@@ -72,7 +72,7 @@ def test_a_server_without_room_is_asked_again_for_longer_than_one_that_is_away(
 ) -> None:
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
     busy = LimitError("no room", reason="LIMIT_EXCEEDED", retry_seconds=0.1)
-    calls, began = Calls(busy, fail=4), time.monotonic()
+    calls, began = JointCalls(busy, fail=4), time.monotonic()
     calls.make()
     assert 5 == calls.made
     assert time.monotonic() - began >= 0.4
@@ -84,7 +84,7 @@ def test_a_server_that_stays_without_room_fails_the_call_in_the_end(
     monkeypatch.setattr(retry, "BUSY_SECONDS", 0.3)
     busy = LimitError("no room", reason="LIMIT_EXCEEDED", retry_seconds=0.1)
     with pytest.raises(LimitError):
-        Calls(busy, fail=1_000_000).make()
+        JointCalls(busy, fail=1_000_000).make()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_server_that_stays_without_room_fails_the_call_in_the_end(
 def test_a_limit_that_time_alone_does_not_lift_is_not_retried(
     error: LimitError,
 ) -> None:
-    calls = Calls(error, fail=1)
+    calls = JointCalls(error, fail=1)
     with pytest.raises(LimitError):
         calls.make()
     assert 1 == calls.made

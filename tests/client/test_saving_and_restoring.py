@@ -206,7 +206,7 @@ def test_a_bad_argument_of_save_is_refused_at_once(
 
 
 def test_the_bound_of_a_step_is_told(run: store.Run) -> None:
-    with pytest.raises(store.InvalidRequestError, match=r"0 to 2\^63 - 1, got 9223"):
+    with pytest.raises(store.InvalidRequestError, match=r"\[0, 2\^63 - 1\], got 9223"):
         run.save(2**63, {"x": 1})
 
 
@@ -468,7 +468,9 @@ def test_a_save_whose_server_is_gone_says_so(
     client = store.connect(server.address)
     server.kill()
 
-    named = "save of tests/gone@0, which goes on from what was stored where the step is"
+    named = (
+        "save of tests/gone@0, which resumes from the stored chunks when the step is"
+    )
     with pytest.raises(
         store.UnavailableError, match=f"{named} saved again: store {server.address} "
     ):

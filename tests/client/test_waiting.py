@@ -29,7 +29,7 @@ def server(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are logged soon."""
     monkeypatch.setattr(server_wait, "WARN_SECONDS", 0.4)
-    monkeypatch.setattr(server_wait, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(server_wait, "POLL_SECONDS", 0.05)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -57,7 +57,9 @@ def test_a_save_does_not_wait_for_one_that_waits_for_its_server(
 
     assert [False, True] == [stalled.done(), after.done()]
     waits = f"waiting for store {server.address} to answer BeginUpload until"
-    not_begun = "save of tests/gone@3 was not begun, as that of step 2 before it waits"
+    not_begun = (
+        "save of tests/gone@3 was not started: the save of step 2 before it waits"
+    )
     assert [True, True] == [
         warning.startswith(begin)
         for warning, begin in zip(warnings(caplog), (waits, not_begun), strict=True)
@@ -164,7 +166,7 @@ def test_a_long_call_of_a_server_that_answers_others_is_not_late(
     late = []
     for _ in range(20):
         now[0] += 1.0
-        wait.look(answers)
+        wait.check(answers)
         late.append(wait.is_late)
 
     assert [2.0, 6.0, 14.0] == asked

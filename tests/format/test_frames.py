@@ -14,9 +14,8 @@ from storesvc.format.frames import FRAME_BYTES, cut, parts_of
 from storesvc.format.wire import Frame
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.rpc.upload_requests import part_of
-from storesvc_client._chunks.chunk_checksums import SumsInProgress
 from storesvc_client._chunks.frames import SentFrame, frame_of, frames
-from storesvc_client._chunks.slabs import Filled, Slab
+from storesvc_client._chunks.slabs import FilledSlab, Slab, SumsInProgress
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
 from storesvc_client._values.progress import Meter
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
@@ -72,7 +71,7 @@ def test_chunks_come_in_frames_that_are_full_or_hold_small_ones(
 
     sent = [
         api.WriteChunksRequest.FromString(request).frame
-        for request in frames([Filled(slab, wanted, buffer)], sums, METER)
+        for request in frames([FilledSlab(slab, wanted, buffer)], sums, METER)
     ]
 
     received = dict.fromkeys(wanted, b"")
@@ -111,10 +110,13 @@ def test_a_chunk_that_is_lent_is_sent_as_one_that_is_staged(sizes: list[int]) ->
     ends = np.cumsum([0, *sizes]).tolist()
     runs = [buffer[a:b].copy() for a, b in itertools.pairwise(ends)]
     known = SumsInProgress(4)
-    Filled(slab, [3], buffer).sum_up(known, METER)
+    FilledSlab(slab, [3], buffer).sum_up(known, METER)
     sent = [
         list(frames([filled], sums, METER))
-        for filled in (Filled(slab, [3], buffer), Filled(slab, [3], None, [runs]))
+        for filled in (
+            FilledSlab(slab, [3], buffer),
+            FilledSlab(slab, [3], None, [runs]),
+        )
         for sums in (SumsInProgress(4), known)
     ]
 

@@ -145,13 +145,13 @@ def test_where_one_stream_fails_no_other_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Any] = []
-    stream = server_source.StreamedSource._stream
+    stream = server_source.ServerSource._stream
 
     def counted(self: Any, method: Any, ordinals: Any, assembly: Any) -> None:
         begun.append(ordinals)
         stream(self, method, ordinals, assembly)
 
-    monkeypatch.setattr(server_source.StreamedSource, "_stream", counted)
+    monkeypatch.setattr(server_source.ServerSource, "_stream", counted)
     with store.connect(tmp_path.as_uri()) as client:
         run = client.run("tests/damage")
         run.save(1, {f"{n}": np.full(2**21, n, np.int64) for n in range(16)}).result()

@@ -23,7 +23,7 @@ def run(request: pytest.FixtureRequest, serve: Callable[..., InProcessServer]) -
 
 def test_a_restore_that_takes_too_long_lists_what_is_outstanding(run: Any) -> None:
     with pytest.raises(
-        store.UnavailableError, match=r"chunks of \d+ data files are outstanding: \S+/"
+        store.UnavailableError, match=r"chunks of \d+ data files are missing: \S+/"
     ):
         run.open(1).restore(deadline=timedelta(microseconds=1))
 
@@ -31,7 +31,7 @@ def test_a_restore_that_takes_too_long_lists_what_is_outstanding(run: Any) -> No
 def test_one_whose_manifest_takes_too_long_says_so(run: Any) -> None:
     with pytest.raises(
         store.UnavailableError,
-        match=r"deadline@1: expected to be read after 1e-06 s, but its manifest is out",
+        match=r"deadline@1: expected its manifest within 1e-06 s, but it is missing",
     ):
         run.restore(1, deadline=timedelta(microseconds=1))
 

@@ -92,7 +92,7 @@ def test_processes_that_come_one_after_another_are_not_waited_for_in_turn(
     told = job.run(part)
 
     assert all(isinstance(each, store.UnavailableError) for each in told), told
-    assert "of 4 has not asked" in str(told[0])
+    assert "of 4 has not called it" in str(told[0])
     assert time.monotonic() - begun < 30
 
 
@@ -186,7 +186,7 @@ def test_a_failure_that_another_process_told_is_not_told_again() -> None:
 def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(wait_log, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(wait_log, "FIRST_SECONDS", 0.05)
     by_first = (
         r"restore of tests/run@1 waits for process 1 of 3, for \d s now: it reads"
     )
@@ -204,7 +204,7 @@ def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
         joint = restore_of(process)
         joint.check("plan", "")
         if process.index == 1:
-            with joint.telling(lambda: "it reads pool/7"):
+            with joint.publishing(lambda: "it reads pool/7"):
                 end = time.monotonic() + 60
                 while time.monotonic() < end and not (
                     logged(by_first) and logged(by_last)
@@ -223,7 +223,7 @@ def test_a_failure_is_heard_of_while_others_are_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(joint_restore, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(joint_restore, "POLL_SECONDS", 0.05)
     heard = threading.Barrier(3)
 
     def part(process: ThreadProcess) -> None:
@@ -273,10 +273,10 @@ def test_causes_come_before_those_who_are_merely_not_done(
 class Unreachable(ThreadProcess):
     """A process whose board is gone."""
 
-    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
+    def read(self, key: str, *, seconds: float = 0.0) -> str | None:
         raise store.UnavailableError("no board")
 
-    def tell(self, key: str, text: str) -> None:
+    def post(self, key: str, text: str) -> None:
         raise store.UnavailableError("no board")
 
 

@@ -48,12 +48,12 @@ def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not
     assert "" == not_at_all[1]
     missing = [not_at_all[at] for at in (0, 2, 3)]
     assert all("process 1" in each for each in missing), missing
-    assert all("has not asked for it" in each for each in missing), missing
+    assert all("has not called it" in each for each in missing), missing
     late, others = too_late[1], [too_late[at] for at in (0, 2, 3)]
     assert late.startswith("UnavailableError"), late
     assert all(each.startswith("PeerFailedError") for each in others), others
     for each in too_late:
-        assert "data files are outstanding" in each
+        assert "data files are missing" in each
     assert all("job: process 1" in each for each in others), others
 
 
@@ -75,7 +75,7 @@ def test_a_process_that_cannot_read_its_share_is_named_to_all(tmp_path: Path) ->
     assert 1 == len(readers), told
     assert 2 == len(others), told
     assert all("could not read its share" in each for each in others)
-    assert all("its stored bytes are damaged" in each for each in told)
+    assert all("its stored bytes are corrupt" in each for each in told)
 
 
 def test_a_spread_restore_by_one_process_of_a_job_alone_is_refused(

@@ -17,8 +17,8 @@ from storesvc_client._job import assignment
 from storesvc_client._restore import peer_plan, peer_source
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._restore.checkpoint import OpenCheckpoint
-from storesvc_client._restore.peer_plan import Spread
-from storesvc_client._restore.peer_source import SpreadSource
+from storesvc_client._restore.peer_plan import SpreadPlan
+from storesvc_client._restore.peer_source import PeerSource
 from storesvc_client._values.durations import Deadline
 from storesvc_client._values.progress import CallbackFailedError, Meter
 from tests.support.thread_job import ThreadJob, ThreadProcess
@@ -60,13 +60,13 @@ class Reading:
         everyone = frozenset(range(job.count))
         needed = [(row, dict.fromkeys(regions, everyone)) for row, regions in self.rows]
         self._opened = opened
-        self.source = SpreadSource(
+        self.source = PeerSource(
             opened._source(),
-            Spread(manifest, needed, count=job.count),
+            SpreadPlan(manifest, needed, count=job.count),
             manifest,
             job=job,
             gather=job.gather,
-            failure=lambda: job.told("failure") or "",
+            failure=lambda: job.read("failure") or "",
             name="it",
         )
 
@@ -258,7 +258,7 @@ def test_who_never_comes_is_not_waited_for_beyond_the_deadline(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(peer_source, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(peer_source, "POLL_SECONDS", 0.05)
 
     def part(job: ThreadProcess) -> None:
         reading = Reading(opened, job)
@@ -269,18 +269,18 @@ def test_who_never_comes_is_not_waited_for_beyond_the_deadline(
 
     for told in (first, third):
         assert isinstance(told, store.UnavailableError), told
-        assert "12 chunks of 1 data files are outstanding" in str(told), told
+        assert "12 chunks of 1 data files are missing" in str(told), told
 
 
 def test_who_is_known_to_have_failed_is_not_waited_for(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, left: threading.Event
 ) -> None:
     monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(peer_source, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(peer_source, "POLL_SECONDS", 0.05)
 
     def part(job: ThreadProcess) -> None:
         if job.index == 1:
-            job.tell("failure", "process 1: no device")
+            job.post("failure", "process 1: no device")
         else:
             Reading(opened, job).read()
 
@@ -337,7 +337,7 @@ def test_what_went_wrong_first_is_raised_though_no_other_hears_of_it(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(peer_source, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(peer_source, "POLL_SECONDS", 0.05)
 
     def part(job: ThreadProcess) -> None:
         reading, met = Reading(opened, job), 0

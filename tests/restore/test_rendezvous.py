@@ -174,10 +174,12 @@ def test_one_that_asks_for_something_else_is_told_to_all(other: int) -> None:
 
     told = job.call(*ALL, what="x@5", others="x@6", other_caller=other)
 
-    assert told[other].startswith("InvalidRequestError: restore of x@6: process 0 asks")
+    assert told[other].startswith(
+        "InvalidRequestError: restore of x@6: process 0 restores"
+    )
     for index in {*ALL} - {other}:
         assert told[index].startswith("PeerFailedError: restore of x@5"), told
-        assert f"process {other}: restore of x@6: process 0 asks for x@5" in told[index]
+        assert f"process {other}: restore of x@6: process 0 restores x@5" in told[index]
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
@@ -191,7 +193,7 @@ def test_who_is_interrupted_is_named_and_others_go_on_without_it_later(
 
     for index in {*ALL} - {late}:
         failed = told[index].startswith("PeerFailedError")
-        assert failed or "has not asked" in told[index]
+        assert failed or "has not called it" in told[index]
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
@@ -199,7 +201,7 @@ def test_who_waits_for_a_process_that_does_not_call_logs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", AT_ONCE)
-    monkeypatch.setattr(wait_log, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(wait_log, "FIRST_SECONDS", 0.05)
 
     with caplog.at_level(logging.WARNING):
         Job().call(1, what="by 1", seconds=0.5)
@@ -219,15 +221,15 @@ class Faulty:
         self.passed, self.advance = process.passed, process.advance
         self._process, self._left, self._fault = process, at, fault
 
-    def tell(self, key: str, text: str) -> None:
-        """See ``Job.tell``; it may be told all the same."""
-        self._process.tell(key, text)
+    def post(self, key: str, text: str) -> None:
+        """See ``Job.post``; it may be told all the same."""
+        self._process.post(key, text)
         self._fail()
 
-    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
-        """See ``Job.told``."""
+    def read(self, key: str, *, seconds: float = 0.0) -> str | None:
+        """See ``Job.read``."""
         self._fail()
-        return self._process.told(key, seconds=seconds)
+        return self._process.read(key, seconds=seconds)
 
     def _fail(self) -> None:
         self._left -= 1

@@ -26,15 +26,19 @@ from storesvc.failpoints import Failpoint, armed
 from storesvc.format.chunks import Sums
 from storesvc.save import batches
 from storesvc_client._chunks.slabs import (
-    Filled,
+    FilledSlab,
     Slab,
 )
-from storesvc_client._chunks.staging_pool import BATCH_BYTES, MIN_BUDGET_BYTES, Staging
+from storesvc_client._chunks.staging_pool import (
+    BATCH_BYTES,
+    MIN_BUDGET_BYTES,
+    StagingPool,
+)
 from storesvc_client._pytree.save_plan import Planner
 from storesvc_client._pytree.tree_source import TreeSource
 from storesvc_client._save.handle import PendingSave
-from storesvc_client._save.resend_window import Acknowledging
-from storesvc_client._save.slab_queue import Outbox, Wanted
+from storesvc_client._save.resend_window import ResendWindow
+from storesvc_client._save.slab_queue import SlabQueue, WantedSlabs
 from storesvc_client._save.upload import Upload
 from tests.support.server_process import ServerProcess
 from tests.support.sessions import send_through_server
@@ -146,7 +150,7 @@ def test_a_save_without_a_copy_keeps_nobody_else_from_the_run(
         first = pool.submit(embedded.save, 1, TREE, snapshot="none")
         while not embedded._saver._under_way:
             time.sleep(0.01)
-        with pytest.raises(store.ConflictError, match="step 1 is still under way"):
+        with pytest.raises(store.ConflictError, match="step 1 is still in progress"):
             embedded.save(2, TREE, if_busy="refuse")
         assert not first.done()
         assert first.result().done()
@@ -202,9 +206,9 @@ def test_a_save_without_a_copy_that_is_interrupted_commits_nothing(
     being read."""
     tree = {f"x{n}": np.full(2 * MIB, n, np.uint32) for n in range(5)}
     is_reading, reading_ends = threading.Event(), threading.Event()
-    stored, wait = Filled.stored, PendingSave.wait
+    stored, wait = FilledSlab.stored, PendingSave.wait
 
-    def slow(self: Filled, *args: Any) -> Any:
+    def slow(self: FilledSlab, *args: Any) -> Any:
         is_reading.set()
         reading_ends.wait(60)
         return stored(self, *args)
@@ -217,7 +221,7 @@ def test_a_save_without_a_copy_that_is_interrupted_commits_nothing(
         wait(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Filled, "stored", slow)
+        patched.setattr(FilledSlab, "stored", slow)
         patched.setattr(PendingSave, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             either.save(1, tree, snapshot="none")
@@ -250,7 +254,7 @@ def test_a_save_is_refused_while_another_is_under_way_where_that_is_asked(
 ) -> None:
     with slow_commits(0.5):
         embedded.save(1, TREE)
-        with pytest.raises(store.ConflictError, match="step 1 is still under way"):
+        with pytest.raises(store.ConflictError, match="step 1 is still in progress"):
             embedded.save(2, TREE, if_busy="refuse")
         embedded.wait()
     embedded.save(2, TREE, if_busy="refuse").result()
@@ -329,13 +333,13 @@ def test_a_save_without_a_copy_takes_no_memory_for_what_lies_as_it_is_stored(
     tree |= {"y": jax.device_put(np.arange(8 * MIB), sharding)}
     tree |= {f"middling/{n}": np.full(MIB, n, np.uint8) for n in range(9)}
     taken: list[int] = []
-    take = Staging.take
+    take = StagingPool.take
 
-    def counted(self: Staging, size: int, **how: Any) -> Any:
+    def counted(self: StagingPool, size: int, **how: Any) -> Any:
         taken.append(size)
         return take(self, size, **how)
 
-    monkeypatch.setattr(Staging, "take", counted)
+    monkeypatch.setattr(StagingPool, "take", counted)
     either.save(1, tree, snapshot="none").result()
     assert [] == taken
     either.save(2, {"odd": np.ones((2003, 3001))}, snapshot="none").result()
@@ -352,14 +356,14 @@ def test_what_a_save_without_a_copy_must_copy_goes_through_little_memory(
     rows = np.zeros((10, MIB), np.uint32)
     tree = {f"x{n}": np.asfortranarray(rows + n) for n in range(8)}
     held: list[int] = []
-    take = Staging.take
+    take = StagingPool.take
 
-    def watched(self: Staging, size: int, **how: Any) -> Any:
+    def watched(self: StagingPool, size: int, **how: Any) -> Any:
         found = take(self, size, **how)
         held.append(self.held_bytes)
         return found
 
-    monkeypatch.setattr(Staging, "take", watched)
+    monkeypatch.setattr(StagingPool, "take", watched)
     either.save(1, tree, snapshot="none").result()
 
     assert 0 < max(held) <= MIN_BUDGET_BYTES < 8 * rows.nbytes
@@ -373,13 +377,13 @@ def test_less_staging_than_any_save_needs_is_refused(server: ServerProcess) -> N
 
 
 def take(
-    staging: Staging, size: int, given_up: Callable[[], bool] = lambda: False
+    staging: StagingPool, size: int, given_up: Callable[[], bool] = lambda: False
 ) -> Any:
-    return staging.take(size, given_up=given_up, waiting=lambda: None)
+    return staging.take(size, cancelled=given_up, waiting=lambda: None)
 
 
 def test_staging_gives_memory_out_again_and_makes_room_for_other_sizes() -> None:
-    staging = Staging(10 * MIB)
+    staging = StagingPool(10 * MIB)
     first = take(staging, 4 * MIB)
     second = take(staging, 4 * MIB)
     assert first is not None
@@ -399,7 +403,7 @@ def test_staging_gives_memory_out_again_and_makes_room_for_other_sizes() -> None
 
 
 def test_who_waits_for_staging_goes_on_when_some_comes_back_or_gives_up() -> None:
-    staging = Staging(MIB)
+    staging = StagingPool(MIB)
     taken = take(staging, MIB)
     assert taken is not None
     given_up = threading.Event()
@@ -660,11 +664,11 @@ def test_values_that_cannot_be_stored_are_refused_in_a_known_form_too() -> None:
 # --- streams that break -----------------------------------------------------------
 
 
-def things(*counts: int) -> tuple[Acknowledging[list[int]], list[list[int]]]:
+def things(*counts: int) -> tuple[ResendWindow[list[int]], list[list[int]]]:
     coming = iter([[0] * count for count in counts])
     done: list[list[int]] = []
     take: Callable[[], list[int] | None] = lambda: next(coming, None)  # noqa: E731
-    return Acknowledging(take, len, done.append), done
+    return ResendWindow(take, len, done.append), done
 
 
 def test_what_is_not_acknowledged_is_sent_again() -> None:
@@ -742,27 +746,27 @@ def test_a_stream_that_is_waited_for_hears_of_it_though_others_have_sent_nothing
 ) -> None:
     """Of those who ask for the next slab one waits for it, the others for that one."""
     for _ in range(4):
-        outbox, slab = Outbox(Staging(MIB), is_open=True), Slab(0, (MIB,))
-        wanted = Wanted(outbox, lambda _: None)
+        slab_queue, slab = SlabQueue(StagingPool(MIB), is_open=True), Slab(0, (MIB,))
+        wanted = WantedSlabs(slab_queue, lambda _: None)
         sharing, *idle = [
-            Acknowledging(wanted.taker(), lambda _: 1, lambda _: None, lambda _: MIB)
+            ResendWindow(wanted.taker(), lambda _: 1, lambda _: None, lambda _: MIB)
             for _ in range(1 + others)
         ]
         feed = iter(sharing.stream())
-        all_memory = Filled(slab, [0], outbox.buffer(slab))
-        outbox.put(all_memory)
+        all_memory = FilledSlab(slab, [0], slab_queue.buffer(slab))
+        slab_queue.put(all_memory)
         assert all_memory is next(feed)
 
         with ThreadPoolExecutor(2 + others) as pool:
             asking = [pool.submit(each.wait) for each in idle]
             ending = pool.submit(list, feed)
-            snapshot = pool.submit(outbox.buffer, slab)
+            snapshot = pool.submit(slab_queue.buffer, slab)
             try:
                 assert [] == ending.result(timeout=60)
             finally:
-                outbox.give_back(all_memory)
+                slab_queue.give_back(all_memory)
                 assert snapshot.result() is not None
-                outbox.end()
+                slab_queue.end()
                 wait(asking)
 
 

@@ -269,22 +269,22 @@ def test_a_leaf_that_differs_between_processes_is_refused_by_leaf_and_processes(
 class Forgetful(ThreadProcess):
     """A process whose board is gone once it has begun a save."""
 
-    def tell(self, key: str, text: str) -> None:
+    def post(self, key: str, text: str) -> None:
         if not key.endswith("/begun"):
             raise store.UnavailableError("no board")
-        super().tell(key, text)
+        super().post(key, text)
 
-    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
+    def read(self, key: str, *, seconds: float = 0.0) -> str | None:
         if key.endswith(("/ended", "/last")):
             raise store.UnavailableError("no board")
-        return super().told(key, seconds=seconds)
+        return super().read(key, seconds=seconds)
 
 
 def test_a_board_that_is_gone_fails_no_save_that_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined = threading.local()
-    monkeypatch.setattr(joint_writer, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(joint_writer, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(
         saver, "_joint_save", lambda *what: JointSave(joined.process, *what)
     )

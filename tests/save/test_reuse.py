@@ -405,9 +405,8 @@ class TestASaveThatWasCutOff:
     def test_resumes_by_the_client_alone(
         self, run: store.Run, server_address: str
     ) -> None:
-        from storesvc_client._chunks.chunk_checksums import SumsInProgress
         from storesvc_client._chunks.frames import frames
-        from storesvc_client._chunks.slabs import Filled
+        from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress
         from storesvc_client._pytree.save_plan import Planner
         from storesvc_client._pytree.tree_source import TreeSource
         from storesvc_client._values.progress import Meter
@@ -422,7 +421,9 @@ class TestASaveThatWasCutOff:
             buffer = np.zeros(slab.size, np.uint8)
             for ordinal, at, size in slab.rows():
                 source.copy(ordinal, buffer[at : at + size])
-            filled.append(Filled(slab, [o for o, *_ in slab.rows() if o < 2], buffer))
+            filled.append(
+                FilledSlab(slab, [o for o, *_ in slab.rows() if o < 2], buffer)
+            )
         sums, meter = SumsInProgress(plan.tree.chunk_count), Meter("save", "")
         requests = frames(filled, sums, meter)
         first.write(

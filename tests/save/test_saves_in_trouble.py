@@ -18,9 +18,9 @@ from storesvc.format.chunks import Places, Sums
 from storesvc.rpc import streams
 from storesvc.save import reuse
 from storesvc.storage.tensorstore_bucket import KvBucket
-from storesvc_client._chunks.staging_pool import Staging
+from storesvc_client._chunks.staging_pool import StagingPool
 from storesvc_client._rpc import retry
-from storesvc_client._save.resend_window import Acknowledging
+from storesvc_client._save.resend_window import ResendWindow
 from tests.support.contract import tree_of
 from tests.support.server_process import ServerProcess
 from tests.support.sessions import send_through_server
@@ -127,7 +127,7 @@ def test_a_save_whose_memory_comes_late_is_not_refused_as_stalled(
     monkeypatch.setattr(streams, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.2)
     staging = local._session.staging
-    held = staging.take(128 * MIB, given_up=lambda: False, waiting=lambda: None)
+    held = staging.take(128 * MIB, cancelled=lambda: False, waiting=lambda: None)
     assert held is not None  # by a slow save of another run
     threading.Timer(4, lambda: staging.give_back(held)).start()
     run = local.run("tests/stall")
@@ -164,7 +164,7 @@ def test_what_a_broken_stream_takes_late_is_not_lost() -> None:
             return found
         return None
 
-    things = Acknowledging(take, len, lambda _: None)
+    things = ResendWindow(take, len, lambda _: None)
     broken = iter(things.stream())
     late = threading.Thread(target=lambda: next(broken))
     late.start()
@@ -184,7 +184,7 @@ def test_what_is_taken_late_is_given_back_too() -> None:
         go_on.wait()
         return "late"
 
-    things = Acknowledging(take, len, given_back.append)
+    things = ResendWindow(take, len, given_back.append)
     broken = iter(things.stream())
     late = threading.Thread(target=lambda: next(broken, None))
     late.start()
@@ -202,12 +202,12 @@ def resident() -> int:
 
 
 def test_buffers_of_many_sizes_stay_within_the_budget() -> None:
-    staging = Staging(256 * MIB)
+    staging = StagingPool(256 * MIB)
 
     def fill(size: int) -> None:
         count = 256 * MIB // size
         buffers = [
-            staging.take(size, given_up=lambda: False, waiting=lambda: None)
+            staging.take(size, cancelled=lambda: False, waiting=lambda: None)
             for _ in range(count)
         ]
         for buffer in buffers:
@@ -221,7 +221,7 @@ def test_buffers_of_many_sizes_stay_within_the_budget() -> None:
     fill(4 * MIB)
     held = []
     for _ in range(12):  # slabs of another tree
-        buffer = staging.take(16 * MIB, given_up=lambda: False, waiting=lambda: None)
+        buffer = staging.take(16 * MIB, cancelled=lambda: False, waiting=lambda: None)
         assert buffer is not None
         buffer[:] = 1
         held.append(buffer)

@@ -90,7 +90,7 @@ def test_a_restore_from_a_read_only_storage_logs_one_short_line(
 
     assert [0, 1, 2, 3, 4] == found["x"].tolist()
     lines = [found.message for found in caplog.records if found.levelname != "INFO"]
-    begin = "tests/old@1 is read without a hold on it: "
+    begin = "tests/old@1 is read without a hold: "
     if os.geteuid() == 0:
         assert [f"{begin}its store is read-only"] == lines
     else:  # the client, and the server in its process, name the missing permission

@@ -108,7 +108,7 @@ def test_a_server_that_wants_tls_is_told_at_once(setting: Setting) -> None:
     with pytest.raises(store.UnavailableError) as shown:
         store.connect(address)
     assert (
-        f"store {address}: {address} wants TLS: expected ca, a file with its "
+        f"store {address}: {address} requires TLS: expected ca, a file with its "
         "authorities, without insecure, got plaintext"
     ) == str(shown.value)
 
@@ -121,13 +121,16 @@ def test_what_a_client_shows_or_trusts_wrongly_is_told_at_once(
     address = setting.server.address
     alien = setting.other.issue("alien")
     old = setting.authority.issue("old", until=YESTERDAY)
-    refused = rf"store {address}: {address} refuses the certificate .*"
+    refused = rf"store {address}: {address} rejects the certificate .*"
     for changes, match in (
         (
             {"ca": setting.other.certificate},
-            rf"the certificate of {address} is refused, with ca .*other.pem: unable to",
+            rf"certificate of {address} is not trusted by ca .*other.pem: unable to",
         ),
-        ({"cert": None, "key": None}, "of the client: expected cert and key, got none"),
+        (
+            {"cert": None, "key": None},
+            "a client certificate: expected cert and key, got none",
+        ),
         ({"cert": alien.certificate, "key": alien.key}, refused + "alien.pem"),
         ({"cert": old.certificate, "key": old.key}, refused + "old.pem"),
     ):
@@ -170,9 +173,7 @@ def test_each_server_of_a_list_answers_to_the_name_of_the_first(
 def test_a_server_that_speaks_plaintext_is_told_at_once(
     setting: Setting, server_address: str
 ) -> None:
-    expected = (
-        r"does not speak TLS \(WRONG_VERSION_NUMBER\); give it a cert.*, or insec"
-    )
+    expected = r"does not speak TLS \(WRONG_VERSION_NUMBER\); start it with a cert"
     with pytest.raises(store.UnavailableError, match=expected):
         store.connect(server_address, ca=setting.authority.certificate)
 
@@ -287,15 +288,18 @@ def test_streams_outlast_a_change_of_files_and_then_their_sockets_close(
         ({"cert": None}, r"key: expected cert= with it, .*client.key alone"),
         (
             {"key": "other.key"},
-            r"cert: .*client.pem and .*other.key are no certi.*MATCH",
+            r"cert: expected .*client.pem and .*other.key to be a certi.*MATCH",
         ),
         (
             {"key": "authority.pem"},
-            r"client.pem and .*authority.pem are no certificate",
+            r"client.pem and .*authority.pem to be a certificate",
         ),
         ({"cert": "absent.pem"}, r"cert: cannot read .*absent.pem: No such file"),
         ({"ca": "absent.pem"}, r"ca: cannot read .*absent.pem: No such file"),
-        ({"ca": "client.key"}, r"ca: .*client.key holds no certificate in PEM"),
+        (
+            {"ca": "client.key"},
+            r"ca: expected a PEM certificate in .*client.key, found none",
+        ),
         ({"insecure": True}, r"expected insecure or certificates, got both"),
     ],
 )
@@ -359,7 +363,7 @@ def test_storectl_takes_its_certificates_from_the_environment(setting: Setting) 
     code, shown = _listed(environment)
     assert 1 == code
     assert shown.startswith(f"storectl: store {setting.server.address}: ")
-    assert "wants a certificate of the client: expected cert and key" in shown
+    assert "requires a client certificate: expected cert and key" in shown
     assert 1 == shown.count("\n")
 
 

@@ -18,8 +18,8 @@ from storesvc.storage.hedging import Limits
 from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._restore import bucket_source
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._save import bucket_data_files
-from storesvc_client._storage.bucket import Asked
+from storesvc_client._save import data_files
+from storesvc_client._storage.bucket import HedgedCall
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Logged, Status
 from tests.support.gcs_calls import BUCKET
@@ -164,7 +164,7 @@ def test_many_small_leaves_take_few_requests(
 def test_a_save_writes_several_objects_of_about_one_size(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_data_files, "OBJECT_BYTES", 6 * MIB)
+    monkeypatch.setattr(data_files, "OBJECT_BYTES", 6 * MIB)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}  # a slab each
     run = direct.run("tests/objects")
 
@@ -180,8 +180,8 @@ def test_a_save_writes_several_objects_of_about_one_size(
 def test_what_a_broken_save_had_written_is_not_written_again(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_data_files, "OBJECT_BYTES", MIB)
-    monkeypatch.setattr(bucket_data_files.BucketPool, "threads", 2)
+    monkeypatch.setattr(data_files, "OBJECT_BYTES", MIB)
+    monkeypatch.setattr(data_files.BucketPool, "threads", 2)
     tree = {f"{n}": drawn(1024, 1024, seed=n) for n in range(16)}
     run = direct.run("tests/broken")
     gcs.fault("POST /upload.*pool", Status(403), times=ALWAYS, after=8)
@@ -246,7 +246,7 @@ def test_what_was_read_and_written_is_freed_at_once(direct: store.Client) -> Non
         run.save(0, {"x": drawn(3 * MIB), "y": drawn(3)}).result()
         run.restore(0)
 
-        assert [] == [one for one in gc.get_objects() if isinstance(one, Asked)]
+        assert [] == [one for one in gc.get_objects() if isinstance(one, HedgedCall)]
     finally:
         gc.enable()
 
@@ -306,7 +306,9 @@ def test_the_full_stop_of_what_a_bucket_says_ends_no_sentence_of_ours(
     served: tuple[ServerProcess, str], gcs: FakeGcs
 ) -> None:
     gcs.fault("GET /.*store", Status(400, message="The bucket is odd."), times=ALWAYS)
-    with pytest.raises(store.UnavailableError, match=r"is odd, or leave direct= out$"):
+    with pytest.raises(
+        store.UnavailableError, match=r"is odd, or connect without direct=$"
+    ):
         store.connect(served[0].address, direct=served[1])
     gcs.clear()
 

@@ -18,7 +18,7 @@ from storesvc.storage import hedging
 from storesvc.storage.hedging import Limits
 from storesvc.storage.log_throttle import PAUSE_SECONDS
 from storesvc_client._chunks.staging_pool import MIN_BUDGET_BYTES
-from storesvc_client._save import bucket_data_files
+from storesvc_client._save import data_files
 from tests.conftest import gcs_root
 from tests.fake_gcs import ALWAYS, Delay, FakeGcs, Stall, Status
 from tests.support.gcs_calls import BUCKET, GcsCalls
@@ -57,7 +57,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> L
 def run(root: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[store.Run]:
     """A run of a client that reaches the bucket by itself, with a checkpoint of a data
     file for each leaf."""
-    monkeypatch.setattr(bucket_data_files, "OBJECT_BYTES", MIB)
+    monkeypatch.setattr(data_files, "OBJECT_BYTES", MIB)
     with store.connect(root) as client:
         run = client.run("tests/faults")
         run.save(0, TREE).result()
@@ -127,7 +127,7 @@ def test_stalled_reads_are_retried_and_logged(
         assert_equal(run.restore(0))
     seconds = time.monotonic() - began
 
-    reported = [message for message in caplog.messages if "asked again" in message]
+    reported = [message for message in caplog.messages if "sent again" in message]
     assert 1 <= len(reported) <= 1 + seconds / PAUSE_SECONDS
     late = f"restore of tests/faults@0: data file ({files}) has not answered for"
     assert all(re.match(late, message) for message in reported)
@@ -154,7 +154,7 @@ def test_a_data_file_that_never_answers_is_reported_within_its_deadline(
     message = str(caught.value)
     assert message.startswith("restore of tests/faults@0: ")
     assert "did not answer in time" in message
-    assert "data files are outstanding: " in message
+    assert "data files are missing: " in message
     assert f"{file} (1)" in message
     assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
     gcs.clear()
@@ -294,7 +294,7 @@ def test_an_object_whose_writing_stalls_is_written_again(
     with caplog.at_level(logging.WARNING):
         run.save(1, tree).result()
 
-    (message,) = [m for m in caplog.messages if "asked again" in m]
+    (message,) = [m for m in caplog.messages if "sent again" in m]
     assert message.startswith("save: data file ")
     assert all(
         tree[k].tobytes() == leaf.tobytes() for k, leaf in run.restore(1).items()

@@ -239,7 +239,7 @@ def test_a_restore_does_not_wait_for_a_hold_that_is_not_answered(
     assert_equal(tree, run.restore(1, like=tree))
 
     assert time.monotonic() - began < deadlines.ANSWER_SECONDS / 2
-    assert "tests/gcs@1: no answer about the hold on it" in caplog.text
+    assert "tests/gcs@1: no response about its hold" in caplog.text
 
 
 @pytest.mark.slow

@@ -57,14 +57,14 @@ class ThreadProcess:
             self._passed[what] += 1
         return was_so
 
-    def tell(self, key: str, text: str) -> None:
-        """See ``Job.tell``."""
+    def post(self, key: str, text: str) -> None:
+        """See ``Job.post``."""
         with self._job.changed:
             self._job.board.setdefault(key, text)
             self._job.changed.notify_all()
 
-    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
-        """See ``Job.told``."""
+    def read(self, key: str, *, seconds: float = 0.0) -> str | None:
+        """See ``Job.read``."""
         with self._job.changed:
             self._job.changed.wait_for(lambda: key in self._job.board, seconds)
             return self._job.board.get(key)

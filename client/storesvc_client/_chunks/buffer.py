@@ -12,34 +12,35 @@ _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 
 
 class Buffer:
-    """Regions of a leaf in memory, to be filled and handed over together."""
+    """Regions of a leaf in host memory, filled and handed over together."""
 
     __slots__ = ("chunks_left", "dtype", "group", "is_begun", "memory", "row", "slabs")
 
     def __init__(self, row: int, group: Group, dtype: "np.dtype[Any]") -> None:
         self.row = row
-        """Of the leaf in the manifest."""
+        """Row of the leaf in the manifest."""
         self.group = group
         self.dtype = dtype
         self.chunks_left = group.chunk_count
         self.memory = _NOTHING
         self.slabs: Sequence[NDArrayAny] = ()
         self.is_begun = False
-        """Whether it is allocated, or was."""
+        """True once it is allocated, also after ``drop``."""
 
     @property
     def regions(self) -> Sequence[Region]:
-        """What it holds."""
+        """Regions of the leaf that it holds."""
         return self.group.regions
 
     @property
     def arrays(self) -> list[NDArrayAny]:
-        """The elements of each region."""
+        """The elements of each region, as views of the memory."""
         together = zip(self.slabs, self.group.slabs, strict=True)
         return [array[index] for array, slab in together for index in slab.inside]
 
     def begin(self) -> int:
-        """Allocates it, unless it is, and returns the bytes that were taken."""
+        """Allocates the memory unless it was allocated; returns the bytes that this
+        took."""
         if self.is_begun:
             return 0
         self.is_begun = True
@@ -53,5 +54,5 @@ class Buffer:
         return self.group.size_bytes
 
     def drop(self) -> None:
-        """Forgets the memory: whoever took the arrays owns it."""
+        """Drops the reference to the memory; the receiver of the arrays owns it."""
         self.memory, self.slabs = _NOTHING, ()

@@ -1,14 +1,14 @@
-"""Layouts: how the wanted regions of a leaf lie in host memory, and where in it the
-elements of a chunk go.
+"""Layouts of a restore: where the wanted regions of a leaf are in host memory, and
+where in it the elements of each chunk go.
 
-Regions that follow each other along the first dimension of a leaf lie behind one
-another in memory too, as one *slab*: so a chunk of several small shards is still one
-run, which a read fills in one piece. Slabs are allocated and handed over together, in
-*groups*, as they live and die together: small shards get large pages that way, and
+Regions that follow each other along the first dimension of a leaf also follow each
+other in memory, as one *slab*, so that a chunk of several small shards is still one
+contiguous run, which one read fills. Slabs are allocated and handed over together in
+*groups*, because they live equally long: small shards share large pages that way, but
 leaves share no memory.
 
-Leaves of one shape that go to the same regions share a layout: a tree has many
-leaves, and few of those.
+Leaves of the same shape with the same wanted regions share a layout; a tree has many
+leaves and few such combinations.
 """
 
 import math
@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 from storesvc.format.grids import Grid, Region, intersection
 
 ALIGNMENT: Final = 64
-"""Bytes; what XLA asks of host memory that it uses without a copy."""
+"""Alignment in bytes that XLA requires of host memory that it uses without a copy."""
 
 GROUP_BYTES: Final = 64 << 20
-"""Regions are allocated together up to so much."""
+"""Maximum size of a group of slabs, unless one slab is larger."""
 
 COPIED_BYTES: Final = 64 << 10
-"""What XLA may copy, for want of alignment, at no cost that anyone sees."""
+"""Size below which a copy that XLA makes for lack of alignment costs nothing
+measurable."""
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 
@@ -45,12 +46,12 @@ class Slab:
 
     region: Region
     start: int
-    """Of its first byte in the memory of its group."""
+    """Offset of its first byte in the memory of its group."""
     size_bytes: int
     regions: tuple[Region, ...]
-    """The wanted regions that it is made of."""
+    """The wanted regions that it consists of."""
     inside: tuple[Index, ...]
-    """Where in it each of them is."""
+    """Index of each of them within the slab."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -61,32 +62,32 @@ class Group:
     regions: tuple[Region, ...]
     size_bytes: int
     chunk_count: int
-    """Chunks that hold any element of it."""
+    """Number of chunks with any element in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Run:
-    """Where the elements of a chunk go in one piece."""
+    """A chunk whose elements are one contiguous run in memory."""
 
     group: int
     start: int
-    """Of the first byte in the memory of the group."""
+    """Offset of its first byte in the memory of the group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Copy:
-    """A part of a chunk that goes into a slab."""
+    """A part of a chunk that is copied into a slab."""
 
     group: int
     slab: int
     source: Index
-    """Of the chunk."""
+    """Index of the part within the chunk."""
     target: Index
-    """Of the slab."""
+    """Index of the part within the slab."""
 
     def of_rows(self, axis: int, first: int, stop: int) -> tuple[Index, Index] | None:
-        """Returns source, counted from the first row, and target for some rows of the
-        chunk; None where none of them goes there."""
+        """Returns source and target for a range of rows of the chunk, the source
+        relative to its first row; None if no element of them is copied."""
         source, target = self.source[axis], self.target[axis]
         start, end = max(source.start, first), min(source.stop, stop)
         if start >= end:
@@ -104,26 +105,27 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Goal:
-    """Where the elements of a chunk go."""
+    """The destination of a chunk's elements."""
 
     within: int
-    """The chunk's number within its leaf."""
+    """Number of the chunk within its leaf."""
     groups: tuple[int, ...]
     goes: Run | tuple[Copy, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
-    """How the wanted regions of a leaf lie in memory."""
+    """The memory of a leaf's wanted regions, and the destination of each chunk."""
 
     grid: Grid
     row_axis: int
-    """The first dimension along which a chunk is more than one; else the last."""
+    """The first dimension along which a chunk has more than one element, else the
+    last."""
     row_bytes: int
-    """Of a chunk that is cut along it: rows lie behind one another."""
+    """Bytes of one row of a chunk cut along that dimension; rows are contiguous."""
     groups: tuple[Group, ...]
     goals: tuple[Goal, ...]
-    """Of the chunks that are needed, ascending."""
+    """Destinations of the needed chunks, ascending."""
 
 
 def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
@@ -149,7 +151,7 @@ def lay_out(grid: Grid, regions: Sequence[Region]) -> Layout:
 
 
 def _slabs(grid: Grid, regions: Sequence[Region]) -> Iterator[Slab]:
-    """Makes slabs of regions, none at its place in a group yet."""
+    """Joins regions to slabs; sets no place in a group yet."""
     held: list[Region] = []
     for region in sorted(regions):
         if held and not _follows(grid, held, region):
@@ -161,8 +163,8 @@ def _slabs(grid: Grid, regions: Sequence[Region]) -> Iterator[Slab]:
 
 
 def _follows(grid: Grid, held: Sequence[Region], region: Region) -> bool:
-    """Whether a region can lie in memory right behind others, as it does in the
-    leaf: aligned, or so small that it need not be."""
+    """Returns whether a region can directly follow others in memory as it does in the
+    leaf: it must be aligned, or so small that alignment does not matter."""
     if not region:
         return False
     (begin, _), (last_begin, last_end) = held[0][0], held[-1][0]
@@ -192,7 +194,7 @@ def _slab(grid: Grid, regions: Sequence[Region]) -> Slab:
 
 
 def _packed(slabs: Iterable[Slab]) -> Iterator[list[Slab]]:
-    """Packs slabs into groups, each at its place."""
+    """Packs slabs into groups and sets the place of each."""
     group: list[Slab] = []
     held = 0
     for slab in slabs:
@@ -242,9 +244,10 @@ def _goal(
 
 
 def _run(grid: Grid, region: Region, slab: Slab) -> int | None:
-    """Where in a slab the elements of a chunk are one run; None where they are not."""
+    """Returns the offset of a chunk's elements in a slab; None if they are not one
+    contiguous run."""
     shape, around = _shape(region), _shape(slab.region)
-    if shape != grid.chunk_shape:  # it is stored with a margin
+    if shape != grid.chunk_shape:  # at the edge of the leaf: stored with padding
         return None
     start, stride, is_cut = 0, grid.itemsize, False
     for (begin, _), (origin, _), n, m in reversed(
@@ -263,20 +266,20 @@ def _shape(region: Region) -> tuple[int, ...]:
 
 
 def _index(inner: Region, outer: Region) -> Index:
-    """The index of a region in an array that holds another."""
+    """Returns the index of a region within an array that holds a larger one."""
     slices = (
         slice(start - origin, stop - origin)
         for (start, stop), (origin, _) in zip(inner, outer, strict=True)
     )
-    # the ellipsis makes a view also where there is no dimension to index
+    # the ellipsis makes it return a view also for an array without dimensions
     return (*slices, ...)
 
 
 def allocate(size_bytes: int) -> Bytes:
-    """Returns memory, unfilled, aligned for XLA where it is worth it.
+    """Returns uninitialised memory, aligned for XLA unless it is small.
 
-    Large memory is private to its user and in huge pages, which take a fifth of the
-    time to come by; it goes back to the system as soon as it is dropped.
+    Large memory is a private mapping of huge pages, which takes a fifth of the time to
+    allocate and returns to the system when it is dropped.
     """
     if size_bytes < COPIED_BYTES:
         return np.empty(size_bytes, np.uint8)
@@ -287,7 +290,7 @@ def allocate(size_bytes: int) -> Bytes:
     own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared mapping is far slower
     try:
         memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=own)
-    except OSError:  # a process may have only so many mappings
+    except OSError:  # the number of mappings of a process is limited
         return _aligned(
             np.empty(size_bytes + ALIGNMENT, np.uint8), ALIGNMENT, size_bytes
         )
@@ -295,7 +298,7 @@ def allocate(size_bytes: int) -> Bytes:
     found = _aligned(raw, HUGE_PAGE_BYTES, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         start = found.ctypes.data - raw.ctypes.data
-        # whole pages only: what nobody asked for must not be filled
+        # whole pages only: the rest of the mapping must not use memory
         whole = size_bytes - size_bytes % HUGE_PAGE_BYTES
         memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
     return found

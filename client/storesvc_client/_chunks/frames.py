@@ -1,11 +1,10 @@
-"""Frames of chunks: those of a save, and those of a restore."""
+"""Frames of chunks: packs the frames of a save, unpacks the frames of a restore."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
 
 from storesvc.format import wire
-from storesvc_client._chunks.chunk_checksums import SumsInProgress
-from storesvc_client._chunks.slabs import Filled
+from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress
 from storesvc_client._rpc.connection import MAX_FRAME_BYTES
 from storesvc_client._values.progress import Meter
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
@@ -22,16 +21,16 @@ class SentFrame:
         self._columns = api.ChunkFrame()
         self._data: list[bytes | memoryview] = []
         self.size = 0
-        """Bytes of its pieces."""
+        """Bytes of the pieces added so far."""
 
     def add(self, chunk: int, offset: int, *parts: bytes | memoryview) -> None:
-        """Adds a piece.
+        """Adds a piece of a chunk.
 
         Args:
-            chunk: Ordinal of its chunk.
-            offset: Where in the stored chunk it begins, in bytes.
-            parts: Its bytes, one after another: views of memory that nobody changes
-                before ``request``.
+            chunk: Ordinal of the chunk.
+            offset: Offset of the piece within the stored chunk, in bytes.
+            parts: Its bytes, one part after another: views of memory that must not
+                change before ``request``.
         """
         length = sum(map(len, parts))
         self._columns.chunk.append(chunk)
@@ -41,20 +40,20 @@ class SentFrame:
         self.size += length
 
     def request(self) -> bytes:
-        """Returns the serialised ``WriteChunksRequest`` that holds it."""
+        """Returns the serialized ``WriteChunksRequest`` with this frame."""
         return b"".join((wire.head(_SENT, self._columns, self.size), *self._data))
 
 
 def frames(
-    slabs: Iterable[Filled], sums: SumsInProgress, meter: Meter
+    slabs: Iterable[FilledSlab], sums: SumsInProgress, meter: Meter
 ) -> Iterator[bytes]:
-    """Yields the serialised requests that carry slabs; small chunks share one, large
-    ones fill several.
+    """Yields the serialized requests that send slabs; small chunks share a request, a
+    large one takes several.
 
     Args:
-        slabs: With the chunks.
-        sums: Of the chunks, filled in.
-        meter: Takes note of how long that took.
+        slabs: FilledSlab slabs.
+        sums: Checksums of the chunks, filled in here.
+        meter: Measures the time of the checksums.
     """
     frame = SentFrame()
     for filled in slabs:
@@ -76,7 +75,8 @@ def frames(
 def _cut(
     parts: Iterable[memoryview], size: int
 ) -> Iterator[tuple[int, list[memoryview]]]:
-    """Cuts bytes in parts into pieces of a size, and yields where each begins."""
+    """Cuts the concatenation of parts into pieces of a size; yields each with its
+    offset."""
     piece: list[memoryview] = []
     begin = room = 0
     for part in parts:
@@ -94,13 +94,13 @@ def _cut(
 
 
 def frame_of(response: bytes) -> wire.Frame:
-    """Returns the frame of a serialised ``ReadChunksResponse``.
+    """Returns the frame of a serialized ``ReadChunksResponse``, without a copy.
 
     Raises:
-        DecodeError: It is none.
+        DecodeError: The response is invalid.
     """
     found = wire.split(response, _RECEIVED)
-    if found is None:
+    if found is None:  # an unusual field order, so let protobuf parse it
         frame = chunk_api.ReadChunksResponse.FromString(response).frame
         found = wire.Frame(frame, memoryview(frame.data))
     return found

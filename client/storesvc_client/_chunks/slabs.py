@@ -1,30 +1,32 @@
-"""Slabs: chunks that are staged, written and given back together.
+"""Slabs: bounded blocks of neighbouring chunks that are staged and sent together.
 
-A slab holds the elements of neighbouring chunks back to back. A large chunk is a slab
-of its own, small ones share one.
+A slab holds the elements of its chunks back to back. A large chunk is a slab of its
+own; small chunks share one. If the caller waits until the save is stored, a slab need
+not be staged: the tree lends the memory that holds its chunks.
 
-Where the owner of a tree waits until it is stored, a slab need not be staged: the tree
-lends the memory in which its chunks lie.
+The checksums of chunks are computed while their bytes are sent, so that memory is read
+once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from storesvc.format.checksums import ChunkHasher
-from storesvc.format.chunks import I64
+from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
 from storesvc.format.zarr import CHECKSUM_BYTES
-from storesvc_client._chunks.chunk_checksums import SumsInProgress
 from storesvc_client._chunks.staging_pool import Bytes
 from storesvc_client._values.progress import Meter
 
 SLAB_BYTES: Final = 4 << 20
-"""Small chunks share a slab up to so much."""
+"""Maximum size of a slab of several chunks."""
 
 PIECE_BYTES: Final = 256 << 10
-"""The sums are made, and the bytes then written, of so much at a time: it is in the
-processor's cache meanwhile, and memory is read once."""
+"""Bytes whose checksum is computed and that are then written at a time: they stay in
+the processor's cache in between, so memory is read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,17 @@ class Slab:
     """Neighbouring chunks of a tree."""
 
     first: int
-    """Ordinal of the first."""
+    """Ordinal of the first chunk."""
     sizes: tuple[int, ...]
-    """Bytes of the elements of each."""
+    """Size of each chunk's elements in bytes."""
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
+        """Size of the slab in bytes."""
         return sum(self.sizes)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
-        """Yields ordinal, offset in the slab and bytes of each chunk."""
+        """Yields ordinal, offset in the slab, and size in bytes of each chunk."""
         at = 0
         for ordinal, size in enumerate(self.sizes, self.first):
             yield ordinal, at, size
@@ -50,7 +52,7 @@ class Slab:
 
 
 def slabs_of(tree: Tree, chunks: I64) -> list[Slab]:
-    """Returns the slabs of some chunks of a tree, ascending."""
+    """Returns the slabs of the given chunks of a tree, ascending."""
     found: list[Slab] = []
     sizes: list[int] = []
     first = total = 0
@@ -68,25 +70,59 @@ def slabs_of(tree: Tree, chunks: I64) -> list[Slab]:
     return found
 
 
+class SumsInProgress:
+    """The checksums of all chunks of a tree; each is set once."""
+
+    def __init__(self, count: int) -> None:
+        self._crc32c = np.zeros(count, np.uint32)
+        self._digests = np.zeros((count, 16), np.uint8)
+        self._known = np.zeros(count, np.bool_)
+
+    def knows(self, ordinal: int) -> bool:
+        """Returns whether the checksums of a chunk are set."""
+        return bool(self._known[ordinal])
+
+    def crc32c(self, ordinal: int) -> int:
+        """Returns the CRC-32C of a chunk whose checksums are set."""
+        return int(self._crc32c[ordinal])
+
+    def set(self, ordinal: int, crc32c: int, digest: bytes) -> None:
+        """Sets the checksums of a chunk."""
+        self._crc32c[ordinal] = crc32c
+        self._digests[ordinal] = np.frombuffer(digest, np.uint8)
+        self._known[ordinal] = True
+
+    def copy(self, sums: Sums, rows: I64) -> None:
+        """Copies the checksums of chunks from another save of the same tree."""
+        self._crc32c[rows] = sums.crc32c[rows]
+        self._digests[rows] = sums.digests[rows]
+        self._known[rows] = True
+
+    def result(self, ordinals: I64 | None = None) -> Sums:
+        """Returns the checksums of the given chunks, ascending; of all if None."""
+        at = np.arange(len(self._crc32c)) if ordinals is None else ordinals
+        return Sums(ordinal=at, crc32c=self._crc32c[at], digests=self._digests[at])
+
+
 @dataclass(slots=True, eq=False)
-class Filled:
-    """A slab in memory."""
+class FilledSlab:
+    """A slab with its bytes."""
 
     slab: Slab
     wanted: Sequence[int]
-    """Ordinals of the chunks in it that are to be stored."""
+    """Ordinals of its chunks that are to be stored."""
     buffer: "Bytes | None"
-    """Where it is staged; None: it is lent."""
+    """Its staging buffer; None if the memory is lent by the tree."""
     lent: "Sequence[Sequence[Bytes]]" = ()
-    """The elements of each of its chunks then, one run after another."""
+    """The elements of each of its chunks if lent, one run after another."""
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes of those, as stored."""
+        """Stored size of the wanted chunks, in bytes."""
         return sum(size + CHECKSUM_BYTES for _, _, size in self._wanted_rows())
 
     def sum_up(self, sums: SumsInProgress, meter: Meter) -> None:
-        """Makes the sums of its wanted chunks."""
+        """Computes the checksums of the wanted chunks."""
         with meter.phase("digest"):
             for ordinal, at, size in self._wanted_rows():
                 if sums.knows(ordinal):
@@ -99,9 +135,9 @@ class Filled:
     def stored(
         self, sums: SumsInProgress, meter: Meter
     ) -> Iterator[tuple[int, int, Iterator[memoryview]]]:
-        """Yields each wanted chunk as it is stored: its ordinal, its bytes, and its
-        parts one after another, of which the sums are made as they are asked for."""
-        if len(self.wanted) * PIECE_BYTES > self.slab.size:  # they fit the cache
+        """Yields each wanted chunk in stored form: ordinal, size in bytes, and its
+        parts; computes the checksums while the parts are consumed."""
+        if len(self.wanted) * PIECE_BYTES > self.slab.size:  # small chunks: one pass
             self.sum_up(sums, meter)
         for ordinal, at, size in self._wanted_rows():
             runs = self._runs(ordinal, at, size)

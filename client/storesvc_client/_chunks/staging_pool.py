@@ -1,8 +1,8 @@
-"""Staging: the host memory that saves copy chunks into, bounded and used again.
+"""StagingPool pool: the bounded host memory that saves copy chunks into, reused.
 
-What a save took comes back as its chunks are written, and serves the chunks that
-follow; what is left of a save serves the next one, whose chunks have the same sizes:
-memory that was never touched before costs more than the copy into it.
+Buffers return to the pool as their chunks are written and serve the chunks that follow.
+Those left after a save serve the next one, whose chunks have the same sizes, because
+touching new memory costs more than the copy into it.
 """
 
 import mmap
@@ -11,32 +11,34 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
-    # what only lists checkpoints need not wait for NumPy
+    # NumPy is imported late: commands that only list checkpoints do not need it
     import numpy as np
     from numpy.typing import NDArray
 
 Bytes: TypeAlias = "NDArray[np.uint8]"
 
 ALIGNMENT: Final = 64
-"""Bytes; of buffers, so that no element lies across two lines of a cache."""
+"""Alignment of buffers in bytes, so that no element crosses a cache line."""
 
 MAPPED_BYTES: Final = 64 << 20
-"""Buffers are made so many at a time."""
+"""Maximum bytes of buffers allocated in one mapping."""
 
 MAX_MAPPED: Final = 16
+"""Maximum buffers allocated in one mapping."""
 
 BATCH_BYTES: Final = 64 << 20
-"""That a server takes of a stream before it stores and acknowledges it; of a stream
-that brings less it does so after seconds."""
+"""Bytes of a stream after which a server stores and acknowledges them; with less, it
+does so after some seconds."""
 
 STREAM_BYTES: Final = 2 * BATCH_BYTES
-"""What a stream needs, so that it can bring a batch while the one before is stored."""
+"""Memory that one stream needs to send a batch while the previous one is stored."""
 
 MIN_BUDGET_BYTES: Final = STREAM_BYTES
+"""Smallest staging memory of a client."""
 
 
-class Staging:
-    """Buffers of at most so many bytes together. Threads may share it."""
+class StagingPool:
+    """Buffers of at most ``budget_bytes`` in total. Thread-safe."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -47,25 +49,26 @@ class Staging:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all buffers, in use or not."""
+        """Bytes of all buffers, in use or free."""
         with self._changed:
             return self._free_bytes + self._used_bytes
 
     def take(
-        self, size: int, *, given_up: Callable[[], bool], waiting: Callable[[], None]
+        self, size: int, *, cancelled: Callable[[], bool], waiting: Callable[[], None]
     ) -> "Bytes | None":
-        """Returns a buffer, once there is one.
+        """Waits for a free buffer and returns it.
 
         Args:
-            size: Its bytes.
-            given_up: Whether nobody wants it any more; asked after each ``wake``.
-            waiting: Called before it waits for others to give some back.
+            size: Size in bytes.
+            cancelled: Returns whether the caller no longer needs it; checked after
+                each ``wake``.
+            waiting: Called before each wait.
 
         Returns:
-            The buffer, with what an earlier one left in it; None: given up.
+            The buffer, with arbitrary contents; None if cancelled.
         """
         with self._changed:
-            while not given_up():
+            while not cancelled():
                 if self._free.get(size) or self._grow(size):
                     self._free_bytes -= size
                     self._used_bytes += size
@@ -75,7 +78,7 @@ class Staging:
         return None
 
     def give_back(self, buffer: Bytes) -> None:
-        """Takes a buffer back."""
+        """Returns a buffer to the pool."""
         with self._changed:
             self._used_bytes -= len(buffer)
             self._free_bytes += len(buffer)
@@ -83,19 +86,19 @@ class Staging:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Lets those who wait ask again whether they still want to."""
+        """Makes waiting threads check again whether they are cancelled."""
         with self._changed:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Frees what is not in use."""
+        """Frees the buffers that are not in use."""
         with self._changed:
             self._free.clear()
             self._free_bytes = 0
 
     def _grow(self, size: int) -> bool:
-        """Makes buffers of a size, several in one mapping; returns whether there was
-        room for one."""
+        """Allocates buffers of a size, several in one mapping; returns False if there
+        is no room for one."""
         self._make_room(size)
         room = self.budget_bytes - self._free_bytes - self._used_bytes
         if room < size and self._used_bytes:
@@ -106,23 +109,23 @@ class Staging:
         return True
 
     def _make_room(self, size: int) -> None:
-        """Frees buffers of other sizes, as far as one of this size needs it."""
+        """Frees buffers of other sizes as far as one buffer of this size needs."""
         while self._free and (
             self._free_bytes + self._used_bytes + size > self.budget_bytes
         ):
             other, buffers = next(iter(self._free.items()))
             if buffers:
-                _forget(buffers.pop())
+                _release(buffers.pop())
                 self._free_bytes -= other
             if not buffers:
                 del self._free[other]
 
 
 def buffers_of(size: int, count: int) -> "list[Bytes]":
-    """Returns buffers in fresh memory, in huge pages where the kernel gives them.
+    """Returns buffers in new memory, in huge pages if the kernel provides them.
 
-    In one mapping, because it aligns only large ones to huge pages; in a private one,
-    because the first touch of a shared one costs four times as much.
+    They share one mapping, because the kernel aligns only large ones to huge pages; it
+    is private, because the first touch of a shared one costs four times as much.
     """
     import numpy as np
 
@@ -130,16 +133,16 @@ def buffers_of(size: int, count: int) -> "list[Bytes]":
     private: Any = mmap.mmap(
         -1, apart * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # of Linux
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux only
         private.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(private, np.uint8)
     return [memory[at : at + size] for at in range(0, apart * count, apart)]
 
 
-def _forget(buffer: "Bytes") -> None:
-    """Gives the pages of a buffer back, whose mapping stays while others use it."""
+def _release(buffer: "Bytes") -> None:
+    """Returns the pages of a buffer to the system; other buffers keep its mapping."""
     memory: Any = buffer.base
-    mapping: mmap.mmap = memory.base.obj  # of the memoryview that NumPy made
+    mapping: mmap.mmap = memory.base.obj  # through the memoryview that NumPy made
     first = buffer.ctypes.data - memory.ctypes.data
     start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (first + len(buffer)) // mmap.PAGESIZE * mmap.PAGESIZE - start

@@ -1,9 +1,9 @@
-"""Shares: which process writes, or reads, which chunks of a tree.
+"""Assigns the chunks of a tree to the processes of a job that write or read them.
 
-Every process of a job decides it for itself, and all come to the same: from the shapes
-and the shardings alone. A chunk that is written lies within what one process holds, so
-nobody needs a byte of another; one that several hold is written by one of them, and all
-of them write about as much. A chunk that several need is read by one of them.
+Every process computes the same assignment from shapes and shardings alone. A chunk to
+be written is within what one process holds, so that no process needs bytes of another.
+A chunk that several processes hold is written by one of them, such that all write about
+the same number of bytes. A chunk that several processes need is read by one of them.
 """
 
 import math
@@ -19,28 +19,28 @@ from numpy.typing import NDArray
 from storesvc.format.grids import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Grid, Region
 
 Holders: TypeAlias = frozenset[int]
-"""The processes that hold something, or need it."""
+"""Processes that hold or need something."""
 
 SLACK_BYTES: Final = 4 << 20
-"""By how much a process may be ahead of the others, so that neighbours are written
-together."""
+"""Bytes by which a process may be ahead of others, so that neighbouring chunks go to
+the same process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Which processes hold which part of a leaf."""
+    """The processes that hold each shard of a leaf."""
 
     shard_shape: tuple[int, ...]
     counts: tuple[int, ...]
-    """Shards along each dimension."""
+    """Number of shards along each dimension."""
     holders: tuple[Holders, ...]
-    """Of each shard, in C order."""
+    """Processes that hold each shard, in C order."""
 
     def of(self, along: Sequence[range]) -> Holders:
-        """Returns the processes that hold all of a block of shards.
+        """Returns the processes that hold all shards of a block.
 
         Args:
-            along: The shards, along each dimension.
+            along: Range of shards along each dimension.
         """
         found: Holders | None = None
         for index in product(*along):
@@ -51,19 +51,19 @@ class Held:
         return found or frozenset()
 
 
-@lru_cache(maxsize=1024)  # a tree has many leaves, and few shapes
+@lru_cache(maxsize=1024)  # a tree has many leaves but few shapes
 def shared_chunk_shape(
     shape: tuple[int, ...], itemsize: int, held: Held
 ) -> tuple[int, ...]:
     """Returns the chunk shape of a leaf that several processes hold.
 
-    As ``choose_chunk_shape``, but no chunk is of shards that no process holds together;
-    where those are small, so are the chunks.
+    Like ``choose_chunk_shape``, but every chunk consists of shards that one process
+    holds; if these are small, so are the chunks.
     """
     chunk = [max(1, n) for n in held.shard_shape]
     size = math.prod(chunk) * itemsize
-    # Too large: cut, leading dimension first; shards evenly, as a chunk must not reach
-    # from one into the next.
+    # 1. Too large: cut, leading dimension first. Shards are cut evenly, because a chunk
+    # must not extend into the next shard.
     for dim, n in enumerate(chunk):
         if size <= MAX_CHUNK_BYTES:
             break
@@ -72,7 +72,7 @@ def shared_chunk_shape(
             wanted = next(k for k in range(wanted, n + 1) if n % k == 0)
         chunk[dim] = -(-n // wanted)
         size = math.prod(chunk) * itemsize
-    # Too small: take neighbouring shards in, trailing dimension first.
+    # 2. Too small: join neighbouring shards, trailing dimension first.
     for dim in reversed(range(len(chunk))):
         if size >= MIN_CHUNK_BYTES:
             break
@@ -85,7 +85,7 @@ def shared_chunk_shape(
 
 
 def _together(held: Held, chunk: Sequence[int], dim: int, wanted: int) -> int:
-    """How many neighbouring shards, at most so many, can share a chunk."""
+    """Returns how many neighbouring shards, up to `wanted`, can share a chunk."""
     for taken in range(wanted, 1, -1):
         larger = list(chunk)
         larger[dim] *= taken
@@ -99,7 +99,7 @@ def _together(held: Held, chunk: Sequence[int], dim: int, wanted: int) -> int:
 def _blocks(
     held: Held, chunk: Sequence[int], shape: Sequence[int]
 ) -> Iterator[list[range]]:
-    """For each dimension, the shards that each chunk along it is of."""
+    """Yields, for each dimension, the ranges of shards of the chunks along it."""
     for size, n, shard in zip(chunk, shape, held.shard_shape, strict=True):
         yield [
             range(at // shard, -(-min(at + size, n) // shard))
@@ -117,11 +117,11 @@ def holders_of_chunks(grid: Grid, held: Held) -> tuple[Holders, ...]:
 def needers_of_chunks(
     grid: Grid, regions: Mapping[Region, Holders]
 ) -> dict[int, Holders]:
-    """Returns the processes that need each chunk of a leaf, of those that any needs.
+    """Returns the processes that need each chunk of a leaf, without unneeded chunks.
 
     Args:
-        grid: Of the leaf.
-        regions: The regions that are needed, and by which processes.
+        grid: Chunk grid of the leaf.
+        regions: The needed regions, each with the processes that need it.
     """
     found: dict[int, Holders] = {}
     for region, of in regions.items():
@@ -137,9 +137,9 @@ def assigned(
     """Returns the process that writes, or reads, each chunk.
 
     Args:
-        holders: Of each chunk; one at least.
-        sizes: Bytes of each.
-        count: Of processes.
+        holders: Processes that hold, or need, each chunk; at least one each.
+        sizes: Size of each chunk in bytes.
+        count: Number of processes.
     """
     load = np.zeros(count, np.int64)
     writers = np.zeros(len(sizes), np.int64)

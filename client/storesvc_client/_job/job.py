@@ -1,8 +1,8 @@
-"""Jobs: the processes that save one state together, and what they tell each other.
+"""The processes of a job, and the board on which they publish outcomes.
 
-A job has a board: short texts under keys, that every process can read as soon as one
-has written them. It carries names and bad news, never bytes, and nobody waits on it for
-more than one other process.
+A job has a board: a key-value store of short texts, which every process can read as
+soon as a process has written them. It carries resource names and errors, never data,
+and no process waits on it for more than one other process.
 """
 
 import json
@@ -22,87 +22,86 @@ _KINDS: Final[Mapping[str, type[StoreError]]] = {
 
 
 class Job(Protocol):
-    """The processes of a job, seen from one of them; made by ``_pytree.jax_job``."""
+    """The processes of a job, seen from one of them; created by ``_pytree.jax_job``."""
 
     @property
     def index(self) -> int:
-        """Of this process."""
+        """Index of this process."""
 
     @property
     def count(self) -> int:
-        """Of all processes."""
+        """Number of processes."""
 
     def passed(self, what: str) -> int:
-        """Returns how many things of a kind are behind this process: the processes of a
-        job do the same things in the same order."""
+        """Returns how many events of one kind this process has counted. All processes
+        of a job do the same things in the same order."""
 
     def advance(self, what: str, passed: int) -> bool:
-        """Has one more of them behind it; False: it was not so many before."""
+        """Counts one more event; returns False if the count was not `passed`."""
 
-    def tell(self, key: str, text: str) -> None:
-        """Writes a text under a key; where one is there already, that stays."""
+    def post(self, key: str, text: str) -> None:
+        """Writes a text under a key, unless the key exists."""
 
-    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
-        """Returns the text under a key, once there is one; None: there was none in
-        that time."""
+    def read(self, key: str, *, seconds: float = 0.0) -> str | None:
+        """Waits for the text under a key and returns it; None after `seconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one process tells the others."""
+    """The outcome that one process publishes for the others."""
 
     name: str = ""
-    """The resource that it is about: an upload, or a checkpoint."""
+    """Name of an upload or a checkpoint, or other data of a success."""
     failure: str = ""
-    """Why it was given up, and by which process; "": it was not."""
+    """Process and cause of a failure; "" after a success."""
     reason: str = ""
-    """Of that, where the store had one."""
+    """Error reason of the failure, if the store gave one."""
     kind: str = ""
-    """The name of the error that it is."""
+    """Class name of the error."""
     asked: str = ""
-    """What was asked for, as messages call it."""
+    """The checkpoint requested, as shown in messages."""
 
     def to_text(self) -> str:
-        """Returns it as it is written on the board."""
+        """Returns its JSON for the board."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of_text(cls, text: str) -> Self:
-        """Returns what was written."""
+        """Parses the JSON of an outcome."""
         return cls(**json.loads(text))
 
     @property
     def error(self) -> StoreError:
-        """Of its failure."""
+        """The failure as an error."""
         return _KINDS.get(self.kind, PeerFailedError)(self.failure, reason=self.reason)
 
 
 class JointSave:
-    """One save of a job: what its processes tell each other of it."""
+    """One save of a job: what its processes publish about it."""
 
     def __init__(self, job: Job, run: str, step: int) -> None:
-        """Begins, and tells so.
+        """Counts the save and publishes its step.
 
         Args:
             job: The processes.
-            run: Of the checkpoint.
-            step: Its own. Saved twice, it is two saves.
+            run: Name of the run.
+            step: Step of the checkpoint; saving it twice makes two joint saves.
         """
         name = f"{run}@{step}"
         self.job = job
         self._step = str(step)
         self._steps = f"storesvc/steps/{run}"
         self._board = f"storesvc/save/{name}/{ordinal(job, name)}"
-        with suppress(StoreError):  # who is not told is told the rest
+        with suppress(StoreError):  # the step is only for messages of other processes
             number = ordinal(job, self._steps)
-            job.tell(f"{self._steps}/{job.index}/{number}", self._step)
+            job.post(f"{self._steps}/{job.index}/{number}", self._step)
 
     def other_step(self, index: int) -> str:
-        """Returns the step that another process has saved last, or is saving; "": it is
-        this one, or not known."""
+        """Returns the step that another process saves or has saved last; "" if it is
+        the step of this save or unknown."""
 
         def step(number: int) -> str | None:
-            return self.job.told(f"{self._steps}/{index}/{number}")
+            return self.job.read(f"{self._steps}/{index}/{number}")
 
         with suppress(StoreError):
             beyond = 1
@@ -114,47 +113,48 @@ class JointSave:
         return ""
 
     def begin(self, upload: str) -> None:
-        """Tells which upload process 0 has begun."""
-        self.job.tell(f"{self._board}/begun", Outcome(name=upload).to_text())
+        """Publishes the upload that process 0 has begun."""
+        self.job.post(f"{self._board}/begun", Outcome(name=upload).to_text())
 
     def begun(self, *, seconds: float) -> Outcome | None:
-        """Returns what process 0 has begun, or why not; None: nothing in that time."""
-        return self._told("begun", seconds)
+        """Waits for the upload that process 0 begins, or its failure; None after
+        `seconds`."""
+        return self._read("begun", seconds)
 
     def end(self, upload: str) -> None:
-        """Tells that an upload was committed."""
-        self.job.tell(f"{self._board}/ended", Outcome(name=upload).to_text())
+        """Publishes that an upload was committed."""
+        self.job.post(f"{self._board}/ended", Outcome(name=upload).to_text())
 
-    def tell_last(self) -> None:
-        """Tells that this process was the last to finish."""
-        who = process_name(self.job, self.job.index)
-        self.job.tell(f"{self._board}/last", who)
+    def publish_last(self) -> None:
+        """Publishes that this process was the last to finish."""
+        name = process_name(self.job, self.job.index)
+        self.job.post(f"{self._board}/last", name)
 
     def last(self, *, seconds: float) -> str:
-        """Returns which process was the last to finish; "": nothing in that time."""
-        return self.job.told(f"{self._board}/last", seconds=seconds) or ""
+        """Waits for the name of the process that finished last; "" after `seconds`."""
+        return self.job.read(f"{self._board}/last", seconds=seconds) or ""
 
     def fail(self, error: BaseException) -> None:
-        """Tells why this process has given up its part."""
-        with suppress(StoreError):  # the error that this is about is the one to raise
-            who = process_name(self.job, self.job.index)
-            failure = f"{who}: {str(error) or type(error).__name__}"
-            told = Outcome(failure=failure).to_text()
-            self.job.tell(f"{self._board}/ended", told)
+        """Publishes the error of this process."""
+        with suppress(StoreError):  # the caller raises the original error
+            name = process_name(self.job, self.job.index)
+            failure = f"{name}: {str(error) or type(error).__name__}"
+            outcome = Outcome(failure=failure).to_text()
+            self.job.post(f"{self._board}/ended", outcome)
             if self.job.index == 0:
-                self.job.tell(f"{self._board}/begun", told)
+                self.job.post(f"{self._board}/begun", outcome)
 
     def ended(self, *, seconds: float = 0.0) -> Outcome | None:
-        """Returns how it ended; None: it has not in that time."""
-        return self._told("ended", seconds)
+        """Waits for the outcome of the save; None after `seconds`."""
+        return self._read("ended", seconds)
 
-    def _told(self, key: str, seconds: float) -> Outcome | None:
-        text = self.job.told(f"{self._board}/{key}", seconds=seconds)
+    def _read(self, key: str, seconds: float) -> Outcome | None:
+        text = self.job.read(f"{self._board}/{key}", seconds=seconds)
         return None if text is None else Outcome.of_text(text)
 
 
 def ordinal(job: Job, what: str) -> int:
-    """Returns how many things of a kind were behind a process, before this one is."""
+    """Counts an event of this process; returns how many there were before it."""
     while True:
         passed = job.passed(what)
         if job.advance(what, passed):
@@ -162,11 +162,11 @@ def ordinal(job: Job, what: str) -> int:
 
 
 def introduce(job: Job, host: str) -> None:
-    """Tells the others where this process runs."""
-    job.tell(_HOST.format(job.index), host)
+    """Publishes the host of this process."""
+    job.post(_HOST.format(job.index), host)
 
 
 def process_name(job: Job, index: int) -> str:
-    """Returns what messages call a process."""
-    host = job.told(_HOST.format(index))
+    """Returns the name of a process in messages."""
+    host = job.read(_HOST.format(index))
     return f"process {index} ({host})" if host else f"process {index}"

@@ -1,37 +1,38 @@
-"""When it is time to log a wait."""
+"""Times at which a long wait is logged."""
 
 import time
 from typing import Final
 
-LOOK_SECONDS: Final = 10.0
-"""After which a wait is first told; it is told again after twice as long, and so on,"""
+FIRST_SECONDS: Final = 10.0
+"""Seconds after which a wait is first logged; the interval doubles with each line
+..."""
 
-MOST_LOOK_SECONDS: Final = 120.0
-"""up to this."""
+MAX_SECONDS: Final = 120.0
+"""... up to this."""
 
 
-class Looks:
-    """Of one wait, which begins."""
+class WaitLogTimer:
+    """The log times of one wait, which starts now."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._seconds = LOOK_SECONDS
+        self._seconds = FIRST_SECONDS
         self._next = self._began + self._seconds
 
     @property
     def waited(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     @property
     def left(self) -> float:
-        """Seconds until it is time."""
+        """Seconds until the next log line."""
         return max(0.0, self._next - time.monotonic())
 
-    def are_due(self) -> bool:
-        """Returns whether it is time; if so, the next time is later."""
+    def is_due(self) -> bool:
+        """Returns whether a log line is due; if so, schedules the next one."""
         if self.left:
             return False
-        self._seconds = min(2 * self._seconds, MOST_LOOK_SECONDS)
+        self._seconds = min(2 * self._seconds, MAX_SECONDS)
         self._next = time.monotonic() + self._seconds
         return True

@@ -72,24 +72,24 @@ class _JaxJob:
                 self._passed[what] += 1
             return was_so
 
-    def tell(self, key: str, text: str) -> None:
-        """See ``Job.tell``."""
+    def post(self, key: str, text: str) -> None:
+        """See ``Job.post``."""
         try:
             self._board.key_value_set(key, text)
         except JaxRuntimeError as e:
             if _ALREADY_EXISTS not in str(e):
                 raise _unreachable(e) from e
 
-    def told(self, key: str, *, seconds: float = 0.0) -> str | None:
-        """See ``Job.told``."""
+    def read(self, key: str, *, seconds: float = 0.0) -> str | None:
+        """See ``Job.read``."""
         end = time.monotonic() + seconds
         while True:
             left = end - time.monotonic()
-            text = self._told(key, int(1000 * min(left, TURN_SECONDS)))
+            text = self._read(key, int(1000 * min(left, TURN_SECONDS)))
             if text is not None or left <= TURN_SECONDS:
                 return text
 
-    def _told(self, key: str, milliseconds: int) -> str | None:
+    def _read(self, key: str, milliseconds: int) -> str | None:
         try:
             if milliseconds <= 0:
                 text: str = self._board.key_value_try_get(key)

@@ -1,6 +1,6 @@
 """Restores checkpoints: opens them, reads their chunks, assembles leaves.
 
-It may import `storesvc_client._pytree` and what lies below it, never
+It may import `storesvc_client._pytree` and the layers below it, never
 `storesvc_client._save`.
 
 Begin with `checkpoint.py`, an open checkpoint; `assembly.py` puts chunks into buffers,

@@ -1,10 +1,11 @@
-"""Receiving chunks: from where they lie into the buffers of a restore.
+"""Assembles the chunks of a restore in host memory buffers.
 
-``Assembly`` is the plan and its progress: which chunks are needed, where the
-bytes of each go, and when a buffer is whole. A ``ChunkSource`` brings the bytes:
-either in pieces, as they come (``add``), or read by itself, into the ``destination``
-of a chunk or by ``spread``. Nothing is believed: a piece that was not asked for is
-refused, and every chunk is checked against the manifest.
+``Assembly`` holds the plan of a restore and its progress: the chunks needed, where the
+bytes of each go, and which buffers are complete. A ``ChunkSource`` reads the bytes and
+passes them on either in pieces as they arrive (``add``), or as whole chunks that it has
+read into ``destination`` or copies with ``spread``. Received data is not trusted: a
+piece that was not requested is rejected, and the checksum of every chunk is compared
+with the manifest.
 """
 
 import logging
@@ -33,44 +34,45 @@ from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client._values.progress import Meter
 from storesvc_client.errors import DataLossError, LimitError, UnavailableError
 
-TOLD_BYTES: Final = 64 << 10
-"""Of chunks that the meter is told of at once: it takes as long as a small one."""
+PROGRESS_BYTES: Final = 64 << 10
+"""Bytes of chunks reported to the meter together: one report takes as long as reading
+one small chunk."""
 
 _SHOWN: Final = 4
-"""Data files that a message lists."""
+"""Maximum data files listed in a message."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """A chunk on its way."""
+    """A chunk that is not complete yet."""
 
     goal: Goal
     layout: Layout
     buffers: Sequence[Buffer]
-    """Of its leaf."""
+    """Buffers of its leaf."""
     into: Bytes | None = None
-    """Where its pieces go: into a buffer, or beside it to be spread."""
+    """Memory of its pieces: part of a buffer, or scratch memory to copy from."""
     received: int = 0
-    """Bytes, checksum included."""
+    """Bytes received, including the stored checksum."""
     checksum: int = 0
     tail: bytes = b""
 
 
 class ChunkSource(Protocol):
-    """Where stored chunks come from."""
+    """Reads stored chunks."""
 
     def read(self, ordinals: Sequence[int], assembly: "Assembly") -> None:
-        """Brings each of the chunks to the assembly.
+        """Reads the chunks and passes each to the assembly.
 
         Raises:
-            StoreError: Some chunks could not be read.
+            StoreError: A chunk could not be read.
         """
 
 
 class Assembly:
-    """The buffers of a restore, and how far they are."""
+    """The buffers of a restore and their progress."""
 
     def __init__(
         self,
@@ -86,21 +88,21 @@ class Assembly:
         """Plans a restore.
 
         Args:
-            manifest: Of the checkpoint.
-            wanted: Rows of leaves, and the distinct regions of each to read.
-            name: What messages call the checkpoint.
-            place: Called with each buffer once it is filled and checked, from
-                the thread that brought its last piece.
-            meter: Takes note of what is done; None: nobody asks.
-            deadline: By when all of it must be here.
-            within: Of a restore that this is a part of, and whose deadline counts; its
-                meter takes note of all but the bytes.
+            manifest: Manifest of the checkpoint.
+            wanted: Rows of leaves, each with the distinct regions of it to read.
+            name: Name of the checkpoint in messages.
+            place: Called with each buffer once it is complete and verified, in the
+                thread that added its last piece.
+            meter: Measures phases and bytes; None creates one without progress reports.
+            deadline: Deadline of the restore.
+            within: The assembly that this one is a part of; its deadline applies, and
+                its meter gets everything except the bytes.
         """
         outer = None if within is None else within.meter
         self.meter: Meter = meter or Meter("restore", name, within=outer)
         self._within = within
         self.buffer_bytes = 0
-        """Of all buffers: what is returned, before it is cast."""
+        """Size of all buffers: the bytes returned, before a cast."""
         self._manifest = manifest
         self._name = name
         self._place = place
@@ -116,23 +118,23 @@ class Assembly:
                 layouts[key] = lay_out(grid, regions)
             self._plan(row, layouts[key], first_chunk[row])
         self._lengths: list[int] = tree.stored_lengths.tolist()
-        self._untold_bytes = 0
+        self._unreported_bytes = 0
         self._suspects: set[int] = set()
-        """Chunks that have come damaged once."""
+        """Chunks that failed their first verification."""
         self.held_bytes = 0
-        """Of the buffers that are begun and not handed over."""
+        """Bytes of the buffers that are allocated and not handed over."""
         self.peak_bytes = 0
-        """The most of them at once."""
+        """Maximum of ``held_bytes``."""
         self.meter.total_bytes += sum(self._lengths[at] for at in self._chunks)
 
     @property
     def missing(self) -> list[int]:
-        """Chunks that are not whole yet, ascending."""
+        """Chunks that are not complete, ascending."""
         with self._lock:
             return sorted(self._chunks)
 
     def restart(self, ordinals: Iterable[int]) -> list[int]:
-        """Forgets the pieces of chunks that are not whole, and returns those."""
+        """Discards the pieces of incomplete chunks and returns those chunks."""
         with self._lock:
             left = [ordinal for ordinal in ordinals if ordinal in self._chunks]
         for ordinal in left:
@@ -141,27 +143,27 @@ class Assembly:
         return left
 
     def add(self, ordinal: int, offset: int, piece: memoryview) -> None:
-        """Takes the next piece of a chunk.
+        """Adds the next piece of a chunk.
 
         Raises:
-            DataLossError: It is not what was asked for, or the chunk is not what
-                was saved.
+            DataLossError: The piece was not requested, or the chunk is corrupt for the
+                second time.
         """
         chunk = self._chunks.get(ordinal)
         length = self._lengths[ordinal] if chunk else 0
         if chunk is None or offset != chunk.received or offset + len(piece) > length:
             raise DataLossError(
                 f"{self._name}: the server sent bytes {offset} to "
-                f"{offset + len(piece)} of chunk {ordinal}, which were not asked for"
+                f"{offset + len(piece)} of chunk {ordinal}, which were not requested"
             )
         if chunk.into is None:
             self.begin([ordinal])
             own = self.destination(ordinal)
-            beside = length - CHECKSUM_BYTES
-            chunk.into = own if own is not None else np.empty(beside, np.uint8)
+            size_bytes = length - CHECKSUM_BYTES
+            chunk.into = own if own is not None else np.empty(size_bytes, np.uint8)
         elements = piece[: max(0, length - CHECKSUM_BYTES - offset)]
         copied_from = self.meter.clock()
-        # NumPy copies without the interpreter's lock; slices of memoryview do not.
+        # np.copyto releases the GIL; assigning slices of a memoryview does not.
         np.copyto(
             chunk.into[offset : offset + len(elements)],
             np.frombuffer(elements, np.uint8),
@@ -173,17 +175,17 @@ class Assembly:
         times["verify"] += self.meter.clock() - verified_from
         chunk.tail += bytes(piece[len(elements) :])
         chunk.received += len(piece)
-        if chunk.received == length and self._is_sound(ordinal, chunk):
+        if chunk.received == length and self._verify(ordinal, chunk):
             if not self.is_run(ordinal):
                 self.spread(ordinal, chunk.into)
             self.finish(ordinal)
 
-    def _is_sound(self, ordinal: int, chunk: "_Chunk") -> bool:
-        """Checks a chunk that came in pieces. One that is damaged for the first time is
-        to be asked for again: the answer may have been corrupted on its way.
+    def _verify(self, ordinal: int, chunk: "_Chunk") -> bool:
+        """Verifies a chunk that arrived in pieces; returns False if it must be read
+        again, because the first read may have been corrupted in transit.
 
         Raises:
-            DataLossError: It is damaged for the second time.
+            DataLossError: The chunk is corrupt for the second time.
         """
         try:
             self.check(ordinal, chunk.checksum, chunk.tail)
@@ -199,27 +201,27 @@ class Assembly:
         return True
 
     def log_corrupted(self, ordinal: int) -> None:
-        """Logs that the second read of a chunk is sound, and the first was not."""
+        """Logs that a chunk was corrupt in the first read and correct in the second."""
         _log.warning(
-            "%s %s was corrupted on its way; read again, it is sound",
+            "%s %s was corrupted in transit; the second read is correct",
             *(self._name, self._manifest.tree.describe_chunk(ordinal)),
         )
 
     def length(self, ordinal: int) -> int:
-        """Returns the bytes of a chunk as it is stored."""
+        """Returns the stored size of a chunk in bytes, checksum included."""
         return self._lengths[ordinal]
 
     def needs(self, ordinal: int) -> bool:
-        """Returns whether a chunk is not whole yet."""
+        """Returns whether a chunk is needed and not complete."""
         return ordinal in self._chunks
 
     def is_run(self, ordinal: int) -> bool:
-        """Returns whether the elements of a chunk go into a buffer as they lie."""
+        """Returns whether a chunk is one contiguous run of a buffer."""
         return isinstance(self._chunks[ordinal].goal.goes, Run)
 
     def begin(self, ordinals: Iterable[int]) -> int:
-        """Allocates the buffers of chunks where they are not, and returns the bytes
-        that were taken."""
+        """Allocates the buffers of chunks unless allocated; returns the bytes that this
+        took."""
         taken = 0
         with self._lock:
             for ordinal in ordinals:
@@ -237,19 +239,19 @@ class Assembly:
             key = self._manifest.tree.leaves[buffer.row].key
             raise LimitError(
                 f"{self._name} leaf {key!r}: expected to allocate "
-                f"{buffer.group.size_bytes} bytes of host memory, got none; restore it "
-                "in parts (select=, or a mesh of more processes), or where there is "
-                "more memory"
+                f"{buffer.group.size_bytes} bytes of host memory, got none; restore "
+                "fewer leaves at a time (select=), use a mesh of more processes, or a "
+                "host with more memory"
             ) from None
 
     def count_fitting(self, ordinals: Sequence[int], limit: int) -> int:
-        """Returns how many of the first chunks may be on their way at once, so that
-        their buffers take no more memory than a limit beside those that are begun; one
-        at least, as a buffer may be larger than the limit.
+        """Returns how many of the first chunks may be in flight together without
+        exceeding a memory limit; at least 1, because a buffer may exceed the limit.
 
         Args:
-            ordinals: Chunks that are not whole.
-            limit: Bytes.
+            ordinals: Incomplete chunks.
+            limit: Maximum bytes of allocated buffers, including buffers of other
+            chunks.
         """
         counted: set[int] = set()
         with self._lock:
@@ -266,8 +268,8 @@ class Assembly:
         return len(ordinals)
 
     def destination(self, ordinal: int) -> Bytes | None:
-        """Returns where the elements of a chunk go, once it is begun; None where they
-        are no run there."""
+        """Returns the memory of a chunk whose buffers are allocated; None if it is not
+        one contiguous run."""
         chunk = self._chunks[ordinal]
         if not isinstance(chunk.goal.goes, Run):
             return None
@@ -276,18 +278,18 @@ class Assembly:
         return memory[start : start + chunk.layout.grid.chunk_bytes]
 
     def piece_bytes(self, ordinal: int, at_most: int) -> int:
-        """Returns how many bytes of a chunk can be spread at a time: one row at
-        least."""
+        """Returns the largest number of bytes up to `at_most` that ``spread`` accepts
+        as a piece of a chunk; at least one row."""
         layout = self._chunks[ordinal].layout
         return max(1, at_most // layout.row_bytes) * layout.row_bytes
 
     def spread(self, ordinal: int, elements: Bytes, start: int = 0) -> None:
-        """Copies elements of a chunk that was begun to where they go.
+        """Copies elements of a chunk into its allocated buffers.
 
         Args:
-            ordinal: Which one.
-            elements: All of them, or whole rows (``piece_bytes``).
-            start: Of the first byte in the chunk.
+            ordinal: The chunk.
+            elements: All its elements, or whole rows (see ``piece_bytes``).
+            start: Offset of the first byte within the chunk.
         """
         chunk = self._chunks[ordinal]
         goes, layout = chunk.goal.goes, chunk.layout
@@ -313,31 +315,31 @@ class Assembly:
                 np.copyto(slab[found[1]], stored[found[0]])
 
     def check(self, ordinal: int, checksum: int, tail: bytes) -> None:
-        """Refuses a chunk that is not what was saved.
+        """Verifies the checksum of a chunk against the manifest.
 
         Args:
-            ordinal: Which one.
-            checksum: Of the elements that were read.
-            tail: The stored checksum behind them.
+            ordinal: The chunk.
+            checksum: CRC-32C of the elements read.
+            tail: The checksum stored after the elements.
 
         Raises:
-            DataLossError: They differ from the manifest.
+            DataLossError: A checksum differs from the manifest.
         """
         expected = int(self._manifest.sums.crc32c[ordinal])
         if checksum != expected or tail != expected.to_bytes(CHECKSUM_BYTES, "little"):
             raise DataLossError(
                 f"{self._name} {self._manifest.tree.describe_chunk(ordinal)}: expected "
                 f"the checksum {expected:08x}, got {checksum:08x}; its stored "
-                "bytes are damaged, use another checkpoint",
+                "bytes are corrupt, use another checkpoint",
                 reason="CORRUPT_DATA",
             )
 
     def finish(self, ordinal: int) -> int:
-        """Ends with a chunk that is checked and where it goes, and returns the bytes of
-        buffers that this made whole: they are handed over.
+        """Marks a verified and copied chunk as complete and hands over the buffers that
+        this completes; returns their size in bytes.
 
         Raises:
-            UnavailableError: The restore takes longer than it may.
+            UnavailableError: The deadline has passed.
         """
         chunk = self._chunks[ordinal]
         with self._lock:
@@ -346,10 +348,10 @@ class Assembly:
             for buffer in touched:
                 buffer.chunks_left -= 1
             whole = [buffer for buffer in touched if not buffer.chunks_left]
-            self._untold_bytes += self._lengths[ordinal]
+            self._unreported_bytes += self._lengths[ordinal]
             done_bytes = 0
-            if self._untold_bytes >= TOLD_BYTES or not self._chunks:
-                done_bytes, self._untold_bytes = self._untold_bytes, 0
+            if self._unreported_bytes >= PROGRESS_BYTES or not self._chunks:
+                done_bytes, self._unreported_bytes = self._unreported_bytes, 0
         if whole:
             since = self.meter.clock()
             for buffer in whole:
@@ -365,16 +367,16 @@ class Assembly:
 
     @property
     def seconds_left(self) -> float:
-        """How long the rest may take."""
+        """Seconds until the deadline."""
         if self._within is not None:
             return self._within.seconds_left
         return self._deadline.left
 
     def check_time(self) -> None:
-        """Refuses to go on where the restore takes longer than it may.
+        """Checks the deadline.
 
         Raises:
-            UnavailableError: It does; lists what is outstanding.
+            UnavailableError: It has passed and chunks are missing; lists them.
         """
         if self._within is not None:
             self._within.check_time()
@@ -385,15 +387,14 @@ class Assembly:
         if not outstanding:
             return
         raise UnavailableError(
-            f"restore of {self._name}: expected to be done after "
-            f"{self._deadline.seconds:g} s, but {outstanding}; look for what makes its "
-            "storage slow, or allow more time"
+            f"restore of {self._name}: expected to end within "
+            f"{self._deadline.seconds:g} s, but {outstanding}; check the "
+            "storage, or pass a longer deadline="
         )
 
     @property
     def outstanding(self) -> str:
-        """What is missing, for people: how many chunks of which data files; "": nothing
-        is."""
+        """Number of missing chunks and their data files, for messages; "" if none."""
         left = self.missing
         if not left:
             return ""
@@ -404,12 +405,11 @@ class Assembly:
         )
         more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
         return (
-            f"{len(left)} chunks of {len(files)} data files are outstanding: "
-            f"{shown}{more}"
+            f"{len(left)} chunks of {len(files)} data files are missing: {shown}{more}"
         )
 
-    def news(self) -> str:
-        """Returns how far it is, for people who wait for it."""
+    def progress(self) -> str:
+        """Returns the progress as text, for the logs of waiting processes."""
         part = self.meter.part_under_way
         reads = f"it reads {part}; " if part else ""
         return reads + (self.outstanding or "it has read all")
@@ -421,6 +421,6 @@ class Assembly:
         for goal in layout.goals:
             self._chunks[first + goal.within] = _Chunk(goal, layout, buffers)
         for buffer in buffers:
-            if not buffer.chunks_left:  # it has no elements
+            if not buffer.chunks_left:  # the leaf has no elements
                 buffer.begin()
                 self._place(buffer)

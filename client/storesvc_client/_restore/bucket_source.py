@@ -1,12 +1,12 @@
-"""Stored chunks from the data files of a bucket that this process reads by itself.
+"""Reads stored chunks from data files in a bucket.
 
-A request to a bucket takes some 30 ms before its first byte, and then moves some
-50 MB/s, whatever the network. So neighbours are read together, gaps included that cost
-less than another request, and many requests are under way at a time.
+A request to a bucket takes about 30 ms until its first byte and then moves about
+50 MB/s, whatever the network. So neighbouring chunks are read together, including gaps
+that cost less than another request, and many requests are in flight at a time.
 
-One thread asks, and asks again where no answer comes. As many as there are processors
-take what was answered, check it, and copy it to where it goes: more would only wait for
-one another.
+One thread sends the requests and hedges or repeats late ones. One thread per processor
+verifies the responses and copies them into buffers; more would only wait for each
+other.
 """
 
 import os
@@ -26,52 +26,52 @@ from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._restore.chunk_decoder import unpack
-from storesvc_client._restore.memory_budget import Budget
-from storesvc_client._restore.read_plan import describe, planned
-from storesvc_client._storage.bucket import AskedRange, BucketRoot
+from storesvc_client._restore.data_file_reads import describe, plan_file_reads, unpack
+from storesvc_client._restore.memory_budget import MemoryBudget
+from storesvc_client._storage.bucket import BucketRoot, RangeRead
 from storesvc_client.errors import DataLossError, UnavailableError
 
 PROCESSORS: Final = min(os.cpu_count() or 1, 8)
+"""Threads that verify and copy responses."""
 
 BUFFER_BYTES: Final = 512 << 20
-"""Of buffers that are begun and not handed over ..."""
+"""Maximum bytes of buffers that are allocated and not handed over."""
 
 READ_BYTES: Final = min(PROCESSORS, 4) * (128 << 20)
-"""... and of reads that are under way beside them: as much as a processor checks and
-copies while a request takes its time. More would only be memory that is touched for
-the first time, which costs as much as a copy."""
+"""Maximum bytes of reads in flight, in addition to the buffers: what a processor
+verifies and copies during one request. More would only touch more new memory, which
+costs as much as a copy."""
 
 BLOCK_BYTES: Final = 4 << 20
-"""Of neighbours that are read together. Larger ones would waste less of the time of a
-request, but there is room for fewer of them, and all in all less would move."""
+"""Maximum bytes of neighbouring chunks that one request reads. A larger block amortises
+the latency of a request better, but fewer fit into the budget, and throughput falls."""
 
 GAP_BYTES: Final = 128 << 10
-"""What may lie between neighbours: to skip more is worth a request."""
+"""Largest gap between neighbours that is read too; skipping more is worth a request."""
 
-LOOK_SECONDS: Final = 0.05
-"""How often it is looked which reads are due to be asked again."""
+POLL_SECONDS: Final = 0.05
+"""Interval at which late reads are hedged or repeated."""
 
 
 class BucketSource:
-    """Stored chunks from the data files of a run in a bucket."""
+    """Reads stored chunks from the data files of a run in a bucket."""
 
     def __init__(
         self, root: BucketRoot, pool: str, manifest: Manifest, *, name: str
     ) -> None:
-        """Prepares to read.
+        """Creates the source; nothing is read yet.
 
         Args:
-            root: Of the store.
-            pool: What the data files lie below.
-            manifest: Of the checkpoint.
-            name: What messages call the checkpoint.
+            root: Root of the store.
+            pool: Prefix of the run's data files.
+            manifest: Manifest of the checkpoint.
+            name: Name of the checkpoint in messages.
         """
         self._root = root
         self._pool = pool
         self._manifest = manifest
         self._name = name
-        self.budget = Budget(BUFFER_BYTES, read_bytes=READ_BYTES)
+        self.budget = MemoryBudget(BUFFER_BYTES, read_bytes=READ_BYTES)
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
@@ -80,9 +80,9 @@ class BucketSource:
         with ThreadPoolExecutor(PROCESSORS, "storesvc-direct") as pool:
             _Restore(self, assembly).run(deque(reads), pool)
 
-    def ask(self, read: Read, answers: "queue.SimpleQueue[Any]") -> AskedRange:
-        """Asks for a read."""
-        return self._root.ask_range(
+    def start(self, read: Read, answers: "queue.SimpleQueue[Any]") -> RangeRead:
+        """Starts a read; its responses arrive in `answers`."""
+        return self._root.start_read(
             f"{self._pool}{read.file}",
             read.start,
             read.stop,
@@ -92,19 +92,20 @@ class BucketSource:
 
     @property
     def at_once(self) -> int:
-        """How many reads may be under way."""
+        """Maximum reads in flight."""
         return self._root.storage.concurrency
 
-    def take(self, read: Read, asked: AskedRange, assembly: Assembly) -> int:
-        """Takes what was answered to a read; returns the bytes that were handed over.
+    def take(self, read: Read, call: RangeRead, assembly: Assembly) -> int:
+        """Verifies and copies the response to a read; returns the bytes of the buffers
+        handed over.
 
         Raises:
-            DataLossError: It is missing, or not what was saved.
-            UnavailableError: There was no answer; lists what is outstanding.
+            DataLossError: The data file is missing or corrupt.
+            UnavailableError: There was no response; lists the missing chunks.
         """
         named = describe(self._manifest, read)
         try:
-            answer = asked.result()
+            answer = call.result()
         except DataLossError as e:
             raise DataLossError(f"{self._name} {named}: {e}", reason=e.reason) from e
         except UnavailableError as e:
@@ -123,18 +124,18 @@ class BucketSource:
     def _again(self, read: Read, start: int, stop: int) -> Bytes:
         """Reads bytes of a data file a second time."""
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        asked = self.ask(replace(read, start=start, stop=stop), answers)
+        call = self.start(replace(read, start=start, stop=stop), answers)
         try:
-            while not asked.is_settled:
-                asked.await_answer(at_most=LOOK_SECONDS)
-            answer = asked.result()
+            while not call.is_settled:
+                call.await_answer(at_most=POLL_SECONDS)
+            answer = call.result()
         finally:
-            asked.end()
+            call.end()
         return np.frombuffer(answer.value, np.uint8)
 
     def _planned(self, ordinals: Sequence[int], assembly: Assembly) -> list[Read]:
-        del assembly  # all are copied, wherever they go
-        return planned(
+        del assembly  # unlike files, bucket reads always need a copy
+        return plan_file_reads(
             self._manifest,
             alone=np.empty(0, np.int64),
             together=np.array(ordinals, np.int64),
@@ -144,80 +145,80 @@ class BucketSource:
 
 
 class _Restore:
-    """The reads of one restore that are under way."""
+    """The reads in flight of one restore."""
 
     def __init__(self, source: BucketSource, assembly: Assembly) -> None:
         self._source = source
         self._assembly = assembly
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        """Answers to reads; None: one was taken."""
-        self._asked: dict[AskedRange, Read] = {}
+        """Responses to reads; None after a response was processed."""
+        self._in_flight: dict[RangeRead, Read] = {}
         self._taken: list[tuple[Read, Future[int]]] = []
-        """What was answered, and is being taken."""
+        """Reads whose response is being processed."""
         self._parts: dict[Read, ExitStack] = {}
-        """The time that each takes."""
-        self._look_at = 0.0
+        """Time measurement of each read."""
+        self._next_check = 0.0
 
     def run(self, reads: deque[Read], pool: ThreadPoolExecutor) -> None:
-        """Does all reads, in their order."""
+        """Performs the reads in the given order."""
         try:
-            while reads or self._asked or self._taken:
-                while reads and self._may_ask(reads[0]):
-                    self._ask(reads.popleft())
+            while reads or self._in_flight or self._taken:
+                while reads and self._may_start(reads[0]):
+                    self._start(reads.popleft())
                 self._await(pool)
                 self._end_taken()
                 self._assembly.check_time()
-        except BaseException:  # one failed, or Ctrl-C: the others must not go on
+        except BaseException:  # one failed, or Ctrl-C: stop the others
             pool.shutdown(cancel_futures=True)
             raise
         finally:
-            for asked in self._asked:
-                asked.end()
+            for call in self._in_flight:
+                call.end()
             for part in self._parts.values():
                 part.close()
 
-    def _may_ask(self, read: Read) -> bool:
-        return len(self._asked) < self._source.at_once and (
+    def _may_start(self, read: Read) -> bool:
+        return len(self._in_flight) < self._source.at_once and (
             self._source.budget.may_begin(read, self._assembly)
         )
 
-    def _ask(self, read: Read) -> None:
+    def _start(self, read: Read) -> None:
         part = self._parts[read] = ExitStack()
         part.enter_context(self._assembly.meter.part(read.file))
-        self._asked[self._source.ask(read, self._events)] = read
+        self._in_flight[self._source.start(read, self._events)] = read
 
     def _await(self, pool: ThreadPoolExecutor) -> None:
-        """Waits until something is to be done, and does it."""
+        """Waits for the next event or the next check of late reads, and handles it."""
         try:
             with self._assembly.meter.phase("read"):
-                event = self._events.get(timeout=LOOK_SECONDS)
+                event = self._events.get(timeout=POLL_SECONDS)
         except queue.Empty:
             event = None
         if event is not None:
-            asked, answer = event
-            asked.take(answer)
-            self._settle(asked, pool)
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_SECONDS
-            for asked in list(self._asked):
-                asked.step()
-                self._settle(asked, pool)
+            call, answer = event
+            call.take(answer)
+            self._settle(call, pool)
+        if time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + POLL_SECONDS
+            for call in list(self._in_flight):
+                call.step()
+                self._settle(call, pool)
 
-    def _settle(self, asked: AskedRange, pool: ThreadPoolExecutor) -> None:
-        """Has a read be taken, if its result is known."""
-        if not asked.is_settled or asked not in self._asked:
+    def _settle(self, call: RangeRead, pool: ThreadPoolExecutor) -> None:
+        """Submits the response of a settled read to the thread pool."""
+        if not call.is_settled or call not in self._in_flight:
             return
-        read = self._asked.pop(asked)
-        asked.end()
-        taking = pool.submit(self._source.take, read, asked, self._assembly)
+        read = self._in_flight.pop(call)
+        call.end()
+        taking = pool.submit(self._source.take, read, call, self._assembly)
         taking.add_done_callback(lambda _: self._events.put(None))
         self._taken.append((read, taking))
 
     def _end_taken(self) -> None:
-        """Ends those that are taken.
+        """Releases the memory of processed reads.
 
         Raises:
-            StoreError: One could not be.
+            StoreError: One of them failed.
         """
         ended = [(read, taking) for read, taking in self._taken if taking.done()]
         self._taken = [one for one in self._taken if one not in ended]

@@ -1,4 +1,4 @@
-"""A checkpoint that was opened: its manifest is here, its bytes are not yet."""
+"""An open checkpoint: its manifest is in memory, its chunks are read on demand."""
 
 import logging
 import threading
@@ -26,12 +26,12 @@ from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._job.job import Job
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.bucket_source import BucketSource
-from storesvc_client._restore.file_source import DirectSource
+from storesvc_client._restore.file_source import FileSource
 from storesvc_client._restore.hold_lease import Lease
 from storesvc_client._restore.joint_restore import JointRestore, together
-from storesvc_client._restore.peer_plan import Spread
-from storesvc_client._restore.peer_source import SpreadSource, may_spread
-from storesvc_client._restore.server_source import StreamedSource
+from storesvc_client._restore.peer_plan import SpreadPlan
+from storesvc_client._restore.peer_source import PeerSource, may_spread
+from storesvc_client._restore.server_source import ServerSource
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import checked_patterns, checked_texts
 from storesvc_client._values.documents import CONTAINERS
@@ -73,23 +73,23 @@ if TYPE_CHECKING:
     from storesvc_client._values.options import RestoreKeywords, Rules
 
 READ_AT_ONCE_BYTES: Final = 64 << 20
-"""Leaves that ``read`` has in memory."""
+"""Maximum bytes of leaves that ``read`` keeps in memory."""
 
 SPREAD_BYTES: Final = 64 << 20
-"""That processes would read twice, from where it is worth to spread a restore."""
+"""Bytes read more than once across processes from which a restore is spread."""
 
 HOLD_SECONDS: Final = 2.0
-"""How long who has read waits for the end of the hold on it, or to hear that there was
-none, which tells best why something could not be read."""
+"""Maximum wait after a read for the outcome of its hold. A failed hold gives the best
+explanation of a failed read."""
 
 _SPREAD: Final = "spread"
 _APART: Final = "apart"
-"""What processes choose, who read together."""
+"""Choices of processes that restore together."""
 
 _UNWRITABLE: Final = frozenset(
     {"STORAGE_DENIED", "STORAGE_FULL", "STORAGE_UNAVAILABLE"}
 )
-"""Why a storage may take no hold, and still be read."""
+"""Error reasons of a storage that accepts no hold but can still be read."""
 
 _log = logging.getLogger(__name__)
 
@@ -190,7 +190,20 @@ class OpenCheckpoint:
         missing: Literal["error", "keep"] = "error",
         progress: ProgressCallback | None = None,
     ) -> Any:
-        """Restores, once all processes of ``joint`` have agreed on the checkpoint."""
+        """Restores the state, after all processes of ``joint`` have agreed on the
+        checkpoint; see ``Run.restore``.
+
+        Args:
+            joint: Joint restore of the job; None if this process restores alone.
+            deadline: Deadline of the whole restore.
+            like: As for ``Run.restore``, as are the following.
+            mesh: ...
+            rules: ...
+            select: ...
+            cast: ...
+            missing: ...
+            progress: ...
+        """
         from storesvc_client._pytree.restore_target import Target
 
         if joint is None and self._spread:
@@ -217,11 +230,11 @@ class OpenCheckpoint:
                     target.regions(), target.place, meter, deadline
                 )
                 source = self._source()
-                if joint is not None:  # last: others wait from here on
+                if joint is not None:  # last, because the others wait from here on
                     with meter.phase("await others"):
                         source = self._shared_source(source, target, joint)
                 since = meter.seconds
-                with joint.telling(assembly.news) if joint else nullcontext():
+                with joint.publishing(assembly.progress) if joint else nullcontext():
                     source.read(assembly.missing, assembly)
                 reading_seconds = meter.seconds - since
             with meter.phase("rebuild"):
@@ -230,8 +243,8 @@ class OpenCheckpoint:
         return result
 
     def _check_alone(self) -> None:
-        """Refuses to spread a restore over a job whose other processes have no part in
-        it. Where there is no job, this process reads every byte once as it is."""
+        """Rejects ``spread=True`` in a job of which only this process restores. Outside
+        a job it is accepted, as this process reads every byte once anyway."""
         from storesvc_client._pytree.jax_job import job_of_process
 
         if job_of_process() is not None:
@@ -270,11 +283,12 @@ class OpenCheckpoint:
 
     @contextmanager
     def _held(self) -> Generator[None]:
-        """Keeps the checkpoint from being purged while it is read.
+        """Holds the checkpoint, which keeps it from being purged during a read.
 
-        The first bytes are read while the hold is on its way, which in a bucket takes
-        as long as they do. What is gone before it arrives is not read as anything else:
-        every chunk is checked, and it is told why the checkpoint cannot be held.
+        The first bytes are read while the hold is being created, which in a bucket
+        takes as long as a read. If the checkpoint is purged before that, the read
+        cannot return other data, because every chunk is verified; the error then
+        states why the checkpoint cannot be held.
         """
         if self._held_by is not None and self._held_by.is_held:
             yield
@@ -288,11 +302,11 @@ class OpenCheckpoint:
                 has_read.wait()
                 lease.end()
                 holding.set_result(None)
-            except BaseException as e:  # noqa: BLE001 - for who waits for it
+            except BaseException as e:  # noqa: BLE001 - raised by the waiting thread
                 holding.set_exception(e)
 
-        # a daemon: a storage that does not answer must not keep a process from ending
-        threading.Thread(target=hold, name="storesvc-hold-aside", daemon=True).start()
+        # a daemon: a storage that does not answer must not delay the process's exit
+        threading.Thread(target=hold, name="storesvc-read-hold", daemon=True).start()
         try:
             yield
         finally:
@@ -300,17 +314,17 @@ class OpenCheckpoint:
             self._end(holding)
 
     def _end(self, holding: "Future[None]") -> None:
-        """Waits for the end of a hold; not for a storage that takes none: what was read
-        is checked, and needs it no longer."""
+        """Waits for the end of a hold. A storage that accepts no hold is not an error:
+        the data read is verified and does not need the hold any more."""
         try:
             holding.result(timeout=HOLD_SECONDS)
         except TimeoutError:
-            _log.warning("%s: no answer about the hold on it; it expires", self.name)
+            _log.warning("%s: no response about its hold, which will expire", self.name)
         except (LimitError, PreconditionError, UnavailableError) as e:
             if e.reason not in _UNWRITABLE:
                 raise
             why = "its store is read-only" if "read_only" in e.metadata else e
-            _log.warning("%s is read without a hold on it: %s", self.name, why)
+            _log.warning("%s is read without a hold: %s", self.name, why)
 
     def _row(self, key: str) -> int:
         if key not in self._manifest.tree.by_key:
@@ -340,8 +354,8 @@ class OpenCheckpoint:
         return sorted(rows)
 
     def _containers(self, select: Sequence[Pattern] | None) -> "list[Container]":
-        """What leaves do not show of the tree, of what is selected; a tuple is one
-        whatever of it is."""
+        """Returns the selected containers that no leaf represents; a tuple counts as
+        selected, because a part of it may be."""
         from storesvc_client._pytree.plain_containers import TUPLE, unpack_containers
 
         found = unpack_containers(self._manifest.tree.structure)
@@ -354,7 +368,7 @@ class OpenCheckpoint:
         return [each for each in found if each.what == TUPLE or each.key in chosen]
 
     def _has_empty(self, glob: Pattern) -> bool:
-        """Whether a pattern names None or an empty container."""
+        """Returns whether a pattern matches a None or an empty container."""
         if not self._manifest.tree.structure.startswith(CONTAINERS):
             return False
         from storesvc_client._pytree.plain_containers import TUPLE
@@ -366,7 +380,7 @@ class OpenCheckpoint:
         wanted: Iterable[tuple[int, Sequence[Region]]],
         place: Callable[[Buffer], None],
     ) -> None:
-        """Reads what is wanted."""
+        """Reads regions of leaves and passes their buffers to `place`."""
         meter = Meter("restore", self.name)
         assembly = self._assembly(wanted, place, meter, NEVER)
         self._source().read(assembly.missing, assembly)
@@ -378,7 +392,7 @@ class OpenCheckpoint:
         meter: Meter,
         deadline: Deadline,
     ) -> Assembly:
-        """The plan of what is wanted."""
+        """Returns the plan of a restore."""
         with collector_paused(), meter.phase("plan"):
             return Assembly(
                 self._manifest,
@@ -395,23 +409,24 @@ class OpenCheckpoint:
         target: "Target",
         joint: JointRestore,
     ) -> ChunkSource:
-        """Where chunks come from, once all processes are about to read the same."""
+        """Returns the source of a joint restore, once all processes have the same
+        plan."""
         from storesvc_client._pytree.all_gather import all_gather
 
         needed = list(target.needed(joint.job.count))
-        plan = Spread(self._manifest, needed, count=joint.job.count)
-        # what lies on this machine's disk is as near as the other processes are
+        plan = SpreadPlan(self._manifest, needed, count=joint.job.count)
+        # a file on a local disk is as fast to reach as the other processes
         is_far = not isinstance(self._session.data_root, Path)
         spread = self._spread
         is_worth_it = is_far and plan.saved_bytes >= SPREAD_BYTES and may_spread()
-        # one may reach the disk and another not, so what process 0 finds counts for all
+        # only some processes may reach the disk, so process 0's choice applies to all
         choice = joint.check(
             f"{self.info.uid} {spread} {plan.digest}",
             _SPREAD if spread or (spread is None and is_worth_it) else _APART,
         )
         if choice == _APART:
             return source
-        return SpreadSource(
+        return PeerSource(
             source,
             plan,
             self._manifest,
@@ -422,15 +437,15 @@ class OpenCheckpoint:
         )
 
     def _source(self) -> ChunkSource:
-        """The one seam of restores: where stored chunks come from."""
+        """Returns the source of stored chunks: server, files or bucket."""
         pool = RunPlaces(self._name.run).pool
         match self._session.data_root:
             case None:
-                return StreamedSource(
+                return ServerSource(
                     self._connection, name=self._name.resource, uid=self.info.uid
                 )
             case Path() as root:
-                return DirectSource(root, pool, self._manifest, name=self.name)
+                return FileSource(root, pool, self._manifest, name=self.name)
             case bucket:
                 return BucketSource(bucket, pool, self._manifest, name=self.name)
 
@@ -441,17 +456,17 @@ def _report(
     joint: JointRestore | None,
     seconds: float,
 ) -> RestoreReport:
-    """What a restore moved, once all processes have ended it.
+    """Returns the report of a restore, once all processes have ended it.
 
     Args:
-        source: Of its chunks.
-        assembly: Of them.
-        joint: The restore of all processes.
-        seconds: That this one read, or took part in an exchange.
+        source: Source of the chunks.
+        assembly: Assembly of the chunks.
+        joint: The joint restore; None if this process restored alone.
+        seconds: Time that this process spent reading or exchanging chunks.
     """
     meter = assembly.meter
     read_bytes, received_bytes = meter.done_bytes, 0
-    if isinstance(source, SpreadSource):
+    if isinstance(source, PeerSource):
         read_bytes, received_bytes = source.read_bytes, source.received_bytes
         seconds = source.seconds
     own = ProcessReading(
@@ -482,7 +497,7 @@ def _keep(arrays: "dict[int, NDArray[Any]]", buffer: Buffer) -> None:
 
 
 def _batched(rows: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Cuts rows into batches of ``READ_AT_ONCE_BYTES``, or of one larger row."""
+    """Cuts rows into batches of at most ``READ_AT_ONCE_BYTES``, or one larger row."""
     batch: list[int] = []
     held = 0
     for row in rows:

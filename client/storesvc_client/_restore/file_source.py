@@ -1,12 +1,12 @@
-"""Stored chunks from data files that this process reads by itself.
+"""Reads stored chunks from data files in a directory.
 
-From the manifest alone: which ranges of which files to read, in the order in which
-they lie, straight into the buffers where that is one run. Bytes are checksummed a
-piece at a time, while they are in the processor's cache; a page of memory is touched
-once more only by whoever uses it.
+The manifest alone determines which ranges of which files to read. They are read in file
+order, directly into the buffers where a chunk is one contiguous run. Bytes are verified
+piece by piece while they are in the processor's cache, so a page of memory is touched
+again only by its user.
 
-Work is taken off one list by a few threads, which all do the same: read, check, copy
-what is no run, hand over.
+A few threads take reads from one list; each reads, verifies, copies if necessary, and
+hands over complete buffers.
 """
 
 import os
@@ -27,78 +27,80 @@ from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc.storage import rooted_files
 from storesvc_client._chunks.buffer_layout import Bytes, allocate
 from storesvc_client._restore.assembly import Assembly
-from storesvc_client._restore.chunk_decoder import (
+from storesvc_client._restore.data_file_reads import (
     PIECE_BYTES,
     SMALL_BYTES,
     check_or_read_again,
+    describe,
+    plan_file_reads,
     unpack,
 )
-from storesvc_client._restore.memory_budget import BUDGET_BYTES, Budget
-from storesvc_client._restore.read_plan import describe, planned
+from storesvc_client._restore.memory_budget import BUDGET_BYTES, MemoryBudget
 from storesvc_client.errors import DataLossError, StoreError, UnavailableError
 
 READ_SECONDS: Final = 30.0
-"""How long a call for a file may take ..."""
+"""Timeout of a call for a file ..."""
 
 LEAST_BYTES_PER_SECOND: Final = 1 << 20
-"""... beside the time that its bytes take."""
+"""... plus the time that its bytes take at this rate."""
 
 THREADS: Final = min(os.cpu_count() or 1, 8)
+"""Reads in progress at a time."""
 
 BLOCK_BYTES: Final = 2 << 20
-"""Of neighbours that are read together."""
+"""Maximum bytes of neighbouring chunks that one call reads."""
 
 GAP_BYTES: Final = 4 << 10
-"""What may lie between neighbours: storage reads no less than a page."""
+"""Largest gap between neighbours that is read too: storage reads whole pages."""
 
 
-class DirectSource:
-    """Stored chunks from the data files of a run."""
+class FileSource:
+    """Reads stored chunks from the data files of a run in a directory."""
 
     def __init__(self, root: Path, pool: str, manifest: Manifest, *, name: str) -> None:
-        """Prepares to read.
+        """Creates the source; nothing is read yet.
 
         Args:
-            root: Of the store.
-            pool: What the data files lie below.
-            manifest: Of the checkpoint.
-            name: What messages call the checkpoint.
+            root: Root of the store.
+            pool: Prefix of the run's data files.
+            manifest: Manifest of the checkpoint.
+            name: Name of the checkpoint in messages.
         """
         self._root = root
         self._pool = pool
         self._manifest = manifest
         self._name = name
-        self.budget = Budget(BUDGET_BYTES)
+        self.budget = MemoryBudget(BUDGET_BYTES)
         self._calls: dict[int, tuple[float, Path]] = {}
-        """By thread: when the call for a file that it is at is due."""
+        """Timeout and path of the file call in progress, by thread."""
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         with assembly.meter.phase("plan"):
             reads = self._planned(ordinals, assembly)
-        take = partial(self._take, _Staging(), assembly)
+        perform = partial(self._perform, _Scratch(), assembly)
         check = partial(self._check, assembly)
-        self.budget.work_off(reads, take, assembly, threads=THREADS, check=check)
+        self.budget.perform(reads, perform, assembly, threads=THREADS, check=check)
 
     def _check(self, assembly: Assembly) -> None:
-        """Refuses to wait for a file that does not answer.
+        """Checks the timeouts of the file calls and the deadline of the restore.
 
         Raises:
-            UnavailableError: One does not, or the restore takes longer than it may.
+            UnavailableError: One has passed.
         """
         now = time.monotonic()
         for due, path in list(self._calls.values()):
             if now > due:
                 raise UnavailableError(
                     f"{self._name}: data file {path} has not answered in time; check "
-                    "the disk or the network that it lies on, and try again",
+                    "its disk or network, and try again",
                     reason="STORAGE_UNAVAILABLE",
                 )
         assembly.check_time()
 
     @contextmanager
     def _due(self, read: Read, size_bytes: int) -> Iterator[None]:
-        """Notes that a call for a file is to return in time."""
+        """Sets the timeout of a file call, which ``_check`` enforces."""
         due = time.monotonic() + READ_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
         self._calls[threading.get_ident()] = due, self._path(read)
         try:
@@ -113,7 +115,7 @@ class DirectSource:
         chunks = np.array(ordinals, np.int64)
         alone = np.array([assembly.is_run(ordinal) for ordinal in ordinals], np.bool_)
         alone &= self._manifest.places.length[chunks] >= SMALL_BYTES
-        return planned(
+        return plan_file_reads(
             self._manifest,
             alone=chunks[alone],
             together=chunks[~alone],
@@ -121,17 +123,17 @@ class DirectSource:
             gap_bytes=GAP_BYTES,
         )
 
-    def _take(self, staging: "_Staging", assembly: Assembly, read: Read) -> int:
-        """Does a read; returns the bytes that were handed over."""
-        take = self._take_alone if len(read.chunks) == 1 else self._take_together
+    def _perform(self, scratch: "_Scratch", assembly: Assembly, read: Read) -> int:
+        """Performs a read; returns the bytes of the buffers handed over."""
+        take = self._read_single if len(read.chunks) == 1 else self._read_neighbours
         with self._file(read) as file, assembly.meter.part(read.file):
-            return take(file, read, staging, assembly)
+            return take(file, read, scratch, assembly)
 
-    def _take_alone(
-        self, file: int, read: Read, staging: "_Staging", assembly: Assembly
+    def _read_single(
+        self, file: int, read: Read, scratch: "_Scratch", assembly: Assembly
     ) -> int:
-        """Reads a chunk to where it goes, or beside it and copies it while it is in
-        the cache; returns the bytes that were handed over."""
+        """Reads one chunk into its buffer, or into scratch memory from which each piece
+        is copied while it is in the cache; returns the bytes handed over."""
         (chunk,), (length,) = read.chunks, read.lengths
         size = length - CHECKSUM_BYTES
         into, step = assembly.destination(chunk), PIECE_BYTES
@@ -140,7 +142,7 @@ class DirectSource:
         tail, checksum, meter = bytearray(CHECKSUM_BYTES), 0, assembly.meter
         for at in range(0, size, step):
             end = min(at + step, size)
-            piece = staging.memory(end - at) if into is None else into[at:end]
+            piece = scratch.memory(end - at) if into is None else into[at:end]
             buffers = [piece.data, memoryview(tail)] if end == size else [piece.data]
             with meter.phase("read"):
                 self._fill(file, buffers, read, read.start + at)
@@ -154,11 +156,12 @@ class DirectSource:
         again = partial(self._again, file, read, read.start, read.stop)
         return check_or_read_again(chunk, checksum, bytes(tail), assembly, again)
 
-    def _take_together(
-        self, file: int, read: Read, staging: "_Staging", assembly: Assembly
+    def _read_neighbours(
+        self, file: int, read: Read, scratch: "_Scratch", assembly: Assembly
     ) -> int:
-        """Reads neighbours, and copies each from there; returns as above."""
-        memory = staging.memory(read.stop - read.start)
+        """Reads neighbouring chunks into scratch memory and copies them from there;
+        returns the bytes handed over."""
+        memory = scratch.memory(read.stop - read.start)
         with assembly.meter.phase("read"):
             self._fill(file, [memory.data], read, read.start)
         return unpack(read, memory, assembly, partial(self._again, file, read))
@@ -171,7 +174,7 @@ class DirectSource:
 
     @contextmanager
     def _file(self, read: Read) -> Iterator[int]:
-        """Opens the file of a read, and names what storage says about it."""
+        """Opens the file of a read; translates errors of the storage."""
         place = f"{self._pool}{read.file}"
         try:
             with self._due(read, 0):
@@ -182,20 +185,20 @@ class DirectSource:
                 os.close(file)
         except FileNotFoundError as e:
             raise self._lost(read, "is missing") from e
-        except StoreError:  # some are OSErrors too
+        except StoreError:  # some classes are OSErrors too
             raise
         except rooted_files.IrregularFileError as e:
             raise self._lost(read, f"is not read ({e})") from e
         except OSError as e:
             raise UnavailableError(
                 f"{self._name}: cannot read data file {self._path(read)}: "
-                f"{e.strerror}; without direct= it is read through the server"
+                f"{e.strerror}; connect without direct= to read it through the server"
             ) from e
 
     def _fill(
         self, file: int, buffers: list[memoryview], read: Read, offset: int
     ) -> None:
-        """Reads until the buffers are full."""
+        """Reads until the buffers are full; a read may return less than requested."""
         wanted = sum(map(len, buffers))
         with self._due(read, wanted):
             got = os.preadv(file, buffers, offset)
@@ -220,14 +223,14 @@ class DirectSource:
         )
 
 
-class _Staging(threading.local):
-    """The memory that each thread reads into what it copies from there."""
+class _Scratch(threading.local):
+    """Scratch memory of each thread, reused by its reads."""
 
     def __init__(self) -> None:
         self._memory = allocate(0)
 
     def memory(self, size_bytes: int) -> Bytes:
-        """Returns so much of it; what was returned before is given up."""
+        """Returns scratch memory; invalidates what was returned before."""
         if len(self._memory) < size_bytes:
             self._memory = allocate(size_bytes)
         return self._memory[:size_bytes]

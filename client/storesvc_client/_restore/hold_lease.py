@@ -1,4 +1,4 @@
-"""Leases on checkpoints: what is read meanwhile is not purged."""
+"""Leases on checkpoints: holds that protect a checkpoint from purging."""
 
 import logging
 import threading
@@ -24,20 +24,21 @@ from storesvc_client.errors import (
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
-_RENEWALS_A_TTL: Final = 3
+_RENEWALS_PER_TTL: Final = 3
 _CALL_SECONDS: Final = 10.0
-"""Of a renewal, and of the end: small calls, which others follow."""
+"""Timeout of a renewal and of a deletion."""
 _ENDING_REASONS: Final = frozenset({"HOLD_EXPIRED", "HOLD_NOT_FOUND"})
+"""Error reasons after which no renewal can succeed."""
 
 _log = logging.getLogger(__name__)
 
 
 class Lease:
-    """A hold of the server, renewed by a thread until it is ended.
+    """A hold on the server, renewed by a background thread until it is ended.
 
-    The thread goes on through all that may pass, and ends where the server says that
-    there is nothing left to renew (``HOLD_NOT_FOUND``, ``HOLD_EXPIRED``), or where the
-    client was closed. A process that ends without ending its lease leaves it to expire.
+    The thread retries after transient errors. It ends when the server reports that the
+    hold is gone (``HOLD_NOT_FOUND``, ``HOLD_EXPIRED``) or the client is closed. If the
+    process ends without calling ``end``, the hold expires.
     """
 
     def __init__(
@@ -49,19 +50,19 @@ class Lease:
         owner: str | None = None,
         ttl: DurationLike | None = None,
     ) -> None:
-        """Takes a lease.
+        """Creates the hold.
 
         Args:
-            connection: To the store.
-            checkpoint: What to hold.
-            uid: The very one of this uid, also where it was deleted; "": any.
-            owner: Who holds it, for people; None: this machine.
-            ttl: How long it lasts after each renewal; None: as the server says.
+            connection: Connection to the store.
+            checkpoint: Checkpoint to hold.
+            uid: Uid of exactly the checkpoint to hold, even if it is deleted; "" holds
+                the current one.
+            owner: Owner shown to users; None is the name of this machine.
+            ttl: Time to live after each renewal; None is the server's default.
 
         Raises:
-            NotFoundError: There is no such checkpoint, or, without a uid, it was
-                deleted.
-            StoreError: It could not be taken.
+            NotFoundError: The checkpoint does not exist or, without a uid, is deleted.
+            StoreError: The hold could not be created.
         """
         self._connection = connection
         self._stub = CheckpointServiceStub(connection.channel)
@@ -80,43 +81,42 @@ class Lease:
                     request, timeout=connection.timeout
                 ).hold
         self._error: StoreError | None = None
-        # Of the thread that has it already, too: a garbage collection within a renewal
-        # may end what nobody uses any more.
+        # Reentrant: a Python garbage collection during a renewal may end a lease in
+        # the same thread.
         self._renewing = threading.RLock()
         self._ended = threading.Event()
-        thread = threading.Thread(target=self._keep, name="storesvc-hold", daemon=True)
+        thread = threading.Thread(target=self._run, name="storesvc-hold", daemon=True)
         thread.start()
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was ended here."""
+        """True after ``end`` was called."""
         return self._ended.is_set()
 
     @property
     def checkpoint(self) -> CheckpointName:
-        """What it holds, by step."""
+        """The held checkpoint, by step."""
         return received(CheckpointName.from_resource, self._hold.checkpoint)
 
     @property
     def uid(self) -> str:
-        """The uid of what it holds."""
+        """Uid of the held checkpoint."""
         return self._hold.uid
 
     @property
     def expire_time(self) -> datetime:
-        """When it expires unless it is renewed."""
+        """Expiry time, unless renewed."""
         return self._hold.expire_time.ToDatetime(UTC)
 
     @property
     def is_held(self) -> bool:
-        """Whether it was neither ended, nor so long without a renewal that it may have
-        expired."""
+        """True until the lease is ended or may have expired."""
         ttl = self._hold.ttl.ToTimedelta().total_seconds()
         return not self._ended.is_set() and time.monotonic() - self._renewed < ttl
 
     @property
     def error(self) -> StoreError | None:
-        """Why it may have expired, or the last renewal failed; None: it was renewed."""
+        """Error of the last renewal, or an expiry; None while the lease is held."""
         if self._error is None and not self._ended.is_set() and not self.is_held:
             return PreconditionError(
                 f"the hold on {self.checkpoint} was not renewed for longer than its "
@@ -126,19 +126,19 @@ class Lease:
         return self._error
 
     def end(self) -> None:
-        """Ends it; a second time does nothing. ``error`` stays what it was.
+        """Ends the lease; repeated calls do nothing. ``error`` keeps its value.
 
-        Where that fails it is left to expire.
+        If the hold cannot be deleted, it expires.
         """
-        # After the answer to a renewal, and before the next one; not for ever.
-        has_turn = self._renewing.acquire(timeout=_CALL_SECONDS)
+        # Wait for a renewal in flight and block the next one, but not without limit.
+        is_locked = self._renewing.acquire(timeout=_CALL_SECONDS)
         try:
             if self._ended.is_set():
                 return
             self._error = self.error
             self._ended.set()
         finally:
-            if has_turn:
+            if is_locked:
                 self._renewing.release()
         request = api.DeleteHoldRequest(name=self._hold.name)
         try:
@@ -162,14 +162,14 @@ class Lease:
     ) -> None:
         self.end()
 
-    def _keep(self) -> None:
-        interval = self._hold.ttl.ToTimedelta().total_seconds() / _RENEWALS_A_TTL
+    def _run(self) -> None:
+        interval = self._hold.ttl.ToTimedelta().total_seconds() / _RENEWALS_PER_TTL
         while not self._ended.wait(interval):
             try:
                 self._renew()
             except StoreError as e:
                 self._fail(e)
-                if _is_ending(e):
+                if e.reason in _ENDING_REASONS or isinstance(e, InvalidRequestError):
                     return
 
     def _renew(self) -> None:
@@ -185,7 +185,7 @@ class Lease:
         try:
             with translated(self._connection.address):
                 hold = self._stub.RenewHold(request, timeout=self._timeout).hold
-        except UnavailableError:  # not yet an error: it is tried again
+        except UnavailableError:  # transient: the caller retries
             raise
         except StoreError as e:
             self._fail(e)
@@ -197,8 +197,3 @@ class Lease:
         with self._renewing:
             if not self._ended.is_set():
                 self._error = error
-
-
-def _is_ending(e: StoreError) -> bool:
-    """Whether no later renewal can succeed."""
-    return e.reason in _ENDING_REASONS or isinstance(e, InvalidRequestError)

@@ -1,4 +1,4 @@
-"""What the processes of a job are told of a restore that all of them make."""
+"""Outcomes that processes of a job publish about a joint restore."""
 
 import json
 from collections.abc import Sequence
@@ -10,54 +10,54 @@ from storesvc_client._values.values import ProcessReading
 from storesvc_client.errors import PeerFailedError, UnavailableError
 
 _SHOWN: Final = 4
-"""Processes that a message lists."""
+"""Maximum processes listed in a message."""
 
 
 def outcome_of(reading: ProcessReading) -> Outcome:
-    """Returns what a process tells that has ended well."""
+    """Returns the outcome of a process that has restored successfully."""
     return Outcome(name=json.dumps(asdict(reading)))
 
 
-def failed(what: str, told: Sequence[str]) -> Outcome:
-    """Returns the verdict where processes have failed.
+def failed(what: str, failures: Sequence[str]) -> Outcome:
+    """Returns the verdict if processes have failed.
 
     Args:
-        what: Was to be restored.
-        told: By each of them.
+        what: What was to be restored.
+        failures: Failures of those processes.
     """
     return Outcome(
-        failure=f"restore of {what} was given up by another process of the job: "
-        f"{listed(told)}",
+        failure=f"restore of {what} failed in another process of the job: "
+        f"{listed(failures)}",
         kind=PeerFailedError.__name__,
     )
 
 
-def absent(what: str, who: str, seconds: float) -> Outcome:
-    """Returns the verdict where a process does not ask in time."""
+def absent(what: str, process: str, seconds: float) -> Outcome:
+    """Returns the verdict if a process does not call restore in time."""
     return Outcome(
-        failure=f"restore of {what}: {who} has not asked for it in {seconds:g} s; "
+        failure=f"restore of {what}: {process} has not called it within {seconds:g} s; "
         "restore in all processes of the job, or with Distributed(processes='this')",
         kind=UnavailableError.__name__,
     )
 
 
-def late(what: str, who: str, seconds: float, news: str) -> Outcome:
-    """Returns the verdict where a process that has asked does not begin in time.
+def late(what: str, process: str, seconds: float, progress: str) -> Outcome:
+    """Returns the verdict if a process has called restore but is not ready in time.
 
     Args:
-        what: Is to be restored.
-        who: Does not begin.
-        seconds: How long it was waited for.
-        news: Of it, behind a colon; "": there are none.
+        what: What is to be restored.
+        process: The process that is not ready.
+        seconds: Time waited for it.
+        progress: Its last progress after a colon, or "".
     """
     return Outcome(
-        failure=f"restore of {what}: {who} is not ready to read after {seconds:g} s"
-        f"{news}; look for what keeps it, or allow more time",
+        failure=f"restore of {what}: {process} is not ready to read after {seconds:g} s"
+        f"{progress}; check that process, or pass a longer deadline=",
         kind=UnavailableError.__name__,
     )
 
 
-def listed(told: Sequence[str]) -> str:
-    """Returns what processes told, for messages."""
-    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return "; ".join(told[:_SHOWN]) + more
+def listed(failures: Sequence[str]) -> str:
+    """Returns the first few failures as one text, for messages."""
+    more = f"; and {len(failures) - _SHOWN} more" if len(failures) > _SHOWN else ""
+    return "; ".join(failures[:_SHOWN]) + more

@@ -1,13 +1,15 @@
-"""Restores by all processes of a job: which checkpoint it is, process 0 tells.
+"""Joint restores: all processes of a job restore the checkpoint that process 0
+resolves.
 
-They meet twice: before the first byte is read, from where on each may wait for the
-others, so either all begin or none does; and after the last, so that a restore ends
-well in all of them, or in each with an error that names who failed it. Each time
-process 0 hears all and tells the verdict. What stands on the board first counts: that
-of process 0, unless another could not wait for it so long.
+The processes meet twice on the job's board. 1. Before the first byte is read: from then
+on each may wait for the others, so either all start or none does. 2. After the last
+byte: a restore succeeds in all processes, or each raises an error that names the
+process that failed. In each meeting process 0 collects the outcomes of all and
+publishes the verdict. The verdict published first is final: process 0's, unless another
+process has stopped waiting for it.
 
-While they wait or read, each tells now and then what it waits for, so that those who
-wait for it can log it.
+While they wait or read, processes publish progress texts at intervals, which the
+processes that wait for them log.
 """
 
 import json
@@ -21,8 +23,8 @@ from itertools import count
 from typing import Final
 
 from storesvc_client._job.job import Job, Outcome, process_name
-from storesvc_client._job.rendezvous import Calls
-from storesvc_client._job.wait_log import Looks
+from storesvc_client._job.rendezvous import JointCalls
+from storesvc_client._job.wait_log import WaitLogTimer
 from storesvc_client._restore.joint_outcomes import (
     absent,
     failed,
@@ -39,37 +41,38 @@ from storesvc_client.errors import (
     UnavailableError,
 )
 
-PATIENCE_SECONDS: Final = 300.0
-"""How long a process is waited for that does not come, at most."""
+MEETING_SECONDS: Final = 300.0
+"""Maximum time to wait for a process to call restore."""
 
 REFUSED_SECONDS: Final = 10.0
-"""How long who is refused before it asks for anything waits for the others, to tell
-them."""
+"""Time that a process whose arguments were rejected waits for the others, to publish
+its error to them."""
 
 FAILED_SECONDS: Final = 60.0
-"""How long process 0 waits, once it knows of a failure, for those who have not asked:
-they would take its next call for this one."""
+"""Time that process 0, after a failure, waits for processes that have not called
+restore yet: they would otherwise join its next call instead of this one."""
 
-TURN_SECONDS: Final = 1.0
-"""How often who waits looks whether another process has failed."""
+POLL_SECONDS: Final = 1.0
+"""Interval at which a waiting process checks whether another one has failed."""
 
 GRACE_SECONDS: Final = 5.0
-"""How long process 0 listens for more failures once it knows of one: a slow storage is
-slow for many processes at a time."""
+"""Time that process 0 waits for more failures after the first: a slow storage is slow
+for many processes at a time."""
 
 _SECOND_HAND: Final = "second hand"
-"""Why a process has failed that was told so by another."""
+"""Reason of a failure that only repeats another process's failure."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def together(job: Job | None, run: str) -> "Generator[JointRestore | None]":
-    """Yields the restore of all processes of a job, who are told where this one fails.
+    """Yields the joint restore of a job's processes; publishes an error raised in the
+    context to the other processes.
 
     Args:
-        job: The processes; None: this one is alone, and so it is None that is yielded.
-        run: Which all of them read.
+        job: The processes; if None, this process is alone and None is yielded.
+        run: Name of the run.
     """
     if job is None:
         yield None
@@ -86,107 +89,106 @@ def together(job: Job | None, run: str) -> "Generator[JointRestore | None]":
 
 
 class JointRestore:
-    """One restore of a job, or only its beginning, where all processes open the same
-    checkpoint."""
+    """One restore by all processes of a job, or one opening of a checkpoint, which is
+    the first half of a restore."""
 
     def __init__(self, job: Job, run: str) -> None:
-        """Knows nothing of the others yet.
+        """Creates the restore; the other processes are not contacted yet.
 
         Args:
             job: The processes.
-            run: Which all of them read.
+            run: Name of the run.
         """
         self.job = job
-        self._calls = Calls(job, f"read/{run}")
-        self._what = run
+        self._calls = JointCalls(job, f"read/{run}")
         self._place = ""
-        """On the board, where the processes meet; "": not known yet."""
+        """Key prefix on the board for this call; "" while unknown."""
+        self._what = run
         self._number: int | None = None
-        """Of the call of this process, which waits for its place; process 0 has
-        none."""
+        """Number of this process's call, until it has a key prefix; None in process
+        0."""
         self._absent = set(range(1, job.count))
-        """Who does not take part yet, as far as process 0 knows."""
+        """Processes that have not called restore yet, as known to process 0."""
         self._deadline = NEVER
         self._seconds = math.inf
-        """How long a process is waited for that does not come ..."""
+        """Maximum wait for a process that does not arrive ..."""
         self._end = math.inf
-        """... which is until then."""
+        """... and the time at which that wait ends."""
         self._is_begun = False
-        self._news = count()
+        self._progress_count = count()
         self._failed_at = math.inf
-        """When this process first knew that another had failed."""
+        """Time at which this process learned of the first failure of another."""
 
     @property
     def own_name(self) -> str:
-        """What messages call this process."""
+        """Name of this process in messages."""
         return self._name(self.job.index)
 
     def begin(self, asked: str, resolve: Callable[[], str], deadline: Deadline) -> str:
-        """Returns the name of the checkpoint: what process 0 finds, for all.
+        """Returns the resource name of the checkpoint that process 0 resolves for all.
 
         Args:
-            asked: What is to be read, as messages call it: "prod/llama-8b@latest".
-            resolve: Finds it.
-            deadline: Until when to wait for the others, here and in ``check``; five
-                minutes at most.
+            asked: What to read, as shown in messages: "prod/llama-8b@latest".
+            resolve: Resolves it to a resource name; called in process 0.
+            deadline: Deadline for the other processes, here and in ``check``; limited
+                to five minutes.
 
         Raises:
-            StoreError: What process 0 was refused with.
-            InvalidRequestError: It asks for another.
-            UnavailableError: It does not ask for any.
+            StoreError: Process 0 could not resolve it.
+            InvalidRequestError: Process 0 restores something else.
+            UnavailableError: Process 0 does not call restore in time.
         """
         self._what = asked
         self._deadline = deadline
-        self._seconds = min(deadline.seconds, PATIENCE_SECONDS)
-        self._end = min(deadline.end, time.monotonic() + PATIENCE_SECONDS)
+        self._seconds = min(deadline.seconds, MEETING_SECONDS)
+        self._end = min(deadline.end, time.monotonic() + MEETING_SECONDS)
         if self.job.index == 0:
             return self._lead(resolve)
         self._number = self._calls.begin()
         key = self._calls.place_key(self._number)
-        # process 0 may have waited for its store as long
+        # process 0 may have waited as long for its server
         end = self._end + GRACE_SECONDS
         place, _ = self._awaited(key, 0, end, grace=math.inf)
         self._place = place or self._calls.take_back(self._number)
         if not self._place:
             raise self._absence(0).error
-        text = self.job.told(self._asked_key)
-        assert text is not None  # it is told before any place is
-        told = Outcome.of_text(text)
-        if told.failure:
-            raise told.error
-        if told.asked != asked:
+        text = self.job.read(self._asked_key)
+        assert text is not None  # published before any key prefix
+        outcome = Outcome.of_text(text)
+        if outcome.failure:
+            raise outcome.error
+        if outcome.asked != asked:
             raise InvalidRequestError(
-                f"restore of {asked}: {self._name(0)} asks for {told.asked} at the "
-                "same time; ask for the same in all processes of the job, or with "
-                "Distributed(processes='this')"
+                f"restore of {asked}: {self._name(0)} restores {outcome.asked} at the "
+                "same time; restore the same checkpoint in all processes of the job, "
+                "or use Distributed(processes='this')"
             )
-        return told.name
+        return outcome.name
 
     def check(self, digest: str, choice: str) -> str:
-        """Returns once all processes are about to read the same: what process 0 has
-        chosen.
+        """Waits until all processes are ready to read; returns process 0's choice.
 
         Args:
-            digest: Of what this process has planned for all of them.
-            choice: Of this process.
+            digest: Digest of the plan that this process made for all.
+            choice: Choice of this process.
 
         Raises:
-            InvalidRequestError: One has planned otherwise; names it.
-            PeerFailedError: One has failed; says why.
-            UnavailableError: One does not read; names it.
+            InvalidRequestError: The plan of a process differs; the message names it.
+            PeerFailedError: A process failed; the message gives the cause.
+            UnavailableError: A process is not ready in time; the message names it.
         """
         if self.job.index == 0:
-            verdict = self._stands("begin", self._compared(digest, choice))
+            verdict = self._publish_verdict("begin", self._compared(digest, choice))
         else:
-            self._tell("begin", Outcome(name=digest))
-            # process 0 may have come later, and waited as long for some of the others
+            self._publish("begin", Outcome(name=digest))
+            # process 0 may have started later and waited as long for other processes
             end = min(self._end + self._seconds, self._deadline.end) + GRACE_SECONDS
             key = self._key("begin", 0)
-            text, news = self._awaited(key, 0, end, grace=2 * GRACE_SECONDS)
+            text, progress = self._awaited(key, 0, end, grace=2 * GRACE_SECONDS)
             if text is None:
                 failure = self.failure()
-                why = self._failed(failure) if failure else self._lateness(0, news)
-                verdict = self._stands("begin", why)
+                why = self._failed(failure) if failure else self._lateness(0, progress)
+                verdict = self._publish_verdict("begin", why)
             else:
                 verdict = Outcome.of_text(text)
         if verdict.failure:
@@ -195,30 +197,29 @@ class JointRestore:
         return verdict.name
 
     def end(self, own: ProcessReading, *, seconds: float) -> ProcessReading:
-        """Returns once all processes have ended: what was read by the one that took the
-        longest.
+        """Waits until all processes have ended; returns the reading of the slowest one.
 
         Args:
             own: What this process read.
-            seconds: How long the others may take.
+            seconds: Time that the others may still take.
 
         Raises:
-            PeerFailedError: Some have failed, or have not ended in that time; names
-                them, and what they lack.
+            PeerFailedError: Processes failed or have not ended in time; the message
+                names them and their progress.
         """
         end = time.monotonic() + seconds + GRACE_SECONDS
         if self.job.index == 0:
-            verdict = self._stands("end", self._slowest(own, end))
+            verdict = self._publish_verdict("end", self._slowest(own, end))
         else:
-            self._tell("end", outcome_of(own))
-            # it may have begun later, by as long as it was waited for
+            self._publish("end", outcome_of(own))
+            # process 0 may have started later, by at most the time it was waited for
             end += self._seconds + GRACE_SECONDS
-            text, news = self._awaited(
+            text, progress = self._awaited(
                 self._key("end", 0), 0, end, grace=2 * GRACE_SECONDS
             )
             if text is None:
-                told = self.failure() or f"{self._name(0)} has not ended{news}"
-                verdict = self._stands("end", self._failed(told))
+                failure = self.failure() or f"{self._name(0)} has not ended{progress}"
+                verdict = self._publish_verdict("end", self._failed(failure))
             else:
                 verdict = Outcome.of_text(text)
         if verdict.failure:
@@ -226,59 +227,59 @@ class JointRestore:
         return ProcessReading(**json.loads(verdict.name))
 
     def failure(self) -> str:
-        """Returns what the first process that failed, while all read, has told; "":
-        none has, as far as it is known."""
+        """Returns the failure that the first failed process published; "" if none is
+        known."""
         with suppress(StoreError):
-            return self.job.told(self._failure_key) or ""
+            return self.job.read(self._failure_key) or ""
         return ""
 
     def fail(self, error: BaseException) -> str:
-        """Tells why this process has failed, and returns why others have, as far as
-        that is known; "": it is not.
+        """Publishes why this process failed; returns the known failures of others, or
+        "".
 
-        Where it was to begin already, or had ended well, it changes nothing.
+        Does nothing to a meeting that this process has already passed.
         """
         others: list[str] = []
-        with suppress(StoreError):  # the error that this is about is the one to raise
+        with suppress(StoreError):  # the caller raises the original error
             if not self._place and not self._met_late(error):
                 return ""
-            told = self._own_failure(error)
+            failure = self._own_failure(error)
             is_second_hand = isinstance(error, PeerFailedError)
             if not is_second_hand:
-                self.job.tell(self._failure_key, told)
+                self.job.post(self._failure_key, failure)
             is_first = self.job.index == 0
             if is_first:
-                self._tell("begin", self._failed(told))
-                self._gather(-math.inf, grace=0)  # who asks now is told, too
+                self._publish("begin", self._failed(failure))
+                self._gather(-math.inf, grace=0)  # for processes waiting by now
             else:
-                self._tell("begin", Outcome(failure=told))
+                self._publish("begin", Outcome(failure=failure))
                 reason = _SECOND_HAND if is_second_hand else ""
-                self._tell("end", Outcome(failure=told, reason=reason))
+                self._publish("end", Outcome(failure=failure, reason=reason))
                 return ""
             try:
                 if self._is_begun and isinstance(error, UnavailableError):
-                    _, others = self._heard(time.monotonic() + GRACE_SECONDS)
+                    _, others = self._collect(time.monotonic() + GRACE_SECONDS)
             finally:
-                self._tell("end", self._failed(told, *others))
+                self._publish("end", self._failed(failure, *others))
         return listed(others)
 
     @contextmanager
-    def telling(self, describe: Callable[[], str]) -> Generator[None]:
-        """Tells the others now and then how far this process is.
+    def publishing(self, describe: Callable[[], str]) -> Generator[None]:
+        """Publishes the progress of this process at intervals within the context.
 
         Args:
-            describe: Returns it; called by another thread.
+            describe: Returns the progress as text; called in another thread.
         """
         ended = threading.Event()
 
-        def tell() -> None:
-            looks = Looks()
-            with suppress(StoreError):  # who is not told news is told the end
-                while not ended.wait(looks.left):
-                    if looks.are_due():
-                        self._tell_news(describe())
+        def publish() -> None:
+            timer = WaitLogTimer()
+            with suppress(StoreError):  # progress is optional; the end is published
+                while not ended.wait(timer.left):
+                    if timer.is_due():
+                        self._publish_progress(describe())
 
-        thread = threading.Thread(target=tell, name="storesvc-news", daemon=True)
+        thread = threading.Thread(target=publish, name="storesvc-progress", daemon=True)
         thread.start()
         try:
             yield
@@ -287,40 +288,42 @@ class JointRestore:
             thread.join()
 
     def _lead(self, resolve: Callable[[], str]) -> str:
-        """The name of the checkpoint, once all others take part and are told it."""
+        """Resolves the checkpoint in process 0 and waits for all others to call
+        restore; returns its name."""
         refusal: StoreError | None = None
         try:
-            told = Outcome(name=resolve(), asked=self._what)
+            outcome = Outcome(name=resolve(), asked=self._what)
         except StoreError as e:
             refusal = e
-            told = Outcome(failure=str(e), kind=type(e).__name__, reason=e.reason)
-        self._open(told)
+            outcome = Outcome(failure=str(e), kind=type(e).__name__, reason=e.reason)
+        self._open(outcome)
         if refusal is not None:
-            # they may come much later, and would wait for a call that was made already
+            # Wait even for late processes: they would join a call that is already over.
             self._gather(self._end, grace=math.inf)
             raise refusal
         self._gather(self._end, grace=FAILED_SECONDS)
         if failure := self.failure():
-            raise self._stands("begin", self._failed(failure)).error
+            raise self._publish_verdict("begin", self._failed(failure)).error
         if self._absent:
-            raise self._stands("begin", self._absence(min(self._absent))).error
-        return told.name
+            verdict = self._absence(min(self._absent))
+            raise self._publish_verdict("begin", verdict).error
+        return outcome.name
 
-    def _open(self, told: Outcome) -> None:
-        """Makes a place for all, and tells there what process 0 asks for."""
+    def _open(self, outcome: Outcome) -> None:
+        """Creates the key prefix of this call; publishes process 0's request there."""
         place = self._calls.lead()
-        self.job.tell(f"{place}/asked", told.to_text())
+        self.job.post(f"{place}/asked", outcome.to_text())
         self._place = place
 
     def _gather(self, end: float, *, grace: float) -> None:
-        """Gives all others the place. Meanwhile, who is waited for is logged.
+        """Hands the key prefix to all other processes; logs which one is waited for.
 
         Args:
-            end: Until when the others are waited for.
-            grace: How long at most once one has failed, which is told to those who are
-                here, and to those who come.
+            end: Time at which waiting for the others ends.
+            grace: Maximum wait after a failure, which is published to processes that
+                are here and to those that arrive.
         """
-        looks, has_told, seconds = Looks(), False, 0.0
+        timer, is_published, seconds = WaitLogTimer(), False, 0.0
         while True:
             for index in sorted(self._absent):
                 if self._calls.take(index, self._place, seconds=seconds):
@@ -328,20 +331,21 @@ class JointRestore:
                 seconds = 0.0
             if self._failed_at == math.inf and (failure := self.failure()):
                 self._failed_at = time.monotonic()
-                self._stands("begin", self._failed(failure))
+                self._publish_verdict("begin", self._failed(failure))
             left = min(end, self._failed_at + grace) - time.monotonic()
             if not self._absent or left <= 0:
                 return
-            if not has_told:
-                self._tell_wait(min(self._absent), looks, "")
-                has_told = True
-            seconds = min(left, TURN_SECONDS, looks.left)
-            if looks.are_due():
-                self._log_wait(min(self._absent), looks, "")
+            if not is_published:
+                self._publish_wait(min(self._absent), timer, "")
+                is_published = True
+            seconds = min(left, POLL_SECONDS, timer.left)
+            if timer.is_due():
+                self._log_wait(min(self._absent), timer, "")
 
     def _met_late(self, error: BaseException) -> bool:
-        """Whether the others are met by a process that has failed before it met them,
-        so that they can be told; waits for them where it was refused at once."""
+        """Returns whether a process that failed before the first meeting has met the
+        others after all, so that it can publish its failure; if its arguments were
+        rejected, waits some seconds for them."""
         is_first, is_refused = self.job.index == 0, self._number is None
         waits = is_refused and isinstance(error, Exception)
         end = time.monotonic() + (REFUSED_SECONDS if waits else 0.0)
@@ -363,142 +367,147 @@ class JointRestore:
         return f"{self.own_name}: {str(error) or type(error).__name__}"
 
     def _name(self, index: int) -> str:
-        """What messages call a process."""
+        """Returns the name of a process in messages."""
         return process_name(self.job, index)
 
     @property
     def _failure_key(self) -> str:
-        """Of what the first process that failed has told."""
+        """Key of the first failure."""
         return f"{self._place}/failure"
 
     @property
     def _asked_key(self) -> str:
-        """Of what process 0 asks for."""
+        """Key of process 0's request."""
         return f"{self._place}/asked"
 
     def _key(self, part: str, index: int) -> str:
-        """Of what a process tells at the beginning or end: process 0, the verdict."""
+        """Returns the key of a process's outcome in a meeting; process 0's is the
+        verdict."""
         return f"{self._place}/{part}/{index}"
 
-    def _tell(self, part: str, outcome: Outcome) -> None:
-        self.job.tell(self._key(part, self.job.index), outcome.to_text())
+    def _publish(self, part: str, outcome: Outcome) -> None:
+        self.job.post(self._key(part, self.job.index), outcome.to_text())
 
-    def _stands(self, part: str, verdict: Outcome) -> Outcome:
-        """The verdict that stands, be it this or one that was there before."""
-        self.job.tell(self._key(part, 0), verdict.to_text())
-        text = self.job.told(self._key(part, 0))
+    def _publish_verdict(self, part: str, verdict: Outcome) -> Outcome:
+        """Publishes a verdict unless there is one; returns the published one."""
+        self.job.post(self._key(part, 0), verdict.to_text())
+        text = self.job.read(self._key(part, 0))
         assert text is not None
         return Outcome.of_text(text)
 
     def _compared(self, digest: str, choice: str) -> Outcome:
-        """The verdict of process 0 on the beginning."""
+        """Returns process 0's verdict on the start."""
         for index in range(1, self.job.count):
             key = self._key("begin", index)
-            text, news = self._awaited(key, index, self._end, grace=0)
+            text, progress = self._awaited(key, index, self._end, grace=0)
             if text is None:
                 failure = self.failure()
                 if failure:
                     return self._failed(failure)
-                return self._lateness(index, news)
-            told = Outcome.of_text(text)
-            if told.failure:
-                return self._failed(self.failure() or told.failure)
-            if told.name != digest:
+                return self._lateness(index, progress)
+            outcome = Outcome.of_text(text)
+            if outcome.failure:
+                return self._failed(self.failure() or outcome.failure)
+            if outcome.name != digest:
                 return Outcome(
                     failure=f"restore of {self._what}: "
-                    f"{self._name(index)} asks for other leaves, shardings "
+                    f"{self._name(index)} restores other leaves, shardings "
                     f"or another checkpoint than {self._name(0)}; restore "
-                    "alike in all processes, or with Distributed(processes='this')",
+                    "the same in all processes, or use Distributed(processes='this')",
                     kind=InvalidRequestError.__name__,
                 )
         return Outcome(name=choice)
 
     def _slowest(self, own: ProcessReading, end: float) -> Outcome:
-        """The verdict of process 0 on the end."""
-        readings, failures = self._heard(end)
+        """Returns process 0's verdict on the end."""
+        readings, failures = self._collect(end)
         if failures:
             return self._failed(*failures)
         return outcome_of(max([own, *readings], key=lambda each: each.seconds))
 
-    def _heard(self, end: float) -> tuple[list[ProcessReading], list[str]]:
-        """What the others read, and why some have not: first those who say why."""
+    def _collect(self, end: float) -> tuple[list[ProcessReading], list[str]]:
+        """Returns what the others read, and the failures: processes that published a
+        cause come before those that have not ended."""
         readings, absent = list[ProcessReading](), list[str]()
         first_hand, second_hand = list[str](), list[str]()
         for index in range(1, self.job.count):
             key = self._key("end", index)
-            text, news = self._awaited(key, index, end, grace=GRACE_SECONDS)
+            text, progress = self._awaited(key, index, end, grace=GRACE_SECONDS)
             if text is None:
-                absent.append(f"{self._name(index)} has not ended{news}")
+                absent.append(f"{self._name(index)} has not ended{progress}")
             elif (outcome := Outcome.of_text(text)).failure:
                 is_second_hand = outcome.reason == _SECOND_HAND
                 (second_hand if is_second_hand else first_hand).append(outcome.failure)
             else:
                 readings.append(ProcessReading(**json.loads(outcome.name)))
-        told = first_hand or second_hand
+        failures = first_hand or second_hand
         failure = self.failure()
-        is_new = not failure.startswith(f"{self.own_name}: ") and failure not in told
-        if absent and failure and is_new:  # of one that had read all of its own
-            told = [failure, *told]
-        return readings, [*told, *absent]
+        is_new = (
+            not failure.startswith(f"{self.own_name}: ") and failure not in failures
+        )
+        if absent and failure and is_new:  # from a process that had read its own share
+            failures = [failure, *failures]
+        return readings, [*failures, *absent]
 
     def _awaited(
         self, key: str, index: int, end: float, *, grace: float
     ) -> tuple[str | None, str]:
-        """What a process tells, and its last news. Meanwhile, who is waited for is
-        logged.
+        """Waits for a process to publish a key; returns its text and the last progress
+        of that process. Logs long waits.
 
         Args:
-            key: Under which it tells.
-            index: Of the process.
-            end: Until when it is waited for; then it is None that it tells.
-            grace: How long it is waited for at most once any process has failed.
+            key: The key.
+            index: The process.
+            end: Time at which the wait ends with None as the text.
+            grace: Maximum wait after a failure of any process.
         """
-        looks, news, number = Looks(), "", 0
+        timer, progress, number = WaitLogTimer(), "", 0
         while True:
             now = time.monotonic()
             left = max(0.0, min(end, self._failed_at + grace) - now)
-            text = self.job.told(key, seconds=min(left, TURN_SECONDS, looks.left))
+            text = self.job.read(key, seconds=min(left, POLL_SECONDS, timer.left))
             while self._place and (
-                told := self.job.told(self._news_key(index, number))
+                found := self.job.read(self._progress_key(index, number))
             ):
-                news, number = f": {told}", number + 1
+                progress, number = f": {found}", number + 1
             if text is not None or not left:
-                return text, news
+                return text, progress
             if self._place and self._failed_at == math.inf and self.failure():
                 self._failed_at = time.monotonic()
-            if looks.are_due():
-                self._log_wait(index, looks, news)
+            if timer.is_due():
+                self._log_wait(index, timer, progress)
 
-    def _log_wait(self, index: int, looks: Looks, news: str) -> None:
-        waits = self._tell_wait(index, looks, news)
+    def _log_wait(self, index: int, timer: WaitLogTimer, progress: str) -> None:
+        waits = self._publish_wait(index, timer, progress)
         _log.warning("restore of %s waits for %s", self._what, waits)
 
-    def _tell_wait(self, index: int, looks: Looks, news: str) -> str:
-        """Tells those who wait for this process who it waits for itself; returns it."""
-        waited = f"for {looks.waited:.0f} s now"
-        waits = f"{self._name(index)} of {self.job.count}, {waited}{news}"
+    def _publish_wait(self, index: int, timer: WaitLogTimer, progress: str) -> str:
+        """Publishes which process this one waits for; returns that text."""
+        waited = f"for {timer.waited:.0f} s now"
+        waits = f"{self._name(index)} of {self.job.count}, {waited}{progress}"
         if self._place:
-            with suppress(StoreError):  # who is not told news is told the end
-                self._tell_news(f"it waits for {waits}")
+            with suppress(StoreError):  # progress is optional; the end is published
+                self._publish_progress(f"it waits for {waits}")
         return waits
 
-    def _tell_news(self, news: str) -> None:
-        self.job.tell(self._news_key(self.job.index, next(self._news)), news)
+    def _publish_progress(self, progress: str) -> None:
+        number = next(self._progress_count)
+        self.job.post(self._progress_key(self.job.index, number), progress)
 
-    def _news_key(self, index: int, number: int) -> str:
+    def _progress_key(self, index: int, number: int) -> str:
         return f"{self._place}/news/{index}/{number}"
 
     def _absence(self, index: int) -> Outcome:
-        """What is told where a process does not ask."""
+        """Returns the verdict if a process does not call restore."""
         return absent(self._what, self._one_of_all(index), self._seconds)
 
-    def _lateness(self, index: int, news: str) -> Outcome:
-        """The verdict where a process that has asked does not begin."""
-        return late(self._what, self._one_of_all(index), self._seconds, news)
+    def _lateness(self, index: int, progress: str) -> Outcome:
+        """Returns the verdict if a process has called restore but is not ready."""
+        return late(self._what, self._one_of_all(index), self._seconds, progress)
 
-    def _failed(self, *told: str) -> Outcome:
-        """The verdict where processes have failed."""
-        return failed(self._what, told)
+    def _failed(self, *failures: str) -> Outcome:
+        """Returns the verdict if processes have failed."""
+        return failed(self._what, failures)
 
     def _one_of_all(self, index: int) -> str:
         return f"{self._name(index)} of {self.job.count}"

@@ -1,12 +1,12 @@
-"""The budget of a restore: how many bytes it may have on their way at once.
+"""The memory budget of a restore from files or a bucket, and the threads that share it.
 
-Threads take their work here. Who takes work that begins new buffers waits until those
-fit beside all that were begun and are not handed over; but never where nobody else is
-at work, for then nobody would make room: a leaf that is larger than the budget is on
-its way alone.
+A thread that takes a read which needs new buffers waits until they fit next to all
+buffers that are allocated and not handed over. If no other read is in progress it does
+not wait, because nothing would free memory: a leaf larger than the budget is read
+alone.
 
-Where reads bring bytes that are copied from there, these have a room of their own, for
-as long as the read is under way.
+Reads whose bytes are copied from a response have a limit of their own for the bytes in
+flight.
 """
 
 import queue
@@ -18,28 +18,27 @@ from storesvc.format.reads import Read
 from storesvc_client._restore.assembly import Assembly
 
 BUDGET_BYTES: Final = 1 << 30
-"""Of the buffers of a restore that are begun and not handed over, on each path."""
+"""Maximum bytes of buffers of a restore that are allocated and not handed over."""
 
-LOOK_SECONDS: Final = 0.2
-"""How often it is looked whether reads take too long."""
+POLL_SECONDS: Final = 0.2
+"""Interval at which timeouts of reads are checked."""
 
 STOP_SECONDS: Final = 5.0
-"""How long reads under way may take to end where one has failed."""
+"""Maximum wait for reads in progress to end after one has failed."""
 
 _NAME: Final = "storesvc-direct"
 
 
-class Budget:
-    """The bytes of buffers that are begun and not handed over, and who may begin
-    more."""
+class MemoryBudget:
+    """Limits the bytes of allocated buffers and of reads in flight."""
 
     def __init__(self, limit: int, *, read_bytes: int | None = None) -> None:
-        """Is all there to be taken.
+        """Creates an unused budget.
 
         Args:
-            limit: Bytes of buffers.
-            read_bytes: What reads that are under way may bring together; None: they
-                read to where it goes.
+            limit: Maximum bytes of buffers.
+            read_bytes: Maximum bytes of reads in flight; None if reads go directly
+                into buffers.
         """
         self._limit = limit
         self._read_limit = read_bytes
@@ -47,16 +46,17 @@ class Budget:
         self._read_bytes = 0
         self._running = 0
         self._next: Read | None = None
-        """What did not fit, and the bytes of the buffers that it begins."""
+        """The read that did not fit last."""
         self._needed = 0
+        """Bytes of the buffers that it needs."""
         self._changed = threading.Condition()
         self._taking = threading.Lock()
         self.is_stopped = False
-        """Whether a thread failed, so that the others shall end."""
+        """True after a failure, when the other threads must end."""
         self.peak_bytes = 0
-        """The most that was held at once."""
+        """Maximum bytes of buffers so far."""
 
-    def work_off(
+    def perform(
         self,
         reads: Sequence[Read],
         take: Callable[[Read], int],
@@ -65,15 +65,15 @@ class Budget:
         threads: int,
         check: Callable[[], None],
     ) -> None:
-        """Does reads in their order, several at a time. The threads are daemons: a
-        process ends without those that a file keeps for ever.
+        """Performs reads in order in several daemon threads, which cannot delay the
+        exit of the process if a file never answers.
 
         Args:
-            reads: What to read.
-            take: Does one, and returns the bytes that it handed over.
-            assembly: What the buffers are of.
-            threads: How many at a time.
-            check: Called now and then; raises an error where it takes too long.
+            reads: The reads.
+            take: Performs one read; returns the bytes of the buffers handed over.
+            assembly: Assembly of the buffers.
+            threads: Maximum reads in progress.
+            check: Called at intervals; raises an error if a timeout has passed.
         """
         if not reads:
             return
@@ -83,7 +83,7 @@ class Budget:
         def run() -> None:
             try:
                 self._work(work, take, assembly)
-            except BaseException as e:  # noqa: BLE001 - for the thread that waits
+            except BaseException as e:  # noqa: BLE001 - raised by the waiting thread
                 ended.put(e)
             else:
                 ended.put(None)
@@ -93,21 +93,21 @@ class Budget:
                 threading.Thread(target=run, name=_NAME, daemon=True).start()
             while threads:
                 try:
-                    error = ended.get(timeout=LOOK_SECONDS)
+                    error = ended.get(timeout=POLL_SECONDS)
                 except queue.Empty:
                     check()
                     continue
                 if error is not None:
                     raise error
                 threads -= 1
-        except BaseException:  # one failed, or Ctrl-C: the others must not go on
+        except BaseException:  # one failed, or Ctrl-C: stop the others
             self._stop()
             raise
 
     def _work(
         self, work: Iterator[Read], take: Callable[[Read], int], assembly: Assembly
     ) -> None:
-        """Takes reads until none is left, or another thread failed."""
+        """Performs reads until none is left or another thread has failed."""
         while (read := self._take(work, assembly)) is not None:
             freed = 0
             try:
@@ -116,9 +116,9 @@ class Budget:
                 self.give_back(read, freed)
 
     def may_begin(self, read: Read, assembly: Assembly) -> bool:
-        """Returns whether a read fits, and then counts it; for one who does not wait.
+        """Returns whether a read fits and, if so, counts it; does not wait.
 
-        Until it does, it is to be asked for this read again.
+        After False, the caller must ask for the same read again.
         """
         with self._changed:
             if self._next is not read:
@@ -129,14 +129,14 @@ class Budget:
             return True
 
     def _take(self, work: Iterator[Read], assembly: Assembly) -> Read | None:
-        """Returns the next read, its buffers begun, once they fit."""
+        """Takes the next read, allocates its buffers and waits until they fit."""
         with self._taking:
             read = None if self.is_stopped else next(work, None)
             if read is None:
                 return None
             needed = assembly.begin(read.chunks)
             with self._changed:
-                # alone, it would wait for nobody
+                # with no other read in progress, nothing would end the wait
                 self._changed.wait_for(
                     lambda: (
                         not self._running or self._fits(read, needed) or self.is_stopped
@@ -154,14 +154,14 @@ class Budget:
         self._running += 1
 
     def _fits(self, read: Read, needed: int) -> bool:
-        # what begins nothing makes room
+        # a read that needs no new buffers frees memory
         if needed and self._bytes + needed > self._limit:
             return False
         brought = self._read_bytes + read.stop - read.start
         return self._read_limit is None or brought <= self._read_limit
 
     def give_back(self, read: Read, freed: int) -> None:
-        """Tells that a read is done, and handed over so many bytes."""
+        """Releases the bytes of a read that is done and `freed` bytes of buffers."""
         with self._changed:
             self._bytes -= freed
             self._read_bytes -= read.stop - read.start
@@ -169,8 +169,8 @@ class Budget:
             self._changed.notify_all()
 
     def _stop(self) -> None:
-        """Lets all threads end, and returns once none is at work, or a file keeps one
-        of them."""
+        """Stops all threads; waits until no read is in progress, at most some
+        seconds."""
         with self._changed:
             self.is_stopped = True
             self._changed.notify_all()

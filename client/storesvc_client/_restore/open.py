@@ -1,4 +1,4 @@
-"""Opening a checkpoint: its manifest comes, in parts, and is checked."""
+"""Opens a checkpoint: reads its manifest in parts and verifies it."""
 
 import logging
 from typing import Final
@@ -18,7 +18,8 @@ from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
 
 MAX_MANIFEST_BYTES: Final = 2 << 30
-"""Of a manifest: 4 million chunks, which no server exceeds, take a tenth of it."""
+"""Maximum size of a manifest: ten times that of 4 million chunks, the server's
+limit."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,21 +34,22 @@ def open_checkpoint(
     spread: bool | None = None,
     deadline: Deadline = NEVER,
 ) -> OpenCheckpoint:
-    """Returns a checkpoint with its manifest.
+    """Reads the manifest of a checkpoint and returns the open checkpoint.
 
     Args:
-        session: With the store.
-        name: Which one.
-        uid: The very one of this uid, also where it was deleted; "": any.
-        held_by: What holds it; None: each read holds it for itself.
-        job: Whose processes read it together; None: this one does.
+        session: Connection and data root.
+        name: Name of the checkpoint.
+        uid: Uid of exactly the checkpoint to open, even if it is deleted; "" opens the
+            current one.
+        held_by: A lease on it; None if each read takes its own hold.
+        job: Job whose processes read it together; None if this process reads alone.
         spread: As for ``Distributed``.
-        deadline: By when.
+        deadline: Deadline for the manifest.
 
     Raises:
-        NotFoundError: There is none.
-        DataLossError: Its manifest is damaged.
-        UnavailableError: It is not there in time.
+        NotFoundError: There is no such checkpoint.
+        DataLossError: Its manifest is corrupt.
+        UnavailableError: The manifest could not be read before the deadline.
     """
     request = api.ReadManifestRequest(name=name.resource, uid=uid)
     try:
@@ -56,9 +58,8 @@ def open_checkpoint(
         if deadline.left > 0:
             raise
         raise UnavailableError(
-            f"{name}: expected to be read after {deadline.seconds:g} s, but its "
-            f"manifest is outstanding ({e}); look for what makes its storage slow, or "
-            "allow more time"
+            f"{name}: expected its manifest within {deadline.seconds:g} s, but it is "
+            f"missing ({e}); check the storage, or pass a longer deadline="
         ) from e
     info = Checkpoint.from_message(message)
     return OpenCheckpoint(
@@ -72,11 +73,11 @@ def _manifest_of(
     request: api.ReadManifestRequest,
     deadline: Deadline,
 ) -> tuple[api.Checkpoint, Manifest]:
-    """A checkpoint and its manifest; where that is damaged, of a second read: the
-    answer may have been corrupted on its way.
+    """Returns a checkpoint and its manifest; reads a corrupt manifest a second time,
+    because the first read may have been corrupted in transit.
 
     Raises:
-        DataLossError: Both are damaged.
+        DataLossError: The second read is corrupt, too.
     """
     for is_last in (False, True):
         message, data = connection.until(
@@ -102,7 +103,8 @@ def _manifest_of(
             continue
         if is_last:
             _log.warning(
-                "the manifest of %s was corrupted on its way; read again, it is sound",
+                "the manifest of %s was corrupted in transit; the second read is "
+                "correct",
                 name,
             )
         return message, manifest
@@ -121,7 +123,7 @@ def _manifest_bytes(
                 message = response.checkpoint
                 _check_size(connection, message)
             size += len(response.part)
-            if size > message.manifest_bytes:  # what follows is not kept in memory
+            if size > message.manifest_bytes:  # keep no more in memory
                 stream.cancel()
                 break
             parts.append(response.part)
@@ -135,7 +137,7 @@ def _manifest_bytes(
 
 
 def _check_size(connection: Connection, message: api.Checkpoint) -> None:
-    """Refuses a manifest whose announced size cannot be."""
+    """Rejects a manifest whose announced size is out of range."""
     if not 0 <= message.manifest_bytes <= MAX_MANIFEST_BYTES:
         raise DataLossError(
             f"store {connection.address} announced a manifest of "

@@ -1,9 +1,10 @@
-"""The plan of a spread restore: who needs which stored chunks, who reads them, and who
-exchanges them in how many rounds. All processes of a job make the same one.
+"""The plan of a spread restore: which process needs and reads which stored chunks, and
+in how many rounds processes exchange them. All processes of a job compute the same
+plan.
 
-Those that need the same chunks exchange them. What each reads is a stream of stored
-chunks, one after another, of which a round brings a slice from each; so a round takes
-no more memory where more processes take part.
+Processes that need the same chunks exchange them. What each of them reads is a stream
+of stored chunks, and a round brings one slice of each stream; slices shrink with the
+number of processes, so a round takes no more memory in larger jobs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,38 +17,38 @@ from storesvc.format.manifests import Manifest
 from storesvc_client._job.assignment import Holders, assigned, needers_of_chunks
 
 ROUND_BYTES: Final = 256 << 20
-"""That a round brings to each process at most."""
+"""Maximum bytes that a process receives in a round."""
 
 SLICE_BYTES: Final = 64 << 20
-"""That a process sends in a round at most."""
+"""Maximum bytes that a process sends in a round."""
 
 Needed: TypeAlias = Sequence[tuple[int, Mapping[Region, Holders]]]
-"""Rows of leaves, and the regions of each that any process needs, and which."""
+"""Rows of leaves, each with its needed regions and the processes that need them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What some processes bring each other."""
+    """An exchange of chunks between the processes that need them."""
 
     processes: tuple[int, ...]
-    """Ascending."""
+    """The processes, ascending."""
     chunks: tuple[tuple[int, ...], ...]
-    """That each of them reads, ascending, as it sends them."""
+    """Chunks that each process reads and sends, in that order, ascending."""
     slice_bytes: int
-    """That each sends in a round, the header excluded."""
+    """Bytes that each process sends in a round, without the header."""
     rounds: int
 
 
-class Spread:
-    """Who needs, and who reads, which chunks of a restore."""
+class SpreadPlan:
+    """The processes that need and that read each chunk of a restore."""
 
     def __init__(self, manifest: Manifest, needed: Needed, *, count: int) -> None:
-        """Plans.
+        """Computes the plan.
 
         Args:
-            manifest: Of the checkpoint.
-            needed: By all processes.
-            count: Of processes.
+            manifest: Manifest of the checkpoint.
+            needed: What all processes need.
+            count: Number of processes.
         """
         tree = manifest.tree
         needers: dict[int, Holders] = {}
@@ -65,14 +66,14 @@ class Spread:
             (len(of) - 1) * length
             for of, length in zip(self._needers, lengths, strict=True)
         )
-        """That would be read a second time otherwise, by all processes together."""
+        """Bytes that spreading saves, summed over all processes."""
 
     @property
     def digest(self) -> str:
-        """Tells plans apart."""
-        who = {of: sorted(of) for of in set(self._needers)}
+        """Digest by which processes compare their plans."""
+        processes = {of: sorted(of) for of in set(self._needers)}
         rows = [
-            (chunk, self._readers[chunk], who[of])
+            (chunk, self._readers[chunk], processes[of])
             for chunk, of in zip(self._chunks, self._needers, strict=True)
         ]
         return digest(repr(rows).encode()).hex()
@@ -88,7 +89,7 @@ class Spread:
                 yield self._exchange(processes, groups[processes])
 
     def _exchange(self, processes: tuple[int, ...], chunks: Sequence[int]) -> Exchange:
-        """That of processes that need the same chunks."""
+        """Returns the exchange of processes that need the same chunks."""
         read: dict[int, list[int]] = {process: [] for process in processes}
         for chunk in chunks:
             read[self._readers[chunk]].append(chunk)

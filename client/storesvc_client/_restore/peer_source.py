@@ -1,15 +1,15 @@
-"""Stored chunks that several processes of a job need: each is read by one of them, and
-goes to the others over the interconnect.
+"""Reads the chunks of a spread restore: each chunk that several processes need is read
+by one of them and sent to the others over the interconnect.
 
-A round of an exchange is one all-gather, and chunks grow in their places as they would
-from a server: one of each process at a time. Rounds follow one order everywhere, so no
-two of them wait for each other; while one is exchanged, what the next ones bring is
-read.
+One round of an exchange is one all-gather. Each process assembles several chunks at a
+time, one of each sender, as it would from a server. All processes run the rounds in the
+same order, so that no two rounds wait for each other; during a round, the chunks of the
+next ones are read.
 
-A process that fails, be it to read its share or to use what came, takes part in one
-more round of each exchange, and tells what happened instead; all who hear it end that
-exchange. One that can do not even that is waited for until the deadline, or until it is
-heard of in another way.
+A process that fails to read its share, or to use what it received, takes part in one
+more round of each exchange and sends its error instead of chunks; all receivers then
+end the exchange. If it cannot even do that, the others wait until the deadline or until
+its failure is published on the job's board.
 """
 
 import math
@@ -31,20 +31,22 @@ from storesvc_client._chunks.buffer import Buffer
 from storesvc_client._chunks.buffer_layout import Bytes, allocate
 from storesvc_client._job.job import Job, process_name
 from storesvc_client._restore.assembly import Assembly, ChunkSource
-from storesvc_client._restore.peer_plan import Exchange, Spread
+from storesvc_client._restore.peer_plan import Exchange, SpreadPlan
 from storesvc_client.errors import PeerFailedError, UnavailableError
 
-TURN_SECONDS: Final = 1.0
-"""How often it is looked whether a round is still worth to be waited for."""
+POLL_SECONDS: Final = 1.0
+"""Interval at which a waiting process checks whether the round can still complete."""
 
 GRACE_SECONDS: Final = 5.0
-"""How long others have to say so, once that is in doubt."""
+"""Extra time for a round after a failure or the deadline, in which other processes can
+send their errors."""
 
 BATCH_BYTES: Final = 64 << 20
-"""That a process reads at once, or one chunk."""
+"""Maximum bytes of chunks that a process reads at a time, unless one chunk is
+larger."""
 
 HEADER_BYTES: Final = 4096
-"""Of what a process sends in a round: why it has nothing to send, if so."""
+"""Size of the header of a slice, which holds the error of the sender, if any."""
 
 _left: Final = threading.Event()
 """Set once this process has left an exchange before its end."""
@@ -53,31 +55,32 @@ _NOTHING: Final[Bytes] = np.empty(0, np.uint8)
 
 
 class Gather(Protocol):
-    """The interconnect."""
+    """Sends and receives over the interconnect."""
 
     def __call__(self, own: Bytes, processes: Sequence[int]) -> Sequence[Bytes]:
-        """Returns what each of some processes brings, as many bytes each.
+        """Returns the arrays of all given processes; all have the same size.
 
-        Called by each of them, with the same processes, ascending, and in one order.
+        Each of these processes must call it with the same processes, ascending, in the
+        same order of calls.
         """
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """What is to come from one process."""
+    """The chunks expected from one process."""
 
     chunks: deque[int]
     offset: int = 0
-    """In the first of them."""
+    """Bytes received of the first one."""
 
 
-class SpreadSource:
-    """Stored chunks, each read by one process of a job."""
+class PeerSource:
+    """Reads stored chunks, each in one process of a job."""
 
     def __init__(
         self,
         inner: ChunkSource,
-        spread: Spread,
+        spread: SpreadPlan,
         manifest: Manifest,
         *,
         job: Job,
@@ -85,17 +88,16 @@ class SpreadSource:
         failure: Callable[[], str],
         name: str,
     ) -> None:
-        """Prepares to read.
+        """Creates the source; nothing is read yet.
 
         Args:
-            inner: Where this process reads its share from.
-            spread: Who reads what.
-            manifest: Of the checkpoint.
+            inner: Source from which this process reads its share.
+            spread: The plan.
+            manifest: Manifest of the checkpoint.
             job: The processes.
             gather: The interconnect.
-            failure: Returns what another process has failed with; "": none has, as far
-                as it is known.
-            name: What messages call the checkpoint.
+            failure: Returns the failure that another process has published, or "".
+            name: Name of the checkpoint in messages.
         """
         self._inner = inner
         self._spread = spread
@@ -105,41 +107,41 @@ class SpreadSource:
         self._failure = failure
         self._name = name
         self.received_bytes = 0
-        """Of stored chunks that other processes read."""
+        """Bytes of stored chunks received from other processes."""
         self.read_bytes = 0
-        """Of stored chunks that this process read."""
+        """Bytes of stored chunks read by this process."""
         self.seconds = 0.0
-        """That this process read."""
+        """Time that this process spent reading."""
         self._error: BaseException | None = None
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         """See ``ChunkSource.read``."""
         self._check_earlier()
         exchanges = list(self._spread.exchanges(self._job.index))
-        # While all are here: who meets for the first time is waited for no longer than
-        # half a minute where CPUs are joined, and a read may take longer.
+        # Exchange empty messages while all processes are here: on CPUs, jax waits for
+        # a first contact at most 30 s, and the reads below may take longer.
         shared = {chunk for each in exchanges for of in each.chunks for chunk in of}
         failure: Exception | None = None
         try:
             for each in exchanges:
                 self._gathered(allocate(HEADER_BYTES), each, assembly)
-            with self._going_on():
+            with self._deferring_errors():
                 self._read([o for o in ordinals if o not in shared], assembly)
             with ThreadPoolExecutor(1, "storesvc-spread") as ahead:
                 for each in exchanges:
                     self._take_part(each, assembly, ahead)
         except Exception as e:  # noqa: BLE001 - raised below
             failure = e
-        # what went wrong here first, and not that others could not be told so
+        # the first error of this process, not the failure to send it to the others
         if first := self._error or failure:
             raise first
 
     def _check_earlier(self) -> None:
-        """Refuses to exchange anything once an exchange was left before its end: who
-        comes to that one late would take what belongs to this one.
+        """Rejects a new exchange after one was left early: a process that joins that
+        exchange late would receive data of this one.
 
         Raises:
-            UnavailableError: One was.
+            UnavailableError: An exchange was left early.
         """
         if not may_spread():
             raise UnavailableError(
@@ -151,7 +153,8 @@ class SpreadSource:
     def _take_part(
         self, exchange: Exchange, assembly: Assembly, ahead: ThreadPoolExecutor
     ) -> None:
-        """Sends what this process reads, and takes what comes."""
+        """Runs an exchange: sends the chunks that this process reads and adds
+        the chunks of the others to the assembly."""
         chunks = dict(zip(exchange.processes, exchange.chunks, strict=True))
         incoming = {process: _Incoming(deque(of)) for process, of in chunks.items()}
         own = self._stored(chunks[self._job.index], assembly, ahead)
@@ -159,37 +162,38 @@ class SpreadSource:
             left = _NOTHING
             for _ in range(exchange.rounds):
                 memory = allocate(HEADER_BYTES + exchange.slice_bytes)
-                with self._going_on():
+                with self._deferring_errors():
                     left = _fill(memory[HEADER_BYTES:], left, own)
                 self._mark(memory[:HEADER_BYTES])
                 brought = self._gathered(memory, exchange, assembly)
                 for process, part in zip(exchange.processes, brought, strict=True):
-                    with self._going_on():
+                    with self._deferring_errors():
                         self._take(process, part, incoming[process], assembly)
-                if any(part[0] for part in brought):  # which all of them see
+                if any(part[0] for part in brought):  # visible to all processes
                     break
 
     def _gathered(
         self, memory: Bytes, exchange: Exchange, assembly: Assembly
     ) -> Sequence[Bytes]:
-        """Returns what each process brings.
+        """Exchanges one slice with each process and returns theirs.
 
-        It is gathered aside. So Ctrl-C waits for the end of a round, and is told to the
-        others in the next; and who never comes is not waited for without end.
+        Runs the all-gather in another thread, so that Ctrl-C takes effect after the
+        round and is sent to the others in the next one, and so that a process that
+        never arrives is not waited for without limit.
 
         Raises:
-            UnavailableError: The deadline has passed, and nothing came.
-            PeerFailedError: Another process has failed, and does not take part.
+            UnavailableError: The deadline passed before the round completed.
+            PeerFailedError: Another process failed and does not take part.
         """
         gathering: Future[Sequence[Bytes]] = Future()
 
         def gather() -> None:
             try:
                 gathering.set_result(self._gather(memory, exchange.processes))
-            except BaseException as e:  # noqa: BLE001 - for who waits for it
+            except BaseException as e:  # noqa: BLE001 - raised by the waiting thread
                 gathering.set_exception(e)
 
-        # a daemon: who never comes must not keep this process from ending either
+        # a daemon: an absent process must not delay the exit of this one
         threading.Thread(target=gather, name="storesvc-gather", daemon=True).start()
         try:
             with assembly.meter.phase("exchange"):
@@ -200,28 +204,28 @@ class SpreadSource:
         return gathering.result()
 
     def _wait(self, gathering: "Future[Sequence[Bytes]]", assembly: Assembly) -> None:
-        """Waits for what each process brings; raises what ``_gathered`` does."""
-        patience_ends = math.inf
+        """Waits for the slices of the others; raises what ``_gathered`` does."""
+        grace_ends = math.inf
         while not gathering.done():
-            with self._going_on():
-                wait([gathering], TURN_SECONDS)
+            with self._deferring_errors():
+                wait([gathering], POLL_SECONDS)
             if gathering.done():
                 break
             if assembly.seconds_left < -GRACE_SECONDS:
                 assembly.check_time()
                 raise UnavailableError(
-                    f"restore of {self._name}: other processes of the job have not "
-                    "taken at the deadline what this one read for them; look for the "
-                    "one that hangs"
+                    f"restore of {self._name}: other processes of the job did not "
+                    "receive the chunks that this one read before the deadline; look "
+                    "for the one that hangs"
                 )
             failure = self._failure()
-            if failure and time.monotonic() >= patience_ends:
+            if failure and time.monotonic() >= grace_ends:
                 raise PeerFailedError(
-                    f"restore of {self._name} was given up by another process of the "
-                    f"job: {failure}"
+                    f"restore of {self._name} failed in another process of the job: "
+                    f"{failure}"
                 )
             if failure:
-                patience_ends = min(patience_ends, time.monotonic() + GRACE_SECONDS)
+                grace_ends = min(grace_ends, time.monotonic() + GRACE_SECONDS)
 
     def _read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
         if ordinals:
@@ -231,30 +235,30 @@ class SpreadSource:
             self.seconds += assembly.meter.clock() - since
 
     @contextmanager
-    def _going_on(self) -> Generator[None]:
-        """Keeps an error for later: the others wait for this process."""
+    def _deferring_errors(self) -> Generator[None]:
+        """Keeps an error for later, because the others wait for this process."""
         try:
             yield
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt) and isinstance(
                 self._error, KeyboardInterrupt
             ):
-                raise  # they mean it
+                raise  # the second Ctrl-C
             self._error = self._error or e
 
     def _mark(self, header: Bytes) -> None:
-        """Says in a header why this process has nothing to send, if so."""
+        """Writes the error of this process, if any, into a header."""
         header[:] = 0
         if self._error is not None:
-            told = str(self._error) or type(self._error).__name__
-            text = told.encode(errors="replace")[:HEADER_BYTES]
+            message = str(self._error) or type(self._error).__name__
+            text = message.encode(errors="replace")[:HEADER_BYTES]
             header[: len(text)] = np.frombuffer(text, np.uint8)
 
     def _stored(
         self, chunks: Sequence[int], assembly: Assembly, ahead: ThreadPoolExecutor
     ) -> Generator[Bytes]:
-        """Yields the bytes of chunks as they are stored, one after another; while some
-        are used, the next are read."""
+        """Yields the stored bytes of chunks one after another; reads the next batch
+        while one is used."""
         batches = deque(self._batches(chunks))
         coming: deque[Future[dict[int, Bytes]]] = deque()
         while batches or coming:
@@ -269,7 +273,7 @@ class SpreadSource:
                 yield np.frombuffer(tail, np.uint8)
 
     def _batches(self, chunks: Sequence[int]) -> Iterator[list[int]]:
-        """What is read at once."""
+        """Cuts chunks into batches that are read at a time."""
         lengths, batch, held = self._manifest.tree.stored_lengths, list[int](), 0
         for chunk in chunks:
             length = int(lengths[chunk])
@@ -282,10 +286,10 @@ class SpreadSource:
             yield batch
 
     def _elements(self, chunks: Sequence[int], assembly: Assembly) -> dict[int, Bytes]:
-        """Reads the elements of chunks, in their order."""
+        """Reads the elements of chunks; returns them in the given order."""
         tree, wanted = self._manifest.tree, dict[int, dict[Region, int]]()
         found: dict[int, Bytes] = dict.fromkeys(chunks, _NOTHING)
-        if self._error is not None:  # nobody wants them any more
+        if self._error is not None:  # the exchange will not use them
             return found
         for chunk in chunks:
             row, within = tree.locate(chunk)
@@ -312,12 +316,12 @@ class SpreadSource:
     def _take(
         self, process: int, part: Bytes, incoming: _Incoming, assembly: Assembly
     ) -> None:
-        """Puts what a process brought to where it goes."""
+        """Adds the slice of a process to the assembly."""
         if part[0]:
-            told = bytes(part[:HEADER_BYTES]).rstrip(b"\0").decode(errors="replace")
+            message = bytes(part[:HEADER_BYTES]).rstrip(b"\0").decode(errors="replace")
             self._error = self._error or PeerFailedError(
                 f"restore of {self._name}: {process_name(self._job, process)} could "
-                f"not read its share, or use what came: {told}"
+                f"not read its share, or use what it received: {message}"
             )
         if self._error is not None:
             return
@@ -331,19 +335,19 @@ class SpreadSource:
             if incoming.offset == length:
                 incoming.chunks.popleft()
                 incoming.offset = 0
-            if assembly.needs(chunk):  # else of a leaf on devices of others alone
+            if assembly.needs(chunk):  # else only other processes' devices need it
                 assembly.add(chunk, offset, piece.data)
                 if process != self._job.index:
                     self.received_bytes += len(piece)
 
 
 def may_spread() -> bool:
-    """Returns whether this process has left no exchange before its end."""
+    """Returns whether every exchange of this process has run to its end."""
     return not _left.is_set()
 
 
 def _fill(memory: Bytes, left: Bytes, more: Iterator[Bytes]) -> Bytes:
-    """Fills memory with what is left and with more; returns what is left of that."""
+    """Fills memory from `left` and then from `more`; returns the unused rest."""
     at = 0
     while at < len(memory):
         if not len(left):
@@ -357,7 +361,8 @@ def _fill(memory: Bytes, left: Bytes, more: Iterator[Bytes]) -> Bytes:
 
 
 def _padded(elements: Bytes, shape: Sequence[int], chunk_shape: Sequence[int]) -> Bytes:
-    """The elements of a chunk as they are stored: with zeros past the leaf."""
+    """Returns the elements of a chunk in stored form: padded with zeros to its
+    shape."""
     count = int(np.prod(shape, dtype=int))
     itemsize = len(elements) // count
     padded = np.zeros((*chunk_shape, itemsize), np.uint8)

@@ -1,4 +1,4 @@
-"""Stored chunks over the wire, by ``ReadChunks``."""
+"""Reads stored chunks from the server with ``ReadChunks``."""
 
 import math
 import os
@@ -19,11 +19,11 @@ from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2 import ChunkFrame
 
 STREAMS: Final = min(4, max(2, (os.cpu_count() or 1) // 2))
-"""Streams of one restore, each over a socket of its own. On two cores a second socket
-saves a tenth of the CPU; a third stream costs as much."""
+"""Maximum streams of one restore, each over a socket of its own. On two cores a second
+socket saves a tenth of the CPU time; a third stream costs as much."""
 
 CHUNKS_A_CALL: Final = 4096
-"""Chunks that one call asks for."""
+"""Maximum chunks requested by one call."""
 
 _METHOD: Final = "/storesvc.v1.ChunkService/ReadChunks"
 
@@ -33,13 +33,13 @@ _Method: TypeAlias = "grpc.UnaryStreamMultiCallable[api.ReadChunksRequest, bytes
 def shares(
     ordinals: Sequence[int], sizes: Sequence[int], count: int
 ) -> Iterator[Sequence[int]]:
-    """Cuts chunks into what single calls ask for: as many bytes each, so that streams
-    end together.
+    """Cuts chunks into the shares of single calls, of equal size in bytes, so that
+    streams end together.
 
     Args:
-        ordinals: Of the chunks.
-        sizes: Bytes of each.
-        count: How many shares there are, unless these have too many chunks.
+        ordinals: The chunks.
+        sizes: Stored size of each, in bytes.
+        count: Number of shares; more if a share would have too many chunks.
     """
     least = -(-sum(sizes) // count)
     begin = size = 0
@@ -50,8 +50,8 @@ def shares(
             begin, size = end, 0
 
 
-class StreamedSource:
-    """Stored chunks by ``ReadChunks``, over several streams."""
+class ServerSource:
+    """Reads stored chunks with ``ReadChunks`` over several streams."""
 
     def __init__(self, connection: Connection, *, name: str, uid: str) -> None:
         self._connection = connection
@@ -62,11 +62,11 @@ class StreamedSource:
         self._stopped = False
 
     def read(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        """See ``ChunkSource.read``; a broken stream goes on where it stopped.
+        """See ``ChunkSource.read``; resumes broken streams.
 
-        Chunks are asked for in windows: the server chooses the order within one, and
-        its buffers fit the budget. Chunks ascend by leaf, so that a window completes
-        most of the buffers that it begins.
+        Requests chunks in windows whose buffers fit the budget, because the server
+        chooses the order within a window. Chunks ascend by leaf, so a window completes
+        most of the buffers that it allocates.
         """
         left = ordinals
         while left and not self._stopped:
@@ -75,7 +75,7 @@ class StreamedSource:
             left = left[count:]
 
     def _read_window(self, ordinals: Sequence[int], assembly: Assembly) -> None:
-        """Reads chunks over several streams, and returns once all are whole."""
+        """Reads chunks over several streams; returns when all are complete."""
         sizes = [assembly.length(ordinal) for ordinal in ordinals]
         calls = list(shares(ordinals, sizes, STREAMS))
         channels = cycle(self._connection.channels(min(STREAMS, len(calls))))
@@ -86,7 +86,7 @@ class StreamedSource:
             ]
             try:
                 self._wait(futures, assembly)
-            except BaseException:  # one failed, or Ctrl-C: the others must not go on
+            except BaseException:  # one failed, or Ctrl-C: stop the others
                 self._stopped = True
                 for future in futures:
                     future.cancel()
@@ -95,20 +95,20 @@ class StreamedSource:
                 raise
 
     def _wait(self, futures: "Sequence[Future[None]]", assembly: Assembly) -> None:
-        """Waits for streams; a server may have nothing to send."""
+        """Waits for the streams until the deadline; a server may send nothing."""
         left = assembly.seconds_left
         try:
             for future in as_completed(futures, None if left == math.inf else left):
                 future.result()
         except TimeoutError:
             assembly.check_time()
-            for future in futures:  # which have just brought the last of it
+            for future in futures:  # the last chunks have just arrived
                 future.result()
 
     def _read(
         self, ordinals: Sequence[int], assembly: Assembly, channel: grpc.Channel
     ) -> None:
-        # not the generated stub, whose responses are messages
+        # Not the generated stub: it would parse the chunks into messages, a copy.
         method: _Method = channel.unary_stream(
             _METHOD, request_serializer=api.ReadChunksRequest.SerializeToString
         )
@@ -122,10 +122,10 @@ class StreamedSource:
     def _read_some(
         self, method: _Method, ordinals: Sequence[int], assembly: Assembly
     ) -> list[int]:
-        """Reads chunks, and returns those that a broken stream left.
+        """Reads chunks in one stream; returns those missing when it broke.
 
         Raises:
-            UnavailableError: It left all of them.
+            UnavailableError: The stream completed no chunk.
         """
         try:
             self._stream(method, ordinals, assembly)
@@ -150,7 +150,7 @@ class StreamedSource:
         stream = method(request)
         self._streams.add(stream)
         try:
-            if self._stopped:  # meanwhile: nobody else cancels it
+            if self._stopped:  # set before the stream was in the set to be cancelled
                 return
             with (
                 translated(self._connection.address),
@@ -164,7 +164,7 @@ class StreamedSource:
                     self._take(response, assembly)
         finally:
             self._streams.discard(stream)
-            stream.cancel()  # a refusal on this side must not leave it flowing
+            stream.cancel()  # after an error here the server must stop sending
 
     def _take(self, response: bytes, assembly: Assembly) -> None:
         try:
@@ -177,7 +177,8 @@ class StreamedSource:
             or sum(frame.length) != len(data)
         ):
             raise DataLossError(
-                f"store {self._connection.address} sent a frame that contradicts itself"
+                f"store {self._connection.address} sent an inconsistent frame: its "
+                "lengths do not match its chunks or its data"
             )
         at = 0
         for ordinal, offset, length in zip(

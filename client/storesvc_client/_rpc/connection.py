@@ -1,4 +1,4 @@
-"""Connections: from a target to a channel, and what every call shares."""
+"""Connections: the channels to a store, with timeouts, retries and wait logs."""
 
 import json
 import math
@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from storesvc_client._rpc.certificate_renewal import RenewedChannel
 from storesvc_client._rpc.embedded import start_embedded
 from storesvc_client._rpc.retry import (
     LEAST_ATTEMPTS,
     PATIENCE_SECONDS,
-    patiently,
+    attempts,
     until,
 )
 from storesvc_client._rpc.server_wait import Wait, Waits
 from storesvc_client._rpc.target import Target, is_root
-from storesvc_client._rpc.tls import Tls, refusal
+from storesvc_client._rpc.tls import RenewedChannel, Tls, refusal
 from storesvc_client._values.durations import NEVER, Deadline
 from storesvc_client.errors import (
     InvalidRequestError,
@@ -38,10 +37,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_FRAME_BYTES: Final = 2 << 20
-"""Bytes of data in a frame: also the fastest size to ship bytes in."""
+"""Maximum bytes of data in a frame, which is also the size with the best throughput."""
 
 _PROBE_SECONDS: Final = 0.5
-"""How long a server may take to answer whether it is there."""
+"""Timeout of a call that checks whether a server answers."""
 
 _RETRIED: Final = [
     {"service": f"storesvc.v1.{service}", "method": method}
@@ -59,11 +58,11 @@ _RETRIED: Final = [
     }.items()
     for method in methods
 ]
-"""What may be asked of another server at once, where one is lost. Others are repeated
-by ``patiently``; streams go on where they stopped, which gRPC cannot know.
+"""Calls that gRPC may at once repeat on another server if one is lost. Other calls are
+retried by ``attempts``; streams are resumed, which gRPC cannot do.
 
-Without gRPC's throttling: what fails with a server is many calls at once, and each of
-them is to go on at another one."""
+There is no gRPC retry throttling: a lost server fails many calls at a time, and each of
+them must be repeated on another server."""
 _METHOD_CONFIG: Final = [
     {
         "name": _RETRIED,
@@ -79,12 +78,12 @@ _METHOD_CONFIG: Final = [
 _OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # the second try of a call must not come before that of its connection: a worker
-    # that dies takes those with it that nobody has accepted
+    # The first reconnect must come before the second attempt of a call: a replica that
+    # dies takes connections with it that it has not accepted yet.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # gRPC's own two minutes would outlast the patience with a server's restart
+    # gRPC's default of two minutes exceeds the deadline for a server's restart ...
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # and so would its half a minute, with servers that come back at other addresses
+    # ... and so does its half minute, for servers that return at other addresses.
     ("grpc.dns_min_time_between_resolutions_ms", 5_000),
 )
 _EMBEDDED_OPTIONS: Final = (
@@ -98,7 +97,7 @@ _REMOTE_OPTIONS: Final = (
         json.dumps(
             {
                 "methodConfig": _METHOD_CONFIG,
-                # over all addresses of a target whose servers say that they serve
+                # over all addresses of a target whose servers report SERVING
                 "loadBalancingConfig": [{"round_robin": {}}],
                 "healthCheckConfig": {"serviceName": ""},
             }
@@ -108,7 +107,7 @@ _REMOTE_OPTIONS: Final = (
 
 
 class Connection:
-    """Channels to a store, and how to end them."""
+    """Channels to a store."""
 
     def __init__(
         self,
@@ -125,21 +124,21 @@ class Connection:
         self._others: list[grpc.Channel] = []
         self._lock = threading.Lock()
         self.address = address
-        """What messages call the store."""
+        """Name of the store in messages."""
         self.timeout = timeout
-        """Seconds that a call may take, streams excepted ..."""
+        """Timeout of a call in seconds, except streams ..."""
         self.patience = patience
-        """... and one that is repeated."""
+        """... and of a call with its retries."""
         self.waits = Waits(address, self._answers)
-        """The calls that wait for an answer."""
+        """Calls that wait for a response."""
         self.refusal = refusal
-        """Asks why the store refuses this client, or this client the store; None: it
-        does not."""
+        """Returns why server or client reject the other's certificates, None if they do
+        not; connects to the server."""
         self._end = end
         self._is_open = True
 
     def close(self) -> None:
-        """Ends it; a second time does nothing."""
+        """Closes all channels; repeated calls do nothing."""
         if self._is_open:
             self._is_open = False
             for channel in (self.channel, *self._others):
@@ -147,10 +146,10 @@ class Connection:
             self._end()
 
     def channels(self, count: int) -> list[grpc.Channel]:
-        """Returns channels for bulk, at most so many; the first is that of all calls.
+        """Returns at most `count` channels for bulk data; the first serves all calls.
 
-        Each has a socket of its own: a core at either end, and one of the servers that
-        share a port.
+        Each has a socket of its own, so that it uses another core at both ends and
+        another of the servers that share a port.
         """
         with self._lock:
             while self._is_open and len(self._others) < count - 1:
@@ -160,10 +159,10 @@ class Connection:
     def call(
         self, method: Callable[..., T], request: Message, deadline: Deadline = NEVER
     ) -> T:
-        """Returns the answer to a request.
+        """Sends a request once and returns the response.
 
         Raises:
-            StoreError: What the store says, or that it does not answer.
+            StoreError: The store returned an error or did not answer in time.
         """
         seconds = self.seconds(deadline)
         with self.waits.during(_name(request), patience=seconds, is_quick=True):
@@ -172,11 +171,11 @@ class Connection:
     def ask(
         self, method: Callable[..., T], request: Message, deadline: Deadline = NEVER
     ) -> T:
-        """Returns the answer to a request that may be repeated.
+        """Sends an idempotent request, retries transient errors; returns the response.
 
         Raises:
-            StoreError: What the store says, or that it does not answer, for longer
-                than a restart takes, or until the deadline.
+            StoreError: The store returned an error, or did not answer until the
+                deadline or for longer than a restart takes.
         """
         ends = Deadline.after(self.patience)
         deadline = min(deadline, ends, key=lambda each: each.end)
@@ -185,29 +184,29 @@ class Connection:
             return self._call(method, request, deadline)
 
         with self._waiting(_name(request), deadline, is_quick=True) as wait:
-            try:  # who is answered needs nothing of what patience imports
+            try:  # the first attempt needs no tenacity, which is slow to import
                 return self._tried(wait, act, deadline)
             except UnavailableError as e:
                 if deadline.left <= 0:
                     raise
-                told = e
+                first_error = e
             return until(
                 deadline,
                 lambda: self._tried(wait, act, deadline),
                 least_attempts=LEAST_ATTEMPTS - 1,
-                told=told,
+                first_error=first_error,
             )
 
     def until(self, call: str, deadline: Deadline, act: Callable[[], T]) -> T:
-        """Returns what an act returns, which is repeated as ``attempts`` are.
+        """Retries a function as ``attempts`` does and returns its result.
 
         Args:
-            call: The rpc that it waits for.
-            deadline: Until when.
-            act: May be repeated.
+            call: Name of the rpc that it waits for.
+            deadline: Deadline of all attempts.
+            act: An idempotent function.
 
         Raises:
-            UnavailableError: As ``retry.until``.
+            UnavailableError: See ``retry.until``.
         """
         with self._waiting(call, deadline) as wait:
             return until(deadline, lambda: self._tried(wait, act, deadline))
@@ -215,15 +214,15 @@ class Connection:
     def attempts(
         self, call: str, *, deadline: Deadline = NEVER
     ) -> "Iterator[AttemptManager]":
-        """Yields attempts at a call that may be repeated, as ``patiently``; logs what
-        is waited for where that takes long.
+        """Yields attempts at an idempotent call, as ``retry.attempts``; logs long
+        waits.
 
         Args:
-            call: The rpc.
-            deadline: Until when.
+            call: Name of the rpc.
+            deadline: Deadline of all attempts.
         """
         with self._waiting(call, deadline) as wait:
-            for attempt in patiently(deadline=deadline):
+            for attempt in attempts(deadline=deadline):
                 wait.try_for(self.seconds(deadline))
                 yield attempt
                 outcome = attempt.retry_state.outcome
@@ -238,7 +237,7 @@ class Connection:
         return self.waits.during(call, patience=patience, is_quick=is_quick)
 
     def _tried(self, wait: Wait, act: Callable[[], T], deadline: Deadline) -> T:
-        """What an act returns, one attempt of many."""
+        """Makes one of several attempts and returns its result."""
         wait.try_for(self.seconds(deadline))
         try:
             return act()
@@ -253,7 +252,7 @@ class Connection:
             return method(request, timeout=self.seconds(deadline))
 
     def _answers(self) -> bool:
-        """Whether the server answers now."""
+        """Returns whether the server answers a small call now."""
         stub = MaintenanceServiceStub(self.channel)
         try:
             stub.GetServerInfo(
@@ -264,14 +263,14 @@ class Connection:
         return True
 
     def seconds(self, deadline: Deadline) -> float:
-        """Returns how long a call may take."""
+        """Returns the timeout of a call that must end before a deadline."""
         return max(0.0, min(self.timeout, deadline.left))
 
     def check_open(self) -> None:
-        """Refuses to go on with a connection that was ended.
+        """Checks that the connection is open.
 
         Raises:
-            InvalidRequestError: It was.
+            InvalidRequestError: It is closed.
         """
         if not self._is_open:
             raise InvalidRequestError(
@@ -280,7 +279,7 @@ class Connection:
 
 
 def _name(request: Message) -> str:
-    """The rpc that a request is of."""
+    """Returns the rpc of a request."""
     return type(request).__name__.removesuffix("Request")
 
 
@@ -293,11 +292,11 @@ def open_connection(
     insecure: bool,
     timeout: float,
 ) -> Connection:
-    """Returns a connection to a target; nothing is sent yet.
+    """Returns a connection to a target; sends nothing, except name lookups.
 
     Raises:
         InvalidRequestError: The target is neither a root nor HOST:PORT, a certificate
-            cannot be used, or what is given for servers is given for a root.
+            cannot be used, or certificates or ``insecure`` are given for a root.
         UnavailableError: A name in a list of servers has no address.
     """
     if is_root(target):
@@ -310,7 +309,7 @@ def open_connection(
             target,
             timeout=timeout,
             end=server.close,
-            patience=timeout,  # it does not come back from a restart
+            patience=timeout,  # an embedded server does not restart
         )
     servers = Target.parse(target)
     tls = _tls(servers, ca=ca, cert=cert, key=key, insecure=insecure)
@@ -324,13 +323,13 @@ def open_connection(
 
 
 def _check_bare(target: str, **given: object) -> None:
-    """Refuses what secures a connection where none leaves this process."""
+    """Rejects certificates for a root, whose server runs in this process."""
     useless = [f"{name}=" for name, value in given.items() if value]
     if useless:
         raise InvalidRequestError(
-            f"store {target}: expected nothing that secures a connection with a root, "
-            f"whose server is in this process, got {', '.join(useless)}; leave it out, "
-            "or give HOST:PORT"
+            f"store {target}: expected no TLS options with a root, whose server runs "
+            f"in this process, got {', '.join(useless)}; omit them, or connect to "
+            "HOST:PORT"
         )
 
 
@@ -342,12 +341,12 @@ def _tls(
     key: Path | None,
     insecure: bool,
 ) -> Tls | None:
-    """What a connection is secured with; None: it is plaintext."""
+    """Returns the certificates of a connection; None if it is plaintext."""
     is_given = any(file is not None for file in (ca, cert, key))
     if insecure and is_given:
         raise InvalidRequestError(
             f"store {servers.text}: expected insecure or certificates, got both; "
-            "plaintext has no use for them"
+            "omit one of them"
         )
     if insecure or (servers.is_loopback and not is_given):
         return None
@@ -359,7 +358,7 @@ def _dial(servers: Target, tls: Tls | None, number: int) -> grpc.Channel:
     if tls is None:
         return grpc.insecure_channel(servers.address(), options)
     if servers.is_list:
-        # the name that each of them answers to is that of the first
+        # the certificates of all servers of a list are issued to the first name
         options = (*options, ("grpc.ssl_target_name_override", servers.hosts[0][0]))
     return RenewedChannel(
         tls,
@@ -372,5 +371,5 @@ def _dial(servers: Target, tls: Tls | None, number: int) -> grpc.Channel:
 def _numbered(
     options: Sequence[tuple[str, Any]], number: int
 ) -> Sequence[tuple[str, Any]]:
-    """Those of a channel; two of the same options share a socket."""
+    """Returns the options of a channel; gRPC shares sockets between equal options."""
     return (*options, ("storesvc.channel", number))

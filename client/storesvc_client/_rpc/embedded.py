@@ -1,4 +1,4 @@
-"""The one door to the service: a server inside this process, when asked for."""
+"""Starts a server inside this process; the only import of the service's code."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
-    """Returns a started server over the store at a root; one is made where none is.
+    """Starts a server for the store at a root, which is created if it does not exist.
 
     Args:
-        root: Of the store.
-        timeout: Seconds that it may take to open it.
+        root: URI of the root.
+        timeout: Limit for opening the store, in seconds.
 
     Raises:
-        InvalidRequestError: The root is not a URI of a storage we know, or the
+        InvalidRequestError: The root is not a URI of a supported storage, or the
             server's packages are not installed.
         StoreError: The store cannot be opened.
     """
@@ -29,14 +29,14 @@ def start_embedded(root: str, *, timeout: float) -> "EmbeddedServer":
 
 
 def holds_store(root: str, *, timeout: float) -> bool:
-    """Returns whether a store is at a root; none is made.
+    """Returns whether a store exists at a root; creates none.
 
     Args:
-        root: Where to look.
-        timeout: Seconds that it may take.
+        root: URI of the root.
+        timeout: Limit in seconds.
 
     Raises:
-        InvalidRequestError: As of ``start_embedded``.
+        InvalidRequestError: See ``start_embedded``.
         StoreError: The storage does not answer.
     """
     with _refused(root):
@@ -47,7 +47,7 @@ def holds_store(root: str, *, timeout: float) -> bool:
 
 @contextmanager
 def _refused(root: str) -> Generator[None]:
-    """Raises our error for what the service inside refuses, or lacks."""
+    """Translates errors of the embedded server to errors of this library."""
     try:
         from storesvc.server.embedded import StartError
     except ModuleNotFoundError as e:

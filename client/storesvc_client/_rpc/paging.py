@@ -1,4 +1,4 @@
-"""Lists, page by page, and row by row."""
+"""Lists of the server, read page by page."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
@@ -9,12 +9,12 @@ from storesvc_proto.v1.errors_pb2 import DamagedRecord
 T = TypeVar("T")
 
 OnDamage: TypeAlias = Callable[[DataLossError], object] | None
-"""Called for each row that cannot be told, because its record is damaged; None: the
-list ends there, and raises it."""
+"""Called for each row that cannot be read because its record is corrupt; None raises
+the error and ends the list."""
 
 FOLLOWING: Final = 1000
-"""Rows of each page after the first: who wants a few gets them soon, and who wants all
-waits for few answers, each of which may begin with a list of the storage's."""
+"""Page size after the first page: the first is small so that its rows arrive soon; the
+others are large because each may start with a list request to the storage."""
 
 _REASON: Final = "CORRUPT_DATA"
 
@@ -25,16 +25,16 @@ def rows(
     rows_of: Callable[[Any], Sequence[T]],
     on_damage: OnDamage,
 ) -> Iterator[T]:
-    """Yields the rows of a list, in its order.
+    """Yields the rows of a list in the server's order.
 
     Args:
-        ask: Returns the answer to a request.
-        request: For the first page.
-        rows_of: The rows of an answer.
-        on_damage: What to do where one is damaged.
+        ask: Sends a request and returns the response.
+        request: Request of the first page; changed for the following ones.
+        rows_of: Returns the rows of a response.
+        on_damage: See ``OnDamage``.
 
     Raises:
-        DataLossError: The record of the next row is damaged.
+        DataLossError: The record of the next row is corrupt.
     """
     while True:
         page = ask(request)
@@ -43,8 +43,8 @@ def rows(
             return
         if page.next_page_token == request.page_token:
             raise DataLossError(
-                "the server sent a page of a list that refers to itself; ask another "
-                "server",
+                "the server sent a list page whose next page is itself; connect to "
+                "another server",
                 reason=_REASON,
             )
         request.page_token = page.next_page_token

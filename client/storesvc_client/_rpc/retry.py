@@ -1,8 +1,8 @@
-"""Retries of calls: after which errors, how often, and how long between.
+"""Retries of calls: which errors, how often, with which pauses.
 
-A transient error is that of a server that does not answer, or that has no room now and
-says when to retry. The first lasts as long as a restart; the second as long as others
-save, and the server is alive, so it is retried for much longer.
+Two kinds of errors are transient: a server that does not answer, and a server without
+free memory that says when to retry. The first lasts as long as a restart. The second
+lasts as long as other saves, but the server is alive, so it is retried for much longer.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,36 +16,38 @@ if TYPE_CHECKING:
     from tenacity import AttemptManager, RetryCallState
 
 PATIENCE_SECONDS: Final = 30.0
-"""How long a call is repeated that makes no progress: a server's restart."""
+"""Maximum time for which a call without progress is retried: a server's restart."""
 
 BUSY_SECONDS: Final = 600.0
-"""How long a call is repeated whose server has no room for it."""
+"""Maximum time for which a call is retried while the server has no memory for it."""
 
 LEAST_ATTEMPTS: Final = 2
-"""However long each takes: a server that stops may keep a call as long as it likes."""
+"""Minimum attempts, however long each takes: a server that stops may hold a call for
+its whole timeout."""
 
 T = TypeVar("T")
 
 BEGINNINGS: Final = 5
-"""How often that begins which a server's end cuts off, and which goes on nowhere."""
+"""Maximum starts of a long call that is cut off when a server ends and cannot be
+resumed."""
 
 
-def patiently(
+def attempts(
     least_attempts: int = LEAST_ATTEMPTS, *, deadline: Deadline = NEVER
 ) -> "Iterator[AttemptManager]":
-    """Yields attempts at a call that may be repeated.
+    """Yields attempts at an idempotent call; pauses between them.
 
-    Only a transient error is worth another; the last one is raised.
+    Retries transient errors only; raises the last one.
 
     Args:
-        least_attempts: That are made, however long each takes ...
-        deadline: ... until then.
+        least_attempts: Minimum attempts, however long each takes, up to ...
+        deadline: ... the deadline.
 
-    >>> for attempt in patiently():
+    >>> for attempt in attempts():
     ...     with attempt:
     ...         answer = 42
     """
-    # Late: a command that lists, and is answered, needs no patience.
+    # Imported late: most commands need no retry.
     from tenacity import (
         Retrying,
         retry_if_exception,
@@ -54,21 +56,21 @@ def patiently(
     )
 
     random_pause = wait_random_exponential(multiplier=0.1, max=5)
-    is_late, is_hopeless = stop_after_delay(deadline.left), _Stop(least_attempts)
+    is_late, is_lasting = stop_after_delay(deadline.left), _Stop(least_attempts)
 
     def pause(state: "RetryCallState") -> float:
         error = _error(state)
         least = error.retry_seconds if _is_busy(error) else None
         return min((least or 0.0) + random_pause(state), max(0.0, deadline.left))
 
-    attempts = Retrying(
+    retrying = Retrying(
         retry=retry_if_exception(is_transient),
-        stop=lambda state: is_late(state) or is_hopeless(state),
+        stop=lambda state: is_late(state) or is_lasting(state),
         wait=pause,
         reraise=True,
     )
     try:
-        yield from attempts
+        yield from retrying
     except StoreError as e:
         trim(e)
         raise
@@ -80,8 +82,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _is_busy(error: BaseException) -> bool:
-    """Whether a server has no room now. A full storage says when to retry, too, but
-    somebody has to free space first."""
+    """Returns whether a server has no free memory now. A full storage gives a retry
+    time, too, but is not transient: space must be freed first."""
     return (
         isinstance(error, LimitError)
         and error.reason == "LIMIT_EXCEEDED"
@@ -97,12 +99,12 @@ def _error(state: "RetryCallState") -> StoreError:
 
 
 class _Stop:
-    """Ends attempts whose errors have lasted for too long, each kind by itself."""
+    """Stops retrying when a kind of error has lasted too long."""
 
     def __init__(self, least_attempts: int) -> None:
         self._least_attempts = least_attempts
         self._answered_at = 0.0
-        """Seconds after the start of the attempts; then the server was alive."""
+        """Seconds from the first attempt to the last response of a live server."""
 
     def __call__(self, state: "RetryCallState") -> bool:
         seconds = state.seconds_since_start
@@ -121,27 +123,28 @@ def until(
     act: Callable[[], T],
     *,
     least_attempts: int = LEAST_ATTEMPTS,
-    told: UnavailableError | None = None,
+    first_error: UnavailableError | None = None,
 ) -> T:
-    """Returns what an act returns, which is repeated as of ``patiently``.
+    """Retries a function as ``attempts`` does and returns its result.
 
     Args:
-        deadline: Until when.
-        act: May be repeated.
-        least_attempts: That are made, up to then.
-        told: What it has failed with before.
+        deadline: Deadline of all attempts.
+        act: An idempotent function.
+        least_attempts: Minimum attempts up to the deadline.
+        first_error: Error of an earlier attempt of the caller.
 
     Raises:
-        UnavailableError: Of its last attempt; or, where the deadline has cut that off,
-            of the one before, which tells more.
+        UnavailableError: The error of the last attempt; if the deadline cut that one
+            off, the error of the previous attempt, which says more.
     """
-    for attempt in patiently(least_attempts, deadline=deadline):
+    previous = first_error
+    for attempt in attempts(least_attempts, deadline=deadline):
         with attempt:
             try:
                 return act()
             except UnavailableError as e:
-                if told is not None and deadline.left <= 0:
-                    raise told from e
-                told = e
+                if previous is not None and deadline.left <= 0:
+                    raise previous from e
+                previous = e
                 raise
     raise AssertionError

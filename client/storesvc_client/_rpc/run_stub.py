@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class RunStub:
-    """One run, and a connection to its store."""
+    """One run and the connection to its store."""
 
     def __init__(self, connection: Connection, name: RunName) -> None:
         self.name = name

@@ -1,9 +1,9 @@
-"""Logs waits for a server: whatever waits for one for longer than two seconds says so.
+"""Logs waits for a server that last longer than two seconds.
 
-Each call registers for as long as it lasts, with all its retries; a thread looks at
-those that last. A call that should be answered at once is logged where it is not. One
-that may take long, such as a stream of chunks, is logged where it is retried, or where
-the server does not answer another call meanwhile either.
+Each call registers for as long as it and its retries last; a background thread checks
+the registered calls. A call that a live server answers at once is logged if it is not
+answered. A call that may take long, such as a stream of chunks, is logged only if it is
+being retried, or if the server does not answer a probe either.
 """
 
 import logging
@@ -16,63 +16,63 @@ from typing import Final
 from storesvc_client.errors import StoreError, UnavailableError
 
 WARN_SECONDS: Final = 2.0
-"""How long a call may wait before that is logged."""
+"""Time after which a waiting call is logged."""
 
-LOOK_SECONDS: Final = 0.25
-"""How often the thread looks."""
+POLL_SECONDS: Final = 0.25
+"""Interval between checks of the thread."""
 
-_IDLE_LOOKS: Final = 40
-"""After how many looks at nothing the thread ends; the next call starts another."""
+_IDLE_CHECKS: Final = 40
+"""Checks without any call after which the thread ends; the next call starts another."""
 
 _log = logging.getLogger(__name__)
 
 
 class Wait:
-    """The wait for the answer to one call, with all its retries."""
+    """The wait for one call, including its retries."""
 
     def __init__(self, call: str, *, is_quick: bool, patience: float) -> None:
-        """Begins.
+        """Starts the wait.
 
         Args:
-            call: The rpc.
-            is_quick: Whether a server that is alive answers it at once.
+            call: Name of the rpc.
+            is_quick: Whether a live server answers it at once.
             patience: Seconds from now for which it is retried after an error.
         """
         self.call = call
         self.is_quick = is_quick
         self.is_late = False
-        """Whether it has lasted for too long, as of the last look."""
+        """True if it had lasted too long at the last check."""
         self.error: StoreError | None = None
-        """Of the last attempt."""
+        """Error of the last attempt."""
         self._retried_until = time.monotonic() + patience
         self._failed_at: float | None = None
-        """When the first attempt failed."""
+        """Time of the first failed attempt."""
         self._is_pausing = False
-        """Whether it waits for its next attempt."""
+        """True between two attempts."""
         self.try_for(patience)
 
     def try_for(self, seconds: float) -> None:
-        """Notes the beginning of an attempt.
+        """Records the start of an attempt.
 
         Args:
-            seconds: How long it may take.
+            seconds: Timeout of the attempt.
         """
         now = time.monotonic()
         self._until = now + seconds
         self._is_pausing = False
-        self._looked_at, self._pause = now, WARN_SECONDS
+        self._checked_at, self._pause = now, WARN_SECONDS
 
     def fail(self, error: StoreError) -> None:
-        """Notes that an attempt failed; another one may follow."""
+        """Records that an attempt failed; another one may follow."""
         self.error, self._is_pausing = error, True
         if self._failed_at is None:
             self._failed_at = time.monotonic()
 
-    def look(self, answers: Callable[[], bool]) -> None:
-        """Finds out whether it has lasted for too long.
+    def check(self, answers: Callable[[], bool]) -> None:
+        """Updates ``is_late``.
 
         Args:
-            answers: Asks whether the server answers.
+            answers: Probes the server; returns whether it answers.
         """
         self.is_late = self._found_late(answers)
 
@@ -80,20 +80,20 @@ class Wait:
         now = time.monotonic()
         if self._is_pausing:
             return self._failed_at is not None and now - self._failed_at > WARN_SECONDS
-        if now - self._looked_at < self._pause:
+        if now - self._checked_at < self._pause:
             return self.is_late
         if self.is_quick:
             return True
-        # Less and less often: it may be one of very many processes.
-        self._looked_at, self._pause = now, 2 * self._pause
+        # Probe less and less often, because very many processes may do so.
+        self._checked_at, self._pause = now, 2 * self._pause
         return not answers()
 
     def text(self, address: str) -> str:
-        """Returns what is waited for, until when and why."""
+        """Returns what the client waits for, until when, and why."""
         now = time.monotonic()
         until = self._retried_until if self.error else self._until
         if self.error and not isinstance(self.error, UnavailableError):
-            until = now  # the server lives, and is waited for as long as it says
+            until = now  # the server is alive and sets the time of the retry
         why = str(self.error) if self.error else "it has not answered yet"
         limit = ""
         if now < until < now + 1e6:
@@ -103,14 +103,14 @@ class Wait:
 
 
 class Waits:
-    """The waits of one connection."""
+    """The waits of one connection. Thread-safe."""
 
     def __init__(self, address: str, answers: Callable[[], bool]) -> None:
-        """Has none.
+        """Creates an empty set of waits.
 
         Args:
-            address: What messages call the store.
-            answers: Asks whether the server answers.
+            address: Name of the store in messages.
+            answers: Probes the server; returns whether it answers.
         """
         self._address = address
         self._answers = answers
@@ -122,14 +122,14 @@ class Waits:
     def during(
         self, call: str, *, patience: float, is_quick: bool = False
     ) -> Generator[Wait]:
-        """Logs a warning if what is inside lasts for too long; see ``Wait``."""
+        """Logs a warning if the body lasts too long; see ``Wait``."""
         wait = Wait(call, is_quick=is_quick, patience=patience)
         with self._lock:
             self._waits.add(wait)
-            # one that a fork left behind is not alive
+            # after a fork, the parent's thread is not alive in the child
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
-                    target=self._look, name="storesvc-waits", daemon=True
+                    target=self._check, name="storesvc-waits", daemon=True
                 )
                 self._thread.start()
         try:
@@ -140,7 +140,7 @@ class Waits:
 
     @property
     def trouble(self) -> str:
-        """What is waited for, where the server does not answer; "": it does."""
+        """Description of the wait if the server does not answer, else ""."""
         with self._lock:
             for wait in self._waits:
                 lasts = wait.is_late and isinstance(wait.error, UnavailableError | None)
@@ -150,24 +150,23 @@ class Waits:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a call that lasts still has failed once, as its server was not
-        there."""
+        """True if a call in progress has failed because the server was unavailable."""
         with self._lock:
             return any(isinstance(w.error, UnavailableError) for w in self._waits)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         idle = 0
         while True:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             with self._lock:
                 waits = list(self._waits)
                 idle = 0 if waits else idle + 1
-                if idle > _IDLE_LOOKS:
+                if idle > _IDLE_CHECKS:
                     self._thread = None
                     return
             for wait in waits:
                 was_late = wait.is_late
-                wait.look(self._answers)
+                wait.check(self._answers)
                 with self._lock:
                     lasts = wait in self._waits
                 if wait.is_late and lasts and not was_late:

@@ -1,8 +1,8 @@
-"""Targets: which servers a client calls.
+"""Targets: the servers that a client calls.
 
-A name may have several addresses, each of a replica, as that of a headless service in
-Kubernetes has: gRPC looks them up, and again when one is lost. A list names replicas
-one by one; names in it are looked up once, when a channel is made.
+A name may have several addresses, one for each replica, like a headless service in
+Kubernetes. gRPC resolves it, and again when a server is lost. A list names the replicas
+one by one; its names are resolved once, when a channel is created.
 """
 
 import ipaddress
@@ -15,29 +15,29 @@ from urllib.parse import urlsplit
 from storesvc_client.errors import InvalidRequestError, UnavailableError
 
 _SCHEMES: Final = ("dns:///", "ipv4:", "ipv6:")
-"""How gRPC writes a name, and lists."""
+"""Prefixes of gRPC targets: a name, or a list of addresses."""
 
 
 def is_root(target: str) -> bool:
-    """Returns whether a target is the root of a store, and not its servers."""
+    """Returns whether a target is the root of a store rather than its servers."""
     return "://" in target and not target.startswith(_SCHEMES)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Servers of one store."""
+    """The servers of one store."""
 
     text: str
-    """As it was given; what messages call them."""
+    """The target as given, for messages."""
     hosts: tuple[tuple[str, int], ...]
-    """Where each listens."""
+    """Host and port of each server."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the servers that a text names.
+        """Parses a target.
 
         Raises:
-            InvalidRequestError: It names none.
+            InvalidRequestError: It names no server.
         """
         scheme = next(filter(text.startswith, _SCHEMES), "")
         hosts = tuple(map(_split, text.removeprefix(scheme).split(",")))
@@ -50,16 +50,16 @@ class Target:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nothing leaves this machine."""
+        """True if the servers are on this machine."""
         return all(_is_loopback(host) for host, _ in self.hosts)
 
     @property
     def is_list(self) -> bool:
-        """Whether it names several."""
+        """True if it names several servers."""
         return len(self.hosts) > 1
 
     def address(self) -> str:
-        """Returns what gRPC connects to.
+        """Returns the target for gRPC; resolves the names of a list.
 
         Raises:
             UnavailableError: A name of a list has no address.
@@ -70,7 +70,7 @@ class Target:
         found = [address for host in self.hosts for address in self._look_up(*host)]
         if all(address.version == 4 for address, _ in found):
             return "ipv4:" + ",".join(f"{address}:{port}" for address, port in found)
-        # a list is of one kind, and has a way to write the other
+        # gRPC lists have one address family; IPv6 can express IPv4 addresses
         wide = (
             (f"::ffff:{address}" if address.version == 4 else address, port)
             for address, port in found
@@ -84,8 +84,8 @@ class Target:
             rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as e:
             raise UnavailableError(
-                f"store {self.text}: {host} cannot be looked up ({e.strerror}); is the "
-                "name right?"
+                f"store {self.text}: cannot resolve {host} ({e.strerror}); check "
+                "the name"
             ) from e
         for *_, where in rows:
             yield ipaddress.ip_address(where[0]), port

@@ -1,15 +1,21 @@
-"""The certificates of a client, and why they, or those of a server, are refused.
+"""TLS of a client: its certificates, a channel that reloads them, and the reasons why
+client or server reject them.
 
-Calls use what the files hold when they begin: a channel is dialled anew once they have
-changed (see ``certificate_renewal``). Files that do not fit each other, as between the
-renaming of one and of the next, are passed over until they change again.
+A gRPC channel keeps the certificates it was created with, and stubs keep their channel.
+``RenewedChannel`` connects again when a call starts and the files have changed. Calls
+in flight stay on the channel they started on, which closes after the last of them.
+Files that do not match each other, for example between the renaming of the certificate
+and of its key, are ignored until they change again.
 """
 
+import logging
 import socket
 import ssl
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -17,20 +23,20 @@ from storesvc_client._rpc.target import Target
 from storesvc_client.errors import InvalidRequestError
 
 State: TypeAlias = tuple[tuple[int, int, int] | None, ...]
-"""Of each file, what changes with it."""
+"""Mtime, inode and size of each file; None for an absent one."""
 
-_ASK_SECONDS = 5.0
-"""How long a server may take to refuse a connection."""
+_CONNECT_SECONDS = 5.0
+"""Timeout of a test connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """What a client trusts, and shows, in PEM."""
+    """The certificate files of a client, in PEM format."""
 
     ca: Path | None
-    """Authorities to trust; None: those of the system."""
+    """Trusted authorities; None trusts the system's authorities."""
     cert: Path | None
-    """Its own certificate, for servers that ask for one."""
+    """Client certificate, for servers that require one."""
     key: Path | None
 
     def __post_init__(self) -> None:
@@ -42,17 +48,17 @@ class Tls:
         if (self.cert is None) != (self.key is None):
             given, missing = ("cert", "key") if self.cert else ("key", "cert")
             raise InvalidRequestError(
-                f"{given}: expected {missing}= with it, as a certificate is of use "
-                f"only with its key; got {self.cert or self.key} alone"
+                f"{given}: expected {missing}= with it, because a certificate needs "
+                f"its key; got {self.cert or self.key} alone"
             )
         self.context()
 
     def state(self) -> State:
-        """Returns what tells that the files have changed."""
+        """Returns a value that changes when a file changes."""
         return tuple(map(_state, self._files().values()))
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Returns what gRPC wants.
+        """Returns the files as credentials for gRPC.
 
         Raises:
             InvalidRequestError: The files cannot be used.
@@ -64,28 +70,28 @@ class Tls:
         )
 
     def context(self) -> ssl.SSLContext:
-        """Returns what Python's own TLS wants.
+        """Returns the files as a context of Python's ssl module.
 
         Raises:
             InvalidRequestError: The files cannot be used.
         """
         for name, file in self._files().items():
-            _read(name, file)  # what ssl says of one that is absent does not name it
+            _read(name, file)  # its error names the file, unlike that of ssl
         try:
             context = ssl.create_default_context(cafile=self.ca)
-        except OSError as e:  # ssl.SSLError is one
+        except OSError as e:  # includes ssl.SSLError
             raise InvalidRequestError(
-                f"ca: {self.ca} holds no certificate in PEM ({_cause(e)})"
+                f"ca: expected a PEM certificate in {self.ca}, found none ({_cause(e)})"
             ) from e
         context.set_alpn_protocols(["h2"])
         if self.cert and self.key:
             try:
-                # without a password, it would be asked for at the terminal
+                # an empty password prevents a prompt at the terminal
                 context.load_cert_chain(self.cert, self.key, password="")
             except (OSError, ValueError) as e:
                 raise InvalidRequestError(
-                    f"cert: {self.cert} and {self.key} are no certificate and its key "
-                    f"without a password, in PEM ({_cause(e)})"
+                    f"cert: expected {self.cert} and {self.key} to be a certificate "
+                    f"and its key in PEM without a password ({_cause(e)})"
                 ) from e
         return context
 
@@ -95,8 +101,9 @@ class Tls:
 
 
 def refusal(target: Target, tls: Tls | None) -> str | None:
-    """Returns why a server and a client do not come together, where it is for their
-    certificates, or as one has none; asks the server, as gRPC does not always say.
+    """Returns why TLS between client and server fails, or None if it does not.
+
+    Connects to the server, because gRPC does not always report the reason.
 
     Raises:
         InvalidRequestError: The client's files cannot be used any more.
@@ -106,59 +113,60 @@ def refusal(target: Target, tls: Tls | None) -> str | None:
         if not _speaks_tls(host, port):
             return None
         return (
-            f"store {target.text}: {host}:{port} wants TLS: expected ca, a file with "
-            "its authorities, without insecure, got plaintext"
+            f"store {target.text}: {host}:{port} requires TLS: expected ca, a file "
+            "with its authorities, without insecure, got plaintext"
         )
     context = tls.context()
     try:
         with (
-            socket.create_connection((host, port), _ASK_SECONDS) as plain,
+            socket.create_connection((host, port), _CONNECT_SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=host) as connection,
         ):
-            # A server that speaks HTTP/2 begins with its settings. One that refuses a
-            # certificate does so after the handshake.
+            # An HTTP/2 server starts with its settings (RFC 9113, 3.4). A server that
+            # rejects the client certificate does so after the TLS 1.3 handshake.
             if connection.recv(1):
                 return None
     except ssl.SSLCertVerificationError as e:
         trusted = "the system's authorities" if tls.ca is None else f"ca {tls.ca}"
         return (
-            f"store {target.text}: the certificate of {host}:{port} is refused, with "
+            f"store {target.text}: the certificate of {host}:{port} is not trusted by "
             f"{trusted}: {e.verify_message.rstrip('.')}"
         )
     except ssl.SSLError as e:
         if "ALERT" not in (e.reason or ""):
             return (
                 f"store {target.text}: {host}:{port} does not speak TLS ({_cause(e)}); "
-                "give it a certificate, or insecure in place of ca, cert and key"
+                "start it with a certificate, or pass insecure instead of ca, cert "
+                "and key"
             )
     except ConnectionResetError:
         pass
-    except OSError:  # it is not there, or slow
+    except OSError:  # the server is unavailable or slow
         return None
     if tls.cert is None:
         return (
-            f"store {target.text}: {host}:{port} wants a certificate of the client: "
+            f"store {target.text}: {host}:{port} requires a client certificate: "
             "expected cert and key, got none"
         )
     return (
-        f"store {target.text}: {host}:{port} refuses the certificate {tls.cert}; it is "
-        "of another authority than the server trusts, or expired"
+        f"store {target.text}: {host}:{port} rejects the certificate {tls.cert}; it "
+        "has expired, or its authority is not trusted by the server"
     )
 
 
 def _speaks_tls(host: str, port: int) -> bool:
-    """Whether a server does; it is told nothing, and not believed either."""
+    """Returns whether a server completes a TLS handshake; verifies no certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
         with (
-            socket.create_connection((host, port), _ASK_SECONDS) as plain,
+            socket.create_connection((host, port), _CONNECT_SECONDS) as plain,
             context.wrap_socket(plain),
         ):
             return True
-    except OSError:  # it is not there, or slow, or speaks something else
+    except OSError:  # unavailable, slow, or another protocol
         return False
 
 
@@ -179,3 +187,84 @@ def _state(file: Path) -> tuple[int, int, int] | None:
 
 def _cause(e: Exception) -> str:
     return (isinstance(e, ssl.SSLError) and e.reason) or str(e)
+
+
+_log = logging.getLogger(__name__)
+
+
+class RenewedChannel(grpc.Channel):
+    """Delegates calls to the newest of a series of channels to one target."""
+
+    def __init__(
+        self, tls: Tls, dial: Callable[[grpc.ChannelCredentials], grpc.Channel]
+    ) -> None:
+        """Creates the first channel.
+
+        Args:
+            tls: The certificate files.
+            dial: Returns a channel with the given credentials.
+
+        Raises:
+            InvalidRequestError: The files cannot be used.
+        """
+        self._tls = tls
+        self._dial = dial
+        self._renewing = threading.Lock()
+        self._is_open = True
+        self._state = tls.state()
+        self._channel = dial(tls.credentials())
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        """Returns a callable; unlike gRPC's, it has no methods such as ``future``."""
+        return self._method("unary_unary", arguments, options)
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See ``unary_unary``."""
+        return self._method("unary_stream", arguments, options)
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See ``unary_unary``."""
+        return self._method("stream_unary", arguments, options)
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See ``unary_unary``."""
+        return self._method("stream_stream", arguments, options)
+
+    def subscribe(
+        self,
+        callback: Callable[[grpc.ChannelConnectivity], None],
+        try_to_connect: bool = False,  # noqa: FBT001, FBT002 - gRPC's signature
+    ) -> None:
+        """Subscribes to the current channel only."""
+        self._current().subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        """Ends the subscription of a callback."""
+        self._channel.unsubscribe(callback)
+
+    def close(self) -> None:
+        """Closes the current channel and cancels its calls."""
+        with self._renewing:
+            self._is_open = False
+            self._channel.close()
+
+    def _method(self, kind: str, arguments: Any, options: Any) -> Callable[..., Any]:
+        def call(*request: Any, **how: Any) -> Any:
+            method = getattr(self._current(), kind)(*arguments, **options)
+            return method(*request, **how)
+
+        return call
+
+    def _current(self) -> grpc.Channel:
+        with self._renewing:
+            state = self._tls.state()
+            if state != self._state and self._is_open:
+                try:
+                    credentials = self._tls.credentials()
+                except InvalidRequestError as e:
+                    _log.warning("certificates not reloaded, old ones stay: %s", e)
+                else:
+                    # gRPC closes the old channel once no call refers to it.
+                    self._channel = self._dial(credentials)
+                self._state = state
+            return self._channel

@@ -1,8 +1,8 @@
-"""Tracebacks without the frames of the libraries in between.
+"""Removes the frames of intermediate libraries from tracebacks.
 
-A user reads a traceback from its last line: our sentence, then the line of ours that
-raised it. The frames by which a retry library or a thread pool carries an error from
-one thread to another say nothing about either.
+Users read a traceback from its end: the message, then the line of this library that
+raised it. The frames by which a retry library or a thread pool passes an error from one
+thread to another add nothing to that.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Final
 
 _CARRIERS: Final = ("concurrent.futures", "contextlib", "tenacity")
-"""Packages whose frames are left out."""
+"""Packages whose frames are removed."""
 
 
 def trim(error: BaseException) -> None:
-    """Removes the frames of carriers from the traceback of an error."""
+    """Removes the frames of those packages from the traceback of an error."""
     kept = [each for each in _entries(error.__traceback__) if not _is_carrier(each)]
     trace = None
     for each in reversed(kept):

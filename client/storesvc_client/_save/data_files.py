@@ -1,13 +1,21 @@
-"""Pools: where the data files of a run are put, and how they become durable."""
+"""Data files that a client writes itself: where they are created and made durable.
+
+In a directory, parts are written to a file as they come. A bucket writes an object as a
+whole, so each object is first assembled in memory; its slabs return to the staging pool
+before the upload of the object starts.
+"""
 
 import errno
 import os
+import threading
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Final, Protocol
 
 from storesvc.storage import data_file, rooted_files
+from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client.errors import (
     DataLossError,
     InvalidRequestError,
@@ -16,16 +24,18 @@ from storesvc_client.errors import (
     UnavailableError,
 )
 
-THREADS: Final = min(os.cpu_count() or 1, 8)
+FILE_THREADS: Final = min(os.cpu_count() or 1, 8)
+"""Data files in a directory that are written at a time."""
 
 FILE_BYTES: Final = 128 << 20
-"""Where a thread begins its next data file; what a save that is cut off loses."""
+"""File size at which a thread starts its next data file; an interrupted save loses at
+most one such file per thread."""
 
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 class StoppedError(Exception):
-    """Nobody wants the file any more."""
+    """The save has stopped, so the file is not needed."""
 
 
 class NewFile(Protocol):
@@ -33,46 +43,46 @@ class NewFile(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Of what was appended."""
+        """Bytes appended so far."""
 
     def append(self, parts: Sequence[memoryview]) -> None:
-        """Writes parts behind those before."""
+        """Appends parts."""
 
 
 class Pool(Protocol):
-    """The data files of a run."""
+    """Creates the data files of a run."""
 
     @property
     def threads(self) -> int:
-        """How many files are worth being written at a time."""
+        """Number of files to write at a time."""
 
     @property
     def file_bytes(self) -> int:
-        """Where the next one begins."""
+        """File size at which the next file starts."""
 
     def create(self, name: str) -> AbstractContextManager[NewFile]:
-        """Returns a context of a new file: durable once it has ended, or gone where it
-        ended with an error.
+        """Returns a context that creates a file: durable after a normal exit, removed
+        after an error.
 
         Raises:
             LimitError: The storage is full.
-            InvalidRequestError: It may not be written.
+            InvalidRequestError: Writing is not permitted.
             UnavailableError: The storage failed.
-            StoppedError: Nobody wants it any more.
+            StoppedError: The save has stopped.
         """
 
 
 class FilePool:
-    """Those in a directory."""
+    """Creates data files in a directory."""
 
-    threads = THREADS
+    threads = FILE_THREADS
 
     def __init__(self, root: Path, pool: str) -> None:
-        """Prepares to write.
+        """Creates a pool; nothing is written yet.
 
         Args:
-            root: Of the store.
-            pool: What the data files lie below.
+            root: Root of the store.
+            pool: Prefix of the data files.
         """
         self._root = root
         self._pool = pool
@@ -86,7 +96,7 @@ class FilePool:
             rooted_files.make_directories(self._root, place)
             with data_file.NewFile(self._root, place) as file:
                 yield file
-        except StoreError:  # some are OSErrors too
+        except StoreError:  # some classes are OSErrors too
             raise
         except OSError as e:
             raise _translated(e, self._root / self._pool) from e
@@ -101,8 +111,8 @@ def _translated(e: OSError, pool: Path) -> StoreError:
         )
     if isinstance(e, rooted_files.IrregularFileError):
         return DataLossError(
-            f"{pool}: {e}; nothing is written through a link: remove it, or connect "
-            "without direct=",
+            f"{pool}: {e}; storesvc does not write through links: remove it, or "
+            "connect without direct=",
             reason="CORRUPT_DATA",
         )
     if e.errno in _DENIED:
@@ -114,3 +124,63 @@ def _translated(e: OSError, pool: Path) -> StoreError:
         f"{pool}: the storage failed: {e.strerror}; save again",
         reason="STORAGE_UNAVAILABLE",
     )
+
+
+OBJECT_BYTES: Final = 64 << 20
+"""Object size at which the next object starts; an interrupted save loses at most the
+objects in flight."""
+
+OBJECT_THREADS: Final = 8
+"""Objects in flight; each is in memory twice, because TensorStore copies it."""
+
+
+class NewObject:
+    """An object that is assembled in memory."""
+
+    def __init__(self) -> None:
+        self._data = BytesIO()
+        self.size_bytes = 0
+
+    def append(self, parts: Sequence[memoryview]) -> None:
+        """Appends a copy of each part."""
+        for part in parts:
+            self.size_bytes += self._data.write(part)
+
+    def data(self) -> bytes:
+        """Returns the whole object without a copy."""
+        return self._data.getvalue()
+
+
+class BucketPool:
+    """The data files of a run in a bucket; see ``Pool``."""
+
+    threads = OBJECT_THREADS
+
+    def __init__(self, root: BucketRoot, pool: str, stopped: threading.Event) -> None:
+        """Creates a pool; nothing is written yet.
+
+        Args:
+            root: Root of the store.
+            pool: Prefix of the data files.
+            stopped: Set when the save no longer needs the files.
+        """
+        self._root = root
+        self._pool = pool
+        self._stopped = stopped
+        self.file_bytes = OBJECT_BYTES
+
+    @contextmanager
+    def create(self, name: str) -> Generator[NewObject]:
+        """See ``Pool.create``."""
+        new = NewObject()
+        yield new
+        self._root.write(
+            f"{self._pool}{name}",
+            new.data(),
+            what=f"save: data file {name}",
+            check=self._check,
+        )
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise StoppedError

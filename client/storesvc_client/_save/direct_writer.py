@@ -1,8 +1,8 @@
-"""Chunks that a client puts into the pool of a run by itself.
+"""Writes chunks directly to the pool of a run, without sending them to the server.
 
-Threads take slabs, make their sums, and append them to data files of their own; what
-lies in a file that is durable is told to the server. No byte of it goes through the
-server, which only looks whether the files are there.
+Each thread takes slabs, computes the checksums of their chunks and appends them to data
+files of its own. When a file is durable, its chunk table goes to the server, which
+checks only that the file exists.
 """
 
 import queue
@@ -18,43 +18,47 @@ from typing import Self
 import numpy as np
 
 from storesvc.format.chunks import Places, pack_placed
-from storesvc_client._chunks.chunk_checksums import SumsInProgress
-from storesvc_client._chunks.slabs import PIECE_BYTES, Filled
-from storesvc_client._save.bucket_data_files import BucketPool
-from storesvc_client._save.data_files import FilePool, NewFile, Pool, StoppedError
-from storesvc_client._save.slab_queue import Outbox, Wanted
+from storesvc_client._chunks.slabs import PIECE_BYTES, FilledSlab, SumsInProgress
+from storesvc_client._save.data_files import (
+    BucketPool,
+    FilePool,
+    NewFile,
+    Pool,
+    StoppedError,
+)
+from storesvc_client._save.slab_queue import SlabQueue, WantedSlabs
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._values.progress import Meter
 from storesvc_proto.v1 import tree_pb2
 
 
-class Placing:
-    """Writes the slabs of one save."""
+class DirectWriter:
+    """Writes the slabs of one save to data files."""
 
     def __init__(
         self,
         root: Path | BucketRoot,
         pool: str,
         prefix: str,
-        outbox: Outbox,
-        wanted: Wanted,
+        slab_queue: SlabQueue,
+        wanted: WantedSlabs,
         sums: SumsInProgress,
         meter: Meter,
     ) -> None:
-        """Prepares to write.
+        """Creates a writer; entering its context starts the threads.
 
         Args:
-            root: Of the store.
-            pool: What the data files lie below.
-            prefix: What the names of those of this upload begin with, below it.
-            outbox: Where the memory of slabs goes back to.
-            wanted: The slabs.
-            sums: Of their chunks, filled in.
-            meter: Takes note of what is written.
+            root: Root of the store.
+            pool: Prefix of the run's data files.
+            prefix: Name prefix of this upload's data files, relative to `pool`.
+            slab_queue: Queue that takes the memory of written slabs back.
+            wanted: Slabs to write.
+            sums: Checksums of all chunks, filled in here.
+            meter: Counts the bytes written.
         """
         self._meter = meter
         self._prefix = prefix
-        self._outbox = outbox
+        self._slab_queue = slab_queue
         self._wanted = wanted
         self._sums = sums
         self._placed: queue.SimpleQueue[tree_pb2.ChunkTable | BaseException | None] = (
@@ -82,11 +86,11 @@ class Placing:
     ) -> None:
         self._stopped.set()
         if error is not None:
-            self._outbox.give_up()
+            self._slab_queue.cancel()
         self._threads.shutdown()
 
     def take(self) -> tree_pb2.ChunkTable | None:
-        """Returns the next table of what is durable; None: there is none.
+        """Returns the table of the next durable file; None after the last one.
 
         Raises:
             LimitError: The storage is full.
@@ -95,13 +99,13 @@ class Placing:
         """
         found = self._placed.get()
         if not isinstance(found, tree_pb2.ChunkTable):
-            self._placed.put(found)  # for whoever asks next
+            self._placed.put(found)  # for the next caller
         if isinstance(found, BaseException):
             raise found
         return found
 
     def _end(self, workers: "Sequence[Future[None]]") -> None:
-        """Waits for the threads, and ends the tables."""
+        """Waits for the worker threads, then ends the queue of tables."""
         errors = [e for worker in workers if (e := worker.exception()) is not None]
         self._placed.put(errors[0] if errors else None)
 
@@ -113,11 +117,11 @@ class Placing:
             return
         except BaseException:
             self._stopped.set()
-            self._outbox.give_up()
+            self._slab_queue.cancel()
             raise
 
     def _write_file(self) -> bool:
-        """Writes one data file; returns whether there may be more to write."""
+        """Writes one data file; returns whether more may follow."""
         filled = self._wanted.take()
         if filled is None:
             return False
@@ -127,28 +131,28 @@ class Placing:
             with self._meter.part(name), self._new_file(name) as file:
                 while filled is not None and file.size_bytes < self._pool.file_bytes:
                     if self._stopped.is_set():
-                        raise StoppedError  # the file shall not stay
+                        raise StoppedError  # removes the file
                     self._append(file, filled, rows)
-                    self._outbox.give_back(filled)
+                    self._slab_queue.give_back(filled)
                     filled = None
                     if file.size_bytes < self._pool.file_bytes:
                         filled = self._wanted.take()
         finally:
             if filled is not None:
-                self._outbox.give_back(filled)
-        self._tell(name, sorted(rows))
+                self._slab_queue.give_back(filled)
+        self._publish(name, sorted(rows))
         return file.size_bytes >= self._pool.file_bytes
 
     @contextmanager
     def _new_file(self, name: str) -> Generator[NewFile]:
-        """A file that is durable once the context has ended well."""
+        """Returns a context that makes the file durable on a normal exit."""
         with ExitStack() as synced, self._pool.create(name) as file:
             yield file
-            # left after the file, whose own end this times
+            # exits after the file does, so that it times the file's sync
             synced.enter_context(self._meter.phase("sync"))
 
     def _append(
-        self, file: NewFile, filled: Filled, rows: list[tuple[int, int, int]]
+        self, file: NewFile, filled: FilledSlab, rows: list[tuple[int, int, int]]
     ) -> None:
         at, size, parts = file.size_bytes, 0, list[memoryview]()
 
@@ -163,12 +167,13 @@ class Placing:
             for part in stored:
                 parts.append(part)
                 size += len(part)
-                if size >= PIECE_BYTES:  # while they are in the cache
+                if size >= PIECE_BYTES:  # while the parts are in the CPU cache
                     write()
                     size, parts = 0, []
         write()
 
-    def _tell(self, name: str, rows: list[tuple[int, int, int]]) -> None:
+    def _publish(self, name: str, rows: list[tuple[int, int, int]]) -> None:
+        """Queues the chunk tables of a durable file."""
         ordinals = np.array([ordinal for ordinal, _, _ in rows], np.int64)
         places = Places(
             files=(name,),
@@ -178,5 +183,5 @@ class Placing:
         )
         sums = self._sums.result(ordinals)
         for table in pack_placed(sums, places, with_ordinals=True):
-            table.files[:] = [name]  # each stands for itself
+            table.files[:] = [name]  # each table is sent by itself
             self._placed.put(table)

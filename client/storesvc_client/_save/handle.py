@@ -8,7 +8,7 @@ from storesvc_client._values.durations import DurationLike, seconds_or_none
 from storesvc_client._values.values import Checkpoint, SaveReport
 
 if TYPE_CHECKING:
-    from storesvc_client._save.upload import Saved
+    from storesvc_client._save.upload import SaveResult
     from storesvc_client.trees.nnx.rehearsal import Rehearsal
 
 
@@ -18,15 +18,16 @@ class PendingSave:
     def __init__(
         self,
         step: int,
-        future: "Future[Saved]",
+        future: "Future[SaveResult]",
         written: "Future[None] | None" = None,
     ) -> None:
-        """Observes a save.
+        """Creates the handle of a save.
 
         Args:
             step: Step of the checkpoint.
             future: Result of the save, once it is committed.
-            written: End of the part of this process; None if that is all of the save.
+            written: Done when this process has written its part; None if that is the
+                whole save.
         """
         self.step = step
         self._future = future
@@ -36,64 +37,72 @@ class PendingSave:
     @classmethod
     def failed(cls, step: int, error: Exception) -> Self:
         """Returns the handle of a save that was not started because of an error."""
-        future: Future[Saved] = Future()
+        future: Future[SaveResult] = Future()
         future.set_exception(error)
         return cls(step, future)
 
     @property
     def is_done(self) -> bool:
-        """Whether the save has succeeded or failed."""
+        """True once the save has succeeded or failed."""
         return self._future.done()
 
     @property
     def is_written(self) -> bool:
-        """Whether the part of this process has succeeded or failed."""
+        """True once the part of this process has succeeded or failed."""
         return self._written.done()
 
-    def result(self, seconds: float | None = None) -> "Saved":
-        """Returns the result of the save.
+    def result(self, seconds: float | None = None) -> "SaveResult":
+        """Waits for the save and returns its result.
+
+        Args:
+            seconds: Seconds to wait; None waits without limit.
 
         Raises:
             StoreError: The save failed.
-            TimeoutError: The save is still running.
+            TimeoutError: The save is still running; it continues.
         """
         try:
             return self._future.result(seconds)
         except BaseException as e:
-            # a wait that was interrupted or timed out has not seen the error
+            # an interrupted or timed-out wait has not observed the save's error
             self._observed = self._future.done()
             trim(e)
             raise
 
     def error(self, seconds: float | None) -> BaseException | None:
-        """Returns the error of the save, or None, and marks it as observed.
+        """Waits for the save and returns its error, or None; marks it as observed.
+
+        Args:
+            seconds: Seconds to wait; None waits without limit.
 
         Raises:
-            TimeoutError: The save is still running.
+            TimeoutError: The save is still running; it continues.
         """
         found = self._future.exception(seconds)
         self._observed = True
         return found
 
     def wait(self) -> None:
-        """Waits until the save has succeeded or failed."""
+        """Waits for the end of the save; raises nothing."""
         wait([self._future])
 
     def wait_written(self, seconds: float) -> bool:
-        """Waits for the part of this process; returns whether it has ended."""
+        """Waits until this process has finished its part, with or without an error;
+        returns False after `seconds`."""
         return bool(wait([self._written], seconds).done)
 
     def ignore_error(self) -> None:
-        """Marks the error as observed; it will not be raised again."""
+        """Marks the error as observed, so that later saves do not raise it."""
         self._observed = True
 
     def drop(self) -> None:
-        """Waits for the end of the save and ignores its error."""
+        """Marks the error as observed and waits for the end of the save."""
         self.ignore_error()
         self.wait()
 
     def raise_unseen(self) -> None:
-        """Waits for the end of the save; raises its error if it was not raised yet."""
+        """Waits for the end of the save and raises its error, unless it was
+        observed."""
         self.wait()
         if not self._observed:
             self.result()
@@ -163,5 +172,5 @@ class Save:
         """
         return self._pending.error(seconds_or_none("timeout= of a save", timeout))
 
-    def _result(self, timeout: DurationLike | None) -> "Saved":
+    def _result(self, timeout: DurationLike | None) -> "SaveResult":
         return self._pending.result(seconds_or_none("timeout= of a save", timeout))

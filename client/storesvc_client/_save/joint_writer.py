@@ -1,13 +1,14 @@
-"""A process's part in an upload that several processes of a job write.
+"""The writer of one process in an upload that several processes of a job share.
 
-Process 0 begins the upload and tells its name, the others join it, with their own plan
-of the same tree. From then on each writes its own chunks, finishes by itself, and waits
-for nobody: only who asks for the result does. Whoever is the last to finish commits.
+Process 0 begins the upload and publishes its name; the others join it, each with its
+own plan of the same tree. Each process then writes its own chunks and finishes its
+writer without waiting for the others; only the result of the save waits for all. Each
+process requests the commit, and the first request after the last finish commits.
 
-A process that fails says so, and the others fail with its words. One that dies says
-nothing: its upload is waited for as long as its lease lasts, and then the processes
-that have not finished are named. It stays until it is collected, so that a save of the
-same step goes on where this one stopped.
+A process that fails publishes its error, and the other saves raise it. A process that
+dies publishes nothing: the others wait until the lease expires, then raise an error
+that names the processes that have not finished. The upload stays until it is collected,
+so saving the same step again resumes it.
 """
 
 import logging
@@ -21,7 +22,7 @@ from storesvc.format.chunks import Sums
 from storesvc.format.trees import Tree
 from storesvc_client._job.job import JointSave, Outcome, process_name
 from storesvc_client._rpc.connection import Connection
-from storesvc_client._save.writer import Description, Part
+from storesvc_client._save.writer import Description, Writer
 from storesvc_client._values.progress import Meter
 from storesvc_client._values.values import Checkpoint
 from storesvc_client.errors import (
@@ -34,30 +35,31 @@ from storesvc_client.errors import (
 )
 from storesvc_proto.v1 import upload_service_pb2 as api
 
-LOOK_SECONDS: Final = 5.0
-"""How often the store is asked what became of an upload; news of it come sooner."""
+POLL_SECONDS: Final = 5.0
+"""Interval between requests for the state of the upload; failures published by other
+processes arrive sooner."""
 
-TURN_SECONDS: Final = 0.1
-"""How often at most."""
+MIN_POLL_SECONDS: Final = 0.1
+"""Shortest such interval."""
 
 LOG_SECONDS: Final = 10.0
-"""After which it is logged who is waited for; then after twice as long, and so on."""
+"""Seconds before a wait is logged; doubles with each log line."""
 
 LAST_SECONDS: Final = 1.0
-"""How long who has finished last is waited for to say so."""
+"""Maximum wait for the name of the process that finished last."""
 
 HEARTBEAT_SECONDS: Final = 100.0
-"""How long jax waits for the heartbeat of a process before it aborts all others, unless
-``jax.distributed.initialize(heartbeat_timeout_seconds=)`` says otherwise. jax does not
-show what it was given."""
+"""Seconds that jax waits for the heartbeat of a process before it aborts all others,
+unless ``jax.distributed.initialize(heartbeat_timeout_seconds=)`` sets another value.
+jax does not expose the value in use."""
 
 _SHOWN: Final = 4
 
 _log = logging.getLogger(__name__)
 
 
-class JointPart(Part):
-    """The part of one process of a job."""
+class JointWriter(Writer):
+    """The writer of one process of a job."""
 
     def __init__(
         self,
@@ -67,32 +69,32 @@ class JointPart(Part):
         meter: Meter,
         joint: JointSave,
     ) -> None:
-        """Prepares.
+        """Creates the writer; nothing is sent yet.
 
         Args:
-            connection: To the store.
-            description: What is saved; that of process 0 counts.
-            tree: As this process planned it.
-            meter: Takes note of what is done.
-            joint: The save of all processes.
+            connection: Connection to the store.
+            description: The checkpoint to save; process 0's takes effect.
+            tree: The tree as planned by this process.
+            meter: Measures the phases.
+            joint: The save, as all processes of the job share it.
         """
         super().__init__(connection, description, tree, meter)
         self._joint = joint
-        self.writer = joint.job.index
+        self.index = joint.job.index
         self.writer_count = joint.job.count
         self._unfinished = joint.job.count
-        """Processes that have not finished, as far as is known."""
+        """Processes not known to have finished."""
 
     def begin(self) -> api.Upload:
-        """Returns the upload: process 0 begins it, the others join it.
+        """Begins the upload in process 0, joins it in the others, and returns it.
 
         Raises:
-            StoreError: As the contract says of BeginUpload and JoinUpload.
-            UnavailableError: Process 0 has not begun it in time.
-            PeerFailedError: It has failed.
-            ConflictError: It began it in another store.
+            StoreError: As the contract states for BeginUpload and JoinUpload.
+            UnavailableError: Process 0 has not begun the upload in time.
+            PeerFailedError: Process 0 failed.
+            ConflictError: Process 0 began the upload in another store.
         """
-        if self.writer == 0:
+        if self.index == 0:
             lease_seconds = self.described.lease.total_seconds()
             if lease_seconds >= HEARTBEAT_SECONDS:
                 _warn_of_heartbeat(lease_seconds)
@@ -117,51 +119,51 @@ class JointPart(Part):
         raise AssertionError
 
     def finish(self, ref: api.WriterRef, sums: Sums) -> None:
-        """See ``Part.finish``."""
+        """See ``Writer.finish``."""
         for attempt in self._connection.attempts("FinishWriter"):
             with attempt, self._meter.phase("finish"):
                 try:
                     answer = self._finish(ref, sums)
                 except AlreadyExistsError:
-                    # where the answer to this was lost, others have committed since
-                    if self._look(ref.upload).state != api.Upload.STATE_COMMITTED:
+                    # The response to an earlier attempt was lost, and others committed.
+                    if self._get_upload(ref.upload).state != api.Upload.STATE_COMMITTED:
                         raise
                     return
                 self._unfinished = answer.unfinished_writer_count
         if not self._unfinished:
-            with suppress(StoreError):  # a figure of the report, and no more
-                self._joint.tell_last()
+            with suppress(StoreError):  # needed only for the report
+                self._joint.publish_last()
 
     def commit(self, ref: api.WriterRef) -> Checkpoint:
-        """Returns the checkpoint, once all processes have finished.
+        """Waits for all processes to finish, then returns the committed checkpoint.
 
         Raises:
-            StoreError: As the contract says of CommitUpload.
-            PeerFailedError: Another process has failed; says why.
-            UnavailableError: Nothing was heard of those that have not finished for as
-                long as the lease is; names them.
+            StoreError: As the contract states for CommitUpload.
+            PeerFailedError: Another process failed; the message gives the cause.
+            UnavailableError: No process made progress for one lease; the message names
+                those that have not finished.
         """
         if self._unfinished:
             with self._meter.phase("await others"):
                 self._await_all(ref)
         checkpoint = super().commit(ref)
-        with suppress(StoreError):  # it is committed, whoever can be told so
+        with suppress(StoreError):  # committed, even if others cannot be notified
             self._joint.end(ref.upload)
             self.last_process = self._joint.last(seconds=LAST_SECONDS)
         return checkpoint
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others why this process has given up."""
+        """Publishes to the other processes why this one failed."""
         self._joint.fail(error)
 
     def check_others(self) -> None:
-        """See ``Part.check_others``."""
+        """See ``Writer.check_others``."""
         outcome = self._ended()
         if outcome is not None:
             self._check(outcome)
 
     def _begun_upload(self) -> str:
-        """The name of the upload, once process 0 has begun it."""
+        """Waits until process 0 has begun the upload; returns its name."""
         seconds = self.described.lease.total_seconds()
         outcome = self._joint.begun(seconds=seconds)
         if outcome is None:
@@ -175,7 +177,7 @@ class JointPart(Part):
 
     def _join(self, name: str) -> api.Upload:
         opening = api.JoinOpening(
-            upload=name, writer=self.writer, writer_count=self.writer_count
+            upload=name, writer=self.index, writer_count=self.writer_count
         )
 
         parts = self._leaves()
@@ -192,7 +194,7 @@ class JointPart(Part):
         return response.upload
 
     def _await_all(self, ref: api.WriterRef) -> None:
-        """Returns once all processes have finished."""
+        """Waits until all processes have finished."""
         lease = self.described.lease.total_seconds()
         last, since = None, self._meter.clock()
         begun, log_seconds = since, LOG_SECONDS
@@ -202,10 +204,10 @@ class JointPart(Part):
             if outcome is not None:
                 self._check(outcome)
                 return
-            upload = self._look(ref.upload)
+            upload = self._get_upload(ref.upload)
             if upload.state == api.Upload.STATE_COMMITTED or (
                 upload.finished_writer_count == self.writer_count
-            ):  # who finished last may have died since
+            ):  # the process that finished last may have died before its commit
                 return
             if upload.state == api.Upload.STATE_ENDED:
                 raise ConflictError(
@@ -224,36 +226,37 @@ class JointPart(Part):
             elif self._meter.clock() - since > lease:
                 raise UnavailableError(
                     f"save of {self.described}: {self._missing(upload)} have not "
-                    f"finished, and nothing was heard of them for {lease:g} s; start "
-                    "them again and save the step again in all, which goes on where "
-                    "this stopped"
+                    f"finished, and made no progress for {lease:g} s; restart "
+                    "them and save the step again in all processes, which resumes "
+                    "this save"
                 )
             left = since + lease - self._meter.clock()
-            seconds = max(TURN_SECONDS, min(LOOK_SECONDS, lease / 4, left))
+            seconds = max(MIN_POLL_SECONDS, min(POLL_SECONDS, lease / 4, left))
 
     def _ended(self, *, seconds: float = 0.0) -> Outcome | None:
-        """How it ended, as the others tell; None: nothing in that time. Where they
-        cannot tell any more, as the process that keeps the board has died, the store
-        still knows whether it was committed."""
+        """Returns the published outcome of the save; None if there is none in time.
+
+        If the process that runs the coordination service has died, nothing can be
+        published, but the store still has the state of the upload."""
         try:
             return self._joint.ended(seconds=seconds)
         except UnavailableError:
             time.sleep(seconds)
             return None
 
-    def _look(self, name: str) -> api.Upload:
+    def _get_upload(self, name: str) -> api.Upload:
         request = api.GetUploadRequest(name=name)
         return self._connection.ask(self._stub.GetUpload, request).upload
 
     def _check(self, outcome: Outcome) -> None:
         if outcome.failure:
             raise PeerFailedError(
-                f"save of {self.described} was given up by another process of the job: "
+                f"save of {self.described} failed in another process of the job: "
                 f"{outcome.failure}"
             )
 
     def _named(self, index: int) -> str:
-        """A process that is waited for."""
+        """Returns the name of a process that has not finished, for messages."""
         name, other = self._name(index), self._joint.other_step(index)
         return f"{name} (its last save is of step {other})" if other else name
 
@@ -261,7 +264,7 @@ class JointPart(Part):
         return process_name(self._joint.job, index)
 
     def _missing(self, upload: api.Upload | None) -> str:
-        """The processes that have not finished, for messages."""
+        """Returns the processes that have not finished, for messages."""
         if upload is None:
             return "all processes"
         named = [self._named(writer) for writer in upload.unfinished_writers[:_SHOWN]]
@@ -272,11 +275,12 @@ class JointPart(Part):
 
 @cache
 def _warn_of_heartbeat(lease_seconds: float) -> None:
-    """Logs, once for each lease, that jax may end a job before the lease is over."""
+    """Warns, once for each lease length, that jax may abort the job before a lease
+    expires."""
     _log.warning(
-        "this job's saves name a process that died after their lease of %g s, but jax "
+        "this job's saves report a dead process after their lease of %g s, but jax "
         "aborts the other processes sooner, after heartbeat_timeout_seconds (%g unless "
-        "set): pass jax.distributed.initialize a longer one, or save with a shorter "
-        "Distributed(lease=); ignore this where you did",
+        "set): pass a larger value to jax.distributed.initialize, or save with a "
+        "shorter Distributed(lease=); ignore this if you did",
         *(lease_seconds, HEARTBEAT_SECONDS),
     )

@@ -1,4 +1,4 @@
-"""Keeping an upload alive while a save goes on, whatever it waits for."""
+"""Renews the lease of an upload in the background while a save runs."""
 
 import threading
 from types import TracebackType
@@ -9,22 +9,23 @@ import grpc
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
-_SIGNS_A_LEASE: Final = 3
+_RENEWALS_PER_LEASE: Final = 3
 _CALL_SECONDS: Final = 10.0
+"""Timeout of one renewal."""
 
 
-class KeptAlive:
+class LeaseRenewer:
     """Renews the lease of an upload while the context lasts.
 
-    A sign that fails is no error: the next one may get through, and what ends the
-    upload is told by the calls that write it.
+    A failed renewal is not an error: the next one may succeed, and if the upload has
+    ended, the calls that write to it report that.
     """
 
     def __init__(self, stub: UploadServiceStub, upload: api.Upload) -> None:
         self._stub = stub
         self._request = api.KeepUploadAliveRequest(name=upload.name, epoch=upload.epoch)
         lease = upload.lease_duration.ToTimedelta().total_seconds()
-        self._interval = lease / _SIGNS_A_LEASE
+        self._interval = lease / _RENEWALS_PER_LEASE
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._renew, name="storesvc-lease", daemon=True

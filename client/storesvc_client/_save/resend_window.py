@@ -1,11 +1,12 @@
-"""What was sent and is not acknowledged yet, and is sent again where a stream breaks.
+"""The items sent to the server and not yet acknowledged, resent after a stream breaks.
 
-The thread that feeds a broken stream may wait for the next thing still, and take it
-when it comes. So each stream counts by itself what it sent, and what any of them took
-stays until a stream that sent it has it acknowledged.
+The thread that feeds a broken stream may still be waiting for its next item and take it
+later. So each stream counts its own sent items, and an item stays in the window until a
+stream that sent it has received its acknowledgement.
 
-A server acknowledges a batch at a time. Where nothing can follow before something is
-acknowledged, a stream that has sent less than a batch ends, so that what it sent is.
+A server acknowledges one batch at a time. When the snapshot needs memory back before it
+can fill the next slab, a stream that has sent less than a batch ends, which makes the
+server store and acknowledge what it has.
 """
 
 import threading
@@ -22,8 +23,8 @@ from storesvc_client._save.slab_queue import StarvedError
 T = TypeVar("T")
 
 
-class Acknowledging(Generic[T]):
-    """Things that several chunks make up, on their way to the server."""
+class ResendWindow(Generic[T]):
+    """Items of one or more chunks each on their way to the server."""
 
     def __init__(
         self,
@@ -32,15 +33,15 @@ class Acknowledging(Generic[T]):
         done: Callable[[T], None],
         size_bytes: Callable[[T], int] = lambda _: 0,
     ) -> None:
-        """Begins with nothing taken.
+        """Creates an empty window.
 
         Args:
-            take: Returns the next thing; None: nothing follows. Several threads may
-                wait in it.
-            count: Returns how many chunks a thing has, at least 1.
-            done: Called with each thing once it is durable.
-            size_bytes: Returns those of a thing on their way, where what takes the next
-                one may raise ``StarvedError``.
+            take: Returns the next item; None after the last. Several threads may wait
+                in it.
+            count: Returns the number of chunks of an item, at least 1.
+            done: Called with each item once it is durable.
+            size_bytes: Returns the bytes that an item adds to a stream; needed if
+                ``take`` may raise ``StarvedError``.
         """
         self._take = take
         self._count = count
@@ -48,22 +49,22 @@ class Acknowledging(Generic[T]):
         self.size_bytes = size_bytes
         self._changed = threading.Condition()
         self._open: dict[int, T] = {}
-        """By id: those that are taken and not durable, in the order of taking."""
+        """Items taken and not durable, by id, in the order of taking."""
         self._taking = 0
-        """Threads that take the next one: of broken streams too."""
+        """Threads waiting in ``take``, including threads of broken streams."""
         self._has_ended = False
         self._is_dropped = False
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing follows, and all is durable."""
+        """True if no item follows and all are durable."""
         with self._changed:
             return self._has_ended and not self._open and not self._taking
 
     def wait(self) -> bool:
-        """Waits for something to send; returns whether there is any.
+        """Waits for an item to send; returns False if none follows.
 
-        A stream is opened only then: a server ends one that brings nothing for long.
+        A stream is opened only then, because servers end streams that stay idle.
         """
         with self._changed:
             is_idle = not self._open and not self._has_ended
@@ -72,17 +73,17 @@ class Acknowledging(Generic[T]):
                 self.next()
                 is_idle = False
         with self._changed:
-            # what a broken stream takes late is to be sent, too
+            # items that the thread of a broken stream takes late must be sent, too
             self._changed.wait_for(lambda: self._open or not self._taking)
             return bool(self._open)
 
-    def stream(self) -> "Stream[T]":
-        """Returns what a new stream sends: all that is not durable yet."""
+    def stream(self) -> "SendStream[T]":
+        """Returns a new stream, which first resends all items that are not durable."""
         with self._changed:
-            return Stream(self, list(self._open.values()))
+            return SendStream(self, list(self._open.values()))
 
     def next(self) -> T | None:
-        """Returns the next thing that no stream has taken; None: nothing follows."""
+        """Takes and returns the next new item; None after the last."""
         with self._changed:
             self._taking += 1
         found, has_ended = None, False
@@ -104,43 +105,43 @@ class Acknowledging(Generic[T]):
         if found is not None and is_late:
             self.close(found)
 
-    def count(self, thing: T) -> int:
-        """Returns how many chunks a thing has."""
-        return self._count(thing)
+    def count(self, item: T) -> int:
+        """Returns the number of chunks of an item."""
+        return self._count(item)
 
-    def close(self, thing: T) -> None:
-        """Takes note that a thing is durable."""
+    def close(self, item: T) -> None:
+        """Removes a durable item from the window."""
         with self._changed:
-            was_open = self._open.pop(id(thing), None) is not None
+            was_open = self._open.pop(id(item), None) is not None
         if was_open:
-            self._done(thing)
+            self._done(item)
 
     def drop(self) -> None:
-        """Is done with all things, durable or not."""
+        """Releases all items, durable or not."""
         with self._changed:
             self._is_dropped = True
             left = list(self._open.values())
-        for thing in left:
-            self.close(thing)
+        for item in left:
+            self.close(item)
 
 
-class Stream(Generic[T]):
-    """What one stream sends."""
+class SendStream(Generic[T]):
+    """The items sent in one stream."""
 
-    def __init__(self, things: Acknowledging[T], again: list[T]) -> None:
-        self._things = things
-        self._again = again
+    def __init__(self, window: ResendWindow[T], unacknowledged: list[T]) -> None:
+        self._window = window
+        self._unacknowledged = unacknowledged
         self._sent: deque[T] = deque()
         self._durable = 0
-        """Chunks of the first of those sent that are durable."""
+        """Durable chunks of the oldest item in ``_sent``."""
 
     def __iter__(self) -> Iterator[T]:
-        for thing in self._again:
-            self._sent.append(thing)
-            yield thing
+        for item in self._unacknowledged:
+            self._sent.append(item)
+            yield item
         while True:
             try:
-                found = self._things.next()
+                found = self._window.next()
             except StarvedError:
                 if self._is_held_back:
                     return
@@ -152,16 +153,16 @@ class Stream(Generic[T]):
 
     @property
     def _is_held_back(self) -> bool:
-        """Whether the server may have something of this stream that it waits for more
-        with: of what was sent a frame may not be on its way, and of the first slab some
-        may be durable."""
-        sent = sum(map(self._things.size_bytes, list(self._sent)))
+        """True if the server may be holding chunks of this stream back until a batch is
+        full. A frame of the sent items may not have left yet, and part of the oldest
+        slab may be durable, hence the margins."""
+        sent = sum(map(self._window.size_bytes, list(self._sent)))
         return 0 < sent < BATCH_BYTES + SLAB_BYTES + MAX_FRAME_BYTES
 
     def acknowledge(self, chunks: int) -> None:
-        """Takes note that so many more chunks are durable, in the order of sending."""
+        """Records that `chunks` more chunks are durable, in the order of sending."""
         self._durable += chunks
-        while self._sent and self._durable >= self._things.count(self._sent[0]):
-            thing = self._sent.popleft()
-            self._durable -= self._things.count(thing)
-            self._things.close(thing)
+        while self._sent and self._durable >= self._window.count(self._sent[0]):
+            item = self._sent.popleft()
+            self._durable -= self._window.count(item)
+            self._window.close(item)

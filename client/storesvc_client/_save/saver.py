@@ -1,15 +1,12 @@
-"""The saves of a run: one after another, in the background.
+"""The saves of a run, which run one after another in the background.
 
-Where several processes of a job save together, the next save of a process waits for its
-own part of the one before, and not for the other processes.
+When the processes of a job save together, the next save of a process waits for this
+process's part of the previous save, but not for the other processes.
 """
 
 import logging
-import operator
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from threading import Lock
 from typing import (
@@ -21,17 +18,15 @@ from typing import (
     assert_never,
 )
 
-from storesvc.format.names import MAX_STEP, CheckpointName, RunName, Which
+from storesvc.format.names import CheckpointName, RunName, Which
 from storesvc_client._rpc.connection import Connection
 from storesvc_client._rpc.run_stub import RunStub
 from storesvc_client._save.handle import PendingSave
+from storesvc_client._save.save_threads import SaveThreads
 from storesvc_client._session import Session
 from storesvc_client._values.arguments import (
     checked_choice,
-    checked_labels,
-    checked_metrics,
 )
-from storesvc_client._values.durations import as_timedelta
 from storesvc_client._values.options import (
     ALL_PROCESSES,
     Distributed,
@@ -50,23 +45,23 @@ from storesvc_client.errors import (
 if TYPE_CHECKING:
     from storesvc_client._job.job import Job, JointSave
     from storesvc_client._pytree.save_plan import Plan, Planner
-    from storesvc_client._save.slab_queue import Outbox
-    from storesvc_client._save.snapshot import Known
-    from storesvc_client._save.upload import Saved, Upload
-    from storesvc_client._save.writer import Description, Part
+    from storesvc_client._save.slab_queue import SlabQueue
+    from storesvc_client._save.snapshot import BaseSums
+    from storesvc_client._save.upload import SaveResult, Upload
+    from storesvc_client._save.writer import Description, Writer
 
-_LOOK_SECONDS: Final = 0.1
-"""How often, while one save waits for another, it is looked whether that one waits for
-its server."""
-
-_AWAITED: Final = 32
-"""Saves that wait for other processes, at a time."""
+_POLL_SECONDS: Final = 0.1
+"""Interval at which a save that waits for an earlier one checks whether the server of
+that one is unavailable."""
 
 _log = logging.getLogger(__name__)
 
 
 class RunSaver:
-    """The saves of one run; all ``Run`` objects of a client for that run share it."""
+    """Starts the saves of one run and runs them in order.
+
+    All ``Run`` objects of a client for that run share it.
+    """
 
     def __init__(self, session: Session, name: RunName) -> None:
         self.name = str(name)
@@ -76,14 +71,12 @@ class RunSaver:
         self._connection = session.connection
         self._stub = RunStub(session.connection, name)
         self._lock = Lock()
-        self._saver: ThreadPoolExecutor | None = None
-        self._copier: ThreadPoolExecutor | None = None
-        self._waiter: ThreadPoolExecutor | None = None
+        self._threads = SaveThreads(name.run)
         self._under_way: deque[PendingSave] = deque()
-        """Saves whose errors may not have been raised yet, the oldest first."""
+        """Saves whose errors may not have been observed, oldest first."""
         self._planners: dict[bool, Planner] = {}
-        """Planners of saves by this process alone, and by all processes."""
-        self._last_saved: tuple[Plan, Saved] | None = None
+        """One planner for saves by this process alone, one for joint saves."""
+        self._last_saved: tuple[Plan, SaveResult] | None = None
 
     def begin(
         self,
@@ -100,21 +93,33 @@ class RunSaver:
         distributed: Distributed = ALL_PROCESSES,
         progress: ProgressCallback | None = None,
     ) -> PendingSave:
-        """Starts a save, with the options of ``Run.save``.
+        """Starts a save, with the options of ``Run.save``, and returns once the caller
+        may change the tree again.
 
-        ``check`` is called with the plan of the save before anything is sent; what it
-        raises is raised here, and nothing is saved.
+        Errors of ``check``, which is called with the plan of the save before anything
+        is sent, are raised here, and nothing is saved.
         """
+        from storesvc_client._save.save_arguments import (
+            checked_description,
+            checked_step,
+        )
+
         checked_distributed(f"save to {self.name}", distributed)
-        number = self._checked_step(step)
+        number = checked_step(self.name, step)
         takes_all = distributed.processes == "all"
         joint = _joint_save(self.name, number) if takes_all else None
         try:
             self._connection.check_open()
             checked_choice(f"save to {self.name}: snapshot=", snapshot, SnapshotMode)
             checked_choice(f"save to {self.name}: if_busy=", if_busy, IfBusy)
-            lease = as_timedelta("Distributed: lease=", distributed.lease)
-            description = self._describe(number, metrics, labels, base, lease)
+            description = checked_description(
+                self._name,
+                number,
+                metrics=metrics,
+                labels=labels,
+                base=None if base is None else self._stub.checkpoint_name(base),
+                lease=distributed.lease,
+            )
             if not isinstance(document, bytes):
                 raise InvalidRequestError(
                     f"save to {self.name}: expected bytes in document=, got "
@@ -128,8 +133,8 @@ class RunSaver:
                     plan, values = planner.plan(tree, document)
                 if check is not None:
                     check(plan)
-                save, outbox = self._start(
-                    _part(self._connection, description, plan, meter, joint),
+                save, slab_queue = self._start(
+                    _new_writer(self._connection, description, plan, meter, joint),
                     plan,
                     values,
                     snapshot,
@@ -137,7 +142,7 @@ class RunSaver:
                 )
                 self._under_way.append(save)
         except BaseException as e:
-            if joint is not None:  # which the other processes are about to begin
+            if joint is not None:  # the other processes are about to begin it
                 joint.fail(e)
             if isinstance(e, _StalledError):
                 return self._not_begun(number, e)
@@ -145,8 +150,8 @@ class RunSaver:
         if snapshot == "none":
             try:
                 save.wait()
-            except BaseException as e:  # Ctrl-C: what reads the tree must stop first
-                outbox.fail(e)
+            except BaseException as e:  # Ctrl-C: stop the threads that read the tree
+                slab_queue.fail(e)
                 save.drop()
                 raise
         return save
@@ -155,13 +160,13 @@ class RunSaver:
         """Waits for the saves in the background.
 
         Raises:
-            StoreError: A save failed, and its error was not raised yet.
+            StoreError: A save failed and its error was not observed.
         """
         with self._lock:
             self._wait()
 
     def forget(self) -> list[str]:
-        """Ignores the errors of the running saves, because their connection is closed.
+        """Marks the unfinished saves as observed, because their connection is closing.
 
         Returns:
             The names of their checkpoints, ``namespace/run@step``.
@@ -172,20 +177,13 @@ class RunSaver:
         return [f"{self.name}@{save.step}" for save in forgotten]
 
     def _wait(self) -> None:
-        """Waits for all saves; raises the first error that nobody has seen."""
+        """Waits for all saves; raises the first error that was not observed."""
         try:
             while self._under_way:
                 self._end_first()
         finally:
             if not self._under_way:
-                self._end_threads()
-
-    def _end_threads(self) -> None:
-        """Ends the threads of saves; the next one starts its own."""
-        for threads in (self._saver, self._copier, self._waiter):
-            if threads is not None:
-                threads.shutdown()  # a save that failed at once may be ending still
-        self._saver = self._copier = self._waiter = None
+                self._threads.shutdown()
 
     def _end_first(self) -> None:
         first = self._under_way[0]
@@ -196,21 +194,20 @@ class RunSaver:
                 self._under_way.popleft()
 
     def _end_done(self) -> None:
-        """Ends with the first saves that are done already; raises what this process
-        failed with."""
+        """Removes the oldest saves that are done; raises errors of this process."""
         while self._under_way and self._under_way[0].is_done:
             try:
                 self._end_first()
             except PeerFailedError as e:
-                # Raised here, it would fail the save that begins, for the others, who
-                # would raise that at their next one, and so on for ever.
+                # Raising here would fail the save that begins, which the other
+                # processes would then raise at their next save, and so on.
                 _log.warning("%s", e)
 
     def _not_begun(self, step: int, stalled: "_StalledError") -> PendingSave:
-        """The handle of a save for which the one before made no way: its owner, who
-        decides what to do, must not wait for a server."""
+        """Returns the handle of a save that was not started because the previous one
+        waits for its server; the caller must not wait for that, too."""
         error = UnavailableError(
-            f"save of {self.name}@{step} was not begun, as that of step "
+            f"save of {self.name}@{step} was not started: the save of step "
             f"{stalled.step} before it waits for its server ({stalled}); save a later "
             "step, or use if_busy='queue', which keeps a copy in memory until then"
         )
@@ -225,175 +222,140 @@ class RunSaver:
                 if writing:
                     raise ConflictError(
                         f"save to {self.name}: the save of step {writing[-1].step} is "
-                        "still under way; wait for it, or queue this one"
+                        "still in progress; wait for it, or use if_busy='queue'"
                     )
             case "wait":
                 for save in writing:
-                    while not save.wait_written(_LOOK_SECONDS):
+                    while not save.wait_written(_POLL_SECONDS):
                         trouble = self._connection.waits.trouble
                         if trouble and not must_end:
                             raise _StalledError(save.step, trouble)
                 self._end_done()
                 if not self._under_way:
-                    self._end_threads()
+                    self._threads.shutdown()
             case "queue":
                 pass
             case _:
                 assert_never(if_busy)
 
     def _planner(self, job: "Job | None") -> "Planner":
-        """The planner of saves by this process alone, or by all of a job."""
+        """Returns the planner of joint saves, or of saves by this process alone."""
         from storesvc_client._pytree.save_plan import Planner
 
         return self._planners.setdefault(job is None, Planner(job))
 
     def _start(
         self,
-        part: "Part",
+        writer: "Writer",
         plan: "Plan",
         values: list[Any],
         mode: SnapshotMode,
         meter: Meter,
-    ) -> "tuple[PendingSave, Outbox]":
-        """Begins a save in the background, and takes the snapshot for it."""
-        from storesvc_client._chunks.staging_pool import STREAM_BYTES, Staging
+    ) -> "tuple[PendingSave, SlabQueue]":
+        """Starts a save in the background and takes its snapshot."""
+        from storesvc_client._chunks.staging_pool import STREAM_BYTES, StagingPool
         from storesvc_client._pytree.device_copies import copied_on_device
         from storesvc_client._pytree.tree_source import TreeSource
-        from storesvc_client._save.slab_queue import Outbox
+        from storesvc_client._save.chunk_streams import STREAMS
+        from storesvc_client._save.slab_queue import SlabQueue
         from storesvc_client._save.snapshot import Snapshot
-        from storesvc_client._save.upload import STREAMS, Upload
+        from storesvc_client._save.upload import Upload
 
         is_lent = mode == "none"
         staging = self._session.staging
-        if is_lent:  # what must be copied all the same waits for what is written
-            staging = Staging(min(staging.budget_bytes, STREAMS * STREAM_BYTES))
-        outbox = Outbox(staging, is_open=is_lent)
-        upload = Upload(self._session, part, plan, outbox, meter)
-        known, known_base = self._known(part.described, plan, upload)
+        if is_lent:  # a small pool for what must be copied even so
+            staging = StagingPool(min(staging.budget_bytes, STREAMS * STREAM_BYTES))
+        slab_queue = SlabQueue(staging, is_open=is_lent)
+        upload = Upload(self._session, writer, plan, slab_queue, meter)
+        known, known_base = self._known(writer.described, plan, upload)
         with meter.phase("snapshot"):
             copies = copied_on_device(values, mode)
         source = TreeSource(plan, values if copies is None else copies)
-        snapshot = Snapshot(source, plan.slabs, outbox, known, meter, is_lent=is_lent)
-        if self._copier is None:
-            self._copier = ThreadPoolExecutor(1, f"storesvc-copy-{self._name.run}")
-        if part.writer_count > 1:  # before the caller may change the tree, too
-            part.leaf_digests = self._copier.submit(source.leaf_digests)
-        save = self._submit(upload, part, plan, known_base, meter)
-        # One after another: one that takes memory before a save is written that waits
-        # for some would wait for ever.
-        copying = self._copier.submit(snapshot.take)
+        snapshot = Snapshot(
+            source, plan.slabs, slab_queue, known, meter, is_lent=is_lent
+        )
+        if writer.writer_count > 1:  # computed before the caller may change the tree
+            writer.leaf_digests = self._threads.copy(source.leaf_digests)
+        save = self._submit(upload, writer, plan, known_base, meter)
+        # Snapshots run one after another: two that share the staging memory could
+        # each wait for memory that only the other's writes would free.
+        copying = self._threads.copy(snapshot.take)
         if copies is None:
             try:
                 copying.result()
             except BaseException as e:  # Ctrl-C: the caller may change the tree now
-                outbox.fail(e)
+                slab_queue.fail(e)
                 raise
-        return save, outbox
+        return save, slab_queue
 
     def _submit(
-        self, upload: "Upload", part: "Part", plan: "Plan", base: str, meter: Meter
+        self, upload: "Upload", writer: "Writer", plan: "Plan", base: str, meter: Meter
     ) -> PendingSave:
-        """Has a save written behind those before it, and committed; one that waits for
-        other processes does so aside."""
-        if self._saver is None:
-            self._saver = ThreadPoolExecutor(1, f"storesvc-save-{self._name.run}")
-        if part.writer_count == 1:
-            future = self._saver.submit(self._saved, upload, plan, base, meter)
-            return PendingSave(part.described.step, future)
-        if self._waiter is None:
-            self._waiter = ThreadPoolExecutor(_AWAITED, "storesvc-await")
-        written = self._saver.submit(self._written, upload, base)
-        future = self._waiter.submit(self._awaited, written, upload, plan, meter)
-        return PendingSave(part.described.step, future, written)
+        """Queues the writing and the commit of a save behind earlier saves. A joint
+        save commits in a separate thread, where it waits for the other processes."""
 
-    def _saved(
-        self, upload: "Upload", plan: "Plan", base: str, meter: Meter
-    ) -> "Saved":
+        def write() -> None:
+            self._last_saved = None  # outdated if this save fails
+            upload.write(base)
+
+        step = writer.described.step
+        if writer.writer_count == 1:
+            commit = partial(self._commit, write, upload, plan, meter)
+            return PendingSave(step, self._threads.write(commit))
+        written = self._threads.write(write)
+        commit = partial(self._commit, written.result, upload, plan, meter)
+        return PendingSave(step, self._threads.wait(commit), written)
+
+    def _commit(
+        self,
+        await_written: Callable[[], None],
+        upload: "Upload",
+        plan: "Plan",
+        meter: Meter,
+    ) -> "SaveResult":
+        """Commits a save once it is written."""
         with meter, upload.named():
-            self._written(upload, base)
-            saved = upload.commit()
-            self._last_saved = plan, saved
-        return saved
-
-    def _written(self, upload: "Upload", base: str) -> None:
-        self._last_saved = None  # where this fails, what it told is of no use
-        upload.write(base)
-
-    def _awaited(
-        self, written: "Future[None]", upload: "Upload", plan: "Plan", meter: Meter
-    ) -> "Saved":
-        with meter, upload.named():
-            written.result()
+            await_written()
             saved = upload.commit()
             self._last_saved = plan, saved
         return saved
 
     def _known(
         self, description: "Description", plan: "Plan", upload: "Upload"
-    ) -> "tuple[Known | None, str]":
-        """What the last save leaves to be known of the chunks of this one, and the
-        name of the checkpoint that it made."""
-        from storesvc_client._save.snapshot import Known
+    ) -> "tuple[BaseSums | None, str]":
+        """Returns the checksums of the last save that may still apply to this tree, and
+        the name of its checkpoint."""
+        from storesvc_client._save.snapshot import BaseSums
 
-        last = self._last_saved  # a save that begins meanwhile empties it
+        last = self._last_saved  # a save that begins in the meantime clears it
         if last is None or description.base is None:
             return None, ""
         last_plan, saved = last
         step = saved.checkpoint.step
         if description.base.which not in ("latest", step):
             return None, ""
-        # arrays that came out of a step may lie otherwise than those that went in
+        # the outputs of a step may be sharded differently from its inputs
         if last_plan is not plan and not last_plan.tree.is_cut_as(plan.tree):
             return None, ""
-        known = Known(
+        known = BaseSums(
             sums=saved.sums,
             claimable=partial(upload.claimable, saved.sums),
             ask=upload.ask,
         )
         return known, CheckpointName(self._name, step).resource
 
-    def _checked_step(self, step: SupportsIndex) -> int:
-        try:
-            number = -1 if isinstance(step, bool) else operator.index(step)
-        except TypeError:
-            number = -1
-        if not 0 <= number <= MAX_STEP:
-            raise InvalidRequestError(
-                f"save to {self.name}: expected a step of 0 to 2^63 - 1, got {step!r}"
-            )
-        return number
-
-    def _describe(
-        self,
-        step: int,
-        metrics: Mapping[str, SupportsFloat] | None,
-        labels: Mapping[str, str] | None,
-        base: Which | None,
-        lease: timedelta,
-    ) -> "Description":
-        from storesvc_client._save.writer import Description
-
-        return Description(
-            run=self._name,
-            step=step,
-            labels=checked_labels(f"save to {self.name}", labels),
-            metrics=checked_metrics(f"save to {self.name}", metrics),
-            base=None if base is None else self._stub.checkpoint_name(base),
-            lease=lease,
-        )
-
 
 class _StalledError(Exception):
-    """The save before waits for its server; says how."""
+    """The previous save waits for its server; the message is the server's problem."""
 
     def __init__(self, step: int, trouble: str) -> None:
         super().__init__(trouble)
         self.step = step
-        """Of that save."""
+        """Step of the previous save."""
 
 
 def _joint_save(run: str, step: int) -> "JointSave | None":
-    """The save of all processes of a job; None: this process is alone."""
+    """Returns the joint save of a job's processes; None outside a job."""
     from storesvc_client._job.job import JointSave
     from storesvc_client._pytree.jax_job import job_of_process
 
@@ -401,17 +363,17 @@ def _joint_save(run: str, step: int) -> "JointSave | None":
     return None if job is None else JointSave(job, run, step)
 
 
-def _part(
+def _new_writer(
     connection: Connection,
     description: "Description",
     plan: "Plan",
     meter: Meter,
     joint: "JointSave | None",
-) -> "Part":
-    """The part of this process in a save."""
-    from storesvc_client._save.joint_writer import JointPart
-    from storesvc_client._save.writer import Part
+) -> "Writer":
+    """Returns this process's writer in a save."""
+    from storesvc_client._save.joint_writer import JointWriter
+    from storesvc_client._save.writer import Writer
 
     if joint is None:
-        return Part(connection, description, plan.tree, meter)
-    return JointPart(connection, description, plan.tree, meter, joint)
+        return Writer(connection, description, plan.tree, meter)
+    return JointWriter(connection, description, plan.tree, meter, joint)

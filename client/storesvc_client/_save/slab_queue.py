@@ -1,225 +1,227 @@
-"""The outbox of a save: slabs on their way from the snapshot to the store.
+"""The slabs of a save on their way from the snapshot to the store.
 
-The snapshot puts filled slabs in, and ends it; writers take them. Where it waits for
-memory, and there is nothing to take, they are told so: what they hold back keeps it
-from going on. Where the writing fails, the outbox is given up: the snapshot stops, and
-what is in it goes back to the staging. Where the snapshot fails, the writers see its
-error.
+The snapshot puts filled slabs into a queue and ends it; writers take them. When the
+snapshot waits for memory and there is nothing to take, waiting writers get a
+``StarvedError``, because the memory they hold blocks the snapshot. If writing fails,
+the queue is cancelled: the snapshot stops, and the queued slabs return to the staging
+pool. If the snapshot fails, the writers raise its error.
+
+Locks are taken in one order: that of the staging pool, then that of the queue.
 """
 
 import math
-import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from contextlib import suppress
 from typing import Final
 
-from storesvc_client._chunks.slabs import Filled, Slab
-from storesvc_client._chunks.staging_pool import Bytes, Staging
+from storesvc_client._chunks.slabs import FilledSlab, Slab
+from storesvc_client._chunks.staging_pool import Bytes, StagingPool
 
-LOOK_SECONDS: Final = 0.05
-"""How often who waits for a slab looks whether the snapshot waits for memory."""
+STARVED_SECONDS: Final = 0.05
+"""Time that a writer waits for a slab while the snapshot waits for memory: often
+another writer is about to return some."""
 
 _AT_ONCE: Final = 16
-"""Slabs that one question about what is to be sent is asked of."""
+"""Maximum slabs in one request for the chunks that the store lacks."""
 
-Choose = Callable[[Sequence[Filled]], None]
-"""Takes out of slabs what need not be stored."""
+RemoveStored = Callable[[Sequence[FilledSlab]], None]
+"""Removes the chunks that need not be stored from each slab's ``wanted``."""
 
 
 class StarvedError(Exception):
-    """There is nothing to take, as the snapshot waits for memory."""
+    """There is no slab to take and the snapshot waits for memory."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
         self.times = times
-        """How often it has waited by now."""
+        """Number of times the snapshot has waited so far."""
 
 
-class Outbox:
-    """Filled slabs, in the order in which they came."""
+class SlabQueue:
+    """Filled slabs in first-in, first-out order. Thread-safe."""
 
-    def __init__(self, staging: Staging, *, is_open: bool = False) -> None:
-        """Is empty.
+    def __init__(self, staging: StagingPool, *, is_open: bool = False) -> None:
+        """Creates an empty queue.
 
         Args:
-            staging: The memory of slabs that are staged.
-            is_open: Whether writers begin at once.
+            staging: Memory of the slabs.
+            is_open: Whether writers may start at once.
         """
         self._staging = staging
-        self._queue: queue.SimpleQueue[Filled | None] = queue.SimpleQueue()
+        self.changed = threading.Condition()
+        """Lock of the queue, notified of its changes."""
+        self._slabs: deque[FilledSlab] = deque()
+        self._has_ended = False
         self._error: Exception | None = None
-        """What the snapshot failed with."""
+        """Error of the snapshot."""
         self._starved = 0
-        """How often the snapshot has waited for memory."""
-        self._given_up = threading.Event()
-        self._opened = threading.Event()
-        """Whether writers may begin: they would keep the snapshot, which somebody waits
-        for, from the processors and the memory."""
-        if is_open:
-            self._opened.set()
+        """Number of times the snapshot has waited for memory."""
+        self._is_cancelled = False
+        self._is_open = is_open
+        """True when writers may start: earlier they would compete for processors and
+        memory with the snapshot, which the caller waits for."""
 
     @property
     def budget_bytes(self) -> int:
-        """Of the staging."""
+        """Memory limit of the staging pool."""
         return self._staging.budget_bytes
 
     @property
-    def is_given_up(self) -> bool:
-        """Whether nobody takes anything out any more."""
-        return self._given_up.is_set()
+    def is_cancelled(self) -> bool:
+        """True once no slab will be taken any more."""
+        return self._is_cancelled
+
+    @property
+    def is_ready(self) -> bool:
+        """True if ``pop`` may be called."""
+        return self._is_open and (bool(self._slabs) or self._has_ended)
 
     def buffer(self, slab: Slab) -> "Bytes | None":
-        """Returns memory for a slab, once there is some; None: given up."""
+        """Waits for memory for a slab and returns it; None if cancelled."""
         return self._staging.take(
-            slab.size, given_up=self._given_up.is_set, waiting=self._starve
+            slab.size, cancelled=lambda: self._is_cancelled, waiting=self._starve
         )
 
     def _starve(self) -> None:
-        self._starved += 1
-        self._opened.set()
+        with self.changed:
+            self._starved += 1
+            self._is_open = True
+            self.changed.notify_all()
 
-    def give_back(self, filled: Filled) -> None:
-        """Takes the memory of a slab back that was stored."""
+    def give_back(self, filled: FilledSlab) -> None:
+        """Returns the memory of a stored slab to the staging pool."""
         if filled.buffer is not None:
             self._staging.give_back(filled.buffer)
 
     def drop(self, buffer: Bytes) -> None:
-        """Takes memory back that was not filled."""
+        """Returns memory that was not filled to the staging pool."""
         self._staging.give_back(buffer)
 
-    def put(self, filled: Filled) -> None:
-        """Puts a slab in."""
-        self._queue.put(filled)
-        if self.is_given_up:
-            self._empty()
+    def put(self, filled: FilledSlab) -> None:
+        """Appends a slab; drops it if the queue is cancelled."""
+        with self.changed:
+            if not self._is_cancelled:
+                self._slabs.append(filled)
+                self.changed.notify()
+                return
+        self.give_back(filled)
 
     def end(self) -> None:
-        """Says that nothing follows."""
-        self._queue.put(None)
-        self._opened.set()
+        """Marks the end of the queue."""
+        with self.changed:
+            self._has_ended = self._is_open = True
+            self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Says that the snapshot failed; what it put in counts for nothing.
+        """Cancels the queue because the snapshot failed; its slabs are discarded.
 
-        What interrupts its thread, as Ctrl-C does, is not for the others to raise.
+        Writers do not re-raise an interruption of the snapshot's thread, such as
+        Ctrl-C; they raise ``CancelledError``.
         """
         if not isinstance(error, Exception):
             error = CancelledError("the save was interrupted")
         self._error = error
-        self.give_up()
+        self.cancel()
 
-    def give_up(self) -> None:
-        """Says that nothing is taken any more."""
-        self._given_up.set()
-        self._opened.set()
+    def cancel(self) -> None:
+        """Cancels the queue: no slab is taken any more."""
+        with self.changed:
+            self._is_cancelled = self._has_ended = self._is_open = True
+            left = list(self._slabs)
+            self._slabs.clear()
+            self.changed.notify_all()
         self._staging.wake()
-        self._empty()
+        for filled in left:
+            self.give_back(filled)
 
     def check(self) -> None:
-        """Does nothing, unless the snapshot failed.
+        """Raises the error of the snapshot, if it failed.
 
         Raises:
-            Exception: What it failed with.
+            Exception: The snapshot's error.
         """
         if self._error is not None:
             raise self._error
 
-    def take(self, *, starved: float = math.inf) -> Filled | None:
-        """Returns the next slab; None: there is none, for whoever asks.
+    def wait_for(self, is_ready: Callable[[], bool], *, starved: float) -> None:
+        """Waits for a condition; the caller holds ``changed``.
 
         Args:
-            starved: How often the snapshot has waited for memory, as far as the caller
-                knows.
+            is_ready: The condition.
+            starved: Waits of the snapshot that the caller has already reacted to.
 
         Raises:
-            StarvedError: There is none yet, as it has waited more often.
-            Exception: What the snapshot failed with.
+            StarvedError: The snapshot has waited for memory more often than that.
         """
-        self._opened.wait()
-        found = self._next(starved)
-        if self._error is not None:
-            if found is not None:
-                self.give_back(found)
-            self._empty()
-            raise self._error
-        if found is None:
-            self._queue.put(None)  # for the others who ask
-        return found
+        ends = math.inf
+        while not is_ready():
+            if self._starved > starved:
+                ends = min(ends, time.monotonic() + STARVED_SECONDS)
+                if time.monotonic() >= ends:
+                    raise StarvedError(self._starved)
+            left = None if ends == math.inf else ends - time.monotonic()
+            self.changed.wait(left)
 
-    def check_starved(self, starved: float) -> None:
-        """Looks whether the snapshot waits for memory.
+    def pop(self, at_most: int) -> list[FilledSlab]:
+        """Takes slabs out, none after the last; the caller holds ``changed`` and has
+        waited for ``is_ready``.
 
         Raises:
-            StarvedError: It has waited more often than so.
+            Exception: The snapshot's error.
         """
-        if self._starved > starved:
-            raise StarvedError(self._starved)
+        self.check()
+        count = min(at_most, len(self._slabs))
+        return [self._slabs.popleft() for _ in range(count)]
 
-    def _next(self, starved: float) -> Filled | None:
+
+class WantedSlabs:
+    """The slabs of a queue that hold chunks the store lacks. Thread-safe."""
+
+    def __init__(self, slab_queue: SlabQueue, remove_stored: RemoveStored) -> None:
+        self._slab_queue = slab_queue
+        self._remove_stored = remove_stored
+        self._is_choosing = False
+        """True while one thread asks the store, for all that wait."""
+        self._chosen: deque[FilledSlab] = deque()
+
+    def take(self, *, starved: float = math.inf) -> FilledSlab | None:
+        """Waits for the next slab and returns it; None after the last.
+
+        Args:
+            starved: Waits of the snapshot that the caller has already reacted to.
+
+        Raises:
+            StarvedError: There is no slab, and the snapshot has waited for memory more
+                often than that.
+            Exception: The snapshot's error.
+        """
+        changed = self._slab_queue.changed
         while True:
-            with suppress(queue.Empty):
-                return self._queue.get(timeout=LOOK_SECONDS)
-            self.check_starved(starved)
-
-    def take_more(self) -> Filled | None:
-        """Returns the next slab if there is one by now."""
-        try:
-            found = self._queue.get_nowait()
-        except queue.Empty:
-            return None
-        if found is None:
-            self._queue.put(None)
-        return found
-
-    def _empty(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                found = self._queue.get_nowait()
-                if found is not None:
-                    self.give_back(found)
-        self._queue.put(None)  # for those who wait
-
-
-class Wanted:
-    """The slabs of an outbox of which something is to be stored. Threads share it."""
-
-    def __init__(self, outbox: Outbox, choose: Choose) -> None:
-        self._outbox = outbox
-        self._choose = choose
-        self._lock = threading.Lock()
-        self._chosen: deque[Filled] = deque()
-
-    def take(self, *, starved: float = math.inf) -> Filled | None:
-        """Returns the next one; None: there is none.
-
-        Args:
-            starved: See ``Outbox.take``.
-
-        Raises:
-            StarvedError: There is none yet, as the snapshot waits for memory.
-            Exception: What the snapshot failed with.
-        """
-        # who waits in line hears of it, too
-        while not self._lock.acquire(timeout=LOOK_SECONDS):
-            self._outbox.check_starved(starved)
-        try:
-            while not self._chosen:
-                first = self._outbox.take(starved=starved)
-                if first is None:
+            with changed:
+                self._slab_queue.wait_for(self._is_ready, starved=starved)
+                if self._chosen:
+                    return self._chosen.popleft()
+                some = self._slab_queue.pop(_AT_ONCE)
+                if not some:
                     return None
-                self._chosen += self._choose_of(first)
-            return self._chosen.popleft()
-        finally:
-            self._lock.release()
+                self._is_choosing = True
+            chosen: list[FilledSlab] = []
+            try:
+                chosen = self._choose(some)
+            finally:
+                with changed:
+                    self._chosen += chosen
+                    self._is_choosing = False
+                    changed.notify_all()
 
-    def taker(self) -> Callable[[], Filled | None]:
-        """Returns a ``take`` that tells of each wait of the snapshot once."""
+    def taker(self) -> Callable[[], FilledSlab | None]:
+        """Returns a ``take`` that reports each wait of the snapshot once."""
         starved = 0
 
-        def take() -> Filled | None:
+        def take() -> FilledSlab | None:
             nonlocal starved
             try:
                 return self.take(starved=starved)
@@ -230,23 +232,30 @@ class Wanted:
         return take
 
     def drop(self) -> None:
-        """Gives back what nobody took."""
-        with self._lock:
-            while self._chosen:
-                self._outbox.give_back(self._chosen.popleft())
+        """Returns the memory of slabs that no writer took."""
+        changed = self._slab_queue.changed
+        with changed:
+            # the thread of a broken stream may still be choosing
+            changed.wait_for(lambda: not self._is_choosing)
+            left = list(self._chosen)
+            self._chosen.clear()
+        for filled in left:
+            self._slab_queue.give_back(filled)
 
-    def _choose_of(self, first: Filled) -> list[Filled]:
-        """Those of some slabs of which something is to be stored."""
-        some = [first]
-        while len(some) < _AT_ONCE and (more := self._outbox.take_more()) is not None:
-            some.append(more)
+    def _is_ready(self) -> bool:
+        if self._chosen:
+            return True
+        return not self._is_choosing and self._slab_queue.is_ready
+
+    def _choose(self, some: Sequence[FilledSlab]) -> list[FilledSlab]:
+        """Returns the slabs that hold chunks to be stored; frees the others."""
         try:
-            self._choose(some)
+            self._remove_stored(some)
         except BaseException:
             for filled in some:
-                self._outbox.give_back(filled)
+                self._slab_queue.give_back(filled)
             raise
         for filled in some:
             if not filled.wanted:
-                self._outbox.give_back(filled)
+                self._slab_queue.give_back(filled)
         return [filled for filled in some if filled.wanted]

@@ -1,8 +1,8 @@
-"""Snapshots: the bytes of a tree copied to the host, while its owner waits.
+"""Copies the bytes of a tree to host memory while the caller of ``save`` waits.
 
-Only this blocks the training loop. A chunk that is, by its digest, what the base holds
-is not copied; the store is asked whether it can be claimed while the owner still
-waits, and is copied after all where the answer is no, or late.
+Only this step blocks the training loop. Chunks whose digest equals the base's are not
+copied. While the caller still waits, the store is asked whether it can claim them from
+the base; if it answers no, or late, they are copied after all.
 """
 
 import os
@@ -17,86 +17,87 @@ from numpy.typing import NDArray
 
 from storesvc.format.chunks import I64, Sums
 from storesvc.format.trees import Tree
-from storesvc_client._chunks.slabs import Filled, Slab
+from storesvc_client._chunks.slabs import FilledSlab, Slab
 from storesvc_client._chunks.staging_pool import Bytes
-from storesvc_client._save.slab_queue import Outbox
+from storesvc_client._save.slab_queue import SlabQueue
 from storesvc_client._values.progress import Meter
 
 THREADS: Final = min(os.cpu_count() or 1, 4)
-"""That copy at a time; the owner's is one of them."""
+"""Maximum copy threads, including the caller's."""
 
 SMALL_BYTES: Final = 64 << 10
-"""Chunks below it take more of the interpreter than of the memory: one thread is as
-fast as several, and to copy them together as fast as to write them one by one."""
+"""Chunk size below which the interpreter costs more than the memory copy: one thread is
+as fast as several, and copying chunks together is as fast as writing them one by
+one."""
 
 
 class Source(Protocol):
-    """A tree whose bytes do not change while it is copied."""
+    """A tree whose bytes do not change during the snapshot."""
 
     @property
     def tree(self) -> Tree:
-        """Its leaves."""
+        """Leaves of the tree."""
 
     def copy(self, ordinal: int, into: Bytes) -> None:
-        """Copies the elements of a chunk, in C order, little-endian."""
+        """Copies the elements of a chunk, in C order, little-endian, into `into`."""
 
     def runs(self, ordinal: int) -> "Sequence[Bytes] | None":
-        """Returns the memory in which those elements lie already, one run after
-        another; None: they are to be copied."""
+        """Returns the memory that already holds those elements in that form, one run
+        after another; None if they must be copied."""
 
     def digest(self, ordinal: int) -> bytes | None:
-        """Returns the digest of a chunk's elements where they need not be copied for
-        it."""
+        """Returns the digest of a chunk's elements; None if computing it requires a
+        copy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Known:
-    """Sums that the chunks of a tree may still have: those of the base."""
+class BaseSums:
+    """Checksums of the base, which chunks of the tree may still have."""
 
     sums: Sums
     claimable: Callable[[I64], I64]
-    """Returns those of some chunks that the store holds, as these sums tell."""
+    """Returns the given chunks that the store holds with these checksums."""
     ask: Callable[[Sequence[int]], None]
-    """Called with chunks that may be the same, but have no digest before they are
-    copied."""
+    """Marks chunks that may be equal to the base's but have no digest before they are
+    copied; the store is asked about them later."""
 
 
 class Snapshot:
-    """A copy that is being made."""
+    """The copy of a state that a save works on."""
 
     def __init__(
         self,
         source: Source,
         slabs: Sequence[Slab],
-        outbox: Outbox,
-        known: Known | None,
+        slab_queue: SlabQueue,
+        known: BaseSums | None,
         meter: Meter,
         *,
         is_lent: bool = False,
     ) -> None:
-        """Prepares to copy.
+        """Creates a snapshot; ``take`` copies.
 
         Args:
             source: The tree.
-            slabs: Of all its chunks.
-            outbox: Takes what the store must be sent.
-            known: What need not be sent; None: nothing.
-            meter: Takes note of what is done.
-            is_lent: Whether the source stays as it is until all of it is stored:
-                what lies as it is stored is not copied then.
+            slabs: Slabs of all chunks of the tree.
+            slab_queue: Receives the filled slabs.
+            known: Checksums of chunks that need not be sent; None if there are none.
+            meter: Measures the phases.
+            is_lent: Whether the source stays unchanged until the save is stored, so
+                that memory in stored form need not be copied.
         """
         self._is_lent = is_lent
         self._meter = meter
         self._source = source
         self._slabs = slabs
-        self._outbox = outbox
+        self._slab_queue = slab_queue
         self._known = known
         self._unchanged: list[int] = []
         self._lock = threading.Lock()
         self._failed = threading.Event()
 
     def take(self) -> None:
-        """Copies all that the store must be sent, and ends the outbox."""
+        """Copies all chunks that must be sent, then ends the queue."""
         try:
             self._in_threads(self._slabs, self._new_chunks)
             if self._unchanged and self._known is not None:
@@ -106,9 +107,9 @@ class Snapshot:
                 if left:
                     self._in_threads(self._slabs, lambda slab: _of(slab, left))
         except BaseException as e:
-            self._outbox.fail(e)
+            self._slab_queue.fail(e)
             raise
-        self._outbox.end()
+        self._slab_queue.end()
 
     def _in_threads(
         self, slabs: Sequence[Slab], choose: Callable[[Slab], Sequence[int]]
@@ -131,7 +132,7 @@ class Snapshot:
     ) -> None:
         try:
             for slab in turns:
-                if self._outbox.is_given_up or self._failed.is_set():
+                if self._slab_queue.is_cancelled or self._failed.is_set():
                     return
                 with self._meter.phase("digest"):
                     wanted = choose(slab)
@@ -139,10 +140,10 @@ class Snapshot:
                     continue
                 lent = self._lent(slab)
                 if lent is not None:
-                    self._outbox.put(Filled(slab, wanted, None, lent))
+                    self._slab_queue.put(FilledSlab(slab, wanted, None, lent))
                     continue
                 with self._meter.phase("wait"):
-                    buffer = self._outbox.buffer(slab)
+                    buffer = self._slab_queue.buffer(slab)
                 if buffer is not None:
                     with self._meter.phase("snapshot"):
                         self._fill(slab, buffer, wanted)
@@ -157,12 +158,13 @@ class Snapshot:
                 if ordinal in chosen:
                     self._source.copy(ordinal, buffer[at : at + size])
         except BaseException:
-            self._outbox.drop(buffer)
+            self._slab_queue.drop(buffer)
             raise
-        self._outbox.put(Filled(slab, wanted, buffer))
+        self._slab_queue.put(FilledSlab(slab, wanted, buffer))
 
     def _lent(self, slab: Slab) -> "Sequence[Sequence[Bytes]] | None":
-        """The memory of the chunks of a slab that is not copied; None: it is."""
+        """Returns the memory of a slab's chunks if it is sent without a copy, else
+        None."""
         if not self._is_lent or slab.size < len(slab.sizes) * SMALL_BYTES:
             return None
         found = []
@@ -174,7 +176,7 @@ class Snapshot:
         return found
 
     def _new_chunks(self, slab: Slab) -> Sequence[int]:
-        """The chunks of a slab that are not as the base has them."""
+        """Returns the chunks of a slab that differ from the base's."""
         ordinals = range(slab.first, slab.first + len(slab.sizes))
         if self._known is None:
             return ordinals

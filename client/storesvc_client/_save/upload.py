@@ -1,34 +1,36 @@
-"""A save in the background: from the slabs of a snapshot to a committed checkpoint.
+"""One process's part of a save, from the slabs of a snapshot to a commit.
 
-The snapshot fills an outbox while this begins an upload and stores what comes out: by
-itself where it reaches the storage, else through the server. Where the store may hold
-chunks already, their sums are sent first, and only the chunks that it lacks follow.
+While the snapshot fills the slab queue, ``Upload`` begins the upload and stores the
+slabs: directly if this process reaches the storage, else through the server. If the
+store may already hold chunks, their checksums are sent first, and then only the chunks
+that it lacks.
+
+The order makes a checkpoint complete or absent:
+
+1. Begin the upload, and renew its lease in the background.
+2. Make every chunk durable, in a data file or in the base.
+3. Finish the writer: the server compares its receipts with the checksums sent now.
+4. Commit, once all writers have finished.
 """
 
-import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import grpc
 import numpy as np
 
 from storesvc.format.chunks import I64, Sums, pack_sums
 from storesvc.format.layout import RunPlaces
 from storesvc.format.names import UploadName
-from storesvc_client._chunks.chunk_checksums import SumsInProgress
-from storesvc_client._chunks.frames import frames
-from storesvc_client._chunks.slabs import Filled
-from storesvc_client._chunks.staging_pool import STREAM_BYTES
-from storesvc_client._rpc.retry import is_transient
-from storesvc_client._save.direct_writer import Placing
-from storesvc_client._save.lease_renewer import KeptAlive
-from storesvc_client._save.resend_window import Acknowledging, Stream
-from storesvc_client._save.slab_queue import Outbox, Wanted
-from storesvc_client._save.writer import Part
+from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress
+from storesvc_client._save.chunk_streams import ChunkStreams
+from storesvc_client._save.direct_writer import DirectWriter
+from storesvc_client._save.lease_renewer import LeaseRenewer
+from storesvc_client._save.slab_queue import SlabQueue, WantedSlabs
+from storesvc_client._save.writer import Writer
 from storesvc_client._session import Session
 from storesvc_client._storage.bucket import BucketRoot
 from storesvc_client._values.durations import Deadline
@@ -41,7 +43,6 @@ from storesvc_client.errors import (
     UnavailableError,
     translated,
 )
-from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
 from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
@@ -49,52 +50,43 @@ if TYPE_CHECKING:
     from storesvc_client._pytree.save_plan import Plan
 
 CLAIM_SECONDS: Final = 2.0
-"""How long a snapshot waits to learn that what did not change can be claimed."""
+"""Maximum time a snapshot waits for the store to claim unchanged chunks."""
 
-T = TypeVar("T")
-
-STREAMS: Final = min(4, max(2, (os.cpu_count() or 1) // 2))
-"""Streams that a save sends chunks in at most, each over a socket of its own."""
-
-_LOOK_SECONDS: Final = 0.05
-"""How often meanwhile it is looked whether the server is there."""
+_POLL_SECONDS: Final = 0.05
+"""Interval at which that wait checks whether the server is available."""
 
 _ABORT_SECONDS: Final = 5.0
-"""How long a save that has failed tries to say so."""
-
-_Method: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, api.WriteChunksResponse]"
-
-_WRITE_CHUNKS: Final = "/storesvc.v1.UploadService/WriteChunks"
+"""Deadline for aborting the upload of a failed save."""
 
 
-class Saved(NamedTuple):
-    """What came of a save."""
+class SaveResult(NamedTuple):
+    """The result of a save."""
 
     checkpoint: Checkpoint
     report: SaveReport
     sums: Sums
-    """Of all chunks."""
+    """Checksums of all chunks."""
 
 
 class Upload:
-    """What one process does of a save, from begin to commit."""
+    """One process's part of a save, from begin to commit."""
 
     def __init__(
         self,
         session: Session,
-        part: Part,
+        writer: Writer,
         plan: "Plan",
-        outbox: Outbox,
+        slab_queue: SlabQueue,
         meter: Meter,
     ) -> None:
-        """Prepares.
+        """Creates the upload; nothing is sent yet.
 
         Args:
-            session: With the store.
-            part: Of this process in the upload.
-            plan: The tree, and what of it this process writes.
-            outbox: Brings that.
-            meter: Takes note of what is done.
+            session: Connection, staging memory and data root.
+            writer: This process's writer.
+            plan: The tree and the chunks of it that this process writes.
+            slab_queue: Queue of the slabs to store.
+            meter: Measures phases and bytes.
         """
         tree = plan.tree
         self._meter = meter
@@ -102,83 +94,84 @@ class Upload:
         self._connection = session.connection
         self._data_root = session.data_root
         self._stub = UploadServiceStub(session.connection.channel)
-        self._part = part
+        self._writer = writer
         self._tree = tree
         self._own = plan.own
         self._foreign = plan.foreign
-        self._outbox = outbox
+        self._slab_queue = slab_queue
         self._sums = SumsInProgress(tree.chunk_count)
         self._claimed = np.zeros(tree.chunk_count, np.bool_)
         self._asked = np.zeros(tree.chunk_count, np.bool_)
-        """Of each chunk, whether the store may hold it where it comes out of the
-        outbox."""
+        """For each chunk, whether the store must be asked for it before it is sent."""
         self._begun: Future[api.Upload] = Future()
 
     def write(self, known_base: str) -> None:
-        """Stores what the outbox brings, and finishes; goes on through a server's
-        restart.
+        """Stores the slabs of the queue and finishes the writer; retries through a
+        restart of the server.
 
         Args:
-            known_base: The checkpoint whose chunks the snapshot leaves out by itself;
-                "": it leaves out none.
+            known_base: The checkpoint whose chunks the snapshot leaves out; "" if it
+                leaves out none.
 
         Raises:
-            StoreError: As the contract says of each call.
+            StoreError: As the contract states for each call.
         """
         try:
+            # 1. Begin.
             with self._meter.phase("begin"):
-                upload = self._part.begin()
+                upload = self._writer.begin()
             self._begun.set_result(upload)
-            with KeptAlive(self._stub, upload):
+            with LeaseRenewer(self._stub, upload):
                 self._write(upload, known_base)
         except BaseException as e:
             if not self._begun.done():
                 self._begun.set_exception(e)
-            self._outbox.give_up()
+            self._slab_queue.cancel()
             if isinstance(e, ConflictError):
-                self._part.check_others()
-            self._part.fail(e)
+                self._writer.check_others()
+            self._writer.fail(e)
             raise
 
-    def commit(self) -> Saved:
-        """Returns what came of the save, once all of it is stored and committed.
+    def commit(self) -> SaveResult:
+        """Commits the upload once all writers have finished; returns the result.
 
         Raises:
-            StoreError: As the contract says of each call.
+            StoreError: As the contract states for each call.
         """
+        # 4. Commit.
         try:
-            checkpoint = self._part.commit(self._part.ref(self._begun.result()))
+            checkpoint = self._writer.commit(self._writer.ref(self._begun.result()))
         except PreconditionError as e:
             self._explain(e)
             raise
-        return Saved(checkpoint, self._report(), self._sums.result())
+        return SaveResult(checkpoint, self._report(), self._sums.result())
 
     @contextmanager
     def named(self) -> Generator[None]:
-        """Raises what is unavailable as an error of this save."""
-        what = f"save of {self._part.described}"
+        """Prefixes an ``UnavailableError`` with the name of this save."""
+        what = f"save of {self._writer.described}"
         try:
             yield
         except UnavailableError as e:
             if str(e).startswith(what):
                 raise
             raise UnavailableError(
-                f"{what}, which goes on from what was stored "
-                f"where the step is saved again: {e}",
+                f"{what}, which resumes from the stored chunks "
+                f"when the step is saved again: {e}",
                 reason=e.reason,
                 metadata=e.metadata,
             ) from e
 
     def claimable(self, known: Sums, chunks: I64) -> I64:
-        """Returns those of some chunks that the store holds with known sums; none
-        where it does not say so soon.
+        """Returns the given chunks that the store holds with known checksums; none if
+        it does not answer soon.
 
-        Called while the snapshot is taken, from its thread.
+        Called from the thread of the snapshot, while the caller waits.
         """
         try:
             upload = self._upload_soon()
             held = self._found(
-                self._part.ref(upload), known.take(chunks), CLAIM_SECONDS
+                self._writer.ref(upload), known.take(chunks), CLAIM_SECONDS
             )
         except (StoreError, FutureTimeoutError):
             self._asked[:] = True
@@ -189,58 +182,61 @@ class Upload:
         return claimed
 
     def _upload_soon(self) -> api.Upload:
-        """The upload, once it has begun; where its server is not there, or does not
-        answer soon, it is not waited for."""
+        """Returns the upload once it has begun; stops waiting if its server is
+        unavailable or slow."""
         ends = Deadline.after(CLAIM_SECONDS)
         while True:
             try:
-                return self._begun.result(_LOOK_SECONDS)
+                return self._begun.result(_POLL_SECONDS)
             except FutureTimeoutError:
                 if ends.left <= 0 or self._connection.waits.has_failed:
                     raise
 
     def ask(self, chunks: Sequence[int]) -> None:
-        """Has the store asked about chunks, before they are put into the outbox."""
+        """Marks chunks to ask the store about before they are sent."""
         self._asked[chunks] = True
 
     def _write(self, upload: api.Upload, known_base: str) -> None:
-        ref = self._part.ref(upload)
+        ref = self._writer.ref(upload)
         if upload.resumes or upload.base != known_base:
             self._asked[:] = True
-        wanted = Wanted(self._outbox, lambda slabs: self._choose(ref, slabs))
+        wanted = WantedSlabs(self._slab_queue, lambda slabs: self._choose(ref, slabs))
+        streams = ChunkStreams(self._connection, ref, self._sums, self._meter)
+        # 2. Make the chunks durable.
         try:
             if self._data_root is not None:
-                self._place(ref, self._data_root, wanted)
+                self._write_directly(ref, self._data_root, wanted, streams)
             else:
-                self._stream(ref, wanted)
-            self._outbox.check()  # it may fail when nothing is left to be taken
+                streams.send_slabs(self._slab_queue, wanted)
+            self._slab_queue.check()  # the snapshot may fail after its last slab
         except StoreError:
             raise
-        except BaseException:  # the snapshot failed: nothing of it shall stay
+        except BaseException:  # the snapshot failed: discard what was stored
             self._abort(ref)
             raise
         finally:
             wanted.drop()
+        # 3. Finish.
         try:
-            self._part.finish(ref, self._sums.result(self._own))
+            self._writer.finish(ref, self._sums.result(self._own))
         except PreconditionError as e:
             self._explain(e)
             raise
 
     def _explain(self, e: PreconditionError) -> None:
-        """Raises what a refusal means to whoever saved, where it means more than it
-        says."""
+        """Raises a clearer error if a precondition failed because the base has
+        changed."""
         if e.reason != "CHUNKS_INCOMPLETE" or not self._claimed.any():
             return
         raise PreconditionError(
-            f"save of step {self._part.described.step}: what its base held when it "
-            f"began is gone or damaged now; save again ({e})",
+            f"save of step {self._writer.described.step}: chunks of its base were "
+            f"purged or damaged since it began; save again ({e})",
             reason=e.reason,
             metadata=e.metadata,
         ) from e
 
-    def _choose(self, ref: api.WriterRef, slabs: Sequence[Filled]) -> None:
-        """Takes out of slabs what the store holds already."""
+    def _choose(self, ref: api.WriterRef, slabs: Sequence[FilledSlab]) -> None:
+        """Removes the chunks that the store already holds from `slabs`."""
         doubtful = [f for f in slabs if self._asked[f.wanted].any()]
         if not doubtful:
             return
@@ -256,7 +252,7 @@ class Upload:
             filled.wanted = [o for o in filled.wanted if o not in found]
 
     def _claim(self, chunks: I64) -> None:
-        """Takes note of chunks that the store holds."""
+        """Records chunks that the store holds."""
         self._claimed[chunks] = True
         self._meter.add(int(self._tree.stored_lengths[chunks].sum()))
 
@@ -270,129 +266,33 @@ class Upload:
                 found.update(response.found)
         return found
 
-    def _place(
-        self, ref: api.WriterRef, files: Path | BucketRoot, wanted: Wanted
+    def _write_directly(
+        self,
+        ref: api.WriterRef,
+        root: Path | BucketRoot,
+        wanted: WantedSlabs,
+        streams: ChunkStreams,
     ) -> None:
-        """Puts chunks into the pool, and tells the server of them."""
+        """Writes chunks to the pool and sends the server the tables of durable ones."""
         name = UploadName.from_resource(ref.upload)
         places = RunPlaces(name.run)
-        prefix = places.data_prefix(name.upload)
-        with Placing(
-            files, places.pool, prefix, self._outbox, wanted, self._sums, self._meter
-        ) as placing:
-            tables: Acknowledging[tree_pb2.ChunkTable] = Acknowledging(
-                placing.take,
-                lambda table: len(table.crc32c),
-                lambda table: None,  # noqa: ARG005 - nothing is held of it
-            )
-            self._send_all(
-                ref,
-                tables,
-                lambda stream: (
-                    api.WriteChunksRequest(placed=table).SerializeToString()
-                    for table in stream
-                ),
-                self._connection.channel,
-            )
-
-    def _stream(self, ref: api.WriterRef, wanted: Wanted) -> None:
-        """Sends chunks to the server, over several streams: no more than can bring
-        whole batches, as each would wait for the others' memory, and they for its."""
-        count = max(1, min(STREAMS, self._outbox.budget_bytes // STREAM_BYTES))
-        with ThreadPoolExecutor(count, "storesvc-send") as pool:
-            channels = self._connection.channels(count)
-            futures = [pool.submit(self._share, ref, wanted, c) for c in channels]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:  # one failed, or Ctrl-C: the others must not go on
-                self._outbox.give_up()
-                raise
-
-    def _share(self, ref: api.WriterRef, wanted: Wanted, channel: grpc.Channel) -> None:
-        """Sends what it can take of the chunks."""
-        take_next = wanted.taker()
-
-        def take() -> Filled | None:
-            if (filled := take_next()) is not None:
-                self._meter.add(filled.wanted_bytes)
-            return filled
-
-        slabs = Acknowledging(
-            take,
-            lambda filled: len(filled.wanted),
-            self._outbox.give_back,
-            lambda filled: filled.wanted_bytes,
-        )
-        try:
-            with self._meter.part("stream"):
-                self._send_all(
-                    ref,
-                    slabs,
-                    lambda stream: frames(stream, self._sums, self._meter),
-                    channel,
-                )
-        finally:
-            slabs.drop()
-
-    def _send_all(
-        self,
-        ref: api.WriterRef,
-        things: Acknowledging[T],
-        serialized: Callable[[Stream[T]], Iterator[bytes]],
-        channel: grpc.Channel,
-    ) -> None:
-        # not the generated stub, whose requests are messages
-        method: _Method = channel.stream_stream(
-            _WRITE_CHUNKS,
-            response_deserializer=api.WriteChunksResponse.FromString,
-        )
-        while things.wait():
-            failed: BaseException | None = None
-            for attempt in self._connection.attempts("WriteChunks"):
-                with attempt:
-                    failed = self._send(method, ref, things.stream(), serialized)
-            if failed is not None:  # on this side: another try would fail, too
-                raise failed
-
-    def _send(
-        self,
-        method: "_Method",
-        ref: api.WriterRef,
-        stream: Stream[T],
-        serialized: Callable[[Stream[T]], Iterator[bytes]],
-    ) -> BaseException | None:
-        """Sends what it can in one stream; returns what failed on this side.
-
-        Raises:
-            UnavailableError: Nothing became durable.
-            LimitError: As above, as the server had no room.
-        """
-
-        def requests() -> Iterator[bytes]:
-            yield api.WriteChunksRequest(open=ref).SerializeToString()
-            yield from serialized(stream)
-
-        sent, durable = _Failing(requests(), self._meter), 0
-        try:
-            with translated(self._connection.address):
-                for response in method(sent):
-                    stream.acknowledge(response.durable_count - durable)
-                    durable = response.durable_count
-        except StoreError as e:
-            is_retried = durable and is_transient(e)
-            if sent.error is None and not is_retried:
-                raise
-        finally:
-            sent.end()
-        return sent.error
+        with DirectWriter(
+            root,
+            places.pool,
+            places.data_prefix(name.upload),
+            self._slab_queue,
+            wanted,
+            self._sums,
+            self._meter,
+        ) as writer:
+            streams.send_tables(writer.take)
 
     def _abort(self, ref: api.WriterRef) -> None:
         request = api.AbortUploadRequest(name=ref.upload)
         try:
             ends = Deadline.after(_ABORT_SECONDS)
             self._connection.ask(self._stub.AbortUpload, request, ends)
-        except StoreError:  # its lease ends, too
+        except StoreError:  # the upload expires with its lease
             return
 
     def _report(self) -> SaveReport:
@@ -407,45 +307,9 @@ class Upload:
             timings=self._meter.timings,
             slowest=self._meter.slowest.name,
             slowest_seconds=self._meter.slowest.seconds,
-            last_process=self._part.last_process,
+            last_process=self._writer.last_process,
             needs_like=self._foreign,
         )
-
-
-class _Failing:
-    """An iterator whose own error is not lost: gRPC only cancels the call.
-
-    It times gRPC too, which asks for a request once the one before is on its way.
-    """
-
-    def __init__(self, requests: Iterator[bytes], meter: Meter) -> None:
-        self._requests = requests
-        self._meter = meter
-        self._answered = meter.clock()
-        self._has_ended = False
-        self.error: BaseException | None = None
-        """What the iterator raised, if anything."""
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> bytes:
-        self._meter.times["send"] += self._meter.clock() - self._answered
-        try:
-            return next(self._requests)
-        except StopIteration:
-            self._has_ended = True
-            raise
-        except BaseException as e:
-            self.error = e
-            raise
-        finally:
-            self._answered = self._meter.clock()
-
-    def end(self) -> None:
-        """Ends with the call."""
-        if self._has_ended:
-            self._meter.times["acknowledge"] += self._meter.clock() - self._answered
 
 
 def _find_requests(ref: api.WriterRef, sums: Sums) -> Iterator[api.FindChunksRequest]:

@@ -1,6 +1,6 @@
-"""A process's part in an upload: how it begins, finishes and is committed.
+"""The writer of one process in an upload: begin, finish, commit.
 
-Where one process saves by itself, its part is the whole.
+A process that saves alone is the only writer of its upload.
 """
 
 import uuid
@@ -26,32 +26,32 @@ from storesvc_proto.v1.upload_service_pb2_grpc import UploadServiceStub
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What goes with a tree into its checkpoint."""
+    """The attributes of a checkpoint, except its tree."""
 
     run: RunName
     step: int
     labels: Mapping[str, str]
     metrics: Mapping[str, float]
     base: CheckpointName | None
-    """Whose chunks need not be sent again."""
+    """Checkpoint whose chunks need not be sent again."""
     lease: timedelta
-    """How long the upload is kept after its last sign of life."""
+    """Lease of the upload."""
 
     def __str__(self) -> str:
         return f"{self.run}@{self.step}"
 
 
-class Part:
-    """The one part of a save, from begin to commit."""
+class Writer:
+    """The only writer of an upload."""
 
-    writer = 0
-    """Which writer of the upload this process is."""
+    index = 0
+    """Number of this writer within the upload."""
     writer_count = 1
     leaf_digests: Future[bytes] | None = None
-    """Brings the digests of the leaves that other processes hold, too; None: this
-    process is alone."""
+    """Digests of the leaves that other processes hold, too; None in a process that
+    saves alone."""
     last_process = ""
-    """Which was the last to finish, as messages call it; "": not known, or alone."""
+    """Name of the process that finished last; "" if unknown or alone."""
 
     def __init__(
         self, connection: Connection, description: Description, tree: Tree, meter: Meter
@@ -63,10 +63,10 @@ class Part:
         self._meter = meter
 
     def begin(self) -> api.Upload:
-        """Returns the upload, begun; patient with a server that does not answer.
+        """Begins the upload and returns it; retries transient errors.
 
         Raises:
-            StoreError: As the contract says of BeginUpload.
+            StoreError: As the contract states for BeginUpload.
         """
         for last_try in (False, False, True):
             request_id = str(uuid.uuid4())
@@ -75,30 +75,31 @@ class Part:
                     with attempt:
                         return self._begin(request_id)
             except ConflictError as e:
-                # The step was freed meanwhile, and an id begins only once.
+                # The step was freed in the meantime; a request id begins only once.
                 if last_try or e.reason != "UPLOAD_NOT_FOUND":
                     raise
         raise AssertionError
 
     def ref(self, upload: api.Upload) -> api.WriterRef:
-        """Returns how this writer of an upload calls itself."""
-        return api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=self.writer)
+        """Returns the reference to this writer."""
+        return api.WriterRef(upload=upload.name, epoch=upload.epoch, writer=self.index)
 
     def finish(self, ref: api.WriterRef, sums: Sums) -> None:
-        """States what this process stored, and ends its part.
+        """Sends the checksums of the chunks that this process stored and finishes the
+        writer.
 
         Raises:
-            StoreError: As the contract says of FinishWriter.
+            StoreError: As the contract states for FinishWriter.
         """
         for attempt in self._connection.attempts("FinishWriter"):
             with attempt, self._meter.phase("finish"):
                 self._finish(ref, sums)
 
     def commit(self, ref: api.WriterRef) -> Checkpoint:
-        """Returns the checkpoint, once there is one.
+        """Commits the upload and returns the checkpoint.
 
         Raises:
-            StoreError: As the contract says of CommitUpload.
+            StoreError: As the contract states for CommitUpload.
         """
         for attempt in self._connection.attempts("CommitUpload"):
             with attempt, self._meter.phase("commit"):
@@ -106,13 +107,13 @@ class Part:
         raise AssertionError
 
     def fail(self, error: BaseException) -> None:
-        """Tells whom it concerns that this process has given up its part."""
+        """Publishes to other processes that this one failed; does nothing here."""
 
     def check_others(self) -> None:
-        """Does nothing, unless another process has given up its part.
+        """Raises the failure of another process, if there is one.
 
         Raises:
-            ConflictError: It has; says why.
+            ConflictError: Another process failed; the message gives the cause.
         """
 
     def _begin(self, request_id: str) -> api.Upload:
@@ -147,7 +148,7 @@ class Part:
 
     def _leaves(self) -> Iterator[tuple[tree_pb2.LeafTable, bytes]]:
         """Returns the parts of the leaf table, each with the digests of its leaves."""
-        # Here, as gRPC would only cancel the call for what its iterator raises.
+        # Awaited here: gRPC only cancels the call if its request iterator raises.
         digests = self.leaf_digests.result() if self.leaf_digests else b""
 
         def parts() -> Iterator[tuple[tree_pb2.LeafTable, bytes]]:

@@ -1,6 +1,6 @@
 """Reaches the root of a store from this process, without the server.
 
-It may import `storesvc.storage`, `storesvc_client._rpc` and what lies below them.
+It may import `storesvc.storage`, `storesvc_client._rpc` and the layers below them.
 
 Begin with `root.py`, which checks that a root is the one of the server; `bucket.py`
 reads and writes data files in a bucket.

@@ -1,8 +1,8 @@
-"""The root of a store in a bucket, which this process reads and writes by itself.
+"""The root of a store in a bucket that this process reads and writes itself.
 
-Nothing waits for ever: what is slow is asked a second time, what is late is asked anew,
-and in the end it has failed (``storesvc.storage.hedging`` decides). So it is with
-writes, too: they are of objects that nobody else names, and may be written twice.
+Every call has a limit: a slow one is hedged, a late one is repeated, and finally it
+fails (``storesvc.storage.hedging`` decides). This applies to writes, too, which may be
+repeated because no other process writes an object of the same name.
 """
 
 import logging
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LOOK_SECONDS: Final = 0.2
-"""How often who writes looks whether that is still wanted."""
+POLL_SECONDS: Final = 0.2
+"""Interval at which a write checks whether it is still needed."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,22 +57,22 @@ _REASONS: Final = {
 
 
 class BucketRoot:
-    """The root of a store in a bucket. Threads may share it."""
+    """The root of a store in a bucket. Thread-safe."""
 
     def __init__(self, storage: Storage, store: "ts.KvStore") -> None:
         self.storage = storage
         self._store = store
         self._reads = Hedging(hedging.READS)
         self._writes = Hedging(hedging.WRITES)
-        self._lines = LogThrottle()
+        self._log_throttle = LogThrottle()
 
     @classmethod
     def open(cls, storage: Storage) -> Self:
-        """Returns the root of a storage; nothing is asked yet.
+        """Opens the root of a storage; sends no request.
 
         Raises:
-            InvalidFieldError: There are no credentials for it.
-            InvalidRequestError: The packages that speak to it are not installed.
+            InvalidFieldError: There are no credentials for the storage.
+            InvalidRequestError: Packages that it needs are not installed.
             UnavailableError: It cannot be opened.
         """
         try:
@@ -80,12 +80,12 @@ class BucketRoot:
         except ModuleNotFoundError as e:
             raise InvalidRequestError(
                 f"direct: {storage.name} needs {e.name}; pip install "
-                "'storesvc[server]', or leave direct= out"
+                "'storesvc[server]', or connect without direct="
             ) from e
         if storage.spec["driver"] == GRPC_DRIVER:
-            # before TensorStore, which ends the process where this finds no credentials
+            # checked first: TensorStore aborts the process if it finds no credentials
             bucket_of(storage)
-        with _told(storage, ""):
+        with _translated(storage, ""):
             with endpoint_in_environment(storage):
                 opening = ts.KvStore.open(
                     dict(storage.spec), context=ts.Context(dict(storage.context))
@@ -95,140 +95,141 @@ class BucketRoot:
     def __str__(self) -> str:
         return self.storage.name
 
-    def read(self, place: str, *, timeout: float) -> bytes | None:
-        """Returns what a place holds; None where it holds nothing.
+    def read(self, path: str, *, timeout: float) -> bytes | None:
+        """Returns the object at a path; None if there is none.
 
         Args:
-            place: To read.
-            timeout: Seconds that it may take.
+            path: Path below the root.
+            timeout: Limit in seconds.
 
         Raises:
-            PreconditionError: The storage lets us not in, or not do this.
-            UnavailableError: It failed, or does not answer.
+            PreconditionError: The storage denies access.
+            UnavailableError: The storage failed or did not answer in time.
         """
-        answers: Answers = queue.SimpleQueue()
+        answers: Responses = queue.SimpleQueue()
         read = self._reads.begin(0, now=time.monotonic())
-        what = self.storage.describe(place)
-        asked = self._ask(place, lambda: self._store.read(place), read, what, answers)
+        what = self.storage.describe(path)
+        call = self._start(path, lambda: self._store.read(path), read, what, answers)
         end = time.monotonic() + timeout
         try:
-            while not asked.is_settled and (left := end - time.monotonic()) > 0:
-                asked.await_answer(at_most=left)
-            result = asked.result()
+            while not call.is_settled and (left := end - time.monotonic()) > 0:
+                call.await_answer(at_most=left)
+            result = call.result()
         finally:
-            asked.end()
+            call.end()
         return result.value if result.state == "value" else None
 
-    def ask_range(
-        self, place: str, start: int, stop: int, *, what: str, answers: "Answers"
-    ) -> "AskedRange":
-        """Asks for the bytes of an object from ``start`` up to ``stop``.
+    def start_read(
+        self, path: str, start: int, stop: int, *, what: str, answers: "Responses"
+    ) -> "RangeRead":
+        """Starts a read of bytes ``[start, stop)`` of an object.
 
         Args:
-            place: Of the object.
-            start: Of the first byte.
-            stop: Behind the last.
-            what: What logs call it.
-            answers: Where the answers come.
+            path: Path of the object below the root.
+            start: Offset of the first byte.
+            stop: Offset after the last byte.
+            what: Name of the read in logs.
+            answers: Queue of the responses.
         """
         span = slice(start, stop)
-        return self._ask(
-            place,
-            lambda: self._store.read(place, byte_range=span),
+        return self._start(
+            path,
+            lambda: self._store.read(path, byte_range=span),
             self._reads.begin(stop - start, now=time.monotonic()),
             what,
             answers,
         )
 
     def write(
-        self, place: str, data: bytes, *, what: str, check: Callable[[], None]
+        self, path: str, data: bytes, *, what: str, check: Callable[[], None]
     ) -> None:
-        """Writes an object that nobody else names; durable when it returns.
+        """Writes an object whose name no other process writes; returns once durable.
 
         Args:
-            place: Of the object.
-            data: All of it.
-            what: What logs call it.
-            check: Raises an error where nobody wants it any more.
+            path: Path of the object below the root.
+            data: Contents of the object.
+            what: Name of the write in logs.
+            check: Called at intervals; raises an error to cancel the write.
 
         Raises:
-            PreconditionError: The storage lets us not in, or not do this.
-            UnavailableError: It failed, or does not answer.
+            PreconditionError: The storage denies access.
+            UnavailableError: The storage failed or did not answer in time.
         """
-        asked = self._ask(
-            place,
-            lambda: self._store.write(place, data),
+        call = self._start(
+            path,
+            lambda: self._store.write(path, data),
             self._writes.begin(len(data), now=time.monotonic()),
             what,
             queue.SimpleQueue(),
         )
         try:
-            while not asked.is_settled:
+            while not call.is_settled:
                 check()
-                asked.await_answer(at_most=LOOK_SECONDS)
-            asked.result()
+                call.await_answer(at_most=POLL_SECONDS)
+            call.result()
         finally:
-            asked.end()
+            call.end()
 
-    def _ask(
+    def _start(
         self,
-        place: str,
-        ask: "Callable[[], ts.Future[T]]",
-        call: hedging.HedgedCall,
+        path: str,
+        send: "Callable[[], ts.Future[T]]",
+        hedge: hedging.HedgedCall,
         what: str,
-        answers: "Answers",
-    ) -> "Asked[T]":
-        return Asked(
-            ask,
-            call,
-            partial(self._tell_late, what),
+        answers: "Responses",
+    ) -> "HedgedCall[T]":
+        return HedgedCall(
+            send,
+            hedge,
+            partial(self._log_late, what),
             answers,
-            partial(_told, self.storage, place),
+            partial(_translated, self.storage, path),
         )
 
-    def _tell_late(self, what: str, seconds: float, *, now: float) -> None:
-        if self._lines.admits("late", now=now):
-            _log.warning("%s has not answered for %.0f s, asked again", what, seconds)
+    def _log_late(self, what: str, seconds: float, *, now: float) -> None:
+        if self._log_throttle.admits("late", now=now):
+            _log.warning("%s has not answered for %.0f s, sent again", what, seconds)
 
 
-class Asked(Generic[T]):
-    """A read or a write that is under way, as often as it is asked.
+class HedgedCall(Generic[T]):
+    """A read or write in flight, with its hedged and repeated requests.
 
-    Each answer comes to a queue, from which it is to be given to ``take``, and what is
-    due is done by ``step``; until it is settled.
+    Responses arrive in a queue; the owner of the queue passes each to ``take`` and
+    calls ``step`` when ``wait_seconds`` have passed, until ``is_settled``.
     """
 
     def __init__(
         self,
-        ask: "Callable[[], ts.Future[T]]",
-        call: hedging.HedgedCall,
-        tell_late: "TellLate",
-        answers: "Answers",
-        told: Callable[[], AbstractContextManager[None]],
+        send: "Callable[[], ts.Future[T]]",
+        hedge: hedging.HedgedCall,
+        log_late: "LogLate",
+        answers: "Responses",
+        translating: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Asks."""
-        self._ask = ask
-        self._call = call
-        self._tell_late = tell_late
+        """Sends the first request."""
+        self._send = send
+        self._hedge = hedge
+        self._log_late = log_late
         self._answers = answers
-        self._told = told
-        self._under_way: dict[Any, Callable[[Any], None]] = {}
-        """What is asked, and what hears of its answer."""
+        self._translating = translating
+        self._in_flight: dict[Any, Callable[[Any], None]] = {}
+        """Requests in flight, each with the callback of its response."""
         self._settled: Any = None
         self.is_settled = False
-        """Whether its result is known."""
+        """True once the result is known."""
         self._begin()
 
     @property
     def wait_seconds(self) -> float:
-        """How long to wait for an answer before something is to be done."""
-        return max(0.0, self._call.due - time.monotonic())
+        """Seconds until ``step`` is due."""
+        return max(0.0, self._hedge.due - time.monotonic())
 
     def await_answer(self, *, at_most: float = math.inf) -> None:
-        """Takes an answer, or does what is due; for who has a queue for it alone.
+        """Waits for a response or performs the step that is due; for callers whose
+        queue serves no other call.
 
         Args:
-            at_most: Seconds that it may wait.
+            at_most: Maximum wait in seconds.
         """
         try:
             wait_seconds = min(at_most, self.wait_seconds)
@@ -237,24 +238,24 @@ class Asked(Generic[T]):
             self.step()
 
     def take(self, answer: Any) -> None:
-        """Takes an answer, be it one that was given up."""
-        if self.is_settled or answer not in self._under_way:
+        """Processes a response; ignores responses to dropped requests."""
+        if self.is_settled or answer not in self._in_flight:
             return
-        del self._under_way[answer]
-        if answer.exception() is None or not self._under_way:
+        del self._in_flight[answer]
+        if answer.exception() is None or not self._in_flight:
             self._settled, self.is_settled = answer, True
 
     def step(self) -> None:
-        """Does what is due, if anything is."""
-        match self._call.step(now=time.monotonic()):
+        """Hedges, repeats or fails the call if that is due."""
+        match self._hedge.step(now=time.monotonic()):
             case hedging.Step.FAIL:
                 self.is_settled = True
             case hedging.Step.HEDGE:
                 self._begin()
             case hedging.Step.RETRY:
-                self._give_up()
+                self._drop()
                 now = time.monotonic()
-                self._tell_late(now - self._call.began, now=now)
+                self._log_late(now - self._hedge.began, now=now)
                 self._begin()
             case hedging.Step.WAIT:
                 pass
@@ -262,59 +263,60 @@ class Asked(Generic[T]):
                 assert_never(step)
 
     def result(self) -> T:
-        """Returns the first answer, once it is settled.
+        """Returns the first successful response of a settled call.
 
         Raises:
-            DataLossError: The object is shorter.
-            PreconditionError: The storage lets us not in, or not do this.
-            UnavailableError: It failed, or does not answer.
+            DataLossError: The object is shorter than the range.
+            PreconditionError: The storage denies access.
+            UnavailableError: The storage failed or did not answer in time.
         """
-        with self._told():
+        with self._translating():
             if self._settled is None:
                 raise TimeoutError
             return self._settled.result()  # type: ignore[no-any-return]
 
     def end(self) -> None:
-        """Gives up what is still asked."""
-        self._give_up()
+        """Drops the requests in flight and reports the latency to the hedging."""
+        self._drop()
         if self._settled is not None:
-            self._call.answered(now=time.monotonic())
+            self._hedge.answered(now=time.monotonic())
         else:
-            self._call.abandoned()
+            self._hedge.abandoned()
 
     def _begin(self) -> None:
-        one, answer = self._ask(), self._answer  # one object, to be removed again
-        self._under_way[one] = answer
+        one, answer = self._send(), self._answer  # the bound method must be the same
+        self._in_flight[one] = answer
         one.add_done_callback(answer)
 
     def _answer(self, one: Any) -> None:
         self._answers.put((self, one))
 
-    def _give_up(self) -> None:
-        # not cancel(): see storesvc.storage.futures; what nobody refers to is given up
-        for one, answer in self._under_way.items():
+    def _drop(self) -> None:
+        # Not cancel(), which can deadlock: see storesvc.storage.futures. TensorStore
+        # drops a request when its future is no longer referenced.
+        for one, answer in self._in_flight.items():
             one.remove_done_callback(answer)
-        self._under_way.clear()
+        self._in_flight.clear()
 
 
-AskedRange: TypeAlias = "Asked[ts.KvStore.ReadResult]"
+RangeRead: TypeAlias = "HedgedCall[ts.KvStore.ReadResult]"
 
 
-class TellLate(Protocol):
-    """Tells the log of what is late."""
+class LogLate(Protocol):
+    """Logs that a call is late."""
 
     def __call__(self, seconds: float, *, now: float) -> None: ...
 
 
-Answers: TypeAlias = "queue.SimpleQueue[tuple[Asked[Any], Any]]"
-"""What was asked, and each answer to it."""
+Responses: TypeAlias = "queue.SimpleQueue[tuple[HedgedCall[Any], Any]]"
+"""Responses, each with its call."""
 
 
 @contextmanager
-def _told(storage: Storage, place: str) -> Generator[None]:
-    """Raises this library's errors for those of a storage."""
+def _translated(storage: Storage, path: str) -> Generator[None]:
+    """Translates errors of a storage to errors of this library."""
     try:
-        with translated(storage, place):
+        with translated(storage, path):
             yield
     except tuple(_REASONS) as e:
         reason = _REASONS[type(e)]

@@ -1,4 +1,4 @@
-"""Roots: where a client finds the files of a store by itself."""
+"""The root of a store whose files this process reads and writes itself."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from storesvc_client._storage.bucket import BucketRoot
 
 Root: TypeAlias = "Path | BucketRoot"
-"""A directory, or a place in a bucket."""
+"""A directory, or a prefix in a bucket."""
 
 
 def direct_root(target: str, direct: object) -> "Root | None":
-    """Returns the root whose files a client reads by itself; None: it reads none.
+    """Returns the root whose files a client reads itself; None if it reads none.
 
     Args:
-        target: What it connects to: a root implies itself.
-        direct: What it was given beside it.
+        target: Target of the connection; if it is a root, it is that one.
+        direct: Value of ``direct=``.
 
     Raises:
-        InvalidRequestError: It is no root that can be reached from here, or the
-            packages that speak to it are not installed.
+        InvalidRequestError: The root cannot be reached from this machine, or packages
+            that it needs are not installed.
     """
     if direct is None:
         return _reached(storage_at(target)) if is_root(target) else None
@@ -46,25 +46,25 @@ def direct_root(target: str, direct: object) -> "Root | None":
     if root is None:
         raise InvalidRequestError(
             f"direct: expected a root on this machine or in a bucket, got {direct!r}; "
-            "leave direct= out"
+            "connect without direct="
         )
     return root
 
 
 def check_root(root: Root, *, store_uid: str, timeout: float) -> None:
-    """Refuses a root that is not that of the store of a server.
+    """Checks that a root is that of the server's store.
 
     Args:
-        root: To look at.
-        store_uid: Of the store.
-        timeout: Seconds that a bucket may take to answer.
+        root: The root.
+        store_uid: Uid of the server's store.
+        timeout: Limit for a bucket, in seconds.
 
     Raises:
-        InvalidRequestError: It is not.
-        PreconditionError: The bucket lets us not in.
-        UnavailableError: It does not answer.
+        InvalidRequestError: The root is not that of the store.
+        PreconditionError: The bucket denies access.
+        UnavailableError: The bucket does not answer in time.
     """
-    # Late, as all that only some need: lists of checkpoints read no file.
+    # Imported late: commands that only list checkpoints do not need it.
     from storesvc.format.seal import CorruptRecordError, FormatVersionError, unseal
 
     data = _record(root, store_uid, timeout)
@@ -73,18 +73,18 @@ def check_root(root: Root, *, store_uid: str, timeout: float) -> None:
     except (CorruptRecordError, FormatVersionError) as e:
         raise InvalidRequestError(
             f"direct: expected the record of store {store_uid} at {root}/{STORE}: {e}; "
-            "leave direct= out"
+            "connect without direct="
         ) from e
     if found != store_uid:
         raise InvalidRequestError(
             f"direct: expected the root of store {store_uid}, which the server serves, "
             f"got that of store {found} at {root}; give the root of the same store, or "
-            "leave direct= out"
+            "connect without direct="
         )
 
 
 def _record(root: Root, store_uid: str, timeout: float) -> bytes:
-    """The record of the store at a root."""
+    """Returns the sealed record of the store at a root."""
     expected = (
         f"direct: expected the root of store {store_uid}, which the server serves"
     )
@@ -94,22 +94,25 @@ def _record(root: Root, store_uid: str, timeout: float) -> bytes:
             if isinstance(root, Path)
             else root.read(STORE, timeout=timeout)
         )
-    except (PreconditionError, UnavailableError) as e:  # some are OSErrors too
-        raise type(e)(f"{expected}: {e}, or leave direct= out", reason=e.reason) from e
+    except (PreconditionError, UnavailableError) as e:  # some are OSErrors, too
+        raise type(e)(
+            f"{expected}: {e}, or connect without direct=", reason=e.reason
+        ) from e
     except OSError as e:
         raise InvalidRequestError(
             f"{expected}, cannot read {root}/{STORE}: {e.strerror}; give its root on "
-            "this machine, or leave direct= out"
+            "this machine, or connect without direct="
         ) from e
     if found is None:
         raise InvalidRequestError(
-            f"{expected}, found no {root}/{STORE}; give its root, or leave direct= out"
+            f"{expected}, found no {root}/{STORE}; give its root, or connect without "
+            "direct="
         )
     return found
 
 
 def _reached(storage: Storage) -> "Root | None":
-    """The root of a storage; None where no other process can reach it."""
+    """Returns the root of a storage; None if other processes cannot reach it."""
     if storage.is_remote:
         from storesvc_client._storage.bucket import BucketRoot
 

@@ -1,38 +1,94 @@
-"""Unpacking: from the bytes of a read to where its chunks go, each of them checked."""
+"""Reads of data files, planned and decoded: which ranges of which files to read, and
+how the chunks of a range are verified and copied into buffers.
 
-from collections.abc import Callable
+The plan depends on the manifest only, not on the storage.
+"""
+
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from storesvc.format.checksums import crc32c
-from storesvc.format.reads import Read
+from storesvc.format.chunks import I64, Places
+from storesvc.format.manifests import Manifest
+from storesvc.format.reads import Read, plan_reads
 from storesvc.format.zarr import CHECKSUM_BYTES
 from storesvc_client._chunks.buffer_layout import Bytes
 from storesvc_client._restore.assembly import Assembly
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client.errors import DataLossError
 
+_SHOWN: Final = 3
+"""Maximum chunks listed in a message."""
+
+
+def plan_file_reads(
+    manifest: Manifest, *, alone: I64, together: I64, at_most: int, gap_bytes: int
+) -> list[Read]:
+    """Returns the reads of chunks, leaf by leaf and within a leaf in file order, so
+    that few leaves are partly in memory, however many files hold parts of each.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        alone: Chunks that are each read by one read.
+        together: Chunks that are read together with their neighbours.
+        at_most: Maximum bytes of neighbours in one read.
+        gap_bytes: Largest gap between two neighbours in one read.
+    """
+    tree, places = manifest.tree, manifest.places
+    reads = list(_apart(places, alone))
+    reads += plan_reads(places, together, at_most=at_most, gap_bytes=gap_bytes)
+    first = np.array([read.chunks[0] for read in reads], np.int64)
+    file, offset = places.file[first], places.offset[first]
+    rows, _ = tree.locate_all(first)
+    # a leaf is ordered by the place of its first chunk
+    by_place = np.lexsort((offset, file))
+    ranks = np.full(len(tree.leaves), len(reads))
+    np.minimum.at(ranks, rows[by_place], np.arange(len(reads)))
+    return [reads[at] for at in np.lexsort((offset, file, ranks[rows])).tolist()]
+
+
+def describe(manifest: Manifest, read: Read) -> str:
+    """Returns the names of a read's chunks, for messages."""
+    return ", ".join(map(manifest.tree.describe_chunk, read.chunks[:_SHOWN]))
+
+
+def _apart(places: Places, chunks: I64) -> Iterator[Read]:
+    """Yields one read for each chunk."""
+    columns = (
+        chunks,
+        places.file[chunks],
+        places.offset[chunks],
+        places.length[chunks],
+    )
+    for chunk, file, offset, length in zip(*(c.tolist() for c in columns), strict=True):
+        stop = offset + length
+        yield Read(places.files[file], offset, stop, (chunk,), (length,), (offset,))
+
+
 PIECE_BYTES: Final = 1 << 20
-"""Checksummed, then copied, before the next: half of a core's own cache."""
+"""Bytes verified and then copied together: half of a core's L2 cache."""
 
 SMALL_BYTES: Final = 64 << 10
-"""Of chunks below it, many are checksummed before the first is copied: the clock takes
-as long as one of them."""
+"""Size below which all chunks of a read are verified before the first is copied:
+reading the clock takes as long as one such chunk."""
 
 
 Again: TypeAlias = Callable[[int, int], Bytes]
-"""Reads a part of the data file a second time: from a byte, to the one behind."""
+"""Reads the bytes from the first up to the second offset of the data file again."""
 
 
 def unpack(read: Read, memory: Bytes, assembly: Assembly, again: Again) -> int:
-    """Checks the chunks of a read, copies each to where it goes, and returns the bytes
-    of buffers that were handed over.
+    """Verifies the chunks of a read and copies them into buffers; returns the bytes of
+    the buffers handed over.
 
-    A chunk that is damaged is read a second time: the answer may have been corrupted on
-    its way.
+    A corrupt chunk is read a second time, because the first read may have been
+    corrupted in transit.
 
     Raises:
-        DataLossError: One is not what was saved.
+        DataLossError: A chunk is corrupt in the second read, too.
     """
     begins = [offset - read.start for offset in read.offsets]
     lengths = [length - CHECKSUM_BYTES for length in read.lengths]
@@ -56,7 +112,7 @@ def _unpack_small(
     assembly: Assembly,
     again: Again,
 ) -> int:
-    """Does one step after the other with all of them."""
+    """Verifies all chunks, then copies all."""
     data, second = memory.data, dict[int, Bytes]()
     with assembly.meter.phase("verify"):
         for chunk, begin, length in rows:
@@ -99,18 +155,18 @@ def check_or_read_again(
     assembly: Assembly,
     again: Callable[[], Bytes],
 ) -> int:
-    """Ends with a chunk whose elements are where they go; where they are damaged, with
-    those of a second read. Returns the bytes of buffers that were handed over.
+    """Verifies a copied chunk and marks it as complete; reads it again if it is
+    corrupt. Returns the bytes of the buffers handed over.
 
     Args:
-        chunk: Its ordinal.
-        checksum: Of its elements.
-        tail: The checksum behind them.
-        assembly: What the buffers are of.
+        chunk: Ordinal of the chunk.
+        checksum: CRC-32C of its elements.
+        tail: The checksum stored after them.
+        assembly: Assembly of its buffers.
         again: Reads the stored bytes of the chunk a second time.
 
     Raises:
-        DataLossError: The second read is damaged, too.
+        DataLossError: The chunk is corrupt in the second read, too.
     """
     try:
         assembly.check(chunk, checksum, tail)
@@ -120,7 +176,7 @@ def check_or_read_again(
 
 
 def _sound(chunk: int, stored: Bytes, assembly: Assembly) -> Bytes:
-    """The elements of a chunk whose first read was damaged."""
+    """Returns the verified elements of the second read of a chunk."""
     elements = stored[:-CHECKSUM_BYTES]
     assembly.check(chunk, crc32c(elements.data), bytes(stored[-CHECKSUM_BYTES:]))
     assembly.log_corrupted(chunk)

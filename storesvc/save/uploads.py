@@ -361,7 +361,7 @@ class Uploads:
         found = await self._found(name)
         if found is not None and found.request_digest != digest(body):
             raise RequestIdReusedError(
-                f"{name}: its request id was used with another body; take a new one",
+                f"{name}: its request id was used with another body; use a new id",
                 upload=name.upload,
             )
         return found

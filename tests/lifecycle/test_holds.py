@@ -237,7 +237,7 @@ def test_a_hold_that_is_asked_for_again_is_the_same_one(
     assert again.expire_time.ToDatetime() >= first.expire_time.ToDatetime()
     assert 1 == len(list(run.holds.list()))
     with (
-        pytest.raises(store.InvalidRequestError, match="take a new one") as caught,
+        pytest.raises(store.InvalidRequestError, match="use a new id") as caught,
         translated("here"),
     ):
         stub.CreateHold(create(run, 1, request_id=request.request_id))

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.disk_reserve import Reserve
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import read_record, timestamp, write_record
@@ -44,7 +44,7 @@ from storesvc.save.uploads import Uploads
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.condition_probe import check_conditions
 from storesvc.storage.location import LOCK_SUFFIX
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.watch.watcher import Watcher
 from storesvc_proto.v1 import bucket_pb2 as pb
 
@@ -65,9 +65,9 @@ class Store:
     """One open store in one process."""
 
     uid: str
-    bucket: KvBucket
+    bucket: TensorStoreBucket
     clock: Clock
-    catalogue: Catalogue
+    catalogue: Catalog
     journal: Journal
     runs: Runs
     uploads: Uploads
@@ -92,7 +92,7 @@ class Store:
     @classmethod
     async def open(
         cls,
-        bucket: KvBucket,
+        bucket: TensorStoreBucket,
         *,
         clock: Clock | None = None,
         is_read_only: bool = False,
@@ -118,7 +118,7 @@ class Store:
             # A process without permission to write cannot lose a write.
             with suppress(StorageDeniedError):
                 await check_conditions(bucket)
-        catalogue = Catalogue(bucket)
+        catalogue = Catalog(bucket)
         journal = Journal(bucket, clock=clock)
         references = References(bucket, catalogue, clock=clock)
         runs = Runs(bucket, catalogue, clock=clock)
@@ -170,7 +170,9 @@ class Store:
         )
 
 
-async def _create(bucket: KvBucket, clock: Clock) -> tuple[pb.StoreRecord, Generation]:
+async def _create(
+    bucket: TensorStoreBucket, clock: Clock
+) -> tuple[pb.StoreRecord, Generation]:
     """Returns the record of a new store, created by this process or a concurrent
     one."""
     foreign = foreign_names(await bucket.first_names(_CHECKED_ENTRIES))
@@ -215,7 +217,7 @@ def foreign_names(names: Iterable[str]) -> list[str]:
     )
 
 
-def _not_a_store(bucket: KvBucket, foreign: list[str]) -> InvalidFieldError:
+def _not_a_store(bucket: TensorStoreBucket, foreign: list[str]) -> InvalidFieldError:
     shown = ", ".join(map(repr, foreign[:_SHOWN]))
     more = " and more" if len(foreign) > _SHOWN else ""
     return InvalidFieldError(

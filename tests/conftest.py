@@ -29,7 +29,7 @@ from hypothesis import settings
 
 import storesvc_client as store
 from storesvc.format.names import RunName
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from tests.fake_gcs import FakeGcs
 from tests.fake_s3 import FakeS3
 from tests.support.contract import Writer
@@ -182,7 +182,7 @@ def bucket_storage(request: pytest.FixtureRequest) -> Iterator[None]:
         return
 
     async def empty() -> None:
-        await (await KvBucket.open(_BELOW)).delete_below("")
+        await (await TensorStoreBucket.open(_BELOW)).delete_below("")
 
     yield
     asyncio.run(empty())

@@ -1,4 +1,4 @@
-"""Catalogue of NNX modules: every layer and idiom that a checkpoint should preserve.
+"""Catalog of NNX modules: every layer and idiom that a checkpoint should preserve.
 
 ``CASES`` has factories of modules and functions that call the modules; ``modules`` is a
 Hypothesis strategy for random small ones. The modules compute the same on every flax

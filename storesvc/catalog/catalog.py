@@ -14,7 +14,7 @@ from typing import Final
 
 from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog import suggestions
-from storesvc.catalog.records import on_its_way, read_listed, sound
+from storesvc.catalog.records import corrupted_in_transit, read_listed, sound
 from storesvc.catalog.rollbacks import data_missing, rolled_back
 from storesvc.catalog.row_lookup import rows
 from storesvc.catalog.slot_reader import SlotReader
@@ -27,7 +27,7 @@ from storesvc.errors import (
     TagNotFoundError,
 )
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import (
     CorruptManifestError,
     Manifest,
@@ -52,7 +52,7 @@ class RunSummary:
     """Newest committed checkpoint."""
 
 
-class Catalogue:
+class Catalog:
     """The runs and checkpoints of a bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
@@ -216,12 +216,12 @@ class Catalogue:
 
     async def tag_slot(self, name: TagName) -> tuple[pb.TagRecord, Generation] | None:
         """Returns the record of a tag and its generation, also of a deleted tag."""
-        path = RunPlaces(name.run).tag(name.tag)
+        path = RunPaths(name.run).tag(name.tag)
         return await read_listed(self._bucket, path, pb.TagRecord, of=f"tag {name}")
 
     async def tag_names(self, run: RunName) -> list[str]:
         """Returns the names of a run's tags in order, deleted ones included."""
-        places = RunPlaces(run)
+        places = RunPaths(run)
         names = map(places.tag_of, await self._bucket.list(places.tags))
         return sorted(name for name in names if name is not None)
 
@@ -236,7 +236,7 @@ class Catalogue:
         Raises:
             CorruptDataError: The manifest is missing or damaged.
         """
-        path = RunPlaces(run).manifest(record.upload, record.manifest_digest)
+        path = RunPaths(run).manifest(record.upload, record.manifest_digest)
         return await self._manifests.get(path, lambda: self.read_manifest(run, record))
 
     async def read_manifest(
@@ -257,8 +257,8 @@ class Catalogue:
             manifest = await self._unpacked(run, record)
         except CorruptManifestError as e:
             raise CorruptDataError(f"{run}@{record.step}: {e}") from e
-        path = RunPlaces(run).manifest(record.upload, record.manifest_digest)
-        _log.warning("%s", on_its_way(path))
+        path = RunPaths(run).manifest(record.upload, record.manifest_digest)
+        _log.warning("%s", corrupted_in_transit(path))
         return manifest
 
     async def _unpacked(self, run: RunName, record: pb.CheckpointRecord) -> Manifest:
@@ -276,7 +276,7 @@ class Catalogue:
         Raises:
             CorruptDataError: The manifest is missing.
         """
-        path = RunPlaces(run).manifest(record.upload, record.manifest_digest)
+        path = RunPaths(run).manifest(record.upload, record.manifest_digest)
         stored = await self._bucket.read(path)
         if stored is None:
             raise await self._without_manifest(run, record)
@@ -286,7 +286,7 @@ class Catalogue:
         self, run: RunName, record: pb.CheckpointRecord
     ) -> CorruptDataError:
         """Returns the error of a checkpoint whose manifest is missing."""
-        table = RunPlaces(run).file_table(record.upload, record.files_digest)
+        table = RunPaths(run).file_table(record.upload, record.files_digest)
         if not record.files_digest or await self._bucket.read(table) is not None:
             return CorruptDataError(
                 f"{run}@{record.step}: its manifest is missing; use another checkpoint"
@@ -307,7 +307,7 @@ class Catalogue:
         Raises:
             CorruptDataError: The manifest is missing or truncated.
         """
-        path = RunPlaces(run).manifest(record.upload, record.manifest_digest)
+        path = RunPaths(run).manifest(record.upload, record.manifest_digest)
         size = record.manifest_bytes
         for at in range(0, size, size_bytes):
             try:
@@ -335,7 +335,7 @@ class Catalogue:
         slot."""
         if not isinstance(name.which, int):
             return None  # the latest checkpoint and tags have been listed already
-        path = RunPlaces(name.run).checkpoint(name.which)
+        path = RunPaths(name.run).checkpoint(name.which)
         if path not in await self._bucket.list(path):
             return None
         return await self._resolved(name)

@@ -65,7 +65,7 @@ async def read_record(
     except CorruptRecordError as e:
         reads = "" if again.data == stored.data else ", and two reads of it differ"
         raise damaged(path, f"{e}{reads}", of=of) from e
-    _log.warning("%s", on_its_way(path))
+    _log.warning("%s", corrupted_in_transit(path))
     return record, again.generation
 
 
@@ -76,7 +76,7 @@ def _unsealed(stored: Stored, kind: type[M], path: str) -> M:
         raise FormatUnsupportedError(f"{path}: {e}; use a newer release") from e
 
 
-def on_its_way(path: str) -> str:
+def corrupted_in_transit(path: str) -> str:
     """Returns the log line of a damaged read whose repetition is sound."""
     return (
         f"{path}: a response of the storage was corrupted in transit; the second read "

@@ -23,7 +23,7 @@ from typing import Final
 from storesvc.catalog.records import damaged, read_record
 from storesvc.catalog.slots import UPLOADING
 from storesvc.errors import CorruptDataError
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.storage.bucket import Bucket, Generation
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -45,7 +45,7 @@ def rolled_back(run: RunName, step: int, upload: str, why: str) -> CorruptDataEr
         "an earlier version of it was restored: it does not hold upload "
         f"{upload} as a checkpoint, but {why}"
     )
-    return damaged(RunPlaces(run).checkpoint(step), how, of=f"{run}@{step}")
+    return damaged(RunPaths(run).checkpoint(step), how, of=f"{run}@{step}")
 
 
 def slot_missing(run: RunName, step: int, by: str) -> CorruptDataError:
@@ -57,7 +57,7 @@ def slot_missing(run: RunName, step: int, by: str) -> CorruptDataError:
         by: The tag or the hold that names its checkpoint.
     """
     return CorruptDataError(
-        f"the record of {run}@{step} is missing ({RunPlaces(run).checkpoint(step)}), "
+        f"the record of {run}@{step} is missing ({RunPaths(run).checkpoint(step)}), "
         f"but {by} names it; restore this object from a copy, or delete {by} to "
         f"abandon {run}@{step}",
         run=str(run),
@@ -67,7 +67,7 @@ def slot_missing(run: RunName, step: int, by: str) -> CorruptDataError:
 
 def data_missing(run: RunName, slot: pb.CheckpointRecord) -> CorruptDataError:
     """Returns the error of a checkpoint of which only the slot is left."""
-    path = RunPlaces(run).checkpoint(slot.step)
+    path = RunPaths(run).checkpoint(slot.step)
     return CorruptDataError(
         f"{run}@{slot.step}: its manifest is missing, like all that its record names "
         f"({path}): it was purged and an earlier version of the record was restored, "
@@ -78,14 +78,14 @@ def data_missing(run: RunName, slot: pb.CheckpointRecord) -> CorruptDataError:
     )
 
 
-def has_manifest(places: RunPlaces, upload: str, objects: Iterable[str]) -> bool:
+def has_manifest(places: RunPaths, upload: str, objects: Iterable[str]) -> bool:
     """Returns whether a manifest is among the objects of an upload."""
     manifests = _prefixes(places, upload)[0]
     return any(path.startswith(manifests) for path in objects)
 
 
 def contradiction(
-    places: RunPlaces, upload: str, objects: Iterable[str], *, owns_slot: bool
+    places: RunPaths, upload: str, objects: Iterable[str], *, owns_slot: bool
 ) -> str:
     """Returns the contradiction between the objects of an upload and its slot, as a
     clause; "" if there is none.
@@ -126,7 +126,7 @@ class Rollbacks:
         """
         if found is None or found[0].state != UPLOADING:
             return None
-        places, slot = RunPlaces(run), found[0]
+        places, slot = RunPaths(run), found[0]
         manifests, trees = _prefixes(places, slot.upload)
         # If the slot has not changed since the first read, it was UPLOADING while its
         # leaf table was missing.
@@ -139,7 +139,7 @@ class Rollbacks:
         return rolled_back(run, slot.step, slot.upload, NO_LEAF_TABLE)
 
 
-def _prefixes(places: RunPlaces, upload: str) -> tuple[str, str]:
+def _prefixes(places: RunPaths, upload: str) -> tuple[str, str]:
     """Returns the prefixes of the manifests and of the leaf tables of an upload."""
     manifest, tree = places.manifest(upload, b""), places.tree(upload, b"")
     return manifest.removesuffix(".binpb"), tree.removesuffix(".binpb")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final, Literal, TypeAlias
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import (
     etag_of,
     read_record,
@@ -33,7 +33,7 @@ _TRIES: Final = 10
 class Runs:
     """The records of a bucket's runs."""
 
-    def __init__(self, bucket: Bucket, catalogue: Catalogue, *, clock: Clock) -> None:
+    def __init__(self, bucket: Bucket, catalogue: Catalog, *, clock: Clock) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
         self._clock = clock

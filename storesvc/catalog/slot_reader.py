@@ -15,7 +15,7 @@ from storesvc.catalog.records import damaged, or_damage, read_record
 from storesvc.catalog.rollbacks import Rollbacks
 from storesvc.catalog.slots import state_of
 from storesvc.errors import ConflictError, CorruptDataError
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.storage.bounded_gather import AT_ONCE, each
 from storesvc.storage.bucket import Bucket, Generation
@@ -55,7 +55,7 @@ class SlotReader:
             CorruptDataError: The slot is damaged, or belongs to another step.
             FormatUnsupportedError: This release does not know the slot's state.
         """
-        path, of = RunPlaces(run).checkpoint(step), f"{run}@{step}"
+        path, of = RunPaths(run).checkpoint(step), f"{run}@{step}"
         try:
             found = await read_record(self._bucket, path, pb.CheckpointRecord, of=of)
             if found is not None and found[0].step != step:
@@ -92,7 +92,7 @@ class SlotReader:
             after: Returns only higher steps.
             before: Returns only lower steps.
         """
-        places = RunPlaces(run)
+        places = RunPaths(run)
         found = await self._bucket.list(
             places.checkpoints,
             after="" if after is None else places.checkpoint(after),

@@ -30,7 +30,7 @@ from storesvc.errors import (
     UploadSupersededError,
     WriterUnfinishedError,
 )
-from storesvc.format.chunks import Places, Sums
+from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.names import InvalidNameError, RunName, UploadName, check_upload
 from storesvc.format.trees import Tree
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -187,10 +187,10 @@ def check_epoch(name: UploadName, record: pb.UploadRecord, epoch: int) -> None:
 def check_complete(
     name: UploadName,
     tree: Tree,
-    receipts: Mapping[int, tuple[Sums, Places]],
+    receipts: Mapping[int, tuple[Sums, ChunkLocations]],
     *,
     writer_count: int,
-) -> list[tuple[Sums, Places]]:
+) -> list[tuple[Sums, ChunkLocations]]:
     """Returns the chunks of all writers; rejects a commit unless exactly one writer
     holds each chunk.
 

@@ -68,7 +68,7 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Places:
+class ChunkLocations:
     """Locations of chunks; each row belongs to the same row of a ``Sums``."""
 
     files: tuple[str, ...]
@@ -92,9 +92,9 @@ class Places:
             length=np.array([length for _, _, length in rows], np.int64),
         )
 
-    def take(self, rows: I64) -> "Places":
+    def take(self, rows: I64) -> "ChunkLocations":
         """Returns the locations of some rows."""
-        return Places(
+        return ChunkLocations(
             files=self.files,
             file=self.file[rows],
             offset=self.offset[rows],
@@ -140,7 +140,7 @@ def pack_sums(sums: Sums) -> Iterator[pb.ChunkTable]:
 
 
 def pack_placed(
-    sums: Sums, places: Places, *, with_ordinals: bool
+    sums: Sums, places: ChunkLocations, *, with_ordinals: bool
 ) -> Iterator[pb.ChunkTable]:
     """Yields the table of stored chunks in parts, at least one."""
     for rows in _parts(len(sums)):
@@ -184,7 +184,7 @@ def unpack_sums(table: pb.ChunkTable, *, count: int | None = None) -> Sums:
     return Sums(ordinal=ordinal, crc32c=crc32c, digests=raw.reshape(-1, DIGEST_BYTES))
 
 
-def unpack_places(table: pb.ChunkTable) -> Places:
+def unpack_places(table: pb.ChunkTable) -> ChunkLocations:
     """Returns the locations of a table's chunks.
 
     Raises:
@@ -204,12 +204,14 @@ def unpack_places(table: pb.ChunkTable) -> Places:
             check_data_file(name)
     except InvalidNameError as e:
         raise InvalidChunksError(str(e)) from e
-    return Places(files=tuple(table.files), file=file, offset=offset, length=length)
+    return ChunkLocations(
+        files=tuple(table.files), file=file, offset=offset, length=length
+    )
 
 
 def merge(
-    parts: Sequence[tuple[Sums, Places]],
-) -> tuple[Sums, Places]:
+    parts: Sequence[tuple[Sums, ChunkLocations]],
+) -> tuple[Sums, ChunkLocations]:
     """Merges chunks in the order of their ordinals; omits files without chunks."""
     parts = parts or [_EMPTY]
     files: dict[str, int] = {}
@@ -226,7 +228,7 @@ def merge(
         crc32c=np.concatenate([s.crc32c for s, _ in parts])[order],
         digests=np.concatenate([s.digests for s, _ in parts])[order],
     )
-    places = Places(
+    places = ChunkLocations(
         files=tuple(files),
         file=np.concatenate(renumbered)[order],
         offset=np.concatenate([p.offset for _, p in parts])[order],
@@ -235,7 +237,7 @@ def merge(
     return sums, places
 
 
-_EMPTY: Final = (Sums.of_rows([]), Places.of_rows([]))
+_EMPTY: Final = (Sums.of_rows([]), ChunkLocations.of_rows([]))
 
 
 def _column(values: Sequence[int], name: str) -> I64:

@@ -78,7 +78,7 @@ def number_of(path: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlaces:
+class RunPaths:
     """The paths of one run."""
 
     name: RunName

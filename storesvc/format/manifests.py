@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 
 from storesvc.format.checksums import digest
 from storesvc.format.chunks import (
+    ChunkLocations,
     InvalidChunksError,
-    Places,
     Sums,
     pack_placed,
     unpack_places,
@@ -33,7 +33,7 @@ class Manifest:
 
     tree: Tree
     sums: Sums
-    places: Places
+    places: ChunkLocations
 
     @property
     def memory_bytes(self) -> int:
@@ -78,7 +78,7 @@ def unpack_manifest(data: bytes, *, size_bytes: int, expected: bytes) -> Manifes
     return Manifest(tree, sums, places)
 
 
-def _check_lengths(tree: Tree, places: Places) -> None:
+def _check_lengths(tree: Tree, places: ChunkLocations) -> None:
     """Rejects chunks that do not have the length that their leaf's shape requires."""
     wrong = np.flatnonzero(places.length != tree.lengths.all())
     if wrong.size:

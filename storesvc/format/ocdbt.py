@@ -48,7 +48,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc.format.chunks import MAX_VALUE, Places
+from storesvc.format.chunks import MAX_VALUE, ChunkLocations
 from storesvc.format.ocdbt_columns import varints
 from storesvc.format.ocdbt_nodes import (
     Node,
@@ -82,7 +82,7 @@ class Encoded:
 
 def encode(
     keys: Sequence[str],
-    places: Places,
+    places: ChunkLocations,
     *,
     node_file: str,
     commit_time_ns: int,
@@ -145,7 +145,9 @@ def _version(root: Node | None, height: int, commit_time_ns: int) -> bytes:
     return head + varints(where) + struct.pack("<Q", commit_time_ns)
 
 
-def _check(names: list[bytes], places: Places, node_file: str, uuid: bytes) -> None:
+def _check(
+    names: list[bytes], places: ChunkLocations, node_file: str, uuid: bytes
+) -> None:
     """Rejects values beyond the limits of the format.
 
     Raises:

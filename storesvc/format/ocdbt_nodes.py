@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from storesvc.format.checksums import crc32c
-from storesvc.format.chunks import I64, Places
+from storesvc.format.chunks import I64, ChunkLocations
 from storesvc.format.ocdbt_columns import lengths, shared_lengths, varints
 
 NODE_BYTES: Final = 1 << 20
@@ -87,7 +87,7 @@ class NodeFile:
         )
 
 
-def leaves(file: NodeFile, names: list[bytes], places: Places) -> list[Node]:
+def leaves(file: NodeFile, names: list[bytes], places: ChunkLocations) -> list[Node]:
     """Writes the leaf nodes, which hold the location of each key's value."""
     shared = shared_lengths(names)
     # Files are numbered in the order of their paths, which keeps file tables short.

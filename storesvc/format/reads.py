@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from storesvc.format.chunks import I64, Places
+from storesvc.format.chunks import I64, ChunkLocations
 
 READ_BYTES: Final = 16 << 20
 """Maximum bytes of neighbouring chunks that are read together."""
@@ -26,7 +26,11 @@ class Read:
 
 
 def plan_reads(
-    places: Places, chunks: I64, *, at_most: int | None = None, gap_bytes: int = 0
+    places: ChunkLocations,
+    chunks: I64,
+    *,
+    at_most: int | None = None,
+    gap_bytes: int = 0,
 ) -> Iterator[Read]:
     """Yields the reads that fetch chunks, ordered by file and offset.
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.disk_reserve import Reserve
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.lease_clock import Observations
@@ -144,7 +144,7 @@ class Collector:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalogue,
+        catalogue: Catalog,
         runs: Runs,
         retention: RetentionEnforcer,
         lifecycle: CheckpointLifecycle,

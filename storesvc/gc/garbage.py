@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.rollbacks import data_missing
 from storesvc.clock import Clock
 from storesvc.errors import CorruptDataError
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, TagName
 from storesvc.gc import mark
 from storesvc.gc.lease_expiry import LeaseExpiry
@@ -59,7 +59,7 @@ class GarbageFinder:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalogue,
+        catalogue: Catalog,
         reader: RunReader,
         leases: LeaseExpiry,
         references: References,
@@ -201,7 +201,7 @@ class GarbageFinder:
             announced = layout.announcement(run.namespace, found[0].sequence)
             if await self._bucket.read(announced) is not None:
                 return None
-            return RunPlaces(run).tag(tag), found[1]
+            return RunPaths(run).tag(tag), found[1]
 
         found = await each(look, await self._catalogue.tag_names(run))
         return dict(one for one in found if one is not None)
@@ -215,7 +215,7 @@ class GarbageFinder:
         }
         self._observations.forget(state.places.root, but=there | set(state.listed))
 
-    def _keys(self, places: RunPlaces, upload: str) -> list[str]:
+    def _keys(self, places: RunPaths, upload: str) -> list[str]:
         record = places.upload(upload)
         answers = [f"{record} {state.value} answers" for state in State]
         return [places.lease(upload), f"{record} ended", *answers]

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Final
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.rollbacks import (
     contradiction,
@@ -41,7 +41,7 @@ class History:
     """Checks the slots of the runs of a bucket against their histories."""
 
     def __init__(
-        self, catalogue: Catalogue, journal: Journal, references: References
+        self, catalogue: Catalog, journal: Journal, references: References
     ) -> None:
         self._catalogue = catalogue
         self._journal = journal

@@ -13,11 +13,11 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.records import read_record, timestamp, write_record
 from storesvc.clock import Clock
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import HoldName, RunName
 from storesvc.gc import mark
 from storesvc.gc.mark import RunState
@@ -48,7 +48,7 @@ class LeaseExpiry:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalogue,
+        catalogue: Catalog,
         observations: Observations,
         *,
         clock: Clock,
@@ -85,7 +85,7 @@ class LeaseExpiry:
         try:
             await write_record(
                 self._bucket,
-                RunPlaces(run).checkpoint(step),
+                RunPaths(run).checkpoint(step),
                 expired.after,
                 condition=found[1] if found else IF_ABSENT,
             )
@@ -95,7 +95,7 @@ class LeaseExpiry:
 
     async def holds(self, run: RunName, state: RunState) -> dict[str, Generation]:
         """Returns the paths of expired holds, with the generations read."""
-        places = RunPlaces(run)
+        places = RunPaths(run)
 
         async def look(place: str) -> tuple[str, Generation] | None:
             of = str(HoldName(run, holds[place]))
@@ -123,7 +123,7 @@ class LeaseExpiry:
         renewed = sign.renew_time if sign else begun.create_time
         # Becoming the owner of a slot renews the lease too.
         seen = _bytes_of(owned) + _bytes_of(sign)
-        if not self._is_over(RunPlaces(run).lease(upload), seen, length, renewed):
+        if not self._is_over(RunPaths(run).lease(upload), seen, length, renewed):
             return None
         reserved = pb.CheckpointRecord(
             upload=upload, step=begun.step, epoch=begun.epoch
@@ -138,7 +138,7 @@ class LeaseExpiry:
 
     async def _sign(self, run: RunName, upload: str) -> pb.LeaseRecord | None:
         """Returns the lease record of an upload; None: it has none."""
-        place = RunPlaces(run).lease(upload)
+        place = RunPaths(run).lease(upload)
         found = await read_record(self._bucket, place, pb.LeaseRecord)
         return found and found[0]
 

@@ -37,7 +37,7 @@ from typing import assert_never
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.catalog.slots import CHECKPOINTS, FREE, SlotState, state_of
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 
@@ -65,7 +65,7 @@ class Fate:
 class RunState:
     """The state of a run, as it was read."""
 
-    places: RunPlaces
+    places: RunPaths
     listed: Sequence[str]
     """Paths of all objects, listed before the slots were read."""
     slots: Mapping[int, pb.CheckpointRecord]
@@ -105,7 +105,7 @@ class Marks:
     """Objects of uploads; those that refer to data files before the data files."""
     gone: Sequence[str]
     """Uploads without a listed object after this pass. Whatever remains of them below
-    ``RunPlaces.all_of`` is deleted before their records."""
+    ``RunPaths.all_of`` is deleted before their records."""
     records: Sequence[str]
     """Records of uploads that are kept, or of which nothing else is left."""
     free_steps: Sequence[int]
@@ -313,7 +313,7 @@ def _recorded(state: RunState) -> set[int]:
     return owned | {record.step for record in state.records.values()}
 
 
-def _is_unused(places: RunPlaces, place: str, fate: Fate) -> bool:
+def _is_unused(places: RunPaths, place: str, fate: Fate) -> bool:
     """Returns whether the upload itself no longer needs one of its objects."""
     match fate.state:
         case State.LIVE | State.BEGUN:
@@ -332,7 +332,7 @@ def _is_unused(places: RunPlaces, place: str, fate: Fate) -> bool:
             assert_never(state)
 
 
-def _file_of(places: RunPlaces, place: str) -> str | None:
+def _file_of(places: RunPaths, place: str) -> str | None:
     """Returns a data file relative to the pool; None: the path is not in the pool."""
     return place.removeprefix(places.pool) if place.startswith(places.pool) else None
 

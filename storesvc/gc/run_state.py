@@ -12,12 +12,12 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import damaged, read_record
 from storesvc.catalog.slots import fault
 from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.checksums import digest
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.gc.mark import RunState, unnamed
 from storesvc.gc.read_agreement import agree
@@ -34,7 +34,7 @@ _LISTS: Final = 10
 class RunReader:
     """Reads the states of the runs of a bucket."""
 
-    def __init__(self, bucket: Bucket, catalogue: Catalogue) -> None:
+    def __init__(self, bucket: Bucket, catalogue: Catalog) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
 
@@ -44,7 +44,7 @@ class RunReader:
         Raises:
             CorruptDataError: A slot, or the record of an upload, is damaged.
         """
-        places = RunPlaces(run)
+        places = RunPaths(run)
         listed = await self._bucket.list(places.root)
         return await self._described(places, listed, _bare(await self.slots(run)))
 
@@ -111,7 +111,7 @@ class RunReader:
         )
 
     async def _steps(self, run: RunName) -> list[int]:
-        places = RunPlaces(run)
+        places = RunPaths(run)
         listed = await self._bucket.list(places.checkpoints)
         return [s for place in listed if (s := places.step_of(place)) is not None]
 
@@ -126,7 +126,7 @@ class RunReader:
 
     async def _described(
         self,
-        places: RunPlaces,
+        places: RunPaths,
         listed: Sequence[str],
         slots: Mapping[int, pb.CheckpointRecord],
     ) -> RunState:
@@ -143,7 +143,7 @@ class RunReader:
         return found and found[0]
 
 
-def _check_slots(places: RunPlaces, slots: Mapping[int, pb.CheckpointRecord]) -> None:
+def _check_slots(places: RunPaths, slots: Mapping[int, pb.CheckpointRecord]) -> None:
     """Rejects slots from which garbage cannot be derived.
 
     Raises:

@@ -13,7 +13,7 @@
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Final
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.disk_reserve import Reserve
 from storesvc.catalog.runs import Runs
 from storesvc.catalog.slots import FREE
@@ -31,7 +31,7 @@ class Sweeper:
     """Deletes the garbage of the runs of a bucket."""
 
     def __init__(
-        self, bucket: Bucket, catalogue: Catalogue, runs: Runs, reserve: Reserve
+        self, bucket: Bucket, catalogue: Catalog, runs: Runs, reserve: Reserve
     ) -> None:
         self._bucket = bucket
         self._catalogue = catalogue

@@ -9,10 +9,10 @@ if two checkpoints use different parts of a file whose own checkpoint was purged
 
 from dataclasses import dataclass
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.slots import CHECKPOINTS, COMMITTED, UPLOADING
 from storesvc.errors import CorruptDataError
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
 from storesvc.gc.run_state import RunReader
@@ -43,7 +43,7 @@ class Usage:
 class UsageReader:
     """Computes the usage of the runs of a bucket."""
 
-    def __init__(self, catalogue: Catalogue, reader: RunReader) -> None:
+    def __init__(self, catalogue: Catalog, reader: RunReader) -> None:
         self._catalogue = catalogue
         self._reader = reader
 
@@ -80,7 +80,7 @@ class UsageReader:
     async def _files(self, run: RunName, record: pb.CheckpointRecord) -> dict[str, int]:
         """Returns the bytes of a checkpoint's chunks in each data file."""
         if record.files_digest:
-            place = RunPlaces(run).file_table(record.upload, record.files_digest)
+            place = RunPaths(run).file_table(record.upload, record.files_digest)
             table = await self._reader.file_table(place)
             if table is None:
                 raise CorruptDataError(f"{place} is missing")

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.fair_semaphore import FairSemaphore
 from storesvc.format.names import CheckpointName
 from storesvc.inspect.diff_rules import Difference, differences
@@ -29,7 +29,7 @@ class Comparison:
 class Comparisons:
     """Compares checkpoints."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalog) -> None:
         self._catalogue = catalogue
         self._turns = FairSemaphore(COMPARISONS_AT_ONCE, purpose="compares checkpoints")
 

@@ -28,16 +28,16 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalogue
-from storesvc.catalog.records import on_its_way
+from storesvc.catalog.catalog import Catalog
+from storesvc.catalog.records import corrupted_in_transit
 from storesvc.clock import Clock
 from storesvc.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
 )
 from storesvc.fair_semaphore import FairSemaphore
-from storesvc.format.chunks import Places
-from storesvc.format.layout import RunPlaces
+from storesvc.format.chunks import ChunkLocations
+from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
 from storesvc.format.reads import Read, plan_reads
@@ -45,7 +45,7 @@ from storesvc.inspect import damage
 from storesvc.inspect.damage import Damage, LeafMetadata
 from storesvc.inspect.verify_report import Report, Tally
 from storesvc.storage.ocdbt_reader import ValueLocation
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 VERIFICATIONS_AT_ONCE: Final = 2
@@ -69,7 +69,9 @@ _log = logging.getLogger(__name__)
 class Verifier:
     """Verifies checkpoints."""
 
-    def __init__(self, bucket: KvBucket, catalogue: Catalogue, *, clock: Clock) -> None:
+    def __init__(
+        self, bucket: TensorStoreBucket, catalogue: Catalog, *, clock: Clock
+    ) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
         self._clock = clock
@@ -114,8 +116,8 @@ class _Reading:
 
     def __init__(
         self,
-        bucket: KvBucket,
-        catalogue: Catalogue,
+        bucket: TensorStoreBucket,
+        catalogue: Catalog,
         reads: asyncio.Semaphore,
         run: RunName,
         record: pb.CheckpointRecord,
@@ -125,7 +127,7 @@ class _Reading:
         self._reads = reads
         self._run = run
         self._record = record
-        self._places = RunPlaces(run)
+        self._places = RunPaths(run)
 
     async def manifest(self) -> Manifest:
         """Reads the manifest from the bucket, because a cached copy proves nothing.
@@ -173,7 +175,7 @@ class _Reading:
         )
 
     async def checked(
-        self, places: Places, check: Check, missing: Missing
+        self, places: ChunkLocations, check: Check, missing: Missing
     ) -> AsyncGenerator[tuple[Read, list[Damage]]]:
         """Yields each read and its damages, in storage order.
 
@@ -220,7 +222,7 @@ class _Reading:
             data = await self._bucket.read_range(place, read.start, read.stop)
             found = await asyncio.to_thread(_checked, check, read.chunks, data)
             if not found:
-                _log.warning("%s", on_its_way(place))
+                _log.warning("%s", corrupted_in_transit(place))
             return found
 
     async def _check_each(
@@ -316,7 +318,7 @@ async def _check_key_space(reading: _Reading, manifest: Manifest, tally: Tally) 
 
 def _metadata_places(
     metadata: LeafMetadata, shown: Mapping[str, ValueLocation]
-) -> tuple[list[Damage], list[list[int]], Places]:
+) -> tuple[list[Damage], list[list[int]], ChunkLocations]:
     """Returns the damages of leaves without metadata in the key space; for the other
     leaves the rows that share a location, and the distinct locations."""
     unshown = metadata.unshown(shown)
@@ -324,7 +326,7 @@ def _metadata_places(
     for row, key in enumerate(metadata.keys):
         if row not in unshown:
             sharing.setdefault(shown[key], []).append(row)
-    places = Places.of_rows(list(sharing))
+    places = ChunkLocations.of_rows(list(sharing))
     return list(unshown.values()), list(sharing.values()), places
 
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Final, TypeAlias, TypeVar
 
 from storesvc.catalog import transitions
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, read_record, write_record
 from storesvc.catalog.slots import CHECKPOINTS, PURGING
@@ -28,7 +28,7 @@ from storesvc.catalog.transitions import Change
 from storesvc.clock import Clock
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.lifecycle.record_update import update_record
 from storesvc.lifecycle.references import References
@@ -54,7 +54,7 @@ class CheckpointLifecycle:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalogue,
+        catalogue: Catalog,
         journal: Journal,
         references: References,
         *,
@@ -267,7 +267,7 @@ class CheckpointLifecycle:
             slot, generation = await self._slot(run, step, uid)
             changed = decide(slot)
             if changed is slot:  # an earlier try wrote it, perhaps not yet durable
-                await self._bucket.settle(RunPlaces(run).checkpoint(step))
+                await self._bucket.settle(RunPaths(run).checkpoint(step))
                 return slot
             # 1. Journal before slot, so that a watch cannot miss the change.
             await reach(Failpoint.DELETE_BEFORE_ANNOUNCEMENT)
@@ -344,7 +344,7 @@ class CheckpointLifecycle:
     async def _write(
         self, run: RunName, slot: pb.CheckpointRecord, generation: Generation
     ) -> Generation:
-        place = RunPlaces(run).checkpoint(slot.step)
+        place = RunPaths(run).checkpoint(slot.step)
         return await write_record(self._bucket, place, slot, condition=generation)
 
     async def _purge_delay(self, run: RunName) -> timedelta:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from storesvc.catalog import transitions
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.lease_clock import MARGIN
 from storesvc.catalog.records import duration, read_record, sealed, timestamp
 from storesvc.catalog.row_lookup import rows
@@ -29,7 +29,7 @@ from storesvc.errors import (
     HoldNotFoundError,
     RequestIdReusedError,
 )
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, HoldName, RunName
 from storesvc.lifecycle.record_update import update_record
 from storesvc.lifecycle.references import referenced_slot
@@ -51,7 +51,7 @@ _HOLDABLE: Final = frozenset({COMMITTED, DELETED})
 class Holds:
     """Creates, renews, releases and lists holds."""
 
-    def __init__(self, bucket: Bucket, catalogue: Catalogue, *, clock: Clock) -> None:
+    def __init__(self, bucket: Bucket, catalogue: Catalog, *, clock: Clock) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
         self._clock = clock
@@ -147,7 +147,7 @@ class Holds:
 
     async def delete(self, name: HoldName) -> None:
         """Releases a hold; does nothing if it does not exist."""
-        await self._bucket.delete(RunPlaces(name.run).hold(name.hold))
+        await self._bucket.delete(RunPaths(name.run).hold(name.hold))
 
     async def list(
         self, run: RunName, *, after: str, limit: int
@@ -164,7 +164,7 @@ class Holds:
             RunNotFoundError: With the most similar names.
         """
         await self._catalogue.check_run(run)
-        places = RunPlaces(run)
+        places = RunPaths(run)
         ids = map(places.hold_of, await self._bucket.list(places.holds))
         names = [HoldName(run, id_) for id_ in sorted(filter(None, ids)) if id_ > after]
 
@@ -199,7 +199,7 @@ class Holds:
         return renewed
 
     async def _read(self, name: HoldName) -> tuple[pb.HoldRecord, Generation] | None:
-        place = RunPlaces(name.run).hold(name.hold)
+        place = RunPaths(name.run).hold(name.hold)
         return await read_record(self._bucket, place, pb.HoldRecord, of=str(name))
 
     async def _write(
@@ -211,13 +211,13 @@ class Holds:
             PreconditionError: The hold changed since it was read, if only by an
                 earlier try of this same write.
         """
-        place = RunPlaces(name.run).hold(name.hold)
+        place = RunPaths(name.run).hold(name.hold)
         return await self._bucket.write(
             place, sealed(place, record), condition=condition
         )
 
     async def _roll_back(self, name: HoldName, generation: Generation) -> None:
-        place = RunPlaces(name.run).hold(name.hold)
+        place = RunPaths(name.run).hold(name.hold)
         try:
             await self._bucket.delete(place, generation=generation)
         except PreconditionError:

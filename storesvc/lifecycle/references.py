@@ -16,11 +16,11 @@ from datetime import UTC
 from typing import Literal
 
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.lease_clock import Observations
 from storesvc.catalog.records import read_record
 from storesvc.clock import Clock
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import HoldName, RunName, TagName
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket
@@ -44,7 +44,7 @@ class Reference:
 class References:
     """Finds the references to the checkpoints of runs."""
 
-    def __init__(self, bucket: Bucket, catalogue: Catalogue, *, clock: Clock) -> None:
+    def __init__(self, bucket: Bucket, catalogue: Catalog, *, clock: Clock) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
         self._clock = clock
@@ -74,7 +74,7 @@ class References:
         return {uid: tag for uid, tag in found if uid}
 
     async def _held(self, run: RunName) -> dict[str, Reference]:
-        places = RunPlaces(run)
+        places = RunPaths(run)
 
         async def held(place: str) -> tuple[str, Reference] | None:
             of = str(HoldName(run, holds[place]))
@@ -105,7 +105,7 @@ class References:
     async def _bases(self, run: RunName) -> dict[str, Reference]:
         """Returns the bases of live uploads, by uid. An upload is live while it owns a
         slot in state UPLOADING."""
-        places = RunPlaces(run)
+        places = RunPaths(run)
 
         async def base(upload: str) -> tuple[str, Reference] | None:
             found = await read_record(
@@ -133,7 +133,7 @@ class References:
 
 
 async def referenced_slot(
-    catalogue: Catalogue, run: RunName, record: pb.TagRecord | pb.HoldRecord
+    catalogue: Catalog, run: RunName, record: pb.TagRecord | pb.HoldRecord
 ) -> pb.CheckpointRecord | None:
     """Returns the slot of the checkpoint of a tag or a hold; None: it was purged."""
     found = await catalogue.slot(run, record.step)

@@ -18,14 +18,14 @@ from typing import TypeVar
 
 from storesvc.catalog import transitions
 from storesvc.catalog.announcements import NOTHING
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, sealed, timestamp, write_record
 from storesvc.catalog.row_lookup import rows
 from storesvc.catalog.slots import COMMITTED, DELETED
 from storesvc.clock import Clock
 from storesvc.errors import CorruptDataError, TagProtectedError
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName, TagName
 from storesvc.lifecycle.record_update import update_record
 from storesvc.lifecycle.references import referenced_slot
@@ -44,7 +44,7 @@ class Tags:
     """Sets, deletes and lists tags."""
 
     def __init__(
-        self, bucket: Bucket, catalogue: Catalogue, journal: Journal, *, clock: Clock
+        self, bucket: Bucket, catalogue: Catalog, journal: Journal, *, clock: Clock
     ) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
@@ -86,7 +86,7 @@ class Tags:
             if _is_repeated(found, write_id) and found and found[0].upload:
                 # Write the record of an earlier try of this request again, under
                 # another generation, so that the earlier try cannot roll it back.
-                place = RunPlaces(name.run).tag(name.tag)
+                place = RunPaths(name.run).tag(name.tag)
                 own = await self._bucket.write(
                     place, sealed(place, found[0]), condition=found[1]
                 )
@@ -119,7 +119,7 @@ class Tags:
             is_repeated = _is_repeated(found, write_id)
             if found is None or not found[0].upload:
                 if is_repeated:  # another call may have left it not durable
-                    await self._bucket.settle(RunPlaces(name.run).tag(name.tag))
+                    await self._bucket.settle(RunPaths(name.run).tag(name.tag))
                     return
                 raise await self._catalogue.tag_not_found(name)
             _check_change(name, found[0], etag)
@@ -242,7 +242,7 @@ class Tags:
                 replaces=etag_of(before[0]) if before else NOTHING,
             ),
         )
-        place = RunPlaces(name.run).tag(name.tag)
+        place = RunPaths(name.run).tag(name.tag)
         condition = before[1] if before else IF_ABSENT
         written = await write_record(self._bucket, place, record, condition=condition)
         self._journal.landed(name.run.namespace)

@@ -14,12 +14,12 @@ import numpy as np
 
 from storesvc.errors import CorruptDataError, InvalidFieldError
 from storesvc.format.chunks import I64
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest
 from storesvc.format.names import RunName
 from storesvc.restore.read_scheduler import Reader, ReadScheduler, Urgency
 from storesvc.restore.read_units import Unit, plan_units
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 READS_AHEAD: Final = 3
 """Units that a stream has read or in flight, in addition to the one that it sends."""
@@ -63,7 +63,7 @@ class SendPacer:
 class Sender:
     """Reads and sends chunks for all streams of a process."""
 
-    def __init__(self, bucket: KvBucket) -> None:
+    def __init__(self, bucket: TensorStoreBucket) -> None:
         self._bucket = bucket
         self._scheduler: ReadScheduler[Unit] = ReadScheduler(READ_BUFFER_BYTES)
         self._reads: dict[Unit, asyncio.Task[list[bytes]]] = {}
@@ -88,7 +88,7 @@ class Sender:
             CorruptDataError: Stored bytes are missing or truncated.
         """
         wanted = check_ordinals(chunks, manifest.tree.chunk_count)
-        pool = RunPlaces(run).pool
+        pool = RunPaths(run).pool
         units = await asyncio.to_thread(plan_units, manifest, pool, wanted)
         reader = self._scheduler.join(units)
         try:

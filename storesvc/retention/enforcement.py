@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
 from typing import Final
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import etag_of
 from storesvc.catalog.slots import COMMITTED
 from storesvc.clock import Clock
@@ -64,7 +64,7 @@ class RetentionEnforcer:
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        catalogue: Catalog,
         lifecycle: CheckpointLifecycle,
         references: References,
         *,

@@ -9,7 +9,7 @@ from typing import Final
 
 from storesvc.errors import InvalidChunkError, StalledError
 from storesvc.format.checksums import ChunkHasher
-from storesvc.format.chunks import Places, Sums
+from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.trees import Tree
 from storesvc.format.wire import Frame
 from storesvc.format.zarr import CHECKSUM_BYTES
@@ -164,7 +164,7 @@ class Batch:
         self._open = None
         self.completed += 1
 
-    def table(self, file: str) -> tuple[Sums, Places]:
+    def table(self, file: str) -> tuple[Sums, ChunkLocations]:
         """Returns the checksums and the locations of its chunks, ascending by ordinal.
 
         Args:
@@ -176,7 +176,7 @@ class Batch:
             Sums.of_rows(
                 [(chunk, crc32c, digest) for chunk, (crc32c, digest, _) in rows]
             ),
-            Places.of_rows(
+            ChunkLocations.of_rows(
                 [(file, at, int(lengths[chunk])) for chunk, (_, _, at) in rows]
             ),
         )

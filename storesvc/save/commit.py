@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import timestamp, write_record
 from storesvc.clock import Clock
@@ -33,11 +33,11 @@ from storesvc.errors import (
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.checksums import digest
 from storesvc.format.chunks import (
-    Places,
+    ChunkLocations,
     Sums,
     merge,
 )
-from storesvc.format.layout import ROOT, RunPlaces
+from storesvc.format.layout import ROOT, RunPaths
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.names import UploadName
 from storesvc.format.trees import Tree
@@ -51,7 +51,7 @@ from storesvc.save.reuse import (
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.save.zarr_view import key_space_of
 from storesvc.storage.bucket import PreconditionError
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ class Commits:
 
     def __init__(
         self,
-        bucket: KvBucket,
-        catalogue: Catalogue,
+        bucket: TensorStoreBucket,
+        catalogue: Catalog,
         uploads: Uploads,
         receipts: Receipts,
         reuse: Reuse,
@@ -137,7 +137,7 @@ class Commits:
         try:
             await write_record(
                 self._bucket,
-                RunPlaces(name.run).checkpoint(record.step),
+                RunPaths(name.run).checkpoint(record.step),
                 committed,
                 condition=found[1],
             )
@@ -204,7 +204,7 @@ class Commits:
         return made
 
     async def _check_claims(
-        self, upload: OpenUpload, sums: Sums, places: Places
+        self, upload: OpenUpload, sums: Sums, places: ChunkLocations
     ) -> None:
         """Checks that the chunks of other uploads are still stored where the receipts
         claim them.
@@ -277,11 +277,11 @@ class Commits:
         self, name: UploadName, slot: pb.CheckpointRecord
     ) -> pb.CheckpointRecord:
         """Returns a record that another call wrote, once it is durable."""
-        await self._bucket.settle(RunPlaces(name.run).checkpoint(slot.step))
+        await self._bucket.settle(RunPaths(name.run).checkpoint(slot.step))
         return slot
 
     async def _discard(self, name: UploadName) -> None:
-        places = RunPlaces(name.run)
+        places = RunPaths(name.run)
         try:
             await reach(Failpoint.COMMIT_BEFORE_DISCARD)
             await self._bucket.delete_below(places.staging_of(name.upload))
@@ -291,7 +291,7 @@ class Commits:
             _log.warning("%s: its staging was not deleted", name, exc_info=True)
 
 
-def _moved(wanted: Places, found: Sequence[Claims]) -> list[int]:
+def _moved(wanted: ChunkLocations, found: Sequence[Claims]) -> list[int]:
     """Returns the rows of locations that no claim confirms."""
     there: dict[int, tuple[str, int, int]] = {}
     for claims in found:
@@ -327,7 +327,7 @@ def _file_table(manifest: Manifest, node_file: str) -> pb.FileTable:
     return pb.FileTable(file=files, chunk_bytes=[held[file] for file in files])
 
 
-def _is_own(upload: OpenUpload, places: Places) -> NDArray[np.bool_]:
+def _is_own(upload: OpenUpload, places: ChunkLocations) -> NDArray[np.bool_]:
     """Returns for each chunk whether this upload stored it."""
     prefix = upload.places.data_prefix(upload.name.upload)
     own = np.array([file.startswith(prefix) for file in places.files], np.bool_)

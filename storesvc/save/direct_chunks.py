@@ -9,8 +9,8 @@ import numpy as np
 
 from storesvc.errors import InvalidChunkError
 from storesvc.format.chunks import (
+    ChunkLocations,
     InvalidChunksError,
-    Places,
     Sums,
     unpack_places,
     unpack_sums,
@@ -21,7 +21,7 @@ from storesvc_proto.v1 import tree_pb2
 
 def check_direct_chunks(
     upload: OpenUpload, table: tree_pb2.ChunkTable
-) -> tuple[Sums, Places]:
+) -> tuple[Sums, ChunkLocations]:
     """Returns the checksums and the locations of the chunks of a table.
 
     Raises:
@@ -55,7 +55,7 @@ def check_direct_chunks(
     return sums, places
 
 
-def _check_overlaps(places: Places) -> None:
+def _check_overlaps(places: ChunkLocations) -> None:
     """Rejects chunks that overlap, and files without any chunk."""
     order = np.lexsort((places.offset, places.file))
     file, offset = places.file[order], places.offset[order]

@@ -14,7 +14,7 @@ from storesvc.byte_cache import TREES_BYTES, ByteCache
 from storesvc.catalog import slots
 from storesvc.errors import CorruptDataError, InvalidTreeError, LimitExceededError
 from storesvc.format.checksums import DIGEST_BYTES, digest
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.trees import InvalidTreeError as InvalidTableError
 from storesvc.format.trees import Tree, unpack_leaves
@@ -68,7 +68,7 @@ class LeafTables:
 
     async def write(self, name: UploadName, tree_digest: bytes, table: bytes) -> None:
         """Writes a validated leaf table into the bucket."""
-        place = RunPlaces(name.run).tree(name.upload, tree_digest)
+        place = RunPaths(name.run).tree(name.upload, tree_digest)
         await self._bucket.write(place, table)
 
     async def tree(self, name: UploadName, tree_digest: bytes) -> Tree:
@@ -85,7 +85,7 @@ class LeafTables:
     async def write_values(self, name: UploadName, digests: bytes) -> None:
         """Writes the leaf digests of writer 0."""
         await self._bucket.write(
-            RunPlaces(name.run).values(name.upload, digest(digests)), digests
+            RunPaths(name.run).values(name.upload, digest(digests)), digests
         )
 
     async def values(self, name: UploadName, values_digest: bytes) -> bytes:
@@ -95,7 +95,7 @@ class LeafTables:
             UploadNotFoundError: The upload was aborted.
             CorruptDataError: The leaf digests are damaged.
         """
-        place = RunPlaces(name.run).values(name.upload, values_digest)
+        place = RunPaths(name.run).values(name.upload, values_digest)
         stored = await self._bucket.read(place)
         if stored is None:
             raise slots.absent(name)
@@ -105,7 +105,7 @@ class LeafTables:
 
     async def _stored(self, name: UploadName, tree_digest: bytes) -> Tree:
         stored = await self._bucket.read(
-            RunPlaces(name.run).tree(name.upload, tree_digest)
+            RunPaths(name.run).tree(name.upload, tree_digest)
         )
         if stored is None:
             raise slots.absent(name)

@@ -20,15 +20,15 @@ from storesvc.errors import (
     StorageUnavailableError,
 )
 from storesvc.failpoints import Failpoint, reach
-from storesvc.format.chunks import I64, Places, Sums, merge
-from storesvc.format.layout import RunPlaces
+from storesvc.format.chunks import I64, ChunkLocations, Sums, merge
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
 from storesvc.save.reuse import Claims, Reuse, claimed_places, find_claims
 from storesvc.save.staging_tables import Table, pack_table, staged, unpack_table
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bounded_gather import each
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 _SHOWN: Final = 5
@@ -38,12 +38,16 @@ _SHOWN: Final = 5
 class Receipts:
     """Checks, writes and reads the receipts of the writers of uploads."""
 
-    def __init__(self, bucket: KvBucket, uploads: Uploads, reuse: Reuse) -> None:
+    def __init__(
+        self, bucket: TensorStoreBucket, uploads: Uploads, reuse: Reuse
+    ) -> None:
         self._bucket = bucket
         self._uploads = uploads
         self._reuse = reuse
 
-    async def finish(self, upload: OpenUpload, writer: int, sums: Sums) -> Places:
+    async def finish(
+        self, upload: OpenUpload, writer: int, sums: Sums
+    ) -> ChunkLocations:
         """Writes the receipt of a writer, and returns the locations of its chunks.
 
         Args:
@@ -65,7 +69,9 @@ class Receipts:
             await self._uploads.open(upload.name, upload.record.epoch)
             raise
 
-    async def _finish(self, upload: OpenUpload, writer: int, sums: Sums) -> Places:
+    async def _finish(
+        self, upload: OpenUpload, writer: int, sums: Sums
+    ) -> ChunkLocations:
         # Threads: 100,000 chunks take longer than a health check may wait.
         # 1. Claim what the writer stored itself, as its staging tables list it: they
         #    name durable chunks only.
@@ -108,7 +114,7 @@ class Receipts:
 
     async def finished_writers(self, name: UploadName) -> frozenset[int]:
         """Returns the writers of an upload that have a receipt."""
-        places = RunPlaces(name.run)
+        places = RunPaths(name.run)
         receipts = await self._bucket.list(places.receipts(name.upload))
         return frozenset(map(places.writer_of, receipts))
 
@@ -176,7 +182,7 @@ def _places_of(
     sums: Sums,
     claims: Sequence[Claims],
     stored: NDArray[np.bool_],
-) -> Places:
+) -> ChunkLocations:
     """Returns the locations of the chunks of a receipt.
 
     Raises:

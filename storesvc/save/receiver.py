@@ -48,7 +48,7 @@ from storesvc.save.direct_chunks import check_direct_chunks
 from storesvc.save.staging_tables import stage
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.new_object import NewObject
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import tree_pb2
 
 MAX_BATCHES: Final = 4
@@ -66,7 +66,7 @@ TICK_SECONDS: Final = 1.0
 class Receiver:
     """Stores the chunks that the writers of uploads send."""
 
-    def __init__(self, bucket: KvBucket, uploads: Uploads) -> None:
+    def __init__(self, bucket: TensorStoreBucket, uploads: Uploads) -> None:
         self._bucket = bucket
         self._uploads = uploads
         self.admission = BatchAdmission(MAX_FILES if bucket.has_files else MAX_BATCHES)

@@ -23,17 +23,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.slots import CHECKPOINTS, PURGING
 from storesvc.errors import CorruptDataError, UploadNotFoundError
-from storesvc.format.chunks import I64, Places, Sums, same_sums
-from storesvc.format.layout import RunPlaces
+from storesvc.format.chunks import I64, ChunkLocations, Sums, same_sums
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import Tree
 from storesvc.save.staging_tables import Table, staged_places, tables_at
 from storesvc.save.uploads import OpenUpload, Uploads
 from storesvc.storage.bounded_gather import each
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 MAX_VERSIONS: Final = 16
 """Maximum versions of one chunk of one writer that can be reused; more are ignored."""
@@ -54,7 +54,7 @@ class Source:
     sums: Sums
     """Checksums of the stored chunks, one row each; not of all chunks of the tree,
     which may have millions."""
-    places: Places
+    places: ChunkLocations
     """Locations of the same chunks."""
 
 
@@ -73,7 +73,7 @@ class Reuse:
     """Finds the stored chunks that uploads may claim."""
 
     def __init__(
-        self, bucket: KvBucket, catalogue: Catalogue, uploads: Uploads
+        self, bucket: TensorStoreBucket, catalogue: Catalog, uploads: Uploads
     ) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
@@ -117,12 +117,14 @@ class Reuse:
             sums, places = sums.take(kept), places.take(kept)
         return [Source(tree=manifest.tree, sums=sums, places=places)]
 
-    async def _whole_files(self, run: RunName, places: Places) -> NDArray[np.bool_]:
+    async def _whole_files(
+        self, run: RunName, places: ChunkLocations
+    ) -> NDArray[np.bool_]:
         """Returns for each data file whether it exists and is not truncated."""
         ends = places.ends
 
         async def is_whole(number: int) -> bool:
-            place = RunPlaces(run).data_file(places.files[number])
+            place = RunPaths(run).data_file(places.files[number])
             end = int(ends[number])
             try:
                 await self._bucket.read_range(place, end - 1, end)
@@ -185,7 +187,7 @@ class Reuse:
         )
 
 
-def _sources(tree: Tree, sums: Sums, places: Places) -> list[Source]:
+def _sources(tree: Tree, sums: Sums, places: ChunkLocations) -> list[Source]:
     """Returns stored chunks as sources: as many as the most versions of one chunk."""
     rows = _distinct(sums)
     sums, places = sums.take(rows), places.take(rows)
@@ -231,7 +233,7 @@ def find_claims(tree: Tree, sums: Sums, sources: Sequence[Source]) -> list[Claim
     return found
 
 
-def claimed_places(claims: Claims) -> Places:
+def claimed_places(claims: Claims) -> ChunkLocations:
     """Returns the locations of claimed chunks, in the order of ``Claims.rows``."""
     return claims.source.places.take(claims.found)
 

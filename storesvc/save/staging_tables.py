@@ -17,38 +17,42 @@ from google.protobuf.message import DecodeError
 from storesvc.catalog.records import read_record
 from storesvc.errors import CorruptDataError
 from storesvc.format.chunks import (
+    ChunkLocations,
     InvalidChunksError,
-    Places,
     Sums,
     merge,
     pack_placed,
     unpack_places,
     unpack_sums,
 )
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc.format.seal import seal
 from storesvc.storage.bounded_gather import each
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from storesvc_proto.v1 import tree_pb2
 
-Table: TypeAlias = tuple[Sums, Places]
+Table: TypeAlias = tuple[Sums, ChunkLocations]
 """Checksums and locations of stored chunks, ascending by ordinal."""
 
 _AT_ONCE: Final = 64
 
 
 async def stage(
-    bucket: KvBucket, name: UploadName, writer: int, sums: Sums, places: Places
+    bucket: TensorStoreBucket,
+    name: UploadName,
+    writer: int,
+    sums: Sums,
+    places: ChunkLocations,
 ) -> None:
     """Records that chunks are stored; the record is durable on return."""
-    place = RunPlaces(name.run).staged(name.upload, writer, uuid.uuid4().hex)
+    place = RunPaths(name.run).staged(name.upload, writer, uuid.uuid4().hex)
     await bucket.write(place, seal(pack_table(sums, places), place=place))
 
 
 async def staged(
-    bucket: KvBucket, name: UploadName, writer: int, *, chunk_count: int
+    bucket: TensorStoreBucket, name: UploadName, writer: int, *, chunk_count: int
 ) -> Table:
     """Returns the chunks that a writer has stored, ascending by ordinal.
 
@@ -57,24 +61,26 @@ async def staged(
     Raises:
         CorruptDataError: A staging table is damaged.
     """
-    places = await bucket.list(RunPlaces(name.run).staging(name.upload, writer))
+    places = await bucket.list(RunPaths(name.run).staging(name.upload, writer))
     return await tables_at(bucket, places, chunk_count=chunk_count)
 
 
-async def staged_places(bucket: KvBucket, name: UploadName) -> Mapping[int, list[str]]:
+async def staged_places(
+    bucket: TensorStoreBucket, name: UploadName
+) -> Mapping[int, list[str]]:
     """Returns the paths of the staging tables of an upload, by writer.
 
     One list call serves all writers: an upload may expect many writers, of which few
     store anything.
     """
-    places, found = RunPlaces(name.run), defaultdict[int, list[str]](list)
+    places, found = RunPaths(name.run), defaultdict[int, list[str]](list)
     for place in await bucket.list(places.staging_of(name.upload)):
         found[places.staged_writer_of(place)].append(place)
     return found
 
 
 async def tables_at(
-    bucket: KvBucket, places: Sequence[str], *, chunk_count: int
+    bucket: TensorStoreBucket, places: Sequence[str], *, chunk_count: int
 ) -> Table:
     """Returns the chunks in some staging tables, as ``staged`` does.
 
@@ -90,7 +96,7 @@ async def tables_at(
     return await asyncio.to_thread(merge, tables)
 
 
-def pack_table(sums: Sums, places: Places) -> pb.Receipt:
+def pack_table(sums: Sums, places: ChunkLocations) -> pb.Receipt:
     """Returns stored chunks as the message of a staging table or a receipt."""
     parts = pack_placed(sums, places, with_ordinals=True)
     return pb.Receipt(chunks=b"".join(part.SerializeToString() for part in parts))

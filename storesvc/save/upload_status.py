@@ -7,11 +7,11 @@ from itertools import chain
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import read_record
 from storesvc.catalog.row_lookup import rows
 from storesvc.errors import CorruptDataError, UploadNotFoundError
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName, UploadName
 from storesvc.save.receipts import Receipts
 from storesvc.save.uploads import Uploads
@@ -39,7 +39,7 @@ class UploadStatuses:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalogue,
+        catalogue: Catalog,
         uploads: Uploads,
         receipts: Receipts,
     ) -> None:
@@ -58,7 +58,7 @@ class UploadStatuses:
         found = await self._catalogue.slot(name.run, record.step)
         slot = found and found[0]
         lease = await read_record(
-            self._bucket, RunPlaces(name.run).lease(name.upload), pb.LeaseRecord
+            self._bucket, RunPaths(name.run).lease(name.upload), pb.LeaseRecord
         )
         return UploadStatus(
             name,
@@ -90,7 +90,7 @@ class UploadStatuses:
 
     async def _begun(self, run: RunName) -> list[UploadName]:
         """Returns the uploads of a run that are live, or have left objects behind."""
-        places = RunPlaces(run)
+        places = RunPaths(run)
         # A record stays long after its upload has ended. A live upload also has a leaf
         # table below its name, which it wrote before its slot.
         ids = sorted(

@@ -15,7 +15,7 @@ from typing import Final
 from cachetools import LRUCache
 
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import duration, read_record, timestamp, write_record
 from storesvc.catalog.rollbacks import Rollbacks
 from storesvc.catalog.runs import Runs
@@ -31,14 +31,14 @@ from storesvc.errors import (
 )
 from storesvc.failpoints import Failpoint, reach
 from storesvc.format.checksums import digest
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import LATEST, CheckpointName, UploadName
 from storesvc.format.seal import seal
 from storesvc.format.trees import Tree
 from storesvc.save.leaf_tables import LeafTables
 from storesvc.save.plan_mismatch import differing_rows, first_difference
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 
 DEFAULT_LEASE: Final = timedelta(minutes=10)
@@ -75,9 +75,9 @@ class OpenUpload:
     tree: Tree
 
     @property
-    def places(self) -> RunPlaces:
+    def places(self) -> RunPaths:
         """The paths of its run."""
-        return RunPlaces(self.name.run)
+        return RunPaths(self.name.run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Uploads:
     """Begins, joins, opens, renews and aborts the uploads of a bucket."""
 
     def __init__(
-        self, bucket: KvBucket, catalogue: Catalogue, runs: Runs, *, clock: Clock
+        self, bucket: TensorStoreBucket, catalogue: Catalog, runs: Runs, *, clock: Clock
     ) -> None:
         self._bucket = bucket
         self._catalogue = catalogue
@@ -133,7 +133,7 @@ class Uploads:
         slot = await self._catalogue.slot(name.run, new.step)
         record = await self._own_record(name, new.body + tree_digest + values_digest)
         if record and slot and slots.holds(name, record, slot[0]):
-            await self._bucket.settle(RunPlaces(name.run).checkpoint(new.step))
+            await self._bucket.settle(RunPaths(name.run).checkpoint(new.step))
             return record
         run = await self._runs.create(name.run)
         epoch = slots.next_epoch(name.run, slot and slot[0], floor=run.epoch_floor)
@@ -171,7 +171,7 @@ class Uploads:
         try:
             await write_record(
                 self._bucket,
-                RunPlaces(name.run).checkpoint(record.step),
+                RunPaths(name.run).checkpoint(record.step),
                 slots.reservation(name.upload, record),
                 condition=seen or IF_ABSENT,
             )
@@ -297,7 +297,7 @@ class Uploads:
         """
         # 1. Free the slot first, on the condition that it is unchanged: a commit at the
         #    same time either fails, or makes this call fail.
-        places = RunPlaces(name.run)
+        places = RunPaths(name.run)
         record = await self._found(name)
         if record is None:
             return
@@ -341,7 +341,7 @@ class Uploads:
         return found
 
     async def _found(self, name: UploadName) -> pb.UploadRecord | None:
-        place = RunPlaces(name.run).upload(name.upload)
+        place = RunPaths(name.run).upload(name.upload)
         found = await read_record(self._bucket, place, pb.UploadRecord)
         return found and found[0]
 
@@ -407,7 +407,7 @@ class Uploads:
         try:
             await write_record(
                 self._bucket,
-                RunPlaces(name.run).upload(name.upload),
+                RunPaths(name.run).upload(name.upload),
                 record,
                 condition=IF_ABSENT,
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from storesvc.format import ocdbt, zarr
-from storesvc.format.chunks import Places
+from storesvc.format.chunks import ChunkLocations
 from storesvc.format.manifests import Manifest
 
 
@@ -48,8 +48,8 @@ def key_space_of(
         rows.append((node_file, values[value], len(value)))
     keys = [zarr.metadata_key(leaf.key) for leaf in tree.leaves]
     keys += tree.chunk_keys(np.arange(tree.chunk_count))
-    metadata = Places.of_rows(rows)
-    both = Places(
+    metadata = ChunkLocations.of_rows(rows)
+    both = ChunkLocations(
         files=(node_file, *places.files),
         file=np.concatenate([metadata.file, places.file + 1]),
         offset=np.concatenate([metadata.offset, places.offset]),

@@ -22,7 +22,7 @@ from storesvc.rpc.boundary import MAX_MESSAGE_BYTES, ErrorInterceptor
 from storesvc.rpc.health import HealthCalls
 from storesvc.rpc.read_only import ReadOnly
 from storesvc.server.tls import Tls
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 
 DRAIN_SECONDS: Final = 10.0
@@ -71,7 +71,7 @@ async def open_store(root: str, *, is_read_only: bool = False) -> Store:
         FormatUnsupportedError: The store's format is not known to this code.
         StorageUnavailableError: The storage did not answer.
     """
-    bucket = await KvBucket.open(root)
+    bucket = await TensorStoreBucket.open(root)
     if is_read_only and await bucket.read(layout.STORE) is None:
         raise InvalidFieldError(
             f"root {root}: expected a store, because it is served read-only, got none; "

@@ -17,7 +17,7 @@ from storesvc.format import layout
 from storesvc.rpc.status import WIRE, reason_name
 from storesvc.server import app
 from storesvc.server.gc_scheduler import DEFAULT_INTERVAL, collecting
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def holds_store(root: str, *, timeout: float) -> bool:
 
     async def look() -> bool:
         async with _storage_timeout(root, timeout):
-            bucket = await KvBucket.open(root)
+            bucket = await TensorStoreBucket.open(root)
             return await bucket.read(layout.STORE) is not None
 
     try:

@@ -32,7 +32,7 @@ _DELETE_TRIES: Final = 3
 
 
 class FileBackend:
-    """Objects in the files below one directory; methods as of `KvBucket`."""
+    """Objects in the files below one directory; methods as of `TensorStoreBucket`."""
 
     def __init__(self, opened: OpenedStorage) -> None:
         self._storage = opened.storage

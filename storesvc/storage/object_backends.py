@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class MemoryBackend:
-    """Objects in the memory of this process; methods as of `KvBucket`.
+    """Objects in the memory of this process; methods as of `TensorStoreBucket`.
 
     The base of the backends of buckets. `write` deletes the object if `data` is None.
     """

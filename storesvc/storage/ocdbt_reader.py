@@ -17,7 +17,7 @@ from storesvc.storage.gcs import endpoint_in_environment
 from storesvc.storage.location import MEMORY_DRIVER
 
 if TYPE_CHECKING:
-    from storesvc.storage.tensorstore_bucket import KvBucket
+    from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 _NODE: Final = "node"
 """Name of a node's object in the memory that TensorStore decodes it from."""
@@ -35,7 +35,7 @@ class ValueLocation(NamedTuple):
 class KeySpace:
     """An OCDBT database whose data files are in a pool."""
 
-    def __init__(self, bucket: "KvBucket", *, path: str, pool: str) -> None:
+    def __init__(self, bucket: "TensorStoreBucket", *, path: str, pool: str) -> None:
         self._bucket = bucket
         self._storage = bucket.opened.storage
         self._path = path

@@ -1,6 +1,7 @@
 """Implements `Bucket` over TensorStore, in a directory, in memory, on GCS or on S3.
 
-`KvBucket` checks paths and translates errors; one of the backends makes the calls.
+`TensorStoreBucket` checks paths and translates errors; one of the backends makes the
+calls.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -31,7 +32,7 @@ T = TypeVar("T")
 Backend: TypeAlias = FileBackend | MemoryBackend
 
 
-class KvBucket:
+class TensorStoreBucket:
     """A ``Bucket`` over one open storage, and the writes of data files."""
 
     def __init__(self, opened: OpenedStorage) -> None:

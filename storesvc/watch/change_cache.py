@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
 from storesvc.clock import Clock
 from storesvc.format.names import RunName, TagName
@@ -60,7 +60,7 @@ class ChangeCache:
     """The changes of one namespace."""
 
     def __init__(
-        self, namespace: str, catalogue: Catalogue, journal: Journal, *, clock: Clock
+        self, namespace: str, catalogue: Catalog, journal: Journal, *, clock: Clock
     ) -> None:
         self._namespace = namespace
         self._catalogue = catalogue

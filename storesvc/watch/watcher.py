@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import READS_AT_ONCE, Journal, expired
 from storesvc.clock import Clock
 from storesvc.errors import (
@@ -64,7 +64,7 @@ class Watcher:
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        catalogue: Catalog,
         journal: Journal,
         *,
         store_uid: str,

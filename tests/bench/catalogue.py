@@ -14,7 +14,7 @@ from pathlib import Path
 
 import storesvc_client as store
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -37,7 +37,7 @@ def records(checkpoints: int, runs: int) -> Iterator[tuple[str, bytes]]:
                 upload=UPLOAD,
                 epoch=1,
             )
-            place = RunPlaces(run).checkpoint(step)
+            place = RunPaths(run).checkpoint(step)
             yield place, seal(record, place=place)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import storesvc_client as store
-from storesvc.format.chunks import Places, Sums
+from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import READ_BYTES
 from storesvc.format.trees import Leaf, Tree
@@ -52,7 +52,7 @@ def manifest_of(leaves: int, *, seed: int) -> Manifest:
     sums = Sums(
         ordinal=np.arange(leaves), crc32c=zeros.astype(np.uint32), digests=digests
     )
-    places = Places(files=(), file=zeros, offset=zeros, length=zeros)
+    places = ChunkLocations(files=(), file=zeros, offset=zeros, length=zeros)
     return Manifest(tree, sums, places)
 
 

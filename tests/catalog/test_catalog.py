@@ -12,7 +12,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.catalog import slot_reader
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.records import timestamp
 from storesvc.errors import (
     CheckpointNotFoundError,
@@ -21,13 +21,13 @@ from storesvc.errors import (
     RunNotFoundError,
 )
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName
 from storesvc.format.seal import seal
 from storesvc.rpc import paging
 from storesvc.rpc.paging import page_token
 from storesvc.storage.bucket import Stored
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -218,7 +218,7 @@ def test_a_deleted_checkpoint_is_read_by_its_uid_until_it_is_purged(
 
 def test_a_run_that_was_set_up_is_listed_without_a_checkpoint(tmp_path: Path) -> None:
     async def main() -> None:
-        opened = await Store.open(await KvBucket.open(tmp_path.as_uri()))
+        opened = await Store.open(await TensorStoreBucket.open(tmp_path.as_uri()))
         set_up, begun = RunName("tests", "set-up"), RunName("tests", "begun")
         record = pb.RunRecord(uid="u", labels={"a": "b"})
         place = layout.run_record(set_up)
@@ -429,7 +429,7 @@ async def put(
         slot = pb.CheckpointRecord(state=state, step=step, upload=f"{step:032x}")
         if state == DELETED:
             slot.delete_time.CopyFrom(timestamp(datetime.now(UTC)))
-        place = RunPlaces(RUN).checkpoint(step)
+        place = RunPaths(RUN).checkpoint(step)
         await bucket.write(place, seal(slot, place=place))
 
 
@@ -441,7 +441,7 @@ async def overtaken(
     await bucket.write(place, seal(pb.RunRecord(uid="u"), place=place))
     process = Overtaken(bucket.opened)
     process.calls = bucket.calls
-    process.after, process.overtake = RunPlaces(RUN).checkpoint(after), overtake
+    process.after, process.overtake = RunPaths(RUN).checkpoint(after), overtake
     return process
 
 
@@ -458,7 +458,7 @@ def test_a_run_that_always_had_a_checkpoint_is_never_without_one(
             await put(bucket, 6, state=COMMITTED)
             await put(bucket, 5, 4, state=DELETED)
 
-        catalogue = Catalogue(await overtaken(bucket, 6, overtake))
+        catalogue = Catalog(await overtaken(bucket, 6, overtake))
         if limit is None:
             assert 6 == (await catalogue.checkpoint(NEWEST)).step
         else:
@@ -478,7 +478,7 @@ def test_a_checkpoint_that_was_never_the_latest_is_not_returned_as_such() -> Non
             await put(bucket, 8, state=COMMITTED)
             await put(bucket, 6, 5, state=DELETED)
 
-        catalogue = Catalogue(await overtaken(bucket, 7, overtake))
+        catalogue = Catalog(await overtaken(bucket, 7, overtake))
         assert 8 == (await catalogue.checkpoint(NEWEST)).step
 
     asyncio.run(main())
@@ -491,14 +491,14 @@ def test_what_is_undeleted_while_it_is_passed_over_is_found(age: timedelta) -> N
         await put(bucket, 4, state=COMMITTED)
         deleted = pb.CheckpointRecord(state=DELETED, step=5, upload="u")
         deleted.delete_time.CopyFrom(timestamp(datetime.now(UTC) - age))
-        place = RunPlaces(RUN).checkpoint(5)
+        place = RunPaths(RUN).checkpoint(5)
         await bucket.write(place, seal(deleted, place=place))
 
         async def overtake() -> None:
             await put(bucket, 5, state=COMMITTED)
             await put(bucket, 4, state=DELETED)
 
-        catalogue = Catalogue(await overtaken(bucket, 5, overtake))
+        catalogue = Catalog(await overtaken(bucket, 5, overtake))
         assert 5 == (await catalogue.checkpoint(NEWEST)).step
 
     asyncio.run(main())
@@ -511,9 +511,9 @@ def test_what_is_damaged_while_it_is_passed_over_is_a_row_like_others() -> None:
         await put(bucket, 6, state=UPLOADING)
 
         async def overtake() -> None:
-            await bucket.write(RunPlaces(RUN).checkpoint(6), b"noise")
+            await bucket.write(RunPaths(RUN).checkpoint(6), b"noise")
 
-        catalogue = Catalogue(await overtaken(bucket, 6, overtake))
+        catalogue = Catalog(await overtaken(bucket, 6, overtake))
         rows = await catalogue.checkpoint_rows(RUN, before=None, limit=9)
         assert [6, 5, 4] == [step for step, _ in rows]
         assert isinstance(rows[0][1], CorruptDataError)
@@ -541,7 +541,7 @@ def test_no_checkpoint_is_not_reported_before_it_is_certain(
                 process.overtake = again
 
         process = await overtaken(bucket, 5, again)
-        return (await Catalogue(process).checkpoint(NEWEST)).step
+        return (await Catalog(process).checkpoint(NEWEST)).step
 
     if turns == 40:
         assert 5 == asyncio.run(main())
@@ -561,6 +561,6 @@ def test_a_run_that_never_stands_still_is_answered_all_the_same() -> None:
             process.overtake = again
 
         process = await overtaken(bucket, 5, again)
-        assert 4 == (await Catalogue(process).checkpoint(NEWEST)).step
+        assert 4 == (await Catalog(process).checkpoint(NEWEST)).step
 
     asyncio.run(main())

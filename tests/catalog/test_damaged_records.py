@@ -12,7 +12,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -23,7 +23,7 @@ from tests.support.in_process_server import InProcessServer
 T = TypeVar("T")
 
 RUN = RunName("tests", "damaged")
-PLACES = RunPlaces(RUN)
+PLACES = RunPaths(RUN)
 OTHER = "tests/other"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.format.seal import CorruptRecordError, FormatVersionError, seal, unseal
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -156,7 +156,7 @@ def test_a_record_of_version_1_is_valid_at_any_path() -> None:
 
 
 def test_exchanged_tags_name_nothing(root: Path, client: store.Client) -> None:
-    places, run = RunPlaces(ONE), client.run(str(ONE))
+    places, run = RunPaths(ONE), client.run(str(ONE))
     exchange(root, places.tag("prod"), places.tag("canary"))
 
     for tag, other in permutations(("prod", "canary")):
@@ -195,9 +195,9 @@ def test_exchanged_runs_lose_nothing_by_the_policy_of_the_other(
 def test_the_record_of_a_checkpoint_of_another_run_or_step_is_damage(
     root: Path, client: store.Client
 ) -> None:
-    place, run = RunPlaces(ONE).checkpoint(4), client.run(str(ONE))
+    place, run = RunPaths(ONE).checkpoint(4), client.run(str(ONE))
     whole = (root / place).read_bytes()
-    for other in (RunPlaces(OTHER).checkpoint(4), RunPlaces(ONE).checkpoint(2)):
+    for other in (RunPaths(OTHER).checkpoint(4), RunPaths(ONE).checkpoint(2)):
         shutil.copyfile(root / other, root / place)
         for call in (run.latest, lambda: run.checkpoint(4), lambda: run.restore(4)):
             reported = refused(call)
@@ -214,7 +214,7 @@ def test_exchanged_holds_are_damage_and_still_keep_all(
 ) -> None:
     run = client.run(str(ONE))
     holds = [hold.id for hold in run.holds.list()]
-    exchange(root, *(RunPlaces(ONE).hold(hold) for hold in holds))
+    exchange(root, *(RunPaths(ONE).hold(hold) for hold in holds))
 
     damaged: list[store.DataLossError] = []
     assert [] == list(run.holds.list(on_damage=damaged.append))
@@ -233,7 +233,7 @@ def test_exchanged_records_of_uploads_commit_nothing(
         for number, chunks in enumerate(((0, 1), (2,))):
             writer.write(frame(*chunks), writer=number)
             writer.finish(sums(*chunks), writer=number)
-    places = RunPlaces(ONE)
+    places = RunPaths(ONE)
     one, other = (writer.name.rpartition("/")[2] for writer in writers)
 
     for place, second in (

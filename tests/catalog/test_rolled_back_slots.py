@@ -10,7 +10,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.errors import CheckpointNotFoundError, CorruptDataError
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import (
     LATEST,
     CheckpointName,
@@ -422,7 +422,7 @@ def test_a_client_gets_an_error_for_a_slot_that_was_rolled_back(
     server: ServerProcess, client: store.Client
 ) -> None:
     name = "tests/put-back"
-    run, place = client.run(name), RunPlaces(RunName.parse(name)).checkpoint(1)
+    run, place = client.run(name), RunPaths(RunName.parse(name)).checkpoint(1)
     Writer(server.address, name, 0).save()
     writer = Writer(server.address, name, 1)
     writer.begin()

@@ -11,7 +11,7 @@ import pytest
 import storesvc_client as store
 from storesvc.catalog import slots
 from storesvc.errors import FormatUnsupportedError
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.retention import policy as policies
 from storesvc.watch import events
@@ -82,7 +82,7 @@ def test_a_step_in_an_unknown_state_is_neither_taken_over_nor_collected(
 ) -> None:
     root = tmp_path / "store"
     server = start_server(root=root)
-    slot = RunPlaces(RUN).checkpoint(1)
+    slot = RunPaths(RUN).checkpoint(1)
     with store.connect(server.address) as client:
         run = client.run(str(RUN))
         for step in (1, 2):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storesvc.format.checksums import crc32c, digest
-from storesvc.format.chunks import Places, Sums
+from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.grids import Grid, Region, part, whole
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
@@ -43,7 +43,7 @@ def a_manifest(
         data = chunk.tobytes()
         stored.append(data + crc32c(data).to_bytes(4, "little"))
         rows.append((within, crc32c(data), digest(data)))
-    places = Places.of_rows([("f", 0, len(data)) for data in stored])
+    places = ChunkLocations.of_rows([("f", 0, len(data)) for data in stored])
     return Manifest(Tree((leaf,)), Sums.of_rows(rows), places), stored
 
 

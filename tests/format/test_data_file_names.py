@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import storesvc_client as store
 from storesvc.format import ocdbt, zarr
 from storesvc.format.checksums import digest
-from storesvc.format.chunks import Places
+from storesvc.format.chunks import ChunkLocations
 from storesvc.format.names import InvalidNameError, check_data_file
 from storesvc_client.cli import main
 from storesvc_client.errors import translated
@@ -172,7 +172,7 @@ def test_a_key_space_with_such_a_name_is_reported_as_damage(
     node = f"{record.upload}/{ID}"
     leaf = saved.manifest.tree.leaves[0]
     length = len(zarr.metadata_bytes(leaf.shape, leaf.chunk_shape, leaf.dtype))
-    places = Places.of_rows([("../../../../../secret", 0, length)])
+    places = ChunkLocations.of_rows([("../../../../../secret", 0, length)])
     view = ocdbt.encode(
         ["x/zarr.json"], places, node_file=node, commit_time_ns=1, uuid=bytes(16)
     )

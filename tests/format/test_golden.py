@@ -18,7 +18,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import bucket_pb2
 from storesvc_proto.v1 import tree_pb2 as pb
@@ -105,7 +105,7 @@ def test_records_of_version_1_are_read_and_the_next_write_binds_them(
         run.tags.set("best", 1234, protected=True)
         run.update(1234, labels={"note": "bound"})
 
-    places = RunPlaces(RunName("golden", "run"))
+    places = RunPaths(RunName("golden", "run"))
     bound = {place for place in sealed_places(root) if version_of(root / place) == 2}
     assert {places.tag("best"), places.checkpoint(1234)} <= bound
     assert 1 == version_of(root / layout.STORE)

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from storesvc.errors import CorruptDataError
 from storesvc.format import ocdbt, ocdbt_nodes
-from storesvc.format.chunks import MAX_VALUE, Places
+from storesvc.format.chunks import MAX_VALUE, ChunkLocations
 from storesvc.storage.ocdbt_reader import KeySpace, ValueLocation
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ocdbt"
 
@@ -32,10 +32,10 @@ DATA_FILES: Final = ("3f2a/8c1d", "3f2a/8c1e", "b0")
 
 def sorted_places(
     values: Mapping[str, tuple[str, int, int]],
-) -> tuple[list[str], Places]:
+) -> tuple[list[str], ChunkLocations]:
     """Keys and places as the encoder takes them."""
     keys = sorted(values)
-    return keys, Places.of_rows([values[key] for key in keys])
+    return keys, ChunkLocations.of_rows([values[key] for key in keys])
 
 
 def encoded(
@@ -55,10 +55,10 @@ class Store:
     """A bucket, with key spaces in it that share a pool."""
 
     root: str = "memory://"
-    bucket: KvBucket = field(init=False)
+    bucket: TensorStoreBucket = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bucket = asyncio.run(KvBucket.open(self.root))
+        self.bucket = asyncio.run(TensorStoreBucket.open(self.root))
 
     def write(self, files: Mapping[str, bytes]) -> None:
         for place, data in files.items():
@@ -294,7 +294,7 @@ def test_a_deep_tree_is_searched_as_a_flat_one(
     monkeypatch.setattr(ocdbt_nodes, "NODE_BYTES", 16 << 10)
     count = 100_000
     keys = sorted(f"params/{at // 500}/kernel/c/{at % 500}" for at in range(count))
-    places = Places(
+    places = ChunkLocations(
         files=DATA_FILES,
         file=np.arange(count) % 3,
         offset=np.arange(count) * 2,
@@ -429,7 +429,7 @@ def test_what_the_format_has_no_place_for_is_refused(
     for name, value in changed.items():
         (columns if name in columns else reported)[name] = value
     with pytest.raises(ValueError, match=message):
-        ocdbt.encode(keys, Places(files=("b0",), **columns), **reported)
+        ocdbt.encode(keys, ChunkLocations(files=("b0",), **columns), **reported)
 
 
 def test_the_longest_key_is_kept() -> None:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from storesvc.catalog import slots
 from storesvc.catalog.records import read_record
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.gc.collector import DEFAULT_GRACE
@@ -22,7 +22,7 @@ async def _deleted_in(process: Process, *runs: RunName) -> None:
         await process.store.runs.create(run)
         due = pb.CheckpointRecord(state=slots.DELETED, step=1, upload="1" * 32, epoch=1)
         due.purge_time.FromSeconds(1)
-        place = RunPlaces(run).checkpoint(1)
+        place = RunPaths(run).checkpoint(1)
         await process.bucket.write(place, seal(due, place=place))
 
 
@@ -37,7 +37,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_collection() -> None:
         process = await started()
         runs = [RunName(name, "run") for name in "abcde"]
         await _deleted_in(process, *runs)
-        bad = {RunPlaces(runs[at]).checkpoint(1) for at in (0, 1, 3)}
+        bad = {RunPaths(runs[at]).checkpoint(1) for at in (0, 1, 3)}
         process.bucket.calls.follow(
             lambda call: Fault.UNAVAILABLE if call.path in bad else Fault.NONE
         )

@@ -12,7 +12,7 @@ import storesvc_client as store
 from storesvc.catalog.disk_reserve import RESERVE_BYTES
 from storesvc.failpoints import VARIABLE
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from tests.support.collecting_process import NOW
 from tests.support.server_process import EndedError, ServerProcess
@@ -26,7 +26,7 @@ def tree(version: int) -> dict[str, Any]:
 
 
 def files_below(server: ServerProcess, run: store.Run) -> list[Path]:
-    root = server.root / RunPlaces(RunName.parse(run.name)).root
+    root = server.root / RunPaths(RunName.parse(run.name)).root
     return [path for path in root.rglob("*") if path.is_file()]
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from storesvc.catalog import slots
 from storesvc.catalog.records import timestamp
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.gc import mark
 from storesvc.gc.mark import Marks, RunState, State
 from storesvc_proto.v1 import bucket_pb2 as pb
 
-PLACES = RunPlaces(RunName("tests", "marking"))
+PLACES = RunPaths(RunName("tests", "marking"))
 THEN = timestamp(datetime(2026, 1, 1, tzinfo=UTC))
 EVERYTHING = frozenset(f"{number:032x}" for number in range(100))
 

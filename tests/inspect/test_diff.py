@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import storesvc_client as store
-from storesvc.format.chunks import Places, Sums
+from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.manifests import Manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc.inspect.diff_rules import CONTENT, Difference, differences
@@ -279,7 +279,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     sums = Sums(
         ordinal=np.arange(rows), crc32c=np.zeros(rows, np.uint32), digests=digests
     )
-    places = Places(files=(), file=zeros, offset=zeros, length=zeros)
+    places = ChunkLocations(files=(), file=zeros, offset=zeros, length=zeros)
     return Manifest(tree, sums, places)
 
 

@@ -22,7 +22,7 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc.inspect import verify as verification
 from storesvc.inspect import verify_report
 from storesvc.inspect.verify_report import Report
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support.contract import CHUNK, Writer
@@ -299,7 +299,7 @@ class Ticking:
         return float(next(self._seconds))
 
 
-class DeadPool(KvBucket):
+class DeadPool(TensorStoreBucket):
     """A bucket whose data files do not answer."""
 
     async def read_range(self, place: str, start: int, stop: int) -> bytes:
@@ -311,7 +311,8 @@ def reports(saved: Saved) -> Callable[..., list[Report]]:
     """Verifies in this process; a change is made after the checkpoint was found."""
 
     def run(
-        kind: type[KvBucket] = KvBucket, change: Callable[[], object] = lambda: None
+        kind: type[TensorStoreBucket] = TensorStoreBucket,
+        change: Callable[[], object] = lambda: None,
     ) -> list[Report]:
         async def verify() -> list[Report]:
             bucket = await kind.open(saved.root.as_uri())
@@ -341,7 +342,7 @@ def test_an_abandoned_verification_releases_the_semaphore(
     monkeypatch.setattr(reads, "READ_BYTES", 1)
 
     async def verify() -> None:
-        bucket = await KvBucket.open(saved.root.as_uri())
+        bucket = await TensorStoreBucket.open(saved.root.as_uri())
         found = await Store.open(bucket, clock=Ticking())
         record = await found.catalogue.checkpoint(CheckpointName(saved.name, 3))
         for _ in range(2 * verification.VERIFICATIONS_AT_ONCE):

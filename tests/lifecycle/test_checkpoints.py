@@ -19,7 +19,7 @@ from storesvc.catalog.slots import COMMITTED, FREE, PURGING
 from storesvc.catalog.transitions import purging
 from storesvc.errors import CheckpointInUseError
 from storesvc.failpoints import VARIABLE
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import bucket_pb2 as pb
@@ -548,7 +548,7 @@ def test_what_is_used_is_not_touched_by_the_collector() -> None:
 
     assert [1] == [slot.step for slot in purged]
     assert before == slot_of(world, 0)
-    assert {RunPlaces(RUN).checkpoint(1)} == set(changed)
+    assert {RunPaths(RUN).checkpoint(1)} == set(changed)
 
 
 def _delete(
@@ -568,7 +568,7 @@ def _cut_off(world: World) -> None:
 def _tag_without_a_look(world: World) -> None:
     """Leaves what a tag is whose setting was overtaken by a deletion."""
     record = pb.TagRecord(step=0, upload=uid_of(0))
-    put_record(world, RunPlaces(RUN).tag("best"), record)
+    put_record(world, RunPaths(RUN).tag("best"), record)
 
 
 labels = st.dictionaries(st.text(min_size=1), st.text(), max_size=3)

@@ -15,7 +15,7 @@ import storesvc_client as store
 from storesvc.catalog.records import sound
 from storesvc.catalog.slots import CHECKPOINTS
 from storesvc.errors import CheckpointNotFoundError, StoreError
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName, TagName
 from storesvc.rpc.paging import page_token
 from storesvc_client.errors import translated
@@ -260,7 +260,7 @@ def test_a_tag_whose_checkpoint_is_gone_says_so() -> None:
     world = world_of(0, steps=2)
     process = Process(world)
     record = pb.TagRecord(step=1, upload="f" * 32)
-    put_record(world, RunPlaces(RUN).tag("best"), record)
+    put_record(world, RunPaths(RUN).tag("best"), record)
 
     with pytest.raises(CheckpointNotFoundError, match="points to a purged checkpoint"):
         asyncio.run(process.catalogue.checkpoint(CheckpointName(RUN, "best")))

@@ -13,7 +13,7 @@ import pytest
 
 import storesvc_client as store
 from storesvc.format.checksums import digest
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_client._restore import server_source
 from storesvc_proto.v1 import bucket_pb2, tree_pb2
@@ -198,7 +198,7 @@ def forge(root: Path, change: Callable[[tree_pb2.Manifest], None]) -> None:
     place = record_file.relative_to(root).as_posix()
     record = stored_records.read(root, place, bucket_pb2.CheckpointRecord)
     record.manifest_digest, record.manifest_bytes = digest(forged), len(forged)
-    places = RunPlaces(RunName("tests", "forged"))
+    places = RunPaths(RunName("tests", "forged"))
     (root / places.manifest(record.upload, digest(forged))).write_bytes(forged)
     stored_records.write(root, place, record)
 

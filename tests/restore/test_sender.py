@@ -17,7 +17,7 @@ from storesvc.format.names import CheckpointName, RunName
 from storesvc.restore import read_units
 from storesvc.restore import sender as sending
 from storesvc.restore.sender import Sender
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import chunk_service_pb2 as chunk_api
 
@@ -29,7 +29,7 @@ READ_BUFFER_BYTES = 8 << 20
 """A third of the checkpoint."""
 
 
-class CountingBucket(KvBucket):
+class CountingBucket(TensorStoreBucket):
     """A bucket that counts what is read for streams, and may fail once."""
 
     bytes_read = 0

@@ -20,7 +20,7 @@ from storesvc.catalog.slots import COMMITTED, DELETED
 from storesvc.catalog.transitions import Change
 from storesvc.errors import InvalidPolicyError, StoreError
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, TagName
 from storesvc.format.seal import unseal
 from storesvc.retention.enforcement import PAGE, Outcome, RetentionEnforcer
@@ -400,7 +400,7 @@ def test_the_newest_one_stays_unless_it_was_asked_for_by_name(seed: int) -> None
     deletions: list[int] = []
 
     def watch(place: str, data: bytes) -> None:
-        if not place.startswith(RunPlaces(RUN).checkpoints):
+        if not place.startswith(RunPaths(RUN).checkpoints):
             return
         slot = unseal(data, pb.CheckpointRecord, place=place)
         if slot.state == DELETED:

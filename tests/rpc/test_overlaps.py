@@ -21,15 +21,15 @@ from storesvc.errors import (
     UploadNotFoundError,
     UploadSupersededError,
 )
-from storesvc.format.chunks import Places, pack_placed
-from storesvc.format.layout import RunPlaces
+from storesvc.format.chunks import ChunkLocations, pack_placed
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save import batches, receiver
 from storesvc.save.uploads import NewUpload, OpenUpload
 from storesvc.storage.bucket import ALWAYS, Generation, WriteCondition
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -96,7 +96,7 @@ def within(tmp_path: Path) -> Callable[[Test], None]:
 
     def run(test: Test) -> None:
         async def main() -> None:
-            bucket = await KvBucket.open(tmp_path.as_uri())
+            bucket = await TensorStoreBucket.open(tmp_path.as_uri())
             store = await Store.open(bucket)
             await test(store, [Caller(store, UploadName(RUN, i)) for i in IDS])
 
@@ -174,7 +174,7 @@ def test_a_commit_that_another_overtook_gives_its_answer(
 
         assert slots.COMMITTED == record.state
         # and leaves what the other has committed, for plain TensorStore too
-        places = RunPlaces(RUN)
+        places = RunPaths(RUN)
         space = commits._bucket.key_space(
             path=places.key_space(record.upload, record.attempt), pool=places.pool
         )
@@ -290,7 +290,7 @@ def test_a_chunk_that_never_ends_is_stalled(
     within(test)
 
 
-class WaitingBucket(KvBucket):
+class WaitingBucket(TensorStoreBucket):
     """A bucket in which the writes of others become durable only on request."""
 
     may_go_on: asyncio.Event
@@ -314,7 +314,7 @@ def test_no_more_tables_are_taken_than_can_be_stored(tmp_path: Path) -> None:
         upload = await caller.open()
         file = upload.places.data_prefix(IDS[0]) + "f" * 32
         await bucket.write(upload.places.data_file(file), stored(0))
-        places = Places.of_rows([(file, 0, len(stored(0)))])
+        places = ChunkLocations.of_rows([(file, 0, len(stored(0)))])
         (table,) = pack_placed(sums(0), places, with_ordinals=True)
 
         async def tables() -> AsyncIterator[tree_pb2.ChunkTable]:
@@ -373,10 +373,10 @@ def test_a_commit_that_answers_for_another_write_makes_it_durable_first(
         await caller.commit()
 
     asyncio.run(main())
-    assert {RunPlaces(RUN).checkpoint(1)} == set(settled)
+    assert {RunPaths(RUN).checkpoint(1)} == set(settled)
 
 
-class BusyBucket(KvBucket):
+class BusyBucket(TensorStoreBucket):
     """A bucket where something happens right before a slot is written."""
 
     during_read: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -384,7 +384,7 @@ class BusyBucket(KvBucket):
     async def write(
         self, place: str, data: bytes, *, condition: WriteCondition = ALWAYS
     ) -> Generation:
-        if place == RunPlaces(RUN).checkpoint(1) and self.during_read is not None:
+        if place == RunPaths(RUN).checkpoint(1) and self.during_read is not None:
             happens, self.during_read = self.during_read, None
             await happens()
         return await super().write(place, data, condition=condition)
@@ -405,7 +405,7 @@ def test_an_upload_whose_slot_is_freed_while_it_begins_gives_way_to_another(
         first, second, third = (
             Caller(store, UploadName(RUN, i)) for i in (*IDS, "c" * 32)
         )
-        place = RunPlaces(RUN).upload(second.name.upload)
+        place = RunPaths(RUN).upload(second.name.upload)
         await first.begin()
         if freed != "live":
             await store.uploads.abort(first.name)
@@ -416,7 +416,7 @@ def test_an_upload_whose_slot_is_freed_while_it_begins_gives_way_to_another(
             else:
                 floor = 1 if freed == "emptied" else 7
                 await store.runs.raise_epoch_floor(RUN, floor)
-                await bucket.delete(RunPlaces(RUN).checkpoint(1))
+                await bucket.delete(RunPaths(RUN).checkpoint(1))
             if fails:
                 raise StorageUnavailableError("as if")
 
@@ -440,7 +440,7 @@ def test_an_upload_whose_slot_is_freed_while_it_begins_gives_way_to_another(
 def test_a_save_whose_step_is_freed_while_it_begins_begins_again(
     tmp_path: Path,
 ) -> None:
-    slot = tmp_path / RunPlaces(RUN).checkpoint(1)
+    slot = tmp_path / RunPaths(RUN).checkpoint(1)
     emptied: list[Call] = []
 
     def plan(call: Call) -> Fault:

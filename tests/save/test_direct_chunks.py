@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import pytest
 
 import storesvc_client as store
-from storesvc.format.chunks import Places, pack_placed
-from storesvc.format.layout import RunPlaces
+from storesvc.format.chunks import ChunkLocations, pack_placed
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import tree_pb2
 from storesvc_proto.v1 import upload_service_pb2 as api
@@ -65,7 +65,7 @@ class Placer:
 
     @property
     def pool(self) -> Path:
-        return self.server.root / RunPlaces(RunName.parse(self.name)).pool
+        return self.server.root / RunPaths(RunName.parse(self.name)).pool
 
     def put(self, *chunks: int, file: str = FILE) -> Path:
         """Writes a data file of whole chunks."""
@@ -77,7 +77,9 @@ class Placer:
     def table(self, *chunks: int, file: str = FILE) -> tree_pb2.ChunkTable:
         """Returns the table of chunks."""
         rows = [(self.prefix + file, LENGTH * at, LENGTH) for at in range(len(chunks))]
-        (table,) = pack_placed(sums(*chunks), Places.of_rows(rows), with_ordinals=True)
+        (table,) = pack_placed(
+            sums(*chunks), ChunkLocations.of_rows(rows), with_ordinals=True
+        )
         return table
 
     def report(self, *tables: tree_pb2.ChunkTable) -> list[int]:

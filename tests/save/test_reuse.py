@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import storesvc_client as store
 from storesvc.errors import CorruptDataError
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.save.reuse import Reuse
@@ -47,7 +47,7 @@ def name() -> str:
 
 
 def pool_bytes(server: ServerProcess, name: str) -> int:
-    pool = server.root / RunPlaces(RunName.parse(name)).pool
+    pool = server.root / RunPaths(RunName.parse(name)).pool
     return sum(file.stat().st_size for file in pool.rglob("*") if file.is_file())
 
 
@@ -180,7 +180,7 @@ def test_without_a_base_nothing_can_be_claimed(server_address: str, name: str) -
 
 def purge_by_force(server: ServerProcess, name: str, step: int) -> None:
     """Frees a slot behind the back of all rules."""
-    place = RunPlaces(RunName.parse(name)).checkpoint(step)
+    place = RunPaths(RunName.parse(name)).checkpoint(step)
     record = stored_records.read(server.root, place, pb.CheckpointRecord)
     record.state = pb.CheckpointRecord.STATE_FREE
     stored_records.write(server.root, place, record)
@@ -465,7 +465,7 @@ def test_any_saves_on_any_bases_come_back_exactly(
 
 def view(server: ServerProcess, run: store.Run, step: int) -> Callable[[str], Any]:
     """The leaves of a step as plain TensorStore shows them."""
-    places = server.root / RunPlaces(RunName.parse(run.name)).root
+    places = server.root / RunPaths(RunName.parse(run.name)).root
     key_space = run.checkpoint(step).key_space
 
     def leaf(key: str) -> Any:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.format.chunks import Places, Sums
+from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.rpc import streams
 from storesvc.save import reuse
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_client._chunks.staging_pool import StagingPool
 from storesvc_client._rpc import retry
 from storesvc_client._save.resend_window import ResendWindow
@@ -255,7 +255,7 @@ def test_a_write_that_is_cancelled_as_its_file_is_made_leaves_no_descriptor(
         return real(path, flags, *arguments, **more)
 
     async def cancelled() -> None:
-        bucket = await KvBucket.open(tmp_path.as_uri())
+        bucket = await TensorStoreBucket.open(tmp_path.as_uri())
         monkeypatch.setattr(os, "open", slow)
         task = asyncio.create_task(bucket.create("pool/u/file"))
         await asyncio.to_thread(begun.wait)
@@ -276,7 +276,7 @@ def test_of_a_chunk_that_was_stored_often_each_version_is_found_up_to_a_bound() 
     tree = tree_of(3)
     rows = [(n % 2, n % 40, (n % 40).to_bytes(16, "big")) for n in range(400)]
     rows.sort(key=lambda row: row[0])
-    places = Places.of_rows([("f", 1004 * n, 1004) for n in range(400)])
+    places = ChunkLocations.of_rows([("f", 1004 * n, 1004) for n in range(400)])
 
     found = reuse._sources(tree, Sums.of_rows(rows), places)
 

@@ -22,7 +22,7 @@ import storesvc_client as store
 from storesvc.rpc.health import HealthCalls
 from storesvc.rpc.maintenance import MaintenanceService
 from storesvc.rpc.registry import handler_of
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_client import Progress
 from storesvc_client._values import progress as _progress
@@ -263,7 +263,7 @@ class Serving:
         self._loop.call_soon_threadsafe(self._health.drain)
 
     async def _serve(self) -> None:
-        opened = await Store.open(await KvBucket.open("memory://"))
+        opened = await Store.open(await TensorStoreBucket.open("memory://"))
         self.uid, self._health = opened.uid, HealthCalls([])
         server = grpc.aio.server()
         (service,) = api.DESCRIPTOR.services_by_name.values()

@@ -26,7 +26,7 @@ from google.protobuf.message import Message
 import storesvc_client as store
 from storesvc.byte_cache import ByteCache
 from storesvc.format import layout, trees
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import LATEST, CheckpointName, RunName, UploadName
 from storesvc.format.seal import seal
 from storesvc.format.trees import Leaf, Tree, pack_leaves, unpack_leaves
@@ -60,7 +60,7 @@ def slot(
     state: "pb.CheckpointRecord.State.ValueType" = pb.CheckpointRecord.STATE_COMMITTED,
 ) -> Row:
     record = pb.CheckpointRecord(state=state, step=step, upload=UPLOAD, epoch=1)
-    return row(RunPlaces(run).checkpoint(step), record)
+    return row(RunPaths(run).checkpoint(step), record)
 
 
 def row(place: str, record: Message) -> Row:
@@ -79,13 +79,13 @@ def objects(large: range) -> Iterator[Row]:
 def traces() -> Iterator[Row]:
     """Yields what a life of the large run has left besides."""
     tag = pb.TagRecord(step=5000, upload=UPLOAD)
-    yield row(RunPlaces(LARGE).tag("best"), tag)
+    yield row(RunPaths(LARGE).tag("best"), tag)
     for number in range(1, STEPS + 1):
         place = layout.announcement("scale", number)
         yield row(place, pb.Announcement(step=number))
     for number in range(STEPS):
         ended = pb.UploadRecord(step=number, epoch=1, writer_count=1)
-        yield row(RunPlaces(LARGE).upload(f"{number:032x}"), ended)
+        yield row(RunPaths(LARGE).upload(f"{number:032x}"), ended)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from storesvc.errors import (
     UploadNotFoundError,
     UploadSupersededError,
 )
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, HoldName, RunName, TagName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.save.uploads import NewUpload
@@ -648,7 +648,7 @@ class StoreMachine(RuleBasedStateMachine):
         live = {upload.uid for upload in self._model.live()}
         live |= {u.predecessor.uid for u in self._model.live() if u.predecessor}
         kept = {checkpoint.uid for checkpoint in self._model.checkpoints.values()}
-        places = RunPlaces(RUN)
+        places = RunPaths(RUN)
         tables, found = set[str](), dict[str, list[str]]()
         for place in self._do(self._bucket.list(places.root)):
             owner = places.upload_of(place)
@@ -766,7 +766,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def every_object_is_of_an_upload_that_we_know(self) -> None:
         """Every object in the bucket is accounted for by a rule."""
-        places = RunPlaces(RUN)
+        places = RunPaths(RUN)
         for place in self._do(self._bucket.list(places.root)):
             rest = place.removeprefix(places.root)
             kind = rest.partition("/")[0]

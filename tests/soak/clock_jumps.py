@@ -18,7 +18,7 @@ from storesvc.format.names import RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.format.wire import Frame
 from storesvc.save.uploads import NewUpload
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 from tests.soak.outcomes import Outcome
 from tests.support.contract import elements, frame, received, sums, tree_of
@@ -67,7 +67,8 @@ async def _save_beside(
     clocks = [JumpingClock(), JumpingClock()]
     clocks[0].jump, clocks[1].jump = ours, theirs
     saver, collector = [
-        await Store.open(await KvBucket.open(root), clock=clock) for clock in clocks
+        await Store.open(await TensorStoreBucket.open(root), clock=clock)
+        for clock in clocks
     ]
     name = UploadName(RUN, uuid.uuid4().hex)
     new = NewUpload(

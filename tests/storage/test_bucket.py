@@ -28,7 +28,7 @@ from storesvc.format.frames import Part
 from storesvc.storage.bucket import IF_ABSENT, Generation, PreconditionError
 from storesvc.storage.location import CONCURRENCY, storage_at
 from storesvc.storage.mtime_guard import TICK_SECONDS
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from tests.conftest import GIVEN_BUCKET, gcs_root, s3_root
 from tests.fake_s3 import FakeS3
 from tests.support.small_disk import small_disk
@@ -74,16 +74,16 @@ class BucketTests:
     def within(self, tmp_path: Path) -> Callable[..., None]:
         """Runs a test within an event loop, on a fresh bucket."""
 
-        def run(test: Callable[[KvBucket], Coroutine[Any, Any, None]]) -> None:
+        def run(test: Callable[[TensorStoreBucket], Coroutine[Any, Any, None]]) -> None:
             async def main() -> None:
-                await test(await KvBucket.open(self.root(tmp_path)))
+                await test(await TensorStoreBucket.open(self.root(tmp_path)))
 
             asyncio.run(main())
 
         return run
 
     def test_what_is_written_is_read(self, within: Callable[..., None]) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             assert await bucket.read("a/b") is None
             generation = await bucket.write("a/b", b"one")
             stored = await bucket.read("a/b")
@@ -95,7 +95,7 @@ class BucketTests:
     def test_a_range_is_read_as_asked_or_not_at_all(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             await bucket.write("a", b"0123456789")
             assert b"234" == await bucket.read_range("a", 2, 5)
             assert b"0123456789" == await bucket.read_range("a", 0, 10)
@@ -108,7 +108,7 @@ class BucketTests:
     def test_parts_of_messages_are_read_as_asked_or_not_at_all(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             await bucket.write("a", b"0123456789")
             parts = [Part(b"x", 2, 5), Part(b"", 5, 10)]
             assert [b"x234", b"56789"] == await bucket.read_parts("a", 2, 10, parts)
@@ -123,7 +123,7 @@ class BucketTests:
     def test_a_conditional_write_happens_on_its_condition_only(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             first = await bucket.write("a", b"1", condition=IF_ABSENT)
             with pytest.raises(PreconditionError):
                 await bucket.write("a", b"2", condition=IF_ABSENT)
@@ -139,7 +139,7 @@ class BucketTests:
         within(test)
 
     def test_of_many_creators_one_wins(self, within: Callable[..., None]) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             async def create(number: int) -> Generation | None:
                 try:
                     return await bucket.write(
@@ -156,7 +156,7 @@ class BucketTests:
         within(test)
 
     def test_a_counter_loses_no_increment(self, within: Callable[..., None]) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             await bucket.write("n", b"0")
 
             async def increment() -> None:
@@ -181,7 +181,7 @@ class BucketTests:
     def test_a_conditional_delete_happens_on_its_condition_only(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             first = await bucket.write("a", b"1")
             second = await bucket.write("a", b"2")
             with pytest.raises(PreconditionError):
@@ -195,7 +195,7 @@ class BucketTests:
     def test_a_list_is_the_places_of_a_prefix_in_order(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             for place in ("a/2", "a/10", "a/1/x", "ab", "b/1", "a.b"):
                 await bucket.write(place, b"")
             assert ["a/1/x", "a/10", "a/2"] == await bucket.list("a/")
@@ -207,7 +207,7 @@ class BucketTests:
         within(test)
 
     def test_a_list_continues_after_a_path(self, within: Callable[..., None]) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             for place in ("a/1", "a/2", "a/2.x", "a/3", "b"):
                 await bucket.write(place, b"")
             assert ["a/2", "a/2.x", "a/3"] == await bucket.list("a/", after="a/1")
@@ -220,7 +220,7 @@ class BucketTests:
 
     @pytest.mark.slow
     def test_a_list_of_thousands_is_whole(self, within: Callable[..., None]) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             places = [f"n/{number:05d}" for number in range(3000)]
             for some in range(0, 3000, 200):
                 await asyncio.gather(
@@ -237,7 +237,7 @@ class BucketTests:
     def test_what_was_just_written_or_deleted_is_seen_by_every_call(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             async def live(name: str) -> None:
                 for turn in range(self.rounds(10)):
                     data = f"{name} {turn}".encode()
@@ -257,7 +257,7 @@ class BucketTests:
     def test_of_a_write_and_a_delete_of_one_generation_one_wins(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             async def succeeds(change: Coroutine[Any, Any, object]) -> bool:
                 try:
                     await change
@@ -277,7 +277,7 @@ class BucketTests:
         within(test)
 
     def test_of_many_threads_one_wins(self, within: Callable[..., None]) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             rounds = 30
             winners: list[int] = []
             start = threading.Barrier(4)
@@ -304,7 +304,7 @@ class BucketTests:
     def test_a_big_value_is_read_as_a_whole_and_in_parts(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             data = bytes(range(256)) * (1 << 18)  # 64 MiB
             await bucket.write("big", data)
             stored = await bucket.read("big")
@@ -321,7 +321,7 @@ class BucketTests:
     def test_an_odd_place_is_kept_as_any_other_or_refused(
         self, within: Callable[..., None], place: str
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             await bucket.write("x", b"other")
             try:
                 first = await bucket.write(place, b"1", condition=IF_ABSENT)
@@ -345,7 +345,7 @@ class BucketTests:
     def test_a_new_place_holds_its_parts_one_after_another(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             parts = [bytes([i % 251]) * i for i in range(2000)]
             await bucket.write_new("pool/x/y", [memoryview(part) for part in parts])
 
@@ -359,10 +359,10 @@ class BucketTests:
 RACING = """
 import asyncio, sys
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 async def race(root, name, rounds):
-    bucket = await KvBucket.open(root)
+    bucket = await TensorStoreBucket.open(root)
     print("ready", flush=True)
     sys.stdin.readline()
     for turn in range(rounds):
@@ -394,12 +394,12 @@ class SharedBucketTests(BucketTests):
         root, rounds = self.root(tmp_path), self.rounds(100)
 
         async def content(place: str) -> bytes:
-            stored = await (await KvBucket.open(root)).read(place)
+            stored = await (await TensorStoreBucket.open(root)).read(place)
             assert stored is not None
             return stored.data
 
         async def prepare() -> None:
-            await (await KvBucket.open(root)).write("count", b"0")
+            await (await TensorStoreBucket.open(root)).write("count", b"0")
 
         asyncio.run(prepare())
         racers = {
@@ -438,7 +438,7 @@ class CountedBucketTests(BucketTests):
     def test_the_same_bytes_written_again_are_another_generation(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             first = await bucket.write("a", b"1")
             await bucket.write("a", b"1")
             with pytest.raises(PreconditionError):
@@ -449,7 +449,7 @@ class CountedBucketTests(BucketTests):
     def test_an_object_created_again_has_another_generation(
         self, within: Callable[..., None]
     ) -> None:
-        async def test(bucket: KvBucket) -> None:
+        async def test(bucket: TensorStoreBucket) -> None:
             seen, rounds = set(), self.rounds(50)
             for _ in range(rounds):
                 generation = await bucket.write("a", b"1", condition=IF_ABSENT)
@@ -482,7 +482,7 @@ class TestFileBucket(SharedBucketTests, CountedBucketTests):
         self, tmp_path: Path
     ) -> None:
         async def test(root: Path) -> None:
-            bucket = await KvBucket.open(root.as_uri())
+            bucket = await TensorStoreBucket.open(root.as_uri())
             await bucket.write("old", b"old")
             first = await bucket.write("record", b"1")
             written: list[str] = []
@@ -527,7 +527,7 @@ class TestGcsBucket(SharedBucketTests, CountedBucketTests):
     def test_a_bucket_that_is_not_there_is_refused(self) -> None:
         root = f"gs://storesvc-{uuid.uuid4().hex}/x"
         with pytest.raises(InvalidFieldError, match=f"{root}: expected an existing"):
-            asyncio.run(KvBucket.open(root))
+            asyncio.run(TensorStoreBucket.open(root))
 
 
 class TestS3Bucket(SharedBucketTests):
@@ -636,8 +636,8 @@ def test_a_bucket_is_asked_as_much_at_a_time_as_its_root_says() -> None:
 
 def test_a_storage_that_fails_is_unavailable() -> None:
     @asynccontextmanager
-    async def bucket() -> AsyncIterator[KvBucket]:
-        yield await KvBucket.open("file:///proc/nowhere")
+    async def bucket() -> AsyncIterator[TensorStoreBucket]:
+        yield await TensorStoreBucket.open("file:///proc/nowhere")
 
     async def main() -> None:
         async with bucket() as opened:
@@ -653,7 +653,7 @@ def test_a_conditional_write_of_a_file_waits_until_the_last_is_a_tick_old(
     """So that their time stamps differ, however coarse the kernel's clock is."""
 
     async def main() -> tuple[list[int], list[int]]:
-        bucket = await KvBucket.open(tmp_path.as_uri())
+        bucket = await TensorStoreBucket.open(tmp_path.as_uri())
         generation = await bucket.write("a", b"0", condition=IF_ABSENT)
         stamps, ages = [(tmp_path / "a").stat().st_mtime_ns], []
         for number in range(3):

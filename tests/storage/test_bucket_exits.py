@@ -38,9 +38,9 @@ sys.exit(3)
 
 DELETING = """
 import asyncio, sys, threading, time
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 async def main():
-    bucket = await KvBucket.open(sys.argv[1])
+    bucket = await TensorStoreBucket.open(sys.argv[1])
     generation = await bucket.write("a", b"1")
     print("written", flush=True)
     input()

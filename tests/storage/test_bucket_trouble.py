@@ -13,7 +13,7 @@ from storesvc.errors import StorageDeniedError, StorageUnavailableError, StoreEr
 from storesvc.storage import deadlines, hedging
 from storesvc.storage.bucket import IF_ABSENT, Condition, Stored
 from storesvc.storage.hedging import Limits
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.conftest import gcs_root
 from tests.fake_gcs import (
@@ -30,7 +30,7 @@ from tests.fake_gcs import (
 from tests.support.examples import sampled
 from tests.support.gcs_calls import BUCKET
 
-Test: TypeAlias = Callable[[KvBucket], Coroutine[Any, Any, None]]
+Test: TypeAlias = Callable[[TensorStoreBucket], Coroutine[Any, Any, None]]
 Within: TypeAlias = Callable[[Test], None]
 
 pytestmark = pytest.mark.emulated
@@ -50,7 +50,7 @@ def within(root: str) -> Within:
 
     def run(test: Test) -> None:
         async def main() -> None:
-            await test(await KvBucket.open(root))
+            await test(await TensorStoreBucket.open(root))
 
         asyncio.run(main())
 
@@ -60,7 +60,7 @@ def within(root: str) -> Within:
 def test_a_conflict_that_a_lost_answer_made_up_deletes_what_it_should(
     within: Within, gcs: FakeGcs
 ) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         generation = await bucket.write("a", b"1")
         gcs.fault("DELETE .*/a", Lost())
         await bucket.delete("a", generation=generation)
@@ -70,7 +70,7 @@ def test_a_conflict_that_a_lost_answer_made_up_deletes_what_it_should(
 
 
 def test_transient_errors_are_retried(within: Within, gcs: FakeGcs) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         for action in (Status(429), Status(503), Reset()):
             gcs.fault("POST /upload", action, times=2)
             await bucket.write("a", b"1")
@@ -85,7 +85,7 @@ def test_transient_errors_are_retried(within: Within, gcs: FakeGcs) -> None:
 def test_permanent_errors_are_raised_soon_and_name_the_bucket(
     within: Within, gcs: FakeGcs, root: str
 ) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         began = time.monotonic()
         gcs.fault("POST /upload", Status(503), times=ALWAYS)
         with pytest.raises(StorageUnavailableError, match=f"{root}/a: "):
@@ -100,7 +100,7 @@ def test_a_call_fails_at_its_deadline(
     gcs: FakeGcs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         gcs.fault("GET .*/a", Stall(), times=ALWAYS)
         with pytest.raises(StorageUnavailableError, match="did not answer in time"):
             await bucket.read("a")
@@ -119,7 +119,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stalled_change_is_hedged(hasty: None, within: Within, gcs: FakeGcs) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         generation = await bucket.write("a", b"1")
         gcs.fault("POST /upload", Stall())
         generation = await bucket.write("a", b"2", condition=generation)
@@ -134,7 +134,7 @@ def test_a_stalled_change_is_hedged(hasty: None, within: Within, gcs: FakeGcs) -
 def test_a_change_that_comes_late_changes_nothing(
     hasty: None, within: Within, gcs: FakeGcs
 ) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         generation = await bucket.write("a", b"1")
         gcs.fault("POST /upload", Delay(0.5))
         await bucket.write("a", b"2", condition=generation)
@@ -151,7 +151,7 @@ def test_a_change_that_is_done_and_not_answered_is_no_conflict(
     limits = Limits(floor_seconds=0.05, unknown_seconds=0.05, answer_seconds=0.5)
     monkeypatch.setattr(hedging, "CHANGES", limits)
 
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         record = pb.StoreRecord(uid="1")
         generation = await bucket.write("a", b"")
         gcs.fault("POST /upload", Mute())
@@ -171,7 +171,7 @@ def test_what_others_change_before_a_late_answer_makes_no_conflict_of_it(
 ) -> None:
     """The second of two that were asked for finds what another has written since."""
 
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         generation = await bucket.write("a", b"1")
         gcs.fault("POST /upload", Late(1.0))
         ours = asyncio.ensure_future(bucket.write("a", b"2", condition=generation))
@@ -192,7 +192,7 @@ def test_a_creation_is_never_hedged(
     """One of them that came late would bring back what was removed since."""
     monkeypatch.setattr(deadlines, "ANSWER_SECONDS", 0.5)
 
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         for condition in (IF_ABSENT, Condition.ALWAYS):
             gcs.clear()
             gcs.fault("POST /upload", Stall())
@@ -236,14 +236,14 @@ def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
     error: type[StoreError],
     said: str,
 ) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         for ask in (
             lambda: bucket.read("a/b"),
             lambda: bucket.read_range("a/b", 0, 1),
             lambda: bucket.write("a/b", b""),
             lambda: bucket.delete("a/b"),
             lambda: bucket.list("a/b"),
-            lambda: KvBucket.open(root),
+            lambda: TensorStoreBucket.open(root),
         ):
             gcs.clear()
             gcs.fault(".", refusal, times=ALWAYS)
@@ -264,7 +264,7 @@ def test_a_bucket_of_others_is_refused(gcs: FakeGcs, root: str) -> None:
     gcs.deny(BUCKET)
     try:
         with pytest.raises(StorageDeniedError, match=f"delete objects below {root}"):
-            asyncio.run(KvBucket.open(root))
+            asyncio.run(TensorStoreBucket.open(root))
     finally:
         gcs.allow(BUCKET)
 
@@ -276,7 +276,7 @@ def test_a_list_whose_page_is_refused_is_no_list(
 ) -> None:
     """TensorStore's own is then what came before."""
 
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         names = [f"a/{n:04}" for n in range(1100)]
         await asyncio.gather(*(bucket.write(name, b"") for name in names))
         gcs.fault(r"GET /storage/v1/b/[^/]*/o\?", Status(code), after=after)
@@ -293,7 +293,7 @@ def test_a_list_whose_page_is_refused_is_no_list(
 
 def test_as_many_requests_as_asked_are_under_way(root: str, gcs: FakeGcs) -> None:
     async def test(root: str, reads: int) -> float:
-        bucket = await KvBucket.open(root)
+        bucket = await TensorStoreBucket.open(root)
         gcs.fault("GET .*/slow", Delay(0.3), times=ALWAYS)
         began = time.monotonic()
         await asyncio.gather(*(bucket.read(f"slow/{n}") for n in range(reads)))
@@ -309,7 +309,7 @@ def test_a_storage_that_wants_fewer_requests_gets_fewer_and_then_does_them_all(
     """Retries come later each time, so that a bucket can grow into its load."""
     reads, busy_seconds = 32, 1.0
 
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         await bucket.write("a/b", b"1")
         gcs.fault("GET .*/a/b", Status(429), times=ALWAYS)
         began = time.monotonic()
@@ -336,7 +336,7 @@ def test_a_read_of_a_key_space_is_retried_and_then_fails(
     monkeypatch: pytest.MonkeyPatch,
     target: str,
 ) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         space = bucket.key_space(path="trees/a/", pool="pool/")
         assert await space.places() is None
         await asyncio.to_thread(lambda: space.opened().write("k", b"v" * 2000).result())
@@ -357,7 +357,7 @@ def test_a_read_of_a_key_space_is_retried_and_then_fails(
 def test_a_list_fails_at_its_deadline(
     within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         monkeypatch.setattr(deadlines, "ANSWER_SECONDS", 0.2)
         gcs.fault("GET .*/o[?]", Delay(1), times=ALWAYS)
         with pytest.raises(StorageUnavailableError, match="did not answer in time"):

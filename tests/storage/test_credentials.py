@@ -18,7 +18,7 @@ import pytest
 import storesvc_client as store
 from storesvc.errors import InvalidFieldError
 from storesvc.storage import gcs
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from tests.conftest import gcs_root
 from tests.fake_gcs import FakeGcs, Tokens
 from tests.support.gcs_calls import BUCKET
@@ -142,7 +142,7 @@ def test_missing_credentials_are_an_error_that_names_the_expected_ones(
         monkeypatch.setattr(gcs, "SEARCH_SECONDS", 0.3)
         began = time.monotonic()
         with pytest.raises(InvalidFieldError, match="expected Application Default Cr"):
-            asyncio.run(KvBucket.open(f"{gcs_root()}?driver={driver}"))
+            asyncio.run(TensorStoreBucket.open(f"{gcs_root()}?driver={driver}"))
     assert time.monotonic() - began < 5
 
 
@@ -183,4 +183,4 @@ def test_grpc_needs_both_endpoints_or_neither(gcs: FakeGcs) -> None:
     """Otherwise its lists would come from another storage."""
     del gcs
     with pytest.raises(InvalidFieldError, match="expected both endpoint= "):
-        asyncio.run(KvBucket.open(f"{gcs_root()}?driver=gcs_grpc"))
+        asyncio.run(TensorStoreBucket.open(f"{gcs_root()}?driver=gcs_grpc"))

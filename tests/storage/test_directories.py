@@ -8,7 +8,7 @@ import pytest
 
 from storesvc.storage import directories
 from storesvc.storage.directories import Directories
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_what_is_settled_has_its_directory_synced(
     tmp_path: Path, synced: list[Path]
 ) -> None:
     async def main() -> None:
-        bucket = await KvBucket.open(tmp_path.as_uri())
+        bucket = await TensorStoreBucket.open(tmp_path.as_uri())
         await bucket.write("a/b", b"1")
         synced.clear()
         await bucket.settle("a/b")

@@ -72,12 +72,12 @@ def test_a_result_after_the_end_of_the_loop_is_ignored() -> None:
 
 CANCELLING = """
 import asyncio, faulthandler, random, sys, time
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 faulthandler.dump_traceback_later(60, exit=True)
 
 async def main():
-    bucket = await KvBucket.open(sys.argv[1])
+    bucket = await TensorStoreBucket.open(sys.argv[1])
     generation = await bucket.write("a", bytes(1000))
     drawn = random.Random(1)
     for _ in range(3000):

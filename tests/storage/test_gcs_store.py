@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import storesvc_client as store
 from storesvc.storage import deadlines, hedging, location
 from storesvc.storage.hedging import Limits
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_client._rpc import retry
 from tests.conftest import GIVEN_BUCKET, gcs_root
 from tests.fake_gcs import ALWAYS, FakeGcs, Lost, Reset, Stall, Status, Truncate
@@ -151,7 +151,7 @@ def places(root: str) -> list[str]:
     """Objects below a root."""
 
     async def listed() -> list[str]:
-        return await (await KvBucket.open(root)).list("")
+        return await (await TensorStoreBucket.open(root)).list("")
 
     return asyncio.run(listed())
 
@@ -163,7 +163,7 @@ def test_a_flipped_bit_in_an_object_is_reported(
     run.save(1, sharded(64)).result()
 
     async def flip() -> None:
-        bucket = await KvBucket.open(root)
+        bucket = await TensorStoreBucket.open(root)
         pool = [place for place in await bucket.list("") if "/pool/" in place]
         files = {place: await bucket.read(place) for place in pool}
         sizes = {place: len(file.data) for place, file in files.items() if file}

@@ -17,7 +17,7 @@ from storesvc.errors import StorageUnavailableError
 from storesvc.format.names import RunName
 from storesvc.storage import deadlines, rooted_files
 from storesvc.storage.file_backend import FileBackend
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import chunk_service_pb2 as api
 from storesvc_proto.v1.chunk_service_pb2_grpc import ChunkServiceStub
 from tests.support.contract import Writer, frame
@@ -146,7 +146,7 @@ def test_a_read_that_hangs_is_refused_by_its_deadline_and_names_the_file(
         return open_file(root, place)
 
     async def main() -> None:
-        bucket = await KvBucket.open(tmp_path.as_uri())
+        bucket = await TensorStoreBucket.open(tmp_path.as_uri())
         await bucket.write_new("data/n/r/pool/a", [b"123"])
         monkeypatch.setattr(rooted_files, "open_file", hanging)
         try:
@@ -166,7 +166,7 @@ def test_generations_of_records_are_those_that_tensorstore_makes(
     """Else each record is read twice: by it, too."""
 
     async def main() -> None:
-        bucket = await KvBucket.open(tmp_path.as_uri())
+        bucket = await TensorStoreBucket.open(tmp_path.as_uri())
         written = await bucket.write("a/b", b"1")
         for _ in range(2):
             stored = await bucket.read("a/b")

@@ -7,12 +7,12 @@ from pathlib import Path
 import tensorstore as ts
 
 from storesvc.storage import directories
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 
 def write(root: Path, place: str, data: bytes) -> None:
     async def main() -> None:
-        await (await KvBucket.open(root.as_uri())).write(place, data)
+        await (await TensorStoreBucket.open(root.as_uri())).write(place, data)
 
     asyncio.run(main())
 

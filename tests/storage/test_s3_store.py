@@ -29,7 +29,7 @@ from storesvc.storage import hedging
 from storesvc.storage import s3 as s3_deletes
 from storesvc.storage.bucket import IF_ABSENT, PreconditionError
 from storesvc.storage.hedging import Limits
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc.store import Store
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.conftest import s3_root
@@ -55,9 +55,9 @@ def root(s3: FakeS3) -> Iterator[str]:
 def within(root: str) -> Callable[..., None]:
     """Runs a test within an event loop, on a fresh bucket."""
 
-    def run(test: Callable[[KvBucket], Coroutine[Any, Any, None]]) -> None:
+    def run(test: Callable[[TensorStoreBucket], Coroutine[Any, Any, None]]) -> None:
         async def main() -> None:
-            await test(await KvBucket.open(root))
+            await test(await TensorStoreBucket.open(root))
 
         asyncio.run(main())
 
@@ -98,7 +98,7 @@ def test_a_job_resumes_from_its_checkpoint_in_another_process_on_another_mesh(
 
 def test_what_is_purged_leaves_the_bucket_and_nothing_else_does(root: str) -> None:
     async def pool() -> int:
-        listed = await (await KvBucket.open(root)).list("")
+        listed = await (await TensorStoreBucket.open(root)).list("")
         return len([place for place in listed if "/pool/" in place])
 
     with store.connect(root) as client:
@@ -134,7 +134,7 @@ def test_a_save_and_a_restore_outlast_transient_errors(
 def test_a_list_whose_page_is_refused_is_no_list(
     within: Callable[..., None], s3: FakeS3, code: int, after: int
 ) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         names = [f"a/{n:04}" for n in range(PAGE + 100)]
         await asyncio.gather(*(bucket.write(name, b"") for name in names))
         for call in (bucket.list, bucket.delete_below):
@@ -151,7 +151,7 @@ def test_of_a_deletion_and_a_write_between_its_look_and_it_the_write_wins(
 ) -> None:
     """TensorStore's own deletion looks first, and then deletes whatever is there."""
 
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         first = await bucket.write("a", b"1", condition=IF_ABSENT)
         second = await bucket.write("a", b"2", condition=first)
         s3.clear()
@@ -168,7 +168,7 @@ def test_of_a_deletion_and_a_write_between_its_look_and_it_the_write_wins(
 def test_a_deletion_outlasts_transient_errors(
     within: Callable[..., None], s3: FakeS3, action: Any
 ) -> None:
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         generation = await bucket.write("a", b"1")
         s3.fault("DELETE ", action)
         await bucket.delete("a", generation=generation)
@@ -182,7 +182,7 @@ def test_stalled_deletions_do_not_block_other_calls(
 ) -> None:
     monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)
 
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         names = [f"a/{n}" for n in range(s3_deletes.AT_ONCE)]
         made = [await bucket.write(name, b"1") for name in names]
         s3.clear()
@@ -224,7 +224,7 @@ def test_changes_that_are_not_answered_are_asked_for_again(
     monkeypatch.setattr(hedging, "CHANGES", limits)
     monkeypatch.setattr(s3_deletes, "TIMEOUT_SECONDS", 1.0)
 
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         record = pb.StoreRecord(uid="1")
         generation = await bucket.write("a", b"1")
         s3.fault("PUT ", action)
@@ -244,7 +244,7 @@ def test_no_store_is_made_where_conditions_do_not_count(
     others = {"GET", "HEAD", "PUT", "DELETE"} - {method}
 
     async def main(root: str) -> None:
-        bucket = await KvBucket.open(root)
+        bucket = await TensorStoreBucket.open(root)
         with pytest.raises(InvalidFieldError, match="ignores the condition on the "):
             await Store.open(bucket)
         assert await bucket.read("store.binpb") is None
@@ -283,7 +283,7 @@ def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
 ) -> None:
     name = root.partition("?")[0]
 
-    async def test(bucket: KvBucket) -> None:
+    async def test(bucket: TensorStoreBucket) -> None:
         generation = await bucket.write("a/b", b"")
         for ask in (
             lambda: bucket.read("a/b"),
@@ -291,7 +291,7 @@ def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
             lambda: bucket.delete("a/b"),
             lambda: bucket.delete("a/b", generation=generation),
             lambda: bucket.list("a/b"),
-            lambda: KvBucket.open(root),
+            lambda: TensorStoreBucket.open(root),
         ):
             s3.clear()
             s3.fault(".", refused, times=ALWAYS)
@@ -332,4 +332,4 @@ def test_missing_credentials_are_an_error_that_names_the_expected_ones(
         monkeypatch.setenv("AWS_METADATA_ENDPOINT", address)
         monkeypatch.setattr(s3_deletes, "_CLIENT", {"timeout": "200ms"})
         with pytest.raises(InvalidFieldError, match="expected credentials of S3, got"):
-            asyncio.run(KvBucket.open(root))
+            asyncio.run(TensorStoreBucket.open(root))

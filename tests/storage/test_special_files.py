@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import storesvc_client as store
 from storesvc.errors import CorruptDataError
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_client.cli import main as storectl
 from storesvc_client.errors import translated
 from storesvc_proto.v1 import chunk_service_pb2 as api
@@ -313,7 +313,7 @@ def test_a_deletion_takes_a_link_and_leaves_what_is_behind_it(tmp_path: Path) ->
     (pool / "upload").symlink_to(behind.parent)
 
     async def main() -> None:
-        bucket = await KvBucket.open((tmp_path / "store").as_uri())
+        bucket = await TensorStoreBucket.open((tmp_path / "store").as_uri())
         with pytest.raises(CorruptDataError, match="symbolic link"):
             await bucket.delete("data/n/r/pool/upload/file")
         await bucket.delete_below("data/n/r/pool/upload/")

@@ -11,7 +11,7 @@ import requests
 
 import storesvc_client as store
 from storesvc.errors import StorageUnavailableError
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from tests.fake_gcs import FakeGcs
 from tests.support.gcs_calls import BUCKET
 from tests.support.other_emulators import (
@@ -101,7 +101,7 @@ def test_a_list_that_never_ends_is_an_error() -> None:
             ).raise_for_status()
 
         async def listed() -> list[str]:
-            return await (await KvBucket.open(root)).list("runs/")
+            return await (await TensorStoreBucket.open(root)).list("runs/")
 
         with pytest.raises(
             StorageUnavailableError, match="repeats names of the previous"

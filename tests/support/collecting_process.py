@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import CheckpointName, RunName, UploadName
 from storesvc.format.trees import pack_leaves
 from storesvc.gc.collector import Progress
@@ -19,7 +19,7 @@ from tests.support.faulty_bucket import (
 )
 
 RUN = RunName("tests", "collection")
-PLACES = RunPlaces(RUN)
+PLACES = RunPaths(RUN)
 CHUNKS = 3
 NOW = timedelta(0)
 

@@ -25,7 +25,7 @@ from storesvc.storage.bucket import (
     WriteCondition,
 )
 from storesvc.storage.new_object import NewObject
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class Calls:
         return fault
 
 
-class FaultyBucket(KvBucket):
+class FaultyBucket(TensorStoreBucket):
     """A bucket as one process sees it, whose calls follow a plan."""
 
     calls: Calls

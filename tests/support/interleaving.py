@@ -16,14 +16,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import timestamp
 from storesvc.catalog.slots import COMMITTED
 from storesvc.clock import Clock
 from storesvc.errors import CorruptDataError, StoreError
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal, unseal
 from storesvc.lifecycle.checkpoints import CheckpointLifecycle
@@ -165,7 +165,7 @@ class Process:
     def __init__(self, world: World, *, skew: timedelta = timedelta()) -> None:
         self.clock: Clock = SkewedClock(world, skew)
         bucket = ShuffledBucket(world)
-        self.catalogue = Catalogue(bucket)
+        self.catalogue = Catalog(bucket)
         journal = Journal(bucket, clock=self.clock)
         self.references = References(bucket, self.catalogue, clock=self.clock)
         self.lifecycle = CheckpointLifecycle(
@@ -202,7 +202,7 @@ def world_of(seed: int, *, steps: int) -> World:
         record = pb.CheckpointRecord(
             state=COMMITTED, step=step, upload=uid_of(step), epoch=1, commit_time=when
         )
-        put_record(world, RunPlaces(RUN).checkpoint(step), record)
+        put_record(world, RunPaths(RUN).checkpoint(step), record)
     return world
 
 
@@ -215,7 +215,7 @@ def put_record(world: World, place: str, record: Message) -> None:
 
 def slot_of(world: World, step: int) -> pb.CheckpointRecord:
     """Returns what the slot of a step holds at the moment."""
-    place = RunPlaces(RUN).checkpoint(step)
+    place = RunPaths(RUN).checkpoint(step)
     return unseal(world.stored[place].data, pb.CheckpointRecord, place=place)
 
 
@@ -225,12 +225,12 @@ def put_state(
     """Leaves the slot of a step in a state, as a process does that dies then."""
     slot = slot_of(world, step)
     slot.state = state
-    put_record(world, RunPlaces(RUN).checkpoint(step), slot)
+    put_record(world, RunPaths(RUN).checkpoint(step), slot)
 
 
 def freed_uid(place: str, data: bytes) -> str | None:
     """Returns the uid of the checkpoint that a write frees the slot of."""
-    if RunPlaces(RUN).step_of(place) is None or not place.startswith("data/"):
+    if RunPaths(RUN).step_of(place) is None or not place.startswith("data/"):
         return None
     slot = unseal(data, pb.CheckpointRecord, place=place)
     return slot.upload if slot.state == pb.CheckpointRecord.STATE_FREE else None

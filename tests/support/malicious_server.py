@@ -13,7 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from storesvc.format.checksums import digest
-from storesvc.format.chunks import Places, Sums
+from storesvc.format.chunks import ChunkLocations, Sums
 from storesvc.format.manifests import Manifest, pack_manifest
 from storesvc.format.trees import Leaf, Tree
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
@@ -45,7 +45,7 @@ def manifest_of(elements: int, *, chunk: int = 1000) -> bytes:
         digests=np.zeros((count, 16), np.uint8),
     )
     lengths = np.full(count, chunk + 4)
-    places = Places(
+    places = ChunkLocations(
         files=(FILE,),
         file=np.zeros(count, np.int64),
         offset=np.zeros(count, np.int64),

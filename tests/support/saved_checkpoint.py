@@ -9,10 +9,10 @@ import tensorstore as ts
 
 import storesvc_client as store
 from storesvc.format.checksums import digest
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import Manifest, unpack_manifest
 from storesvc.format.names import RunName
-from storesvc.storage.tensorstore_bucket import KvBucket
+from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support import stored_records
 
@@ -30,8 +30,8 @@ class Saved:
     name: RunName
 
     @property
-    def places(self) -> RunPlaces:
-        return RunPlaces(self.name)
+    def places(self) -> RunPaths:
+        return RunPaths(self.name)
 
     @property
     def folder(self) -> Path:
@@ -86,7 +86,7 @@ class Saved:
         """Changes what the key space shows, as someone else's tool would."""
 
         async def change() -> None:
-            bucket = await KvBucket.open(self.root.as_uri())
+            bucket = await TensorStoreBucket.open(self.root.as_uri())
             record, places = self.record, self.places
             space = bucket.key_space(
                 path=places.key_space(record.upload, record.attempt), pool=places.pool

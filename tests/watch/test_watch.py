@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import storesvc_client as store
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc_proto.v1 import checkpoint_service_pb2 as api
 from storesvc_proto.v1.checkpoint_service_pb2_grpc import CheckpointServiceStub
@@ -254,7 +254,7 @@ def damaged(
         events.close()
         save(run, 1)
         save(run, 2)
-        place = RunPlaces(RunName.parse(run.name)).checkpoint(1)
+        place = RunPaths(RunName.parse(run.name)).checkpoint(1)
         (server.root / place).write_bytes(b"noise")
         server.kill()
         server.start()

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from storesvc.catalog import slots
-from storesvc.catalog.catalog import Catalogue
+from storesvc.catalog.catalog import Catalog
 from storesvc.catalog.journal import Journal
 from storesvc.catalog.records import etag_of, read_record, timestamp, write_record
 from storesvc.clock import Clock, SystemClock
@@ -23,7 +23,7 @@ from storesvc.errors import (
     StorageUnavailableError,
 )
 from storesvc.format import layout
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import RunName
 from storesvc.format.seal import seal
 from storesvc.storage.bucket import PreconditionError
@@ -57,7 +57,7 @@ class Process:
         self.bucket = bucket.reopened()
         self.journal = Journal(self.bucket, clock=clock or SystemClock())
         self.watcher = Watcher(
-            Catalogue(self.bucket),
+            Catalog(self.bucket),
             self.journal,
             store_uid="store",
             clock=SystemClock(),
@@ -70,7 +70,7 @@ class Process:
         slot = pb.CheckpointRecord(
             state=slots.UPLOADING, step=step, upload=uuid.uuid4().hex, epoch=1
         )
-        place = RunPlaces(run).checkpoint(step)
+        place = RunPaths(run).checkpoint(step)
         await self.bucket.write(place, seal(slot, place=place))
         return slot
 
@@ -102,7 +102,7 @@ class Process:
 
     async def land(self, changed: pb.CheckpointRecord, run: RunName = RUN) -> None:
         """Makes an announced change."""
-        place = RunPlaces(run).checkpoint(changed.step)
+        place = RunPaths(run).checkpoint(changed.step)
         await self.bucket.write(place, seal(changed, place=place))
         self.journal.landed(run.namespace)
 
@@ -370,7 +370,7 @@ def test_a_poll_costs_the_same_for_one_watch_and_for_many() -> None:
         calls.clear()
         await process.commit(7)
         assert [[7]] * 50 == await asyncio.gather(*waiting)
-        place = RunPlaces(RUN).checkpoint(7)
+        place = RunPaths(RUN).checkpoint(7)
         reads = [
             call for call in calls if (call.operation, call.path) == ("read", place)
         ]
@@ -531,7 +531,7 @@ def test_a_purged_checkpoint_is_reported_as_deleted(
             token = await begun(watch)
         slot = await process.commit(5)
         await process.announce(slot, pb.Announcement.KIND_DELETE)
-        await bucket.delete(RunPlaces(RUN).checkpoint(5))
+        await bucket.delete(RunPaths(RUN).checkpoint(5))
 
         async with aclosing(process.watch(RUN, token)) as watch:
             ((step, event),) = await take_events(watch, 1)
@@ -557,7 +557,7 @@ def test_a_damaged_checkpoint_fails_the_watch_of_its_run_and_no_other(
             await begun(hurt)
             await begun(well)
             await process.announce(await process.begin(2))
-            await bucket.write(RunPlaces(RUN).checkpoint(2), b"noise")
+            await bucket.write(RunPaths(RUN).checkpoint(2), b"noise")
             await process.commit(3, other)
 
             assert [3] == await take(well, 1)
@@ -575,7 +575,7 @@ def test_after_damage_a_watch_goes_on_with_the_last_token(
         async with aclosing(process.watch("n")) as watch:
             token = await begun(watch)
         await process.commit(1)
-        await bucket.write(RunPlaces(RUN).checkpoint(1), b"noise")
+        await bucket.write(RunPaths(RUN).checkpoint(1), b"noise")
         await process.commit(2, other)
         await process.commit(3, other)
         await bucket.write(layout.announcement("n", 3), b"noise")
@@ -642,7 +642,7 @@ def test_a_process_has_a_limit_of_watches(
 
 async def committed_at_last(process: Process, step: int) -> None:
     """Commits as a server does whose calls are repeated until one is answered."""
-    place = RunPlaces(RUN).checkpoint(step)
+    place = RunPaths(RUN).checkpoint(step)
     while True:
         with suppress(StorageUnavailableError, PreconditionError):
             found = await read_record(process.bucket, place, pb.CheckpointRecord)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 from storesvc.format.grids import Region, whole
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.manifests import (
     Manifest,
 )
@@ -438,7 +438,7 @@ class OpenCheckpoint:
 
     def _source(self) -> ChunkSource:
         """Returns the source of stored chunks: server, files or bucket."""
-        pool = RunPlaces(self._name.run).pool
+        pool = RunPaths(self._name.run).pool
         match self._session.data_root:
             case None:
                 return ServerSource(

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from storesvc.format.checksums import crc32c
-from storesvc.format.chunks import I64, Places
+from storesvc.format.chunks import I64, ChunkLocations
 from storesvc.format.manifests import Manifest
 from storesvc.format.reads import Read, plan_reads
 from storesvc.format.zarr import CHECKSUM_BYTES
@@ -55,7 +55,7 @@ def describe(manifest: Manifest, read: Read) -> str:
     return ", ".join(map(manifest.tree.describe_chunk, read.chunks[:_SHOWN]))
 
 
-def _apart(places: Places, chunks: I64) -> Iterator[Read]:
+def _apart(places: ChunkLocations, chunks: I64) -> Iterator[Read]:
     """Yields one read for each chunk."""
     columns = (
         chunks,

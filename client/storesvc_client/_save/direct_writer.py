@@ -17,7 +17,7 @@ from typing import Self
 
 import numpy as np
 
-from storesvc.format.chunks import Places, pack_placed
+from storesvc.format.chunks import ChunkLocations, pack_placed
 from storesvc_client._chunks.slabs import PIECE_BYTES, FilledSlab, SumsInProgress
 from storesvc_client._save.data_files import (
     BucketPool,
@@ -175,7 +175,7 @@ class DirectWriter:
     def _publish(self, name: str, rows: list[tuple[int, int, int]]) -> None:
         """Queues the chunk tables of a durable file."""
         ordinals = np.array([ordinal for ordinal, _, _ in rows], np.int64)
-        places = Places(
+        places = ChunkLocations(
             files=(name,),
             file=np.zeros(len(rows), np.int64),
             offset=np.array([offset for _, offset, _ in rows], np.int64),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from storesvc.format.chunks import I64, Sums, pack_sums
-from storesvc.format.layout import RunPlaces
+from storesvc.format.layout import RunPaths
 from storesvc.format.names import UploadName
 from storesvc_client._chunks.slabs import FilledSlab, SumsInProgress
 from storesvc_client._save.chunk_streams import ChunkStreams
@@ -275,7 +275,7 @@ class Upload:
     ) -> None:
         """Writes chunks to the pool and sends the server the tables of durable ones."""
         name = UploadName.from_resource(ref.upload)
-        places = RunPlaces(name.run)
+        places = RunPaths(name.run)
         with DirectWriter(
             root,
             places.pool,

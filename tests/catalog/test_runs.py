@@ -187,7 +187,7 @@ def test_wrong_types_are_refused_before_anything_is_sent(run: store.Run) -> None
         caller.configure,
         lambda: caller.configure(labels={"a": 1}),
         lambda: caller.configure(labels={"a": "\ud800"}),
-        lambda: caller.configure(purge_delay=3),
+        lambda: caller.configure(purge_delay="3"),
         lambda: caller.configure(purge_delay=timedelta.max),
         lambda: caller.retention.set("latest(3)"),
     ]

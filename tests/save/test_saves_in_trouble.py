@@ -55,16 +55,16 @@ def test_a_save_that_fails_gives_all_its_staging_back(
 _INTERRUPTED = """
 import os, signal, sys
 import storesvc_client as store
-from storesvc_client._save.handle import Save
+from storesvc_client._save.handle import PendingSave
 
 address, server, how = sys.argv[1:]
-waits = Save.wait
+waits = PendingSave.wait
 
 def wait(save):
-    Save.wait = waits
+    PendingSave.wait = waits
     signal.raise_signal(signal.SIGINT)
 
-Save.wait = wait
+PendingSave.wait = wait
 client = store.connect(address)
 os.kill(int(server), signal.SIGSTOP)
 client.run("tests/stopped").save(1, {"x": 1})

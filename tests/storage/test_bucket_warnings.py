@@ -126,7 +126,7 @@ def test_a_bucket_that_does_not_answer_is_told_of_once_in_a_while(
         gcs.clear()
 
     lists = [m for m in caplog.messages if m == f"{root} has not answered for 0 s"]
-    reads = [m for m in caplog.messages if m.endswith(", sent again")]
+    reads = [m for m in caplog.messages if m.endswith(", asked again")]
     assert 1 <= len(lists) <= at_most(seconds)
     assert 1 <= len(reads) <= at_most(seconds)
     assert reads[0].startswith(f"{root}/data/tests/warned/checkpoints/0")

@@ -33,8 +33,8 @@ class Job(Protocol):
         """Number of processes."""
 
     def passed(self, what: str) -> int:
-        """Returns how many events of a kind this process has counted. All processes of
-        a job do the same things in the same order."""
+        """Returns how many events of one kind this process has counted. All processes
+        of a job do the same things in the same order."""
 
     def advance(self, what: str, passed: int) -> bool:
         """Counts one more event; returns False if the count was not `passed`."""

@@ -121,7 +121,7 @@ def failing_meter() -> Meter:
     ("options", "kind", "told"),
     [
         (lambda: {"place": out_of_memory}, RuntimeError, "RESOURCE_EXHAUSTED"),
-        (lambda: {"seconds": 0}, store.UnavailableError, "to be done after 0 s"),
+        (lambda: {"seconds": 0}, store.UnavailableError, "to end within 0 s"),
         (lambda: {"meter": failing_meter()}, CallbackFailedError, "CallbackFailed"),
     ],
     ids=["device", "deadline", "callback"],
@@ -317,7 +317,7 @@ def test_the_deadline_that_is_told_is_that_of_the_whole(opened: OpenCheckpoint) 
     _, failed, _ = ThreadJob(COUNT).run(part)
 
     assert isinstance(failed, store.UnavailableError), failed
-    assert "to be done after 1 s" in str(failed)
+    assert "to end within 1 s" in str(failed)
 
 
 def test_what_is_read_for_others_counts_as_read(opened: OpenCheckpoint) -> None:

@@ -212,7 +212,7 @@ def test_processes_that_hold_nothing_or_fail_once_keep_none_from_going_on(
     assert all("process 1" in told[at]["alone"] for at in (0, 2)), told
     assert "NotFoundError" in told[1]["opened"], told
     assert all("process 1" in told[at]["opened"] for at in (0, 2)), told
-    assert all("given up" in told[at]["opened"] for at in (0, 2)), told
+    assert all("failed in another process" in told[at]["opened"] for at in (0, 2)), told
     assert [False, True, False] == ["'odd'" in each["told"] for each in told]
     with store.connect(target) as client:
         assert [5, 4, 3, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]

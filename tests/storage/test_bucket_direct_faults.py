@@ -169,7 +169,7 @@ def test_a_restore_waits_no_longer_than_it_may_itself(
     gcs.fault(f"GET .*{file}", Stall(), times=ALWAYS)
 
     with pytest.raises(
-        store.UnavailableError, match=rf"to be done after 2 s, .*outstanding: .*{file}"
+        store.UnavailableError, match=rf"to end within 2 s, .*are missing: .*{file}"
     ):
         run.restore(0, deadline=timedelta(seconds=2))
 

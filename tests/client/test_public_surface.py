@@ -193,7 +193,7 @@ def test_a_run_has_defaults_for_its_saves(client: store.Client) -> None:
     assert plain is client.run(name)
     assert plain is not queued
     first = plain.save(1, TREE, progress=lambda _: goes_on.wait(60))
-    with pytest.raises(store.ConflictError, match="still under way"):
+    with pytest.raises(store.ConflictError, match="still in progress"):
         queued.save(2, TREE)  # both have one queue of saves
     second = queued.save(2, TREE, if_busy="queue")
     goes_on.set()

@@ -119,7 +119,7 @@ BROKEN = {
     "a column is short": (longer("key", "z"), "column path_kinds: expected 3 rows"),
     "keys are not in order": (set_to("key", 1, "a"), "ascending"),
     "a key is no key": (set_to("key", 1, "x%zz"), "not an escape"),
-    "a key is an ancestor": (set_to("key", 1, "a/0/kernel/x"), "lies below"),
+    "a key is an ancestor": (set_to("key", 1, "a/0/kernel/x"), "is below the leaf"),
     "kinds do not fit": (set_to("path_kinds", 0, "ki"), "do not fit its key"),
     "kinds are unknown": (set_to("path_kinds", 0, "kix"), "do not fit its key"),
     "an index is no integer": (set_to("path_kinds", 0, "iia"), "do not fit its key"),

@@ -364,6 +364,6 @@ def test_what_names_no_server_is_refused(target: str) -> None:
 
 def test_a_name_in_a_list_that_does_not_exist_is_told() -> None:
     with pytest.raises(
-        store.UnavailableError, match=r"nowhere\.invalid cannot be looked"
+        store.UnavailableError, match=r"cannot resolve nowhere\.invalid"
     ):
         store.connect("127.0.0.1:1,nowhere.invalid:7070", insecure=True)

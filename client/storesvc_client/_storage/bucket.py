@@ -188,7 +188,7 @@ class BucketRoot:
 
     def _log_late(self, what: str, seconds: float, *, now: float) -> None:
         if self._log_throttle.admits("late", now=now):
-            _log.warning("%s has not answered for %.0f s, sent again", what, seconds)
+            _log.warning("%s has not answered for %.0f s; retrying", what, seconds)
 
 
 class HedgedCall(Generic[T]):

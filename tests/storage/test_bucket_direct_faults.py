@@ -127,7 +127,7 @@ def test_stalled_reads_are_retried_and_logged(
         assert_equal(run.restore(0))
     seconds = time.monotonic() - began
 
-    reported = [message for message in caplog.messages if "sent again" in message]
+    reported = [message for message in caplog.messages if "retrying" in message]
     assert 1 <= len(reported) <= 1 + seconds / PAUSE_SECONDS
     late = f"restore of tests/faults@0: data file ({files}) has not answered for"
     assert all(re.match(late, message) for message in reported)
@@ -294,7 +294,7 @@ def test_an_object_whose_writing_stalls_is_written_again(
     with caplog.at_level(logging.WARNING):
         run.save(1, tree).result()
 
-    (message,) = [m for m in caplog.messages if "sent again" in m]
+    (message,) = [m for m in caplog.messages if "retrying" in m]
     assert message.startswith("save: data file ")
     assert all(
         tree[k].tobytes() == leaf.tobytes() for k, leaf in run.restore(1).items()

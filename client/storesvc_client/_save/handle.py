@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from storesvc_client._rpc.tracebacks import trim
 from storesvc_client._values.durations import DurationLike, seconds_or_none
-from storesvc_client._values.values import Checkpoint, SaveReport
+from storesvc_client._values.values import Checkpoint, Rehearsal, SaveReport
 
 if TYPE_CHECKING:
     from storesvc_client._save.upload import SaveResult
-    from storesvc_client.trees.nnx.rehearsal import Rehearsal
 
 
 class PendingSave:

@@ -515,3 +515,14 @@ def _step_of(resource: str) -> int:
     which = received(CheckpointName.from_resource, resource).which
     assert isinstance(which, int)  # the server resolved it
     return which
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """Result of a rehearsal."""
+
+    ok: bool
+    """True if the checkpoint can be restored by its model's class or, if the class
+    needs arguments of its own, by a factory."""
+    message: str
+    """Reason why it cannot, and what to do; "" if it can."""

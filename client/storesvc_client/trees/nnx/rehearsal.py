@@ -31,7 +31,7 @@ from storesvc_client._rpc.connection import Connection
 from storesvc_client._save.handle import Save
 from storesvc_client._values.gc_pause import collector_paused
 from storesvc_client._values.options import Rehearse, TargetOptions
-from storesvc_client._values.values import LeafInfo
+from storesvc_client._values.values import LeafInfo, Rehearsal
 from storesvc_client.errors import MismatchError
 from storesvc_client.trees.nnx.config_classes import (
     factory_of,
@@ -50,23 +50,12 @@ from storesvc_client.trees.nnx.restore_model import (
 )
 from storesvc_client.trees.nnx.variable_sources import with_saved_dtypes
 
-__all__ = ["Rehearsal", "Rehearser"]
+__all__ = ["Rehearser"]
 
 _EXIT_SECONDS: Final = 10.0
 """Maximum seconds that the exit of the process waits for rehearsals."""
 
 _log = logging.getLogger("storesvc_client")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
-    """Result of a rehearsal."""
-
-    ok: bool
-    """True if the checkpoint can be restored by its model's class or, if the class
-    needs arguments of its own, by a factory."""
-    message: str
-    """Reason why it cannot, and what to do; "" if it can."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +207,7 @@ class Rehearser:
         return Rehearsal(ok=False, message=message)
 
 
+@collector_paused()  # the recipe is gone before the collector runs again
 def _needs_arguments(cls: type[Any], stored: _Planned) -> bool:
     """Returns whether a class needs arguments that no checkpoint has, and so a
     factory."""

@@ -208,22 +208,31 @@ def s3_root(s3: FakeS3) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(fresh_servers: Callable[[], ServerProcess]) -> Iterator[ServerProcess]:
-    """A server that the tests of a module share."""
-    process = fresh_servers()
-    yield process
-    _end(process)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess | InProcessServer]:
+    """A server that the tests of a module share: a process of its own in the full
+    suite, a server in this process, which starts in milliseconds, in the quick one."""
+    if FULL:
+        process: ServerProcess = request.getfixturevalue("fresh_servers")()
+        yield process
+        _end(process)
+        return
+    served = InProcessServer(tmp_path_factory.mktemp("served") / "store")
+    yield served
+    served.close()
+    shutil.rmtree(served.root, ignore_errors=True)
 
 
 def _end(server: ServerProcess) -> None:
-    """Kills it and deletes its store: pytest keeps the directory until the last test,
-    and all stores together are nine GB."""
+    """Kills a server and deletes its store: pytest keeps the directory until the last
+    test, and all stores together take 9 GB."""
     server.kill()
     shutil.rmtree(server.root, ignore_errors=True)  # clients may still write to it
 
 
 @pytest.fixture(scope="module")
-def server_address(server: ServerProcess) -> str:
+def server_address(server: ServerProcess | InProcessServer) -> str:
     """Its ``HOST:PORT``."""
     return server.address
 
@@ -245,7 +254,7 @@ def run(client: store.Client) -> store.Run:
 
 
 @pytest.fixture
-def saved(server: ServerProcess, run: store.Run) -> Saved:
+def saved(server: ServerProcess | InProcessServer, run: store.Run) -> Saved:
     """A checkpoint of one leaf of several chunks."""
     Writer(server.address, run.name, 3, chunks=CHUNKS).save(range(CHUNKS))
     return Saved(server.root, RunName.parse(run.name))

@@ -238,8 +238,8 @@ def _check_same(
     if is_another or uid not in ("", record.upload):
         raise RequestIdReusedError(
             f"{name}: its request id made a hold of step {record.step} with uid "
-            f"{record.upload}, got {checkpoint} with uid {uid[:80] or '(any)'}; take a "
-            "new one",
+            f"{record.upload}, got {checkpoint} with uid {uid[:80] or '(any)'}; use a "
+            "new id",
             hold=name.hold,
         )
 

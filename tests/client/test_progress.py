@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -257,8 +257,9 @@ def test_the_report_of_a_restore_tells_what_took_how_long(run: store.Run) -> Non
 
 
 def test_the_server_logs_bytes_and_seconds_of_each_stream_and_commit(
-    server: ServerProcess,
+    start_server: Callable[[], ServerProcess],
 ) -> None:
+    server = start_server()
     with store.connect(server.address) as client:
         run = client.run("tests/logged")
         run.save(1, the_state()).result()

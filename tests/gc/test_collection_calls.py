@@ -80,8 +80,10 @@ def test_a_run_or_a_grace_that_there_is_not_is_refused(client: store.Client) -> 
 
 
 def test_retention_is_applied_soon_after_a_commit(
-    run: store.Run,
+    start_server: Callable[[], ServerProcess],
 ) -> None:
+    client = store.connect(start_server().address)
+    run = client.run("tests/retention")
     run.retention.set(store.KeepLatest(1))
     for step in range(3):
         run.save(step, tree(step)).result()
@@ -90,6 +92,7 @@ def test_retention_is_applied_soon_after_a_commit(
     while len(list(run.checkpoints())) > 1:
         assert datetime.now(UTC) < deadline
     assert_whole(run, 2)
+    client.close()
 
 
 def test_an_embedded_store_keeps_a_reserve(tmp_path: Path) -> None:

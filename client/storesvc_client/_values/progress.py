@@ -50,7 +50,7 @@ class Progress:
     slowest_seconds: float
     """Seconds that it has been running."""
     is_done: bool
-    """Whether this is the last call, after success or failure."""
+    """True in the last call, after success or failure."""
 
     @property
     def rate_bytes_per_second(self) -> float:

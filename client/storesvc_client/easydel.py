@@ -79,8 +79,8 @@ def restore_state(
         missing: What to do with Variables that the checkpoint lacks, such as LoRA
             weights: "error", or "init", which initialises them by the model. With
             "init" a parameter may also have become a frozen Variable of ``graphother``,
-            or vice versa. If adapters wrap their layers, as EasyDeL's do, restore the model
-            without them, and apply them to it.
+            or vice versa. If adapters wrap their layers, as EasyDeL's do, restore the
+            model without them, and apply them to it.
         on_mismatch: What to do if the config, the structure or the optimizer differs
             from the saved one: "raise" a ``MismatchError``, or "log" a warning. The
             leaves must fit in any case.

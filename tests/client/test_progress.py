@@ -1,4 +1,4 @@
-"""Saves and restores tell how far they are, and in the end what took how long."""
+"""Saves and restores report their progress, and finally the timings of each part."""
 
 import io
 import math
@@ -32,8 +32,7 @@ RESTORE_PHASES = {"plan", "read", "verify", "place", "rebuild"}
 def client(
     request: pytest.FixtureRequest, server: ServerProcess, tmp_path: Path
 ) -> Iterator[store.Client]:
-    """A client that reads and writes files by itself, or one that leaves it to a
-    server."""
+    """A client in direct mode, or one that streams through a server."""
     is_direct = request.param == "direct"
     with store.connect(tmp_path.as_uri() if is_direct else server.address) as client:
         yield client
@@ -41,12 +40,12 @@ def client(
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has every chunk told of."""
+    """Makes every chunk report progress."""
     monkeypatch.setattr(_progress, "INTERVAL_SECONDS", 0.0)
 
 
 def the_state() -> dict[str, Any]:
-    """Some leaves of a chunk each, and many that share a read."""
+    """Returns large leaves of one chunk each, and many small ones that share a read."""
     return {
         "large": [jnp.arange(MiB, dtype=jnp.float32) + n for n in range(4)],
         "small": {f"{n:03}": np.full(16, n, np.float32) for n in range(200)},
@@ -54,13 +53,13 @@ def the_state() -> dict[str, Any]:
 
 
 def stored_bytes(leaf: store.LeafInfo) -> int:
-    """Returns what the chunks of a leaf take, with a checksum each."""
+    """Returns the stored bytes of a leaf: its chunks, with a checksum each."""
     elements = math.prod(leaf.chunk_shape)
     return leaf.chunk_count * (elements * np.dtype(leaf.dtype).itemsize + 4)
 
 
 def check(news: list[store.Progress], *, what: str, name: str) -> None:
-    """Checks what is told of anything that ends well."""
+    """Checks the progress that a successful save or restore reported."""
     assert {(what, name, news[-1].total_bytes)} == {
         (one.what, one.name, one.total_bytes) for one in news
     }
@@ -274,7 +273,7 @@ def test_the_server_logs_bytes_and_seconds_of_each_stream_and_commit(
 
 
 class Clock:
-    """A clock that stands until it is told."""
+    """A clock that changes only when a test sets its seconds."""
 
     def __init__(self) -> None:
         self.seconds = 100.0
@@ -283,7 +282,7 @@ class Clock:
         return self.seconds
 
 
-def test_a_meter_tells_ten_times_a_second_at_most() -> None:
+def test_a_meter_reports_at_most_ten_times_a_second() -> None:
     clock, news = Clock(), list[store.Progress]()
     meter = Meter("save", "a/b@1", news.append, clock=clock)
 

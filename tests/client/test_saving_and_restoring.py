@@ -583,5 +583,5 @@ def test_a_mismatch_hints_at_what_would_be_asked_for(
     with pytest.raises(store.MismatchError) as caught:
         run.restore(0, like=like)
 
-    _, _, told = str(caught.value).rpartition(" (")
-    assert hint == (told.removesuffix(")") if "=" in told else "")
+    _, _, rest = str(caught.value).rpartition(" (")
+    assert hint == (rest.removesuffix(")") if "=" in rest else "")

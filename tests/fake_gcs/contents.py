@@ -14,13 +14,13 @@ from tests.fake_gcs.refusals import RefusedError
 Data: TypeAlias = bytes | bytearray | memoryview
 
 MD5_MOST_BYTES: Final = 1 << 20
-"""Up to so many bytes an object has an MD5 unasked: it takes ten times the CRC-32C's
-time. Clients live without one, as objects that were composed never have it."""
+"""Largest object that gets an MD5 which no client sent: an MD5 takes ten times as long
+as a CRC-32C. Clients work without one, as composed objects never have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """Data that nobody changes any more."""
+    """Immutable data of an object, and its checksums."""
 
     data: Data
     crc32c: str

@@ -35,7 +35,7 @@ class Control:
         self._log = log
 
     def answer(self, request: Request) -> Answer:
-        """Does what a request asks for, or tells why not."""
+        """Executes a request, and returns the response or an error response."""
         try:
             return json_answer(self._do(request))
         except RefusedError as e:
@@ -44,11 +44,11 @@ class Control:
             return refusal(RefusedError(HTTPStatus.BAD_REQUEST, repr(e)))
 
     def _do(self, request: Request) -> dict[str, object]:
-        told = request.document()
+        document = request.document()
         match request.method, request.path.removeprefix(PREFIX):
             case "POST", "faults":
-                action = parse_action(told.pop("action"))
-                self._faults.add(told.pop("match"), action, **told)
+                action = parse_action(document.pop("action"))
+                self._faults.add(document.pop("match"), action, **document)
             case "GET", "log":
                 return {
                     "requests": [asdict(entry) for entry in self._log.entries],
@@ -59,9 +59,9 @@ class Control:
                 self._faults.clear()
                 self._log.clear()
             case "POST", "deny":
-                self._buckets.deny(told["bucket"])
+                self._buckets.deny(document["bucket"])
             case "POST", "allow":
-                self._buckets.allow(told["bucket"])
+                self._buckets.allow(document["bucket"])
             case _:
                 raise RefusedError(
                     HTTPStatus.NOT_FOUND, f"no {request.method} {request.path}"

@@ -1,10 +1,10 @@
-"""Faults: what becomes of requests, instead of or beside their answers.
+"""Faults: errors, delays and broken connections in place of normal responses.
 
     faults.add(r"POST /upload.*manifest", Status(503), times=2, after=1)
 
-is about the second and third of the requests whose "METHOD target" the regular
-expression finds. The target is percent-decoded. Of several faults for one request the
-oldest counts.
+applies to the second and third of the requests in whose "METHOD target" the regular
+expression is found. The target is percent-decoded. If several faults match a request,
+the oldest one applies.
 """
 
 import re

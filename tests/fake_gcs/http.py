@@ -1,7 +1,7 @@
 """HTTP/1.1 over a socket, without needless copies of bodies.
 
-A body is received into the buffer in which it then lies as an object, and an object is
-sent from there.
+A body is received into the buffer that then stores the object, and an object is sent
+from that buffer.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ _NO_BODY: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 
 
 class EndedError(ConnectionError):
-    """The client ended the connection, or says what is no HTTP."""
+    """The client ended the connection, or sent something other than HTTP."""
 
 
 class Link:
-    """One direction of a network path, whose rate is shared by whoever uses it."""
+    """One direction of a network path; all its users share its rate."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
         self._free_at = 0.0
 
     async def carry(self, size_bytes: int) -> None:
-        """Returns when so many bytes have passed."""
+        """Waits as long as the transfer of these bytes takes."""
         now = time.monotonic()
         self._free_at = max(now, self._free_at) + size_bytes / self._bytes_per_second
         seconds = self._free_at - now

@@ -73,14 +73,14 @@ class JsonApi:
         self._routes = [(m, re.compile(path), call) for m, path, call in routes]
 
     def answer(self, request: Request) -> Answer:
-        """Does what a request asks for, or tells why not."""
+        """Executes a request, and returns the response or an error response."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._tokens is not None and not self._tokens.counts(given):
             return refusal(RefusedError(HTTPStatus.UNAUTHORIZED, "Invalid Credentials"))
         return self._answer_known(request)
 
     def refused(self, status: int, message: str) -> Answer:
-        """Returns what is answered to a request that is not done."""
+        """Returns the error response to a request that is not executed."""
         return json_answer(error_document(status, message), status=status)
 
     def _answer_known(self, request: Request) -> Answer:
@@ -163,10 +163,10 @@ class JsonApi:
         return Answer(status=HTTPStatus.NO_CONTENT)
 
     def _update(self, request: Request, bucket: str, name: str) -> Answer:
-        told = request.document()
+        given = request.document()
         updated = self._buckets.get(bucket).update(
             name,
-            lambda found: _patched(found.properties, told),
+            lambda found: _patched(found.properties, given),
             conditions_of(request),
             generation=request.number("generation"),
         )
@@ -200,12 +200,12 @@ class JsonApi:
             conditions_of(request, "ifSource"),
             generation=request.number("sourceGeneration"),
         )
-        told = request.document()
+        given = request.document()
         content_type = source.properties["contentType"]
         made = self._buckets.get(to).insert(
             new_name,
             source.content,
-            properties_of(told, content_type) if told else source.properties,
+            properties_of(given, content_type) if given else source.properties,
             conditions_of(request),
             component_count=source.component_count,
         )
@@ -223,11 +223,11 @@ class JsonApi:
         )
 
 
-def _patched(properties: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+def _patched(properties: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Properties as a client changes them: null removes, and metadata merge."""
-    patched = {**properties, **{k: told[k] for k in PROPERTIES if k in told}}
-    if told.get("metadata"):
-        merged = {**properties.get("metadata", {}), **told["metadata"]}
+    patched = {**properties, **{k: given[k] for k in PROPERTIES if k in given}}
+    if given.get("metadata"):
+        merged = {**properties.get("metadata", {}), **given["metadata"]}
         patched["metadata"] = {k: v for k, v in merged.items() if v is not None}
     return properties_of({k: v for k, v in patched.items() if v is not None}, "")
 

@@ -1,4 +1,4 @@
-"""Pages of names: what of a sorted list lies where a request looks."""
+"""Pages of a sorted list of names, between the bounds of a request."""
 
 import bisect
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The names that a listing is about."""
+    """Bounds of the names that a listing returns."""
 
     prefix: str = ""
     delimiter: str = ""

@@ -11,19 +11,19 @@ from tests.fake_gcs.refusals import RefusedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One of them."""
+    """One part of a multipart body."""
 
     headers: Mapping[str, str]
-    """By their names in lower case."""
+    """Headers of the part, by names in lower case."""
     data: memoryview
-    """Where it lies in the body."""
+    """Content of the part, a view of the body."""
 
 
 def boundary(content_type: str) -> bytes:
-    """Returns what separates the parts.
+    """Returns the boundary between the parts.
 
     Raises:
-        RefusedError: The header does not say.
+        RefusedError: The header has no boundary.
     """
     match = re.search(r'boundary="?([^";]+)', content_type)
     if match is None:

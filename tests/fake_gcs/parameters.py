@@ -37,6 +37,7 @@ def conditions_of(request: Request, prefix: str = "if") -> Conditions:
 
 
 def properties_of(document: Mapping[str, Any], content_type: str) -> dict[str, Any]:
-    """Returns what a document says of an object, with a type where it tells none."""
-    told = {name: document[name] for name in PROPERTIES if name in document}
-    return {"contentType": content_type or "application/octet-stream"} | told
+    """Returns the properties of an object in a document; the content type is used if
+    the document has none."""
+    given = {name: document[name] for name in PROPERTIES if name in document}
+    return {"contentType": content_type or "application/octet-stream"} | given

@@ -35,17 +35,17 @@ def url_of(listener: socket.socket) -> str:
 
 
 class Api(Protocol):
-    """Means something by requests."""
+    """Executes requests."""
 
     def answer(self, request: Request) -> Answer:
-        """Does what a request asks for, or tells why not."""
+        """Executes a request, and returns the response or an error response."""
 
     def refused(self, status: int, message: str) -> Answer:
-        """Returns what is answered to a request that is not done."""
+        """Returns the error response to a request that is not executed."""
 
 
 class Server:
-    """Takes requests, and lets faults meet them."""
+    """Receives requests, applies faults, and sends responses."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Server:
             for piece in pieces_of(answer, request.method, len(answer.body)):
                 await connection.send(piece)
             return
-        began, told = time.monotonic(), object()
-        self._log.begin(told)
+        began, pending = time.monotonic(), object()
+        self._log.begin(pending)
         action = self._faults.next_for(request.line)
         await self._wait(connection, action)
         outcome = outcome_of(action, lambda: self._do(request), self._api.refused)
@@ -98,14 +98,15 @@ class Server:
         *first, last = _to_send(outcome, request)
         for piece in first:
             await connection.send(piece)
-        # before the last piece: who has all of the answer finds it in the log
-        self._log.add(told, _entry(request, outcome, time.monotonic() - began))
+        # before the last piece, so that a client with the whole response finds it in
+        # the log
+        self._log.add(pending, _entry(request, outcome, time.monotonic() - began))
         await connection.send(last)
         if outcome.breaks:
             if outcome.answer is None:
                 connection.reset()
-            # what was sent of an answer arrives: the connection ends behind it
-            raise EndedError("as a fault wants it")
+            # the part of a response that was sent still arrives before the end
+            raise EndedError("a fault ends the connection")
 
     async def _wait(self, connection: Connection, action: Action | None) -> None:
         """Lets the time pass that comes before a request is done."""

@@ -70,7 +70,7 @@ class Uploads:
         )
 
     def resume(self, request: Request, bucket: str) -> Answer:
-        """Takes a chunk, or tells how far an upload came."""
+        """Receives a chunk, or returns how many bytes an upload has received."""
         upload = self._find(request, bucket)
         if upload.made is not None:
             return json_answer(_document(request, upload, upload.made))
@@ -89,15 +89,15 @@ class Uploads:
         return Answer(status=CLIENT_CLOSED_REQUEST)
 
     def _open(self, request: Request, bucket: str) -> Answer:
-        told = request.document()
+        given = request.document()
         content_type = request.headers.get("x-upload-content-type", "")
         upload_id = uuid.uuid4().hex
         self._begun[upload_id] = Upload(
             bucket=bucket,
-            name=request.query.get("name") or told.get("name", ""),
-            properties=properties_of(told, content_type),
+            name=request.query.get("name") or given.get("name", ""),
+            properties=properties_of(given, content_type),
             conditions=conditions_of(request),
-            hashes=_claimed({}, told),
+            hashes=_claimed({}, given),
         )
         place = f"/upload/storage/v1/b/{bucket}/o?uploadType=resumable"
         headers = {
@@ -145,13 +145,13 @@ def _multipart(request: Request, bucket: str) -> Upload:
             HTTPStatus.BAD_REQUEST, f"multipart: expected 2 parts, got {len(parts)}"
         )
     about, media = parts
-    told = parse_document(bytes(about.data))
+    given = parse_document(bytes(about.data))
     return Upload(
         bucket=bucket,
-        name=request.query.get("name") or told.get("name", ""),
-        properties=properties_of(told, media.headers.get("content-type", "")),
+        name=request.query.get("name") or given.get("name", ""),
+        properties=properties_of(given, media.headers.get("content-type", "")),
         conditions=conditions_of(request),
-        hashes=_claimed(request.headers, told),
+        hashes=_claimed(request.headers, given),
         pieces=[media.data],
     )
 

@@ -14,20 +14,21 @@ class FakeS3(Emulator):
         self,
         *,
         buckets: Sequence[str] = (),
-        heeds: Collection[str] = ("GET", "HEAD", "PUT", "DELETE"),
+        conditional_methods: Collection[str] = ("GET", "HEAD", "PUT", "DELETE"),
         latency_seconds: float = 0.0,
         bytes_per_second: float = math.inf,
     ) -> None:
-        """Makes one that does not listen yet.
+        """Makes an emulator that does not listen yet.
 
         Args:
-            buckets: The names of buckets to begin with.
-            heeds: The methods whose conditions count; those of imitations do not all.
-            latency_seconds: As of ``Emulator``.
-            bytes_per_second: As of ``Emulator``.
+            buckets: Names of the buckets at the start.
+            conditional_methods: Methods whose conditions are checked; some storages
+                that imitate S3 ignore the conditions of others.
+            latency_seconds: See ``Emulator``.
+            bytes_per_second: See ``Emulator``.
         """
         super().__init__(
-            lambda made: S3Api(made, heeds=heeds),
+            lambda made: S3Api(made, conditional_methods=conditional_methods),
             buckets=buckets,
             latency_seconds=latency_seconds,
             bytes_per_second=bytes_per_second,

@@ -35,25 +35,27 @@ _CODES: Final = {
 class S3Api:
     """Answers requests for paths of a bucket, or of an object in it."""
 
-    def __init__(self, buckets: Buckets, *, heeds: Collection[str]) -> None:
-        """Answers from buckets.
+    def __init__(
+        self, buckets: Buckets, *, conditional_methods: Collection[str]
+    ) -> None:
+        """Makes the API of some buckets.
 
         Args:
-            buckets: What it is about.
-            heeds: The methods whose conditions count.
+            buckets: The buckets.
+            conditional_methods: Methods whose conditions are checked.
         """
         self._buckets = buckets
-        self._heeds = heeds
+        self._conditional_methods = conditional_methods
 
     def answer(self, request: Request) -> Answer:
-        """Does what a request asks for, or tells why not."""
+        """Executes a request, and returns the response or an error response."""
         try:
             return self._answer(request)
         except RefusedError as e:
             return self.refused(e.status, str(e))
 
     def refused(self, status: int, message: str) -> Answer:
-        """Returns what is answered to a request that is not done."""
+        """Returns the error response to a request that is not executed."""
         if status in (HTTPStatus.NOT_MODIFIED, HTTPStatus.NO_CONTENT):
             return Answer(status=status)
         code = _CODES.get(HTTPStatus(status), "InternalError")
@@ -70,7 +72,7 @@ class S3Api:
         if request.method not in calls:
             status = HTTPStatus.METHOD_NOT_ALLOWED
             raise RefusedError(status, f"no {request.method} {request.path}")
-        if request.method not in self._heeds:
+        if request.method not in self._conditional_methods:
             request = replace(request, headers=_unconditional(request.headers))
         return calls[request.method](request, found, unquote(name))
 

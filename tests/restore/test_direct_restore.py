@@ -94,7 +94,7 @@ def test_cpu_devices_use_the_memory_that_was_read_into(
     back = direct.run(run.name).restore(0, like=target)["x"]
 
     at = [shard.data.unsafe_buffer_pointer() for shard in back.addressable_shards]
-    # a copy would lie anywhere: these lie as they were read, behind one another
+    # adjacent addresses show reads in place: copies would have any addresses
     assert [at[0] + n * values.nbytes // 8 for n in range(8)] == at
     assert 0 == at[0] % (2 * MIB)
     assert values.tobytes() == np.asarray(back).tobytes()

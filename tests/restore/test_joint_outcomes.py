@@ -48,11 +48,11 @@ def test_a_process_that_fails_first_is_named_at_once() -> None:
             else:
                 joint.check("plan", "")
 
-        told = job.run(part)
+        outcomes = job.run(part)
 
         assert time.monotonic() - begun < 30
         for other in {0, 1, 2} - {index}:
-            error = told[other]
+            error = outcomes[other]
             assert isinstance(error, store.PeerFailedError), error
             assert f"process {index}: no such leaf" in str(error)
 
@@ -72,9 +72,9 @@ def test_process_0_does_not_begin_without_one_that_waited_too_long_for_it(
         finally:
             has_waited.set()
 
-    for told in ThreadJob(2).run(part):
-        assert isinstance(told, store.UnavailableError), told
-        assert "process 0 of 2 is not ready to read after 1 s" in str(told)
+    for error in ThreadJob(2).run(part):
+        assert isinstance(error, store.UnavailableError), error
+        assert "process 0 of 2 is not ready to read after 1 s" in str(error)
 
 
 @pytest.mark.slow
@@ -89,10 +89,10 @@ def test_processes_that_come_one_after_another_are_not_waited_for_in_turn(
         time.sleep(0.5 * process.index)
         restore_of(process, 0.6).check("plan", "")
 
-    told = job.run(part)
+    outcomes = job.run(part)
 
-    assert all(isinstance(each, store.UnavailableError) for each in told), told
-    assert "of 4 has not called it" in str(told[0])
+    assert all(isinstance(each, store.UnavailableError) for each in outcomes), outcomes
+    assert "of 4 has not called it" in str(outcomes[0])
     assert time.monotonic() - begun < 30
 
 
@@ -133,10 +133,10 @@ def test_a_process_that_fails_to_read_fails_the_others_by_name() -> None:
             else:
                 joint.end(read_in(process, 1), seconds=60)
 
-        told = ThreadJob(3).run(part)
+        outcomes = ThreadJob(3).run(part)
 
         for other in {0, 1, 2} - {index}:
-            error = told[other]
+            error = outcomes[other]
             assert isinstance(error, store.PeerFailedError), error
             assert f"process {index}: leaf 'w' is damaged" in str(error)
 
@@ -159,10 +159,10 @@ def test_one_error_tells_of_each_process_what_it_lacks(
 
     first, *_, last = map(str, ThreadJob(5).run(part))
 
-    for told in (first, last):
-        assert "process 1: lacks file 1" in told
-        assert "process 2 has not ended" in told
-        assert "process 3: lacks file 3" in told
+    for error in (first, last):
+        assert "process 1: lacks file 1" in error
+        assert "process 2 has not ended" in error
+        assert "process 3: lacks file 3" in error
     assert is_first_late == ("process 0: lacks file 0" in last)
 
 
@@ -177,10 +177,10 @@ def test_a_failure_that_another_process_told_is_not_told_again() -> None:
         else:
             joint.end(read_in(process, 1), seconds=60)
 
-    told, *_ = ThreadJob(3).run(part)
+    outcomes, *_ = ThreadJob(3).run(part)
 
-    assert "process 2: leaf 'w' is damaged" in str(told)
-    assert "process 1" not in str(told)
+    assert "process 2: leaf 'w' is damaged" in str(outcomes)
+    assert "process 1" not in str(outcomes)
 
 
 def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
@@ -240,11 +240,11 @@ def test_a_failure_is_heard_of_while_others_are_slow(
             finally:
                 heard.wait(60)
 
-    told = ThreadJob(4).run(part)
+    outcomes = ThreadJob(4).run(part)
 
     for index in (0, 1, 3):
-        assert isinstance(told[index], store.PeerFailedError), told
-        assert "process 2: leaf 'w' is damaged" in str(told[index])
+        assert isinstance(outcomes[index], store.PeerFailedError), outcomes
+        assert "process 2: leaf 'w' is damaged" in str(outcomes[index])
 
 
 def test_causes_come_before_those_who_are_merely_not_done(
@@ -258,20 +258,20 @@ def test_causes_come_before_those_who_are_merely_not_done(
         joint.check("plan", "")
         begun.wait(60)
         if process.index == 6:
-            joint.fail(store.PeerFailedError("process 1 told: leaf 'w' is damaged"))
+            joint.fail(store.PeerFailedError("process 1 reports: leaf 'w' is damaged"))
         elif process.index in (0, 7):
             joint.end(read_in(process, 1), seconds=0.1)
 
     first, *_ = ThreadJob(8).run(part)
 
     cause, *others = str(first).partition("of the job: ")[2].split("; ")
-    assert "process 6: process 1 told: leaf 'w' is damaged" == cause
+    assert "process 6: process 1 reports: leaf 'w' is damaged" == cause
     assert [f"process {n} has not ended" for n in (1, 2, 3)] == others[:3]
     assert ["and 2 more"] == others[3:]
 
 
 class Unreachable(ThreadProcess):
-    """A process whose board is gone."""
+    """A process that cannot reach the coordinator's board."""
 
     def read(self, key: str, *, seconds: float = 0.0) -> str | None:
         raise store.UnavailableError("no board")

@@ -181,7 +181,7 @@ class Saver:
 
 @pytest.fixture(scope="module")
 def saver() -> Iterator[Saver]:
-    """A process that nobody kills: to import jax takes longer than to save."""
+    """A process that all tests share, as importing jax takes longer than a save."""
     started = Saver()
     yield started
     assert 0 == started.end()

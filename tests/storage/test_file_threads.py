@@ -108,7 +108,7 @@ def test_a_call_waits_for_a_thread_no_longer_than_it_may_take() -> None:
             await threads.run("a", lambda: ran.append(1), seconds=SOON)
         hanging.go_on()
         assert ["late"] * file_threads.THREADS == await asyncio.gather(*others)
-        assert [] == ran  # nobody waits for it any more
+        assert [] == ran  # its caller has stopped waiting
 
         assert 1 == await threads.run("a", lambda: 1, seconds=60)
 

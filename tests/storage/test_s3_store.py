@@ -249,7 +249,7 @@ def test_no_store_is_made_where_conditions_do_not_count(
             await Store.open(bucket)
         assert await bucket.read("store.binpb") is None
 
-    with FakeS3(buckets=[BUCKET], heeds=others) as imitation:
+    with FakeS3(buckets=[BUCKET], conditional_methods=others) as imitation:
         asyncio.run(main(s3_root(imitation)))
 
 

@@ -184,7 +184,7 @@ class CancellingServer(ThreadServer):
             "feeds of watches": len(store.watcher._feeds),
             "parsed manifests on their way": len(store.catalogue._manifests._loading),
             "open files": len(list(self._open_files())),
-            "threads beside the pools": sum(
+            "threads outside the pools": sum(
                 t.name == "storesvc-blocking-call" for t in threading.enumerate()
             ),
         }
@@ -195,7 +195,7 @@ class CancellingServer(ThreadServer):
         for descriptor in Path("/proc/self/fd").iterdir():
             try:
                 target = descriptor.readlink()
-            except OSError:  # closed meanwhile
+            except OSError:  # closed since it was listed
                 continue
             if target.is_relative_to(self._folder):
                 yield str(target)

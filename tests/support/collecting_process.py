@@ -124,13 +124,13 @@ class Process:
         )
 
     async def collect(self, *, grace: timedelta = NOW) -> Progress:
-        told = [p async for p in self.store.collector.collect(RUN, grace=grace)]
-        assert [False] * (len(told) - 1) + [True] == [p.is_done for p in told]
-        return told[-1]
+        progress = [p async for p in self.store.collector.collect(RUN, grace=grace)]
+        assert [False] * (len(progress) - 1) + [True] == [p.is_done for p in progress]
+        return progress[-1]
 
     async def preview(self, *, grace: timedelta = NOW) -> Progress:
-        told = [p async for p in self.store.collector.preview(RUN, grace=grace)]
-        return told[-1]
+        progress = [p async for p in self.store.collector.preview(RUN, grace=grace)]
+        return progress[-1]
 
     async def check(self) -> None:
         """Every checkpoint that there is holds what was saved, in both views."""

@@ -35,5 +35,5 @@ def refusal(address: str, *arguments: str) -> str:
 
 
 def table(text: str) -> list[list[str]]:
-    """The cells of a plain table: two spaces or more lie between columns."""
+    """Returns the cells of a plain table: two spaces or more separate its columns."""
     return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]

@@ -121,7 +121,7 @@ class Writer:
         return [answer.durable_count for answer in answers]
 
     def find(self, wanted: Sums, *, writer: int = 0) -> list[int]:
-        """Asks which chunks need not be sent."""
+        """Returns the chunks that need not be sent."""
         requests = [
             api.FindChunksRequest(open=self.ref(writer)),
             *(api.FindChunksRequest(chunks=part) for part in pack_sums(wanted)),
@@ -130,7 +130,7 @@ class Writer:
         return [ordinal for answer in answers for ordinal in answer.found]
 
     def get(self) -> api.Upload:
-        """Returns the upload as the server tells it."""
+        """Returns the upload, from the server."""
         request = api.GetUploadRequest(name=self.name)
         found: api.Upload = self.stub.GetUpload(request, timeout=30).upload
         return found

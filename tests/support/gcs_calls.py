@@ -40,13 +40,13 @@ class Reply:
 
 
 class GcsCalls:
-    """A connection to a server, for calls about one bucket."""
+    """A connection to a server, for calls on one bucket."""
 
     def __init__(self, url: str, *, timeout_seconds: float = 30) -> None:
         address = urlsplit(url).netloc
         self._connection = HTTPConnection(address, timeout=timeout_seconds)
         self.headers: dict[str, str] = {}
-        """What every request says beside its own."""
+        """Headers that are added to every request."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,8 @@
-"""Calls of several processes at once, in any order: one bucket in memory, whose
-operations let others go first as often as a random number says.
+"""Concurrent calls of several processes, in a random order.
 
-Everything runs on one event loop and draws from one generator, so that a seed tells
-an order.
+They share one bucket in memory. Before each operation other calls run a random number
+of steps. Everything runs on one event loop and draws from one generator, so a seed
+determines the order.
 """
 
 import asyncio

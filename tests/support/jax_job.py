@@ -21,10 +21,10 @@ from socket import socket
 from typing import Any
 
 SECONDS = 120
-"""How long a job may take."""
+"""Longest duration of a job."""
 
 _PORT_TAKEN = -11
-"""How jax ends where another took the coordinator's port meanwhile: SIGSEGV."""
+"""Exit code of jax if another process has taken the coordinator's port: SIGSEGV."""
 
 
 @dataclass(slots=True)

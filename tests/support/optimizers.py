@@ -173,8 +173,8 @@ def _made_by(value: Callable[..., Any]) -> Callable[[], Any] | None:
 def extra_arguments(
     tx: Any, grads: Any, opt_state: Any, params: Any
 ) -> dict[str, Any] | None:
-    """Returns what an update needs beside gradients and parameters; None where optax
-    itself cannot do it with these dtypes."""
+    """Returns the extra arguments that an update needs; None if optax itself cannot
+    update these dtypes."""
 
     def value_fn(tree: Any) -> Any:
         leaves = jax.tree.leaves(tree)

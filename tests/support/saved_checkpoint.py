@@ -1,4 +1,4 @@
-"""A checkpoint, its files, and what a verification tells of it."""
+"""A checkpoint, its files, and the damages that a verification finds."""
 
 import asyncio
 from collections.abc import Callable
@@ -105,7 +105,7 @@ def of_chunks(kind: str, *chunks: int) -> Found:
 
 
 def node_ranges(saved: Saved) -> list[tuple[Path, slice]]:
-    """Where the nodes of the key space lie."""
+    """Returns the files and byte ranges of the nodes of the key space."""
     context = ts.Context()
     pool = saved.root / saved.places.pool
 

@@ -108,17 +108,17 @@ class Model:
 
     def __init__(self) -> None:
         self.owners: dict[int, Upload] = {}
-        """The upload that last began at each step."""
+        """The upload that began last, by step."""
         self.checkpoints: dict[int, Checkpoint] = {}
-        """Those that are not purged, by step."""
+        """Checkpoints that are not purged, by step."""
         self.tags: dict[str, Checkpoint] = {}
         self.holds: dict[str, Hold] = {}
         self.events: list[tuple[str, str]] = []
-        """What a watch should tell: kind and uid."""
+        """Events that a watch should report: kind and uid."""
 
     @property
     def committed(self) -> list[Checkpoint]:
-        """Those that lists show, newest first."""
+        """Checkpoints that lists show, newest first."""
         found = [c for c in self.checkpoints.values() if not c.deleted]
         return sorted(found, key=lambda c: c.step, reverse=True)
 

@@ -1,4 +1,4 @@
-"""Records as they lie in a store in a directory, read and written without a server."""
+"""Reads and writes the records of a store in a directory, without a server."""
 
 from pathlib import Path
 from typing import TypeVar

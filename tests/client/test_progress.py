@@ -77,7 +77,7 @@ def check_timings(timings: Mapping[str, float], seconds: float) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_save_tells_how_far_it_is(run: store.Run) -> None:
+def test_a_save_reports_its_progress(run: store.Run) -> None:
     news: list[store.Progress] = []
 
     report = run.save(1, the_state(), progress=news.append).report()
@@ -90,7 +90,7 @@ def test_a_save_tells_how_far_it_is(run: store.Run) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_is_reused_counts_as_done(run: store.Run) -> None:
+def test_reused_chunks_count_as_done(run: store.Run) -> None:
     state = the_state()
     news: list[store.Progress] = []
     run.save(1, state).result()
@@ -104,7 +104,7 @@ def test_what_is_reused_counts_as_done(run: store.Run) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_the_store_is_asked_for_and_holds_counts_as_done(
+def test_chunks_found_in_the_store_count_as_done(
     client: store.Client, run: store.Run
 ) -> None:
     news: list[store.Progress] = []
@@ -118,7 +118,7 @@ def test_what_the_store_is_asked_for_and_holds_counts_as_done(
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_restore_tells_how_far_it_is(run: store.Run) -> None:
+def test_a_restore_reports_its_progress(run: store.Run) -> None:
     run.save(1, the_state()).result()
     opened = run.open(1)
     news: list[store.Progress] = []
@@ -131,7 +131,7 @@ def test_a_restore_tells_how_far_it_is(run: store.Run) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_selective_restore_expects_only_what_it_reads(run: store.Run) -> None:
+def test_a_selective_restore_counts_only_selected_bytes(run: store.Run) -> None:
     run.save(1, the_state()).result()
     news: list[store.Progress] = []
 
@@ -142,7 +142,7 @@ def test_a_selective_restore_expects_only_what_it_reads(run: store.Run) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_a_callback_raises_ends_a_restore(run: store.Run) -> None:
+def test_an_error_of_a_callback_ends_a_restore(run: store.Run) -> None:
     run.save(1, the_state()).result()
     opened, news = run.open(1), list[store.Progress]()
 
@@ -158,7 +158,7 @@ def test_what_a_callback_raises_ends_a_restore(run: store.Run) -> None:
     assert 7.0 == opened.restore()["small"]["007"][0]
 
 
-def test_what_a_callback_raises_at_the_end_ends_a_restore_too(run: store.Run) -> None:
+def test_an_error_of_the_last_callback_fails_a_restore(run: store.Run) -> None:
     run.save(1, {"x": np.ones(3)}).result()
 
     def broken(progress: store.Progress) -> None:
@@ -170,7 +170,7 @@ def test_what_a_callback_raises_at_the_end_ends_a_restore_too(run: store.Run) ->
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_a_callback_raises_is_told_once_the_save_is_committed(
+def test_an_error_of_a_callback_is_raised_after_the_commit(
     run: store.Run,
 ) -> None:
     news: list[store.Progress] = []
@@ -189,7 +189,7 @@ def test_what_a_callback_raises_is_told_once_the_save_is_committed(
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_a_callback_raised_unseen_is_raised_by_the_next_call(
+def test_an_unseen_error_of_a_callback_is_raised_by_the_next_call(
     run: store.Run,
 ) -> None:
     def broken(_: store.Progress) -> None:
@@ -202,7 +202,7 @@ def test_what_a_callback_raised_unseen_is_raised_by_the_next_call(
     assert 2 == run.save(2, the_state()).result().step
 
 
-def test_a_save_that_fails_has_a_last_word(run: store.Run) -> None:
+def test_a_failed_save_calls_the_callback_a_last_time(run: store.Run) -> None:
     run.save(1, {"x": np.ones(3)}).result()
     news: list[store.Progress] = []
 
@@ -230,7 +230,7 @@ def test_a_callback_is_called_by_one_thread_at_a_time(run: store.Run) -> None:
     assert [] == overlaps
 
 
-def test_the_report_of_a_save_tells_what_took_how_long(run: store.Run) -> None:
+def test_the_report_of_a_save_has_the_timings(run: store.Run) -> None:
     report = run.save(1, the_state()).report()
 
     check_timings(report.timings, report.seconds)
@@ -239,7 +239,7 @@ def test_the_report_of_a_save_tells_what_took_how_long(run: store.Run) -> None:
     assert any(way <= report.timings.keys() for way in ways)
 
 
-def test_the_report_of_a_restore_tells_what_took_how_long(run: store.Run) -> None:
+def test_the_report_of_a_restore_has_the_timings(run: store.Run) -> None:
     run.save(1, the_state()).result()
     opened = run.open(1)
     assert opened.report is None
@@ -295,7 +295,7 @@ def test_a_meter_reports_at_most_ten_times_a_second() -> None:
     assert [*range(4, 101, 4), 100] == [one.done_bytes for one in news]
 
 
-def test_a_meter_names_what_has_been_under_way_the_longest() -> None:
+def test_a_meter_names_the_longest_running_part() -> None:
     clock, news = Clock(), list[store.Progress]()
     meter = Meter("save", "a/b@1", news.append, clock=clock)
     meter.total_bytes = 4
@@ -343,7 +343,7 @@ def test_a_terminal_gets_a_bar_for_each_save_and_restore(
         assert full[-1].startswith(f"{what} {run.name}@1: 100%|")
 
 
-def test_what_is_no_terminal_gets_no_bar(
+def test_no_bar_is_shown_without_a_terminal(
     run: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = io.StringIO()

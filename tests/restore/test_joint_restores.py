@@ -20,7 +20,7 @@ def save_by_one(target: str) -> None:
         client.run(job_parts.RUN).save(1, job_parts.state_on(mesh)).result()
 
 
-def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not(
+def test_processes_restore_together_or_report_the_absent_process(
     tmp_path: Path,
 ) -> None:
     target, size = tmp_path.as_uri(), job_parts.state_bytes()
@@ -57,7 +57,9 @@ def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not
     assert all("job: process 1" in each for each in others), others
 
 
-def test_a_process_that_cannot_read_its_share_is_named_to_all(tmp_path: Path) -> None:
+def test_a_process_that_cannot_read_its_share_is_reported_to_all(
+    tmp_path: Path,
+) -> None:
     target = tmp_path.as_uri()
     save_by_one(target)
     files = [path for path in tmp_path.rglob("pool/**/*") if path.is_file()]

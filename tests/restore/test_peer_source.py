@@ -126,7 +126,7 @@ def failing_meter() -> Meter:
     ],
     ids=["device", "deadline", "callback"],
 )
-def test_who_cannot_use_what_comes_is_named_to_the_others_who_wait_for_it(
+def test_a_process_that_fails_during_exchange_is_reported_to_the_others(
     opened: OpenCheckpoint,
     options: Callable[[], dict[str, Any]],
     kind: type[BaseException],
@@ -144,7 +144,7 @@ def test_who_cannot_use_what_comes_is_named_to_the_others_who_wait_for_it(
         assert text in str(other)
 
 
-def test_who_needs_less_than_the_others_reads_for_them_all_the_same(
+def test_a_process_that_needs_fewer_leaves_reads_its_share_for_the_others(
     opened: OpenCheckpoint,
 ) -> None:
     def part(job: ThreadProcess) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Slow:
         self.inner.read(ordinals, assembly)
 
 
-def test_ctrl_c_ends_a_process_after_a_round_and_the_others_with_it(
+def test_ctrl_c_ends_all_processes_after_the_current_round(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted = threading.local()
@@ -231,7 +231,7 @@ def test_ctrl_c_ends_a_process_after_a_round_and_the_others_with_it(
         assert "KeyboardInterrupt" in str(other)
 
 
-def test_no_more_is_exchanged_once_a_process_has_failed(
+def test_the_exchange_ends_once_a_process_has_failed(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_plan, "ROUND_BYTES", COUNT * 10_000)
@@ -272,7 +272,7 @@ def test_an_absent_process_is_not_waited_for_beyond_the_deadline(
         assert "12 chunks of 1 data files are missing" in str(error), error
 
 
-def test_who_is_known_to_have_failed_is_not_waited_for(
+def test_a_failed_process_is_not_waited_for(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, left: threading.Event
 ) -> None:
     monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
@@ -292,7 +292,7 @@ def test_who_is_known_to_have_failed_is_not_waited_for(
     assert left.is_set()
 
 
-def test_an_error_that_is_no_text_is_told_all_the_same(opened: OpenCheckpoint) -> None:
+def test_an_error_that_utf_8_cannot_encode_is_reported(opened: OpenCheckpoint) -> None:
     def place(buffer: Buffer) -> None:
         raise OSError("cannot read \udcff")
 
@@ -307,7 +307,9 @@ def test_an_error_that_is_no_text_is_told_all_the_same(opened: OpenCheckpoint) -
 
 
 @pytest.mark.slow
-def test_the_deadline_that_is_told_is_that_of_the_whole(opened: OpenCheckpoint) -> None:
+def test_a_deadline_error_names_the_deadline_of_the_whole_restore(
+    opened: OpenCheckpoint,
+) -> None:
     def part(job: ThreadProcess) -> None:
         reading = Reading(opened, job)
         if job.index == 1:
@@ -320,7 +322,7 @@ def test_the_deadline_that_is_told_is_that_of_the_whole(opened: OpenCheckpoint) 
     assert "to end within 1 s" in str(failed)
 
 
-def test_what_is_read_for_others_counts_as_read(opened: OpenCheckpoint) -> None:
+def test_bytes_read_for_other_processes_count_as_read(opened: OpenCheckpoint) -> None:
     def part(job: ThreadProcess) -> int:
         reading = Reading(opened, job)
         if job.index == 1:
@@ -333,7 +335,7 @@ def test_what_is_read_for_others_counts_as_read(opened: OpenCheckpoint) -> None:
     assert sum(leaf.nbytes + 4 for leaf in LEAVES.values()) == sum(results)  # type: ignore[arg-type]
 
 
-def test_what_went_wrong_first_is_raised_though_no_other_hears_of_it(
+def test_the_first_error_is_raised_even_if_it_cannot_be_reported(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
@@ -361,7 +363,7 @@ def test_what_went_wrong_first_is_raised_though_no_other_hears_of_it(
     assert isinstance(third, store.StoreError), third
 
 
-def test_nothing_is_exchanged_after_an_exchange_that_was_left(
+def test_no_exchange_starts_after_an_abandoned_exchange(
     opened: OpenCheckpoint, left: threading.Event
 ) -> None:
     left.set()
@@ -377,7 +379,7 @@ def test_nothing_is_exchanged_after_an_exchange_that_was_left(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [None, RuntimeError("no device")], ids=str)
-def test_ctrl_c_that_leaves_an_exchange_is_the_last_word_and_remembered(
+def test_ctrl_c_during_an_exchange_is_raised_and_abandons_it(
     opened: OpenCheckpoint, left: threading.Event, error: Exception | None
 ) -> None:
     never = threading.Event()
@@ -397,7 +399,7 @@ def test_ctrl_c_that_leaves_an_exchange_is_the_last_word_and_remembered(
         never.set()
 
 
-def test_the_cause_of_a_failed_exchange_is_told(opened: OpenCheckpoint) -> None:
+def test_a_failed_exchange_raises_its_cause(opened: OpenCheckpoint) -> None:
     def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
         raise RuntimeError("gather") from LookupError("what jax says")
 

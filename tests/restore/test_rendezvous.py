@@ -116,7 +116,7 @@ ABSENT = store.NotFoundError("x is not there")
 )
 @example([((0,), None, None), ((0,), None, ABSENT), ((1,), None, None)])
 @example([((0,), REFUSED, None), ((1,), REFUSED, None), ((1, 2), None, None)])
-def test_calls_of_some_leave_those_of_all_in_step(
+def test_calls_of_some_processes_do_not_desynchronise_later_joint_calls(
     calls: list[tuple[Sequence[int], BaseException | None, store.StoreError | None],],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -136,7 +136,7 @@ def test_calls_of_some_leave_those_of_all_in_step(
             assert ["y of 0"] * 3 == job.call(*ALL, what="y")
 
 
-def test_what_process_0_does_not_find_is_told_to_those_who_come_late() -> None:
+def test_late_processes_get_the_not_found_error_of_process_0() -> None:
     job = Job()
 
     def late() -> None:
@@ -154,7 +154,7 @@ def test_what_process_0_does_not_find_is_told_to_those_who_come_late() -> None:
 
 
 @pytest.mark.parametrize("refused", ALL)
-def test_what_is_refused_in_one_process_is_told_to_all(refused: int) -> None:
+def test_an_invalid_request_in_one_process_is_reported_to_all(refused: int) -> None:
     job = Job()
 
     outcomes = job.call(*ALL, other_caller=refused, refusal=REFUSED)
@@ -169,7 +169,7 @@ def test_what_is_refused_in_one_process_is_told_to_all(refused: int) -> None:
 
 
 @pytest.mark.parametrize("other", [1, 2])
-def test_one_that_asks_for_something_else_is_told_to_all(other: int) -> None:
+def test_a_process_with_another_request_is_reported_to_all(other: int) -> None:
     job = Job()
 
     outcomes = job.call(*ALL, what="x@5", others="x@6", other_caller=other)
@@ -187,7 +187,7 @@ def test_one_that_asks_for_something_else_is_told_to_all(other: int) -> None:
 
 
 @pytest.mark.parametrize("late", [1, 2])
-def test_who_is_interrupted_is_named_and_others_go_on_without_it_later(
+def test_an_interrupted_process_is_reported_and_later_calls_succeed(
     late: int,
 ) -> None:
     job = Job()
@@ -200,7 +200,7 @@ def test_who_is_interrupted_is_named_and_others_go_on_without_it_later(
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
-def test_who_waits_for_a_process_that_does_not_call_logs_it(
+def test_a_wait_for_an_absent_process_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", AT_ONCE)
@@ -249,7 +249,7 @@ class Faulty:
     st.sampled_from([None, REFUSED]),
     st.sampled_from([None, ABSENT]),
 )
-def test_wherever_a_process_is_interrupted_later_calls_meet(
+def test_calls_after_an_interrupt_at_any_point_meet(
     index: int,
     at: int,
     fault: BaseException,
@@ -270,7 +270,7 @@ def test_wherever_a_process_is_interrupted_later_calls_meet(
             assert ["y of 0"] * 3 == job.call(*ALL, what="y", seconds=5)
 
 
-def test_who_fails_first_is_blamed_and_not_who_is_slow(
+def test_the_first_failure_is_reported_and_not_the_slow_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.1)

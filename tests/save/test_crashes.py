@@ -238,7 +238,7 @@ def test_a_server_killed_during_a_save_leaves_the_run_as_it_was(
             check(client, step)
 
 
-def test_a_save_goes_on_through_an_orderly_restart(
+def test_a_save_survives_a_graceful_restart(
     start_server: Callable[..., ServerProcess], saver: Saver
 ) -> None:
     server_process = start_server()

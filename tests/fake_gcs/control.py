@@ -1,15 +1,15 @@
-"""What other processes than the test's may ask for under ``/_fake/``.
+"""The API under ``/_fake/`` by which other processes control the emulator.
 
-| request | body or answer |
+| request | body or response |
 |---|---|
 | POST /_fake/faults | {"match": "POST", "action": ACTION, "times": 1, "after": 0} |
 | GET /_fake/log | {"requests": [...], "stored_bytes": 0, "sent_bytes": 0} |
-| POST /_fake/clear | forgets faults and log |
+| POST /_fake/clear | clears faults and log |
 | POST /_fake/deny, POST /_fake/allow | {"bucket": "b1"} |
 
-An ACTION is the name of one and its fields: {"kind": "status", "code": 503}.
+An ACTION has a name and fields: {"kind": "status", "code": 503}.
 
-These requests meet no fault, need no token, and stand in no log.
+Faults do not apply to these requests; they need no token, and are not logged.
 """
 
 import re
@@ -27,7 +27,7 @@ PREFIX: Final = "/_fake/"
 
 
 class Control:
-    """Answers those requests."""
+    """Executes the requests under ``/_fake/``."""
 
     def __init__(self, buckets: Buckets, faults: Faults, log: Log) -> None:
         self._buckets = buckets

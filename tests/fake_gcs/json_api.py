@@ -1,7 +1,6 @@
-"""The JSON API: which request does what to the buckets.
+"""The JSON API: routes requests to operations on the buckets.
 
-A request is answered at once, so that each is atomic. A client needs no part of the
-XML API for what it does through this one.
+Requests are executed without waiting, so each is atomic.
 """
 
 import base64
@@ -34,7 +33,7 @@ _TARGET: Final = "b/([^/]+)/o/([^/]+)"
 
 
 class JsonApi:
-    """Answers requests."""
+    """Executes requests of the JSON API."""
 
     def __init__(
         self,
@@ -43,13 +42,13 @@ class JsonApi:
         tokens: Tokens | None = None,
         ignored: Sequence[str] = (),
     ) -> None:
-        """Answers from buckets.
+        """Makes the API of some buckets.
 
         Args:
-            buckets: What it is about.
-            tokens: The bearer tokens of which every request has to show one, if any.
-            ignored: Patterns of the parameters that it ignores, as ``Request.without``
-                takes them.
+            buckets: The buckets.
+            tokens: Valid bearer tokens, one of which every request needs; None: no
+                authentication.
+            ignored: Patterns of the parameters to ignore; see ``Request.without``.
         """
         self._buckets = buckets
         self._tokens = tokens
@@ -134,7 +133,7 @@ class JsonApi:
             most=_page_size(request),
         )
         document: dict[str, object] = {"kind": "storage#objects"}
-        # what would be empty is left out, as the real ones do
+        # empty fields are omitted, as in the real storage
         if page.names:
             document["items"] = [
                 object_document(request.origin, bucket, name, found[name])
@@ -224,7 +223,7 @@ class JsonApi:
 
 
 def _patched(properties: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Properties as a client changes them: null removes, and metadata merge."""
+    """Returns properties after a patch: null removes one, and metadata are merged."""
     patched = {**properties, **{k: given[k] for k in PROPERTIES if k in given}}
     if given.get("metadata"):
         merged = {**properties.get("metadata", {}), **given["metadata"]}
@@ -233,7 +232,7 @@ def _patched(properties: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
 
 
 def _source(bucket: Bucket, asked: Mapping[str, Any]) -> StoredObject:
-    """One of the objects to compose."""
+    """Returns one of the objects to compose."""
     wanted = asked.get("objectPreconditions", {}).get("ifGenerationMatch")
     generation = asked.get("generation")
     return bucket.read(

@@ -1,4 +1,4 @@
-"""Bodies of several parts."""
+"""Multipart bodies."""
 
 import re
 from collections.abc import Mapping
@@ -34,17 +34,17 @@ def boundary(content_type: str) -> bytes:
 
 
 def parse_parts(body: Body, content_type: str) -> list[Part]:
-    """Returns the parts of a body, none of them copied.
+    """Returns the parts of a body, as views of it.
 
     Raises:
-        RefusedError: It is not what its type says.
+        RefusedError: The body is not a multipart body with that boundary.
     """
     line = b"--" + boundary(content_type)
     starts = [m.end() for m in re.finditer(re.escape(line) + rb"(?=\r?\n|--)", body)]
     if not starts:
         raise RefusedError(HTTPStatus.BAD_REQUEST, "expected parts, got none")
     ends = [start - len(line) for start in starts[1:]]
-    # the last one closes the body, and begins no part
+    # the last boundary closes the body
     return [
         _parse_part(body, start, end) for start, end in zip(starts, ends, strict=False)
     ]

@@ -1,7 +1,7 @@
-"""The server: connections on an event loop, with a request at a time on each.
+"""The server: connections on an event loop, each with one request at a time.
 
-One thread does all requests, and does each at once when it is there in full: so they
-are atomic, and nothing needs a lock.
+One thread executes all requests, each without waiting once it is received in full, so
+requests are atomic and no lock is needed.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ from tests.fake_gcs.outcomes import Outcome, outcome_of
 _logger = logging.getLogger(__name__)
 
 BACKLOG = 512
-"""Connections that wait to be accepted: a hundred clients may begin at once."""
+"""Backlog of connections, as a hundred clients may connect at the same time."""
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Returns a socket that takes connections; port 0: one that the system chooses."""
+    """Returns a listening socket; port 0: a port that the system chooses."""
     return socket.create_server((host, port), backlog=BACKLOG)
 
 
 def url_of(listener: socket.socket) -> str:
-    """Returns where clients find it."""
+    """Returns the URL for clients."""
     host, port = listener.getsockname()
     return f"http://{host}:{port}"
 
@@ -63,7 +63,7 @@ class Server:
         self._network = network
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serves the connections to a listening socket, until it is cancelled."""
+        """Accepts and serves connections until it is cancelled."""
         listener.setblocking(False)
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as connections:
@@ -109,7 +109,7 @@ class Server:
             raise EndedError("a fault ends the connection")
 
     async def _wait(self, connection: Connection, action: Action | None) -> None:
-        """Lets the time pass that comes before a request is done."""
+        """Waits for the latency, and for the delay of a fault."""
         seconds = self._network.latency_seconds
         if isinstance(action, Delay):
             seconds += action.seconds
@@ -122,7 +122,7 @@ class Server:
         try:
             return self._api.answer(request)
         except Exception as e:
-            # without an answer a bug of ours would look like a fault
+            # a bug of the emulator must not look like a fault
             _logger.exception(request.line)
             return self._api.refused(500, repr(e))
 

@@ -1,4 +1,4 @@
-"""The emulator as tests hold it."""
+"""The emulator for tests."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -8,7 +8,7 @@ from tests.fake_s3.s3_api import S3Api
 
 
 class FakeS3(Emulator):
-    """An S3 in memory, which listens while it is entered."""
+    """An S3 in memory; a context manager that listens inside its block."""
 
     def __init__(
         self,

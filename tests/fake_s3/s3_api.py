@@ -1,5 +1,7 @@
-"""The API of S3: which request does what to the buckets. Each is answered at once, so
-that it is atomic."""
+"""The API of S3: routes requests to operations on the buckets.
+
+Requests are executed without waiting, so each is atomic.
+"""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -33,7 +35,7 @@ _CODES: Final = {
 
 
 class S3Api:
-    """Answers requests for paths of a bucket, or of an object in it."""
+    """Executes requests on a bucket, or on an object in it."""
 
     def __init__(
         self, buckets: Buckets, *, conditional_methods: Collection[str]
@@ -119,7 +121,7 @@ def _listed(bucket: Bucket, page: Page) -> str:
 
 
 def etag(found: StoredObject) -> str:
-    """Returns what S3 calls the content of an object."""
+    """Returns the ETag of an object's content."""
     return f'"{hashlib.md5(found.content.data).hexdigest()}"'
 
 
@@ -171,7 +173,7 @@ def _check(headers: Mapping[str, str], found: StoredObject | None) -> None:
     """Checks the conditions of a request.
 
     Raises:
-        RefusedError: One does not hold.
+        RefusedError: A condition does not hold.
     """
     wanted, unwanted = headers.get("if-match"), headers.get("if-none-match")
     refuse = partial(RefusedError, HTTPStatus.PRECONDITION_FAILED)

@@ -332,6 +332,6 @@ def test_a_root_without_a_store_is_refused(
 @pytest.mark.parametrize(
     "direct", ["memory://", "/ckpts", "file://host/x", "gs://b", "", 5]
 )
-def test_an_unreachable_root_is_rejected(server: ServerProcess, direct: Any) -> None:
+def test_an_invalid_direct_root_is_rejected(server: ServerProcess, direct: Any) -> None:
     with pytest.raises(store.InvalidRequestError, match=r"direct: .*expected "):
         store.connect(server.address, direct=direct)

@@ -215,7 +215,9 @@ def test_one_more_save_costs_the_same_in_a_large_run(bucket: FaultyBucket) -> No
     assert small == large
 
 
-def test_uncommitted_slots_are_skipped_in_batches(bucket: FaultyBucket) -> None:
+def test_the_latest_step_skips_uncommitted_slots_with_few_calls(
+    bucket: FaultyBucket,
+) -> None:
     name = RunName("scale", "deleted")
 
     async def fill() -> None:

@@ -156,7 +156,7 @@ def test_a_server_is_rejected_until_its_certificate_is_right(
 
 
 @pytest.mark.usefixtures("_endless_patience")
-def test_every_server_of_a_list_has_a_certificate_for_the_first_name(
+def test_every_server_of_a_list_is_verified_by_the_first_name(
     setting: Setting,
 ) -> None:
     setting.served.replace(setting.authority.issue("named", "localhost"))

@@ -260,7 +260,7 @@ def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
     within(test)
 
 
-def test_a_bucket_of_another_project_is_rejected(gcs: FakeGcs, root: str) -> None:
+def test_a_bucket_that_denies_access_cannot_be_opened(gcs: FakeGcs, root: str) -> None:
     gcs.deny(BUCKET)
     try:
         with pytest.raises(StorageDeniedError, match=f"delete objects below {root}"):

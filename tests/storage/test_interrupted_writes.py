@@ -17,7 +17,7 @@ def write(root: Path, place: str, data: bytes) -> None:
     asyncio.run(main())
 
 
-def test_files_of_a_killed_write_are_not_reused(tmp_path: Path) -> None:
+def test_a_write_ignores_the_leftovers_of_a_killed_write(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/b.__lock").write_bytes(b"long" * 100)
 

@@ -1,4 +1,4 @@
-"""Certificates of a test's own authority, in files as operators keep them."""
+"""Certificates of an authority for tests, in PEM files."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Pair:
     key: Path
 
     def replace(self, other: Self) -> None:
-        """Puts another pair into these files, one after the other."""
+        """Replaces both files by those of another pair, one after the other."""
         for ours, theirs in (
             (self.certificate, other.certificate),
             (self.key, other.key),

@@ -38,7 +38,7 @@ def names(url: str) -> list[str]:
 
 @contextmanager
 def listening(command: Callable[[int], list[str]]) -> Iterator[str]:
-    """Starts an emulator with a bucket, and brings its URL."""
+    """Starts an emulator with a bucket; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""A server as operators run it: a process of its own."""
+"""A server in a separate process, as operators run it."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ START_SECONDS = 30
 
 
 class EndedError(Exception):
-    """The server ended before it took calls."""
+    """The server ended before it accepted calls."""
 
 
 class ServerProcess:
-    """``storectl serve`` over one root, on one port, through kills and restarts."""
+    """``storectl serve`` of one root, on the same port across kills and restarts."""
 
     def __init__(
         self, root: Path, directory: Path, *arguments: str, uri: str = ""
@@ -52,14 +52,14 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What it printed."""
+        """Output of the process."""
         return self._log.read_text()
 
     def start(self) -> None:
-        """Starts it and waits until it takes calls.
+        """Starts it and waits until it accepts calls.
 
         Raises:
-            EndedError: It did not come so far.
+            EndedError: It ended before.
         """
         self.launch()
         self.await_ready()
@@ -80,10 +80,10 @@ class ServerProcess:
             )
 
     def await_ready(self) -> None:
-        """Waits until it takes calls.
+        """Waits until it accepts calls.
 
         Raises:
-            EndedError: It did not come so far.
+            EndedError: It ended before.
         """
         assert self._process is not None
         deadline = time.monotonic() + START_SECONDS
@@ -110,6 +110,6 @@ class ServerProcess:
 
     def _end(self, number: int) -> int:
         assert self._process is not None
-        # for one that ended by itself this does nothing
+        # does nothing if it has already ended
         self._process.send_signal(number)
         return self.wait()

@@ -151,9 +151,9 @@ def gcs_root() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips, on a real bucket, what only an emulator can do."""
+    """Skips tests that need an emulator if a real bucket is given."""
     if GIVEN_BUCKET:
-        skip = pytest.mark.skip(reason="only the emulator fails, and tells, as asked")
+        skip = pytest.mark.skip(reason="needs the emulator's faults and its log")
         for item in items:
             if item.get_closest_marker("emulated"):
                 item.add_marker(skip)
@@ -161,7 +161,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def gcs() -> Iterator[FakeGcs]:
-    """A storage that the whole suite shares; where TensorStore finds it, and so do the
+    """An emulator that the whole suite shares; TensorStore uses it, here and in the
     processes that a test starts. For tests that are marked ``emulated``."""
     assert not GIVEN_BUCKET, "mark the test as emulated"
     patch = pytest.MonkeyPatch()

@@ -62,8 +62,8 @@ def restore_state(
         which: A step, "latest", or a tag.
         model: The model: a class, a factory (a callable without arguments), a module,
             or a state; modules and states may be abstract. Factories run under
-            ``nnx.eval_shape``. A class whose constructor takes a config, such as those
-            of EasyDeL, receives the saved config and dtypes. None returns a dict of
+            ``nnx.eval_shape``. A class whose constructor takes a config, as EasyDeL's
+            models do, receives the saved config and dtypes. None returns a dict of
             dicts and lists, with all leaves as they were saved.
         tx: The optimizer that the state was trained with.
         mesh: Mesh of any shape. None: the mesh of the model, else the sharding of each
@@ -76,11 +76,11 @@ def restore_state(
         cast: A floating-point dtype for the parameters (``graphstate``) and for the
             moments that ``tx`` keeps of them; a model given as a class gets it as
             ``param_dtype``. None: the saved dtypes.
-        missing: What to do with Variables that the checkpoint lacks, such as those of
-            LoRA: "error", or "init", which initialises them by the model. With "init" a
-            parameter may also have become a frozen Variable of ``graphother``, or vice
-            versa. If adapters wrap their layers, as EasyDeL's do, restore the model
-            without them, and apply them to it.
+        missing: What to do with Variables that the checkpoint lacks, such as LoRA
+            weights: "error", or "init", which initialises them by the model. With
+            "init" a parameter may also have become a frozen Variable of ``graphother``,
+            or vice versa. If adapters wrap their layers, as EasyDeL's do, restore the
+            model without them, and apply them to it.
         on_mismatch: What to do if the config, the structure or the optimizer differs
             from the saved one: "raise" a ``MismatchError``, or "log" a warning. The
             leaves must fit in any case.

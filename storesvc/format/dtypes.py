@@ -1,6 +1,6 @@
 """Element types: their names, and their ``data_type`` in zarr3 metadata.
 
-Names are those of NumPy or ml_dtypes. Elements of a type that zarr3 lacks are stored as
+Names come from NumPy or ml_dtypes. Elements of a type that zarr3 lacks are stored as
 raw bytes of the same size, and the array's attributes name the type; the manifest
 always has the true name.
 """

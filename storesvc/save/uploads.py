@@ -236,7 +236,7 @@ class Uploads:
     async def _compare(
         self, name: UploadName, record: pb.UploadRecord, writer: int, digests: bytes
     ) -> None:
-        """Rejects a writer whose leaf values differ from those of writer 0."""
+        """Rejects a writer whose leaf values differ from writer 0's values."""
         expected = await self._leaf_tables.values(name, record.values_digest)
         rows = differing_rows(expected, digests)
         if not rows:

@@ -181,7 +181,7 @@ def _signer(storage: Storage) -> "S3Store":
             f"root {storage.name}: a bucket on S3 needs {e.name}; pip install "
             "'storesvc[server,s3]'"
         ) from e
-    # obstore sends no requests but those of its search for credentials.
+    # obstore sends requests only to search for credentials.
     options: dict[str, Any] = {"retry_config": _SEARCH, "client_options": dict(_CLIENT)}
     if "endpoint" in storage.spec:
         options["endpoint"] = storage.spec["endpoint"]

@@ -1,8 +1,9 @@
-"""Lists of many checkpoints and runs, through a server over files.
+"""Measures lists of many checkpoints and runs, by a server of a store on files.
 
     python -m tests.bench.catalogue [--checkpoints 10000] [--runs 1000]
 
-The records are written as they lie; nothing else of a checkpoint is there.
+Only the records are written, directly to the files of the store. The checkpoints have
+no manifests and no data files.
 """
 
 import argparse
@@ -25,7 +26,8 @@ UPLOAD = "0123456789abcdef" * 2
 
 
 def records(checkpoints: int, runs: int) -> Iterator[tuple[str, bytes]]:
-    """Yields a run of many checkpoints and many runs of one: places and bytes."""
+    """Yields the places and bytes of the records: a run of many checkpoints, and many
+    runs of one checkpoint."""
     small = [RunName("many", f"run-{number:05d}") for number in range(runs)]
     for run in [LARGE, *small]:
         place = layout.run_record(run)
@@ -52,7 +54,7 @@ def seconds(task: Callable[[], object]) -> float:
 
 
 def measure(address: str) -> None:
-    """Prints the table."""
+    """Prints the seconds of each call."""
     with store.connect(address) as client:
         run = client.run(str(LARGE))
         tasks: dict[str, Callable[[], object]] = {
@@ -69,14 +71,14 @@ def measure(address: str) -> None:
 
 
 def main() -> None:
-    """Runs it."""
+    """Writes the records, and measures lists of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoints", type=int, default=10_000)
     parser.add_argument("--runs", type=int, default=1_000)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="storesvc-bench-") as directory:
         root = Path(directory) / "store"
-        store.connect(root.as_uri()).close()  # makes the store
+        store.connect(root.as_uri()).close()  # creates the store
         for place, data in records(arguments.checkpoints, arguments.runs):
             (root / place).parent.mkdir(parents=True, exist_ok=True)
             (root / place).write_bytes(data)

@@ -1,10 +1,10 @@
-"""One flipped bit in a checkpoint: who tells, and who returns it as good data.
+"""Flips one bit of a checkpoint, and counts which restores report the damage.
 
     python -m tests.bench.flips [--trials 20]
 
 Saves the same arrays with storesvc and with Orbax (its defaults), flips one bit at
-a random place of a random data file, restores, and puts the bit back; prints how
-often each told, returned the right data all the same, or returned wrong data.
+a random place of a random data file, restores, and restores the bit. Prints how often
+each library reported the damage, returned the right data, or returned wrong data.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TREE = {
 
 
 def trial(root: Path, restore: Callable[[], Any], rng: random.Random) -> str:
-    """Flips a bit below a root, restores, and mends it; returns what happened."""
+    """Flips a bit below a root, restores, and repairs the file; returns the outcome."""
     files = [f for f in root.rglob("*") if f.is_file() and f.stat().st_size > 2**16]
     file = rng.choice(files)
     position = rng.randrange(file.stat().st_size)
@@ -38,8 +38,8 @@ def trial(root: Path, restore: Callable[[], Any], rng: random.Random) -> str:
     file.write_bytes(flipped)
     try:
         back = restore()
-    except Exception:  # noqa: BLE001 - whatever a library raises, it told
-        return "told"
+    except Exception:  # noqa: BLE001 - any error reports the damage
+        return "reported"
     finally:
         file.write_bytes(original)
     same = all(TREE[k].tobytes() == np.asarray(back[k]).tobytes() for k in TREE)
@@ -47,12 +47,12 @@ def trial(root: Path, restore: Callable[[], Any], rng: random.Random) -> str:
 
 
 def main() -> None:
-    """Runs it."""
+    """Prints the outcomes of both libraries."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=20)
     trials = parser.parse_args().trials
     logging.disable()
-    outcomes = ("told", "harmless", "WRONG DATA")
+    outcomes = ("reported", "harmless", "WRONG DATA")
     print(f"{'one flipped bit':24}" + "".join(f"{o:>12}" for o in outcomes))
     with tempfile.TemporaryDirectory(prefix="storesvc-bench-") as directory:
         ours, theirs = Path(directory) / "storesvc", Path(directory) / "orbax"

@@ -1,11 +1,11 @@
-"""What it costs to look into checkpoints: a diff of many leaves, and a verification.
+"""Measures a diff of checkpoints of many leaves, and a verification.
 
     python -m tests.bench.inspections [--leaves 100000] [--mib 200]
 
-Prints the seconds of each, and for the verification the server's resident memory at
-rest and at the peak, beside the bound that the code states: reads in memory, each
-twice (ours, and TensorStore's copy), and what glibc is told to keep. The tables of a
-checkpoint of very many leaves come on top.
+Prints the seconds of each. For the verification it also prints the server's resident
+memory at rest and at its peak, and the bound that the code states: the reads in flight,
+each twice (the server's buffer and TensorStore's copy), and the free memory that glibc
+keeps. Tables of a checkpoint with very many leaves are not part of the bound.
 """
 
 import argparse
@@ -31,7 +31,8 @@ KEPT_MIB = 64
 
 
 def manifest_of(leaves: int, *, seed: int) -> Manifest:
-    """Returns a manifest of leaves of one chunk each, half of them as of any seed."""
+    """Returns a manifest of leaves with one chunk each; the seed changes half of
+    them."""
     tree = Tree(
         tuple(
             Leaf(
@@ -57,7 +58,8 @@ def manifest_of(leaves: int, *, seed: int) -> Manifest:
 
 
 def time_diff(leaves: int) -> None:
-    """Prints the seconds of comparisons, without and with manifests used before."""
+    """Prints the seconds of a first comparison, and of a second one of the same
+    manifests."""
     before, after = (manifest_of(leaves, seed=seed) for seed in (1, 2))
     for what in ("first", "again"):
         began = time.perf_counter()
@@ -67,7 +69,7 @@ def time_diff(leaves: int) -> None:
 
 
 def measure_verification(mib: int) -> None:
-    """Prints the seconds and the memory of a verification of so many MiB."""
+    """Prints the seconds and the memory of a verification of ``mib`` MiB."""
     with tempfile.TemporaryDirectory(prefix="storesvc-bench-") as directory:
         server = ServerProcess(Path(directory) / "store", Path(directory))
         server.start()
@@ -77,7 +79,7 @@ def measure_verification(mib: int) -> None:
             run.save(0, {str(n): leaf + np.uint8(n) for n in range(8)}).result()
             client.run("bench/small").save(0, {"x": leaf[:8]}).result()
         server.stop()
-        server.start()  # the save's memory is not to be counted
+        server.start()  # so that the memory of the save does not count
         with store.connect(server.address) as client:
             client.run("bench/small").verify()
             rest = resident(server.pid, "VmRSS")
@@ -95,7 +97,7 @@ def measure_verification(mib: int) -> None:
 
 
 def main() -> None:
-    """Runs it."""
+    """Measures both."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--leaves", type=int, default=100_000)
     parser.add_argument("--mib", type=int, default=200)

@@ -1,11 +1,14 @@
-"""The server's memory while a tree is saved and restored.
+"""Measures the server's memory while a tree is saved and restored.
 
     python -m tests.bench.memory [--gib 1] [--clients 4] [--bucket]
 
-Prints resident memory at rest and at the peak, beside the bound that the code states:
-what is kept on its way out; on its way into a bucket (the emulator's), the batches,
-each three times (its frames, these joined, and TensorStore's); and of each stream the
-message that is written or sent and the next one, each twice (ours, and gRPC's).
+Prints resident memory at rest and at its peak, and the bound that the code states:
+
+- the read buffer;
+- with an (emulated) bucket, the batches on their way into it, each three times: its
+  frames, the joined frames, and TensorStore's copy;
+- for each stream, the message that is being written or sent and the next one, each
+  twice: the server's buffer and gRPC's.
 """
 
 import argparse
@@ -58,7 +61,7 @@ def resident(pid: int, field: str) -> int:
 
 
 def work(address: str, what: str, gib: float, number: int) -> float:
-    """Saves or restores in a process of its own; returns the seconds it took."""
+    """Saves or restores in a new process; returns the seconds that it took."""
     client = subprocess.run(
         [sys.executable, "-c", CLIENT, address, what, str(gib), str(number)],
         capture_output=True,
@@ -85,7 +88,7 @@ def started(directory: Path, *, in_bucket: bool) -> Iterator[ServerProcess]:
 
 
 def main() -> None:
-    """Runs it."""
+    """Prints the memory and the seconds of saves and restores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--clients", type=int, default=1)

@@ -1,13 +1,14 @@
-"""Planning and rebuilding trees of many leaves, beside jax's own flattening.
+"""Measures planning and rebuilding of trees of many leaves, against jax's flattening.
 
     python -m tests.bench.trees [--leaves 100000] [--server | --rehearse]
 
-What a save does before its first byte, and a restore before and after its last one,
-for a module of many small parameters. The floor is ``tree_flatten_with_path`` of the
-same state. Nothing is sent. With --server: whole saves and restores of such a tree of
-host arrays, and the processor time and the memory of the server. With --rehearse: the
-seconds that ``save_state`` keeps its caller, with and without the rehearsal of the
-restore, and those of the rehearsal in the background.
+Measures, for a module of many small parameters, the work of a save before its first
+byte is sent, and of a restore before its first byte and after its last one. The floor
+is ``tree_flatten_with_path`` of the same state. Nothing is sent. With --server: whole
+saves and restores of such a tree of host arrays, and the processor time and the memory
+of the server. With --rehearse: the seconds until ``save_state`` returns, with and
+without the rehearsal of the restore, and the seconds of the rehearsal in the
+background.
 """
 
 import argparse
@@ -52,7 +53,7 @@ class Many(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Two parameters that share their arrays with all others: only names matter."""
+    """Two parameters, whose arrays all layers share: only the names matter."""
 
     KERNEL, BIAS = jnp.ones((2, 2)), jnp.ones(2)
 
@@ -116,8 +117,8 @@ def measure(leaves: int) -> dict[str, float]:
 
 
 def measure_rehearsal(leaves: int, rounds: int = 5) -> None:
-    """Prints what the rehearsal adds to the first save, and to later ones: seconds of
-    the clock, and of the processor in the thread that saves."""
+    """Prints what the rehearsal adds to the first save and to later saves: wall-clock
+    seconds, and CPU seconds of the thread that saves."""
     rows: dict[str, list[tuple[float, ...]]] = {"off": [], "warn": []}
     for _ in range(rounds):
         for rehearse, found in rows.items():
@@ -192,7 +193,7 @@ def layer(number: int) -> dict[str, Any]:
 def tasks_of(
     run: store.Run, layers: list[dict[str, Any]]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields what is measured, by name; changes the layers between saves."""
+    """Yields the measured tasks by name; changes the layers between saves."""
     yield "save", lambda: run.save(0, layers).result()
     yield "list leaves", lambda: run.open(0).leaves
     yield "restore like", lambda: run.restore(0, like=layers)
@@ -205,7 +206,8 @@ def tasks_of(
 
 
 def costs(pid: int, task: Callable[[], Any]) -> str:
-    """Returns seconds of the clock, of both processors, and the server's memory."""
+    """Returns wall-clock seconds, CPU seconds of client and server, and the server's
+    peak memory."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
     own, others = time.process_time(), processor_seconds(pid)
     seconds = timed(task)

@@ -13,7 +13,7 @@ def test_a_server_that_is_not_there_is_refused_before_anything_is_trained() -> N
 
 
 def test_a_store_that_others_serve_is_not_kept_here() -> None:
-    told = CliRunner().invoke(main, ["demo", "--store", "x:1", "--keep", "/nowhere"])
+    result = CliRunner().invoke(main, ["demo", "--store", "x:1", "--keep", "/nowhere"])
 
-    assert 2 == told.exit_code
-    assert "expected --keep or --store, not both" in told.stderr
+    assert 2 == result.exit_code
+    assert "expected --keep or --store, not both" in result.stderr

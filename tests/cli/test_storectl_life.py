@@ -45,7 +45,7 @@ def ask(server_address: str) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def tell(server_address: str) -> Callable[..., str]:
+def output(server_address: str) -> Callable[..., str]:
     """Returns what a command prints."""
     return lambda *arguments: printed(server_address, *arguments)
 
@@ -64,9 +64,9 @@ def steps(found: list[dict[str, Any]]) -> list[int]:
 
 
 def test_a_path_takes_a_tag_in_place_of_a_step(
-    saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
-    said = tell("tag", f"{saved.name}@20", "best")
+    said = output("tag", f"{saved.name}@20", "best")
 
     assert f"{saved.name}@best is step 20\n" == said
     assert 20 == ask("stat", f"{saved.name}@best")["step"]
@@ -74,18 +74,18 @@ def test_a_path_takes_a_tag_in_place_of_a_step(
     assert "params/w" == leaf["key"]
     (summary,) = ask("get", f"{saved.name}@best:**/w")
     assert 20 == summary["max"]
-    assert tell("tree", f"{saved.name}@best").startswith(f"{saved.name}@20 ")
-    assert tell("verify", f"{saved.name}@best").startswith(f"{saved.name}@20: ")
+    assert output("tree", f"{saved.name}@best").startswith(f"{saved.name}@20 ")
+    assert output("verify", f"{saved.name}@best").startswith(f"{saved.name}@20: ")
 
 
 def test_tags_are_listed_by_name_and_move(
-    saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
-    tell("tag", f"{saved.name}@10", "prod", "--protected")
-    tell("tag", f"{saved.name}@10", "best")
-    tell("tag", f"{saved.name}@latest", "best")
+    output("tag", f"{saved.name}@10", "prod", "--protected")
+    output("tag", f"{saved.name}@10", "best")
+    output("tag", f"{saved.name}@latest", "best")
 
-    header, best, prod = table(tell("tag", saved.name))
+    header, best, prod = table(output("tag", saved.name))
 
     assert ["TAG", "STEP", "SET", "PROTECTED"] == header
     assert ["best", "30", "no"] == [best[0], best[1], best[3]]
@@ -96,12 +96,12 @@ def test_tags_are_listed_by_name_and_move(
 
 
 def test_a_tag_is_deleted_by_its_name(
-    saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     for name in ("one", "two"):
-        tell("tag", f"{saved.name}@10", name)
+        output("tag", f"{saved.name}@10", name)
 
-    assert f"tag one of {saved.name} deleted\n" == tell(
+    assert f"tag one of {saved.name} deleted\n" == output(
         "tag", saved.name, "one", "--delete"
     )
     gone = ask("tag", saved.name, "two", "--delete")
@@ -112,7 +112,7 @@ def test_a_tag_is_deleted_by_its_name(
 
 def test_a_protected_tag_moves_with_its_etag_and_stays_protected(
     saved: store.Run,
-    tell: Callable[..., str],
+    output: Callable[..., str],
     ask: Callable[..., Any],
     refused: Callable[..., str],
 ) -> None:
@@ -121,7 +121,7 @@ def test_a_protected_tag_moves_with_its_etag_and_stays_protected(
 
     assert f"'storectl tag {name} --json' shows" in refused("tag", path, "prod")
     assert "--etag" in refused("tag", name, "prod", "--delete")
-    assert f"{name}@prod is step 20, protected\n" == tell(
+    assert f"{name}@prod is step 20, protected\n" == output(
         "tag", path, "prod", "--etag", etag
     )
     assert "it has changed since" in refused("tag", path, "prod", "--etag", etag)
@@ -133,9 +133,9 @@ def test_a_protected_tag_moves_with_its_etag_and_stays_protected(
 
 
 def test_an_absent_tag_is_an_error_that_names_similar_tags(
-    saved: store.Run, tell: Callable[..., str], refused: Callable[..., str]
+    saved: store.Run, output: Callable[..., str], refused: Callable[..., str]
 ) -> None:
-    tell("tag", f"{saved.name}@10", "best")
+    output("tag", f"{saved.name}@10", "best")
 
     for arguments in (
         ["stat", f"{saved.name}@bets"],
@@ -148,10 +148,10 @@ def test_an_absent_tag_is_an_error_that_names_similar_tags(
 
 
 def test_a_deleted_checkpoint_cannot_be_tagged_or_updated(
-    saved: store.Run, tell: Callable[..., str], refused: Callable[..., str]
+    saved: store.Run, output: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     path = f"{saved.name}@10"
-    tell("rm", path)
+    output("rm", path)
 
     assert "undelete it before" in refused("tag", path, "best")
     assert "undelete it before" in refused("update", path, "--pin")
@@ -184,13 +184,13 @@ def test_a_run_that_is_not_there_is_one_sentence(
 
 
 def test_update_sets_what_is_given_and_leaves_the_rest(
-    saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     path = f"{saved.name}@20"
-    tell("update", path, "--label", "stage=a=b c", "--label", "by=me", "--pin")
+    output("update", path, "--label", "stage=a=b c", "--label", "by=me", "--pin")
 
     both = ["--metric", "eval/loss=2.5", "--remove-label", "by", "--remove-label", "x"]
-    text = tell("update", path, *both)
+    text = output("update", path, *both)
 
     assert [
         [path],
@@ -220,11 +220,11 @@ def test_updates_at_once_lose_nothing(server_address: str, saved: store.Run) -> 
 
 
 def test_rm_prints_how_to_undelete_and_until_when(
-    saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     path = f"{saved.name}@20"
 
-    said = tell("rm", path, "--purge-delay", "12h")
+    said = output("rm", path, "--purge-delay", "12h")
 
     start, end = f"{path} deleted; until ", f": storectl undelete {path}\n"
     assert said.startswith(start)
@@ -232,7 +232,7 @@ def test_rm_prints_how_to_undelete_and_until_when(
     until = datetime.fromisoformat(said.removeprefix(start).removesuffix(end))
     assert abs(until - datetime.now(UTC) - timedelta(hours=12)) < timedelta(minutes=5)
     assert [30, 10] == steps(ask("ls", saved.name))
-    assert f"{path} undeleted\n" == tell("undelete", path)
+    assert f"{path} undeleted\n" == output("undelete", path)
     assert [30, 20, 10] == steps(ask("ls", saved.name))
 
 
@@ -267,16 +267,16 @@ def test_a_pinned_or_tagged_checkpoint_is_not_deleted(
 
 
 def test_deleted_ones_are_listed_with_their_times(
-    saved: store.Run, tell: Callable[..., str], server_address: str
+    saved: store.Run, output: Callable[..., str], server_address: str
 ) -> None:
     nothing = storectl(server_address, "ls", saved.name, "--deleted")
     assert ("", "storectl: no deleted checkpoints\n") == (
         nothing.stdout,
         nothing.stderr,
     )
-    tell("rm", f"{saved.name}@10", f"{saved.name}@20", "--purge-delay", "0s")
+    output("rm", f"{saved.name}@10", f"{saved.name}@20", "--purge-delay", "0s")
 
-    header, newest, oldest = table(tell("ls", saved.name, "--deleted"))
+    header, newest, oldest = table(output("ls", saved.name, "--deleted"))
 
     assert ["STEP", "DELETED", "PURGE", "SIZE", "METRICS", "LABELS"] == header
     assert ["20", "10"] == [newest[0], oldest[0]]
@@ -285,14 +285,14 @@ def test_deleted_ones_are_listed_with_their_times(
 
 def test_a_purge_is_permanent_and_frees_the_step(
     saved: store.Run,
-    tell: Callable[..., str],
+    output: Callable[..., str],
     ask: Callable[..., Any],
     refused: Callable[..., str],
 ) -> None:
     path = f"{saved.name}@20"
-    tell("rm", f"{saved.name}@10")
+    output("rm", f"{saved.name}@10")
 
-    assert f"{path} purged\n" == tell("rm", "--purge", path)
+    assert f"{path} purged\n" == output("rm", "--purge", path)
     (other,) = ask("rm", "--purge", "--yes", f"{saved.name}@10")
 
     assert [10, True] == [other["step"], other["purged"]]
@@ -352,14 +352,14 @@ def test_a_purge_asks_on_a_terminal(server_address: str, saved: store.Run) -> No
 
 
 def test_stat_shows_uid_tags_and_base_of_a_checkpoint(
-    saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     path = f"{saved.name}@20"
     saved.tags.set("good", 20)
     saved.tags.set("best", 20)
     saved.update(20, pinned=True, labels={"stage": "final"})
 
-    rows = dict(row for row in table(tell("stat", path))[1:])
+    rows = dict(row for row in table(output("stat", path))[1:])
     found = ask("stat", path)
 
     assert ["best, good", "yes", "stage=final", "loss=2.8"] == [
@@ -374,12 +374,12 @@ def test_stat_shows_uid_tags_and_base_of_a_checkpoint(
 
 
 def test_stat_shows_a_deleted_checkpoint_too(
-    saved: store.Run, tell: Callable[..., str], ask: Callable[..., Any]
+    saved: store.Run, output: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     path = f"{saved.name}@20"
-    tell("rm", path)
+    output("rm", path)
 
-    rows = table(tell("stat", path))
+    rows = table(output("stat", path))
     found = ask("stat", path)
 
     assert {"deleted", "purge"} < {row[0] for row in rows}
@@ -393,14 +393,14 @@ def test_stat_shows_a_deleted_checkpoint_too(
 def test_live_uploads_are_listed_and_aborted(
     server_address: str,
     saved: store.Run,
-    tell: Callable[..., str],
+    output: Callable[..., str],
     ask: Callable[..., Any],
     refused: Callable[..., str],
 ) -> None:
     writer = Writer(server_address, saved.name, 40, writers=2)
     upload = writer.begin(owner="host a").name.rpartition("/")[2]
 
-    header, row = table(tell("uploads", saved.name))
+    header, row = table(output("uploads", saved.name))
     (found,) = ask("uploads", saved.name)
 
     titles = ["UPLOAD", "STEP", "BEGAN", "RENEWED", "WRITERS", "WAITS FOR", "OWNER"]
@@ -409,7 +409,7 @@ def test_live_uploads_are_listed_and_aborted(
     assert [0, 1] == found["unfinished_writers"]
     assert [upload, "live", "600s"] == [found[k] for k in ("id", "state", "lease")]
     abort = ["uploads", saved.name, "--abort", upload]
-    assert f"upload {upload} of {saved.name}@40 aborted\n" == tell(*abort)
+    assert f"upload {upload} of {saved.name}@40 aborted\n" == output(*abort)
     assert "has already ended" in refused(*abort)
     assert [] == ask("uploads", saved.name)
 
@@ -417,7 +417,7 @@ def test_live_uploads_are_listed_and_aborted(
 def test_uploads_of_all_runs_are_listed_even_of_those_without_a_checkpoint(
     server_address: str,
     saved: store.Run,
-    tell: Callable[..., str],
+    output: Callable[..., str],
     ask: Callable[..., Any],
 ) -> None:
     namespace = f"uploads-{uuid.uuid4().hex[:8]}"
@@ -426,7 +426,7 @@ def test_uploads_of_all_runs_are_listed_even_of_those_without_a_checkpoint(
         writer = Writer(server_address, name, 40)
         began[name] = writer.begin().name.rpartition("/")[2]
 
-    header, first, second = table(tell("uploads", namespace))
+    header, first, second = table(output("uploads", namespace))
     everywhere = {found["run"]: found["id"] for found in ask("uploads")}
 
     assert ["RUN", "UPLOAD", "STEP"] == header[:3]
@@ -442,12 +442,12 @@ def test_uploads_of_all_runs_are_listed_even_of_those_without_a_checkpoint(
 
 
 def test_du_shows_a_run_whose_first_save_is_in_progress(
-    server_address: str, tell: Callable[..., str], ask: Callable[..., Any]
+    server_address: str, output: Callable[..., str], ask: Callable[..., Any]
 ) -> None:
     namespace = f"uploads-{uuid.uuid4().hex[:8]}"
     Writer(server_address, f"{namespace}/first", 1).begin()
 
-    header, row = table(tell("du", namespace))
+    header, row = table(output("du", namespace))
 
     assert ["RUN", "CHECKPOINTS", "UPLOADS"] == header[:3]
     assert [f"{namespace}/first", "0", "1"] == row[:3]

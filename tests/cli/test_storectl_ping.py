@@ -15,12 +15,12 @@ from tests.support.server_process import ServerProcess
 
 
 def test_ping_prints_what_a_server_serves(server: ServerProcess) -> None:
-    told = document(server.address, "ping")
+    answer = document(server.address, "ping")
 
-    assert {"store_uid", "version"} == told.keys()
-    assert storesvc.__version__ == told["version"]
+    assert {"store_uid", "version"} == answer.keys()
+    assert storesvc.__version__ == answer["version"]
     assert (
-        f"{server.address}: store {told['store_uid']}, storesvc {told['version']}\n"
+        f"{server.address}: store {answer['store_uid']}, storesvc {answer['version']}\n"
         == printed(server.address, "ping")
     )
 
@@ -48,7 +48,7 @@ def test_ctrl_c_ends_a_command_in_a_sentence() -> None:
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             connection, _ = silent.accept()
             process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=60)
         connection.close()
 
-    assert (130, "storectl: interrupted\n") == (process.returncode, told)
+    assert (130, "storectl: interrupted\n") == (process.returncode, errors)

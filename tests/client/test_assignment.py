@@ -32,7 +32,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], int, Held]:
 
 
 @given(layouts())
-def test_a_process_holds_every_chunk_and_chunks_are_not_too_large(
+def test_every_chunk_has_a_holder_and_a_bounded_size(
     layout: tuple[tuple[int, ...], int, Held],
 ) -> None:
     shape, itemsize, held = layout
@@ -65,7 +65,7 @@ def held_by_hand(held: Held, region: Sequence[tuple[int, int]]) -> frozenset[int
     return found
 
 
-def test_large_shards_are_cut_and_small_ones_taken_together_within_a_process() -> None:
+def test_large_shards_are_split_and_small_ones_merged_per_process() -> None:
     pairs = tuple(frozenset({n // 2}) for n in range(8))
 
     large = shared_chunk_shape(
@@ -81,7 +81,7 @@ def test_large_shards_are_cut_and_small_ones_taken_together_within_a_process() -
     assert (256, 1024) == small
 
 
-def test_where_one_process_holds_all_chunks_are_those_of_a_save_by_one() -> None:
+def test_one_holder_of_all_shards_gets_the_chunks_of_a_single_process_save() -> None:
     alone = (frozenset({0}),) * 4
     for shard in ((64, 1024), (4096, 1024), (1000, 777)):
         held = Held(shard_shape=shard, counts=(4, 1), holders=alone)
@@ -111,7 +111,9 @@ def test_each_chunk_has_a_writer_that_holds_it(
 
 
 @given(st.lists(st.integers(1, 16 * MIB), max_size=200), st.integers(1, 8))
-def test_what_all_hold_is_written_by_all_alike(sizes: list[int], count: int) -> None:
+def test_replicated_chunks_are_spread_evenly_over_the_writers(
+    sizes: list[int], count: int
+) -> None:
     everyone = frozenset(range(count))
 
     writers = assigned([everyone] * len(sizes), sizes, count=count)
@@ -120,7 +122,7 @@ def test_what_all_hold_is_written_by_all_alike(sizes: list[int], count: int) -> 
     assert load.max() - load.min() <= SLACK_BYTES + max(sizes, default=0)
 
 
-def test_who_must_write_more_is_spared_what_others_hold_too() -> None:
+def test_busy_writers_get_fewer_replicated_chunks() -> None:
     holders = [frozenset({0}), *[frozenset({0, 1})] * 4]
 
     writers = assigned(holders, [40 * MIB, *[8 * MIB] * 4], count=2)

@@ -71,7 +71,7 @@ def leaves_and_regions(
 
 @settings(max_examples=examples(300), deadline=None)
 @given(leaves_and_regions(), st.integers(1, 40))
-def test_every_region_gets_its_elements_whichever_way_chunks_come(
+def test_every_region_gets_its_elements_in_any_order_of_chunks(
     drawn: tuple[tuple[int, ...], tuple[int, ...], list[Region]], piece: int
 ) -> None:
     shape, chunk_shape, regions = drawn
@@ -111,7 +111,7 @@ def test_every_region_gets_its_elements_whichever_way_chunks_come(
             assert np.array_equal(expected, array)
 
 
-def test_a_chunk_of_several_shards_is_one_run_where_they_follow_each_other() -> None:
+def test_a_chunk_of_adjacent_shards_is_one_contiguous_range() -> None:
     grid = Grid((64, 32), (64, 32), 4)
     shards = [((n, n + 8), (0, 32)) for n in range(0, 64, 8)]
 
@@ -120,7 +120,7 @@ def test_a_chunk_of_several_shards_is_one_run_where_they_follow_each_other() -> 
     assert isinstance(goal.goes, Run)
 
 
-def test_shards_lie_apart_where_xla_would_copy_them_for_want_of_alignment() -> None:
+def test_shards_are_padded_to_the_alignment_of_xla() -> None:
     grid = Grid((2, 100_001), (2, 100_001), 1)
 
     (group,) = lay_out(grid, [((0, 1), (0, 100_001)), ((1, 2), (0, 100_001))]).groups
@@ -129,7 +129,7 @@ def test_shards_lie_apart_where_xla_would_copy_them_for_want_of_alignment() -> N
     assert 2 == len(group.slabs)
 
 
-def test_large_regions_are_handed_over_each_for_itself() -> None:
+def test_large_regions_are_handed_over_one_by_one() -> None:
     grid = Grid((8, 40 << 20), (1, 1 << 20), 1)
     regions = [((n, n + 1), (0, 40 << 20)) for n in range(8)]
 

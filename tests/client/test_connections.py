@@ -72,7 +72,7 @@ def relay(address: str, *, resets: int) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("resets", [0, 1, 2])
-def test_a_call_outlasts_connections_that_are_reset_at_once(
+def test_a_call_survives_connections_that_are_reset_at_once(
     server_address: str, resets: int
 ) -> None:
     with (
@@ -82,7 +82,7 @@ def test_a_call_outlasts_connections_that_are_reset_at_once(
         assert client.info().store_uid
 
 
-def test_each_channel_has_a_socket_of_its_own_and_all_end_with_it(
+def test_each_channel_has_its_own_socket_until_the_connection_closes(
     server_address: str,
 ) -> None:
     port = server_address.rpartition(":")[2]
@@ -103,7 +103,7 @@ def test_each_channel_has_a_socket_of_its_own_and_all_end_with_it(
     assert channels == opened.channels(4)
 
 
-def test_an_embedded_store_has_them_too() -> None:
+def test_an_embedded_store_has_channels_too() -> None:
     opened = connection("memory://")
 
     assert 1 == len({ask(channel) for channel in opened.channels(2)})

@@ -71,7 +71,7 @@ READS: dict[str, tuple[Callable[[], Answers], type[store.StoreError], str]] = {
 
 @pytest.mark.usefixtures("bounded_memory")
 @pytest.mark.parametrize("case", READS)
-def test_what_no_server_means_is_a_typed_error_of_a_read(case: str) -> None:
+def test_a_malformed_response_to_a_read_is_a_typed_error(case: str) -> None:
     answers, error, said = READS[case]
     with (
         malicious(answers()) as address,
@@ -82,7 +82,7 @@ def test_what_no_server_means_is_a_typed_error_of_a_read(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "namespaces/../runs/x\x1b[2J/checkpoints/1"])
-def test_a_name_that_no_store_holds_is_data_loss(name: str) -> None:
+def test_an_invalid_checkpoint_name_in_a_response_is_data_loss(name: str) -> None:
     with (
         malicious(Answers(changes={"name": name})) as address,
         store.connect(address) as client,
@@ -93,7 +93,7 @@ def test_a_name_that_no_store_holds_is_data_loss(name: str) -> None:
     assert "\x1b" not in str(caught.value)
 
 
-def test_a_page_that_refers_to_itself_ends_a_list() -> None:
+def test_a_repeated_page_token_ends_a_list() -> None:
     with (
         malicious(Answers(page_token="again")) as address,
         store.connect(address) as client,

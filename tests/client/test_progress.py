@@ -1,4 +1,4 @@
-"""Saves and restores tell how far they are, and in the end what took how long."""
+"""Saves and restores report their progress, and finally the timings of each part."""
 
 import io
 import math
@@ -32,8 +32,7 @@ RESTORE_PHASES = {"plan", "read", "verify", "place", "rebuild"}
 def client(
     request: pytest.FixtureRequest, server: ServerProcess, tmp_path: Path
 ) -> Iterator[store.Client]:
-    """A client that reads and writes files by itself, or one that leaves it to a
-    server."""
+    """A client in direct mode, or one that streams through a server."""
     is_direct = request.param == "direct"
     with store.connect(tmp_path.as_uri() if is_direct else server.address) as client:
         yield client
@@ -41,12 +40,12 @@ def client(
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has every chunk told of."""
+    """Makes every chunk report progress."""
     monkeypatch.setattr(_progress, "INTERVAL_SECONDS", 0.0)
 
 
 def the_state() -> dict[str, Any]:
-    """Some leaves of a chunk each, and many that share a read."""
+    """Returns large leaves of one chunk each, and many small ones that share a read."""
     return {
         "large": [jnp.arange(MiB, dtype=jnp.float32) + n for n in range(4)],
         "small": {f"{n:03}": np.full(16, n, np.float32) for n in range(200)},
@@ -54,13 +53,13 @@ def the_state() -> dict[str, Any]:
 
 
 def stored_bytes(leaf: store.LeafInfo) -> int:
-    """Returns what the chunks of a leaf take, with a checksum each."""
+    """Returns the stored bytes of a leaf: its chunks, with a checksum each."""
     elements = math.prod(leaf.chunk_shape)
     return leaf.chunk_count * (elements * np.dtype(leaf.dtype).itemsize + 4)
 
 
 def check(news: list[store.Progress], *, what: str, name: str) -> None:
-    """Checks what is told of anything that ends well."""
+    """Checks the progress that a successful save or restore reported."""
     assert {(what, name, news[-1].total_bytes)} == {
         (one.what, one.name, one.total_bytes) for one in news
     }
@@ -78,7 +77,7 @@ def check_timings(timings: Mapping[str, float], seconds: float) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_save_tells_how_far_it_is(run: store.Run) -> None:
+def test_a_save_reports_its_progress(run: store.Run) -> None:
     news: list[store.Progress] = []
 
     report = run.save(1, the_state(), progress=news.append).report()
@@ -91,7 +90,7 @@ def test_a_save_tells_how_far_it_is(run: store.Run) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_is_reused_counts_as_done(run: store.Run) -> None:
+def test_reused_chunks_count_as_done(run: store.Run) -> None:
     state = the_state()
     news: list[store.Progress] = []
     run.save(1, state).result()
@@ -105,7 +104,7 @@ def test_what_is_reused_counts_as_done(run: store.Run) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_the_store_is_asked_for_and_holds_counts_as_done(
+def test_chunks_found_in_the_store_count_as_done(
     client: store.Client, run: store.Run
 ) -> None:
     news: list[store.Progress] = []
@@ -119,7 +118,7 @@ def test_what_the_store_is_asked_for_and_holds_counts_as_done(
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_restore_tells_how_far_it_is(run: store.Run) -> None:
+def test_a_restore_reports_its_progress(run: store.Run) -> None:
     run.save(1, the_state()).result()
     opened = run.open(1)
     news: list[store.Progress] = []
@@ -132,7 +131,7 @@ def test_a_restore_tells_how_far_it_is(run: store.Run) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_selective_restore_expects_only_what_it_reads(run: store.Run) -> None:
+def test_a_selective_restore_counts_only_selected_bytes(run: store.Run) -> None:
     run.save(1, the_state()).result()
     news: list[store.Progress] = []
 
@@ -143,7 +142,7 @@ def test_a_selective_restore_expects_only_what_it_reads(run: store.Run) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_a_callback_raises_ends_a_restore(run: store.Run) -> None:
+def test_an_error_of_a_callback_ends_a_restore(run: store.Run) -> None:
     run.save(1, the_state()).result()
     opened, news = run.open(1), list[store.Progress]()
 
@@ -159,7 +158,7 @@ def test_what_a_callback_raises_ends_a_restore(run: store.Run) -> None:
     assert 7.0 == opened.restore()["small"]["007"][0]
 
 
-def test_what_a_callback_raises_at_the_end_ends_a_restore_too(run: store.Run) -> None:
+def test_an_error_of_the_last_callback_fails_a_restore(run: store.Run) -> None:
     run.save(1, {"x": np.ones(3)}).result()
 
     def broken(progress: store.Progress) -> None:
@@ -171,7 +170,7 @@ def test_what_a_callback_raises_at_the_end_ends_a_restore_too(run: store.Run) ->
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_a_callback_raises_is_told_once_the_save_is_committed(
+def test_an_error_of_a_callback_is_raised_after_the_commit(
     run: store.Run,
 ) -> None:
     news: list[store.Progress] = []
@@ -190,7 +189,7 @@ def test_what_a_callback_raises_is_told_once_the_save_is_committed(
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_a_callback_raised_unseen_is_raised_by_the_next_call(
+def test_an_unseen_error_of_a_callback_is_raised_by_the_next_call(
     run: store.Run,
 ) -> None:
     def broken(_: store.Progress) -> None:
@@ -203,7 +202,7 @@ def test_what_a_callback_raised_unseen_is_raised_by_the_next_call(
     assert 2 == run.save(2, the_state()).result().step
 
 
-def test_a_save_that_fails_has_a_last_word(run: store.Run) -> None:
+def test_a_failed_save_calls_the_callback_a_last_time(run: store.Run) -> None:
     run.save(1, {"x": np.ones(3)}).result()
     news: list[store.Progress] = []
 
@@ -231,7 +230,7 @@ def test_a_callback_is_called_by_one_thread_at_a_time(run: store.Run) -> None:
     assert [] == overlaps
 
 
-def test_the_report_of_a_save_tells_what_took_how_long(run: store.Run) -> None:
+def test_the_report_of_a_save_has_the_timings(run: store.Run) -> None:
     report = run.save(1, the_state()).report()
 
     check_timings(report.timings, report.seconds)
@@ -240,7 +239,7 @@ def test_the_report_of_a_save_tells_what_took_how_long(run: store.Run) -> None:
     assert any(way <= report.timings.keys() for way in ways)
 
 
-def test_the_report_of_a_restore_tells_what_took_how_long(run: store.Run) -> None:
+def test_the_report_of_a_restore_has_the_timings(run: store.Run) -> None:
     run.save(1, the_state()).result()
     opened = run.open(1)
     assert opened.report is None
@@ -275,7 +274,7 @@ def test_the_server_logs_bytes_and_seconds_of_each_stream_and_commit(
 
 
 class Clock:
-    """A clock that stands until it is told."""
+    """A clock that changes only when a test sets its seconds."""
 
     def __init__(self) -> None:
         self.seconds = 100.0
@@ -284,7 +283,7 @@ class Clock:
         return self.seconds
 
 
-def test_a_meter_tells_ten_times_a_second_at_most() -> None:
+def test_a_meter_reports_at_most_ten_times_a_second() -> None:
     clock, news = Clock(), list[store.Progress]()
     meter = Meter("save", "a/b@1", news.append, clock=clock)
 
@@ -297,7 +296,7 @@ def test_a_meter_tells_ten_times_a_second_at_most() -> None:
     assert [*range(4, 101, 4), 100] == [one.done_bytes for one in news]
 
 
-def test_a_meter_names_what_has_been_under_way_the_longest() -> None:
+def test_a_meter_names_the_longest_running_part() -> None:
     clock, news = Clock(), list[store.Progress]()
     meter = Meter("save", "a/b@1", news.append, clock=clock)
     meter.total_bytes = 4
@@ -345,7 +344,7 @@ def test_a_terminal_gets_a_bar_for_each_save_and_restore(
         assert full[-1].startswith(f"{what} {run.name}@1: 100%|")
 
 
-def test_what_is_no_terminal_gets_no_bar(
+def test_no_bar_is_shown_without_a_terminal(
     run: store.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = io.StringIO()

@@ -31,27 +31,27 @@ class JointCalls:
                     raise self._error
 
 
-def test_a_call_that_a_stopping_server_kept_for_long_is_repeated() -> None:
+def test_a_call_that_a_stopping_server_held_is_retried() -> None:
     calls = JointCalls(UnavailableError("the server stops"), fail=1, seconds=0.3)
     calls.make()
     assert 2 == calls.made
 
 
-def test_what_stays_unavailable_is_told_in_the_end() -> None:
+def test_an_unavailable_server_is_reported_after_the_retries() -> None:
     calls = JointCalls(UnavailableError("there is none"), fail=1_000_000)
     with pytest.raises(UnavailableError):
         calls.make()
     assert calls.made > 1
 
 
-def test_what_another_attempt_cannot_mend_is_told_at_once() -> None:
+def test_a_permanent_error_is_raised_at_once() -> None:
     calls = JointCalls(ValueError("wrong"), fail=1)
     with pytest.raises(ValueError, match="wrong"):
         calls.make()
     assert 1 == calls.made
 
 
-def test_what_a_deadline_cuts_off_hides_no_cause(
+def test_a_deadline_error_names_the_cause_of_the_retries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 60)
@@ -67,7 +67,7 @@ def test_what_a_deadline_cuts_off_hides_no_cause(
     assert "did not answer in time" == made[-1]
 
 
-def test_a_server_without_room_is_asked_again_for_longer_than_one_that_is_away(
+def test_resource_exhaustion_is_retried_longer_than_unavailability(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 0.0)
@@ -78,7 +78,7 @@ def test_a_server_without_room_is_asked_again_for_longer_than_one_that_is_away(
     assert time.monotonic() - began >= 0.4
 
 
-def test_a_server_that_stays_without_room_fails_the_call_in_the_end(
+def test_lasting_resource_exhaustion_fails_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retry, "BUSY_SECONDS", 0.3)
@@ -94,7 +94,7 @@ def test_a_server_that_stays_without_room_fails_the_call_in_the_end(
         LimitError("full", reason="STORAGE_FULL", retry_seconds=60.0),
     ],
 )
-def test_a_limit_that_time_alone_does_not_lift_is_not_retried(
+def test_a_permanent_limit_is_not_retried(
     error: LimitError,
 ) -> None:
     calls = JointCalls(error, fail=1)

@@ -54,7 +54,7 @@ def test_an_array_may_be_overwritten_as_soon_as_save_returns(run: store.Run) -> 
     assert np.array_equal(np.arange(2**20), back)
 
 
-def test_metrics_and_labels_come_with_the_checkpoint(run: store.Run) -> None:
+def test_metrics_and_labels_are_stored_with_the_checkpoint(run: store.Run) -> None:
     run.save(1, {"x": 1}, metrics={"loss": np.float32(2.5)}, labels={"by": "me"})
     run.wait()
 
@@ -92,7 +92,7 @@ def test_the_error_of_a_save_surfaces_when_the_client_closes(
         client.close()
 
 
-def test_an_interrupted_wait_has_not_seen_the_end(run: store.Run) -> None:
+def test_an_interrupted_wait_leaves_the_error_unseen(run: store.Run) -> None:
     run.save(1, {"x": 1}).result()
     save = run.save(1, {"x": 1})
     with pytest.raises((TimeoutError, store.AlreadyExistsError)) as caught:
@@ -102,7 +102,7 @@ def test_an_interrupted_wait_has_not_seen_the_end(run: store.Run) -> None:
             run.wait()
 
 
-def test_the_failure_of_one_run_leaves_the_saves_of_others(
+def test_a_failed_save_does_not_affect_other_runs(
     server_address: str,
 ) -> None:
     client = store.connect(server_address)
@@ -125,7 +125,7 @@ client.run("tests/leave").save(1, {"x": np.zeros(2**24, np.uint8)})
 
 
 @pytest.mark.slow
-def test_a_save_ends_before_its_process_does(tmp_path: Path) -> None:
+def test_a_process_waits_for_its_saves_before_it_exits(tmp_path: Path) -> None:
     target = tmp_path.as_uri()
     ran = subprocess.run(
         [sys.executable, "-c", LEAVING, target],
@@ -147,7 +147,7 @@ def test_a_save_ends_before_its_process_does(tmp_path: Path) -> None:
     assert 1 == ran.stderr.count("\n")
 
 
-def test_a_closed_client_says_so(server_address: str) -> None:
+def test_a_closed_client_rejects_calls(server_address: str) -> None:
     client = store.connect(server_address)
     run = client.run("tests/closed")
     client.close()
@@ -194,7 +194,7 @@ def test_a_closed_client_says_so(server_address: str) -> None:
     ],
     ids=ascii,
 )
-def test_a_bad_argument_of_save_is_refused_at_once(
+def test_a_bad_argument_of_save_is_rejected_at_once(
     run: store.Run, arguments: dict[str, Any]
 ) -> None:
     save: Any = run.save
@@ -205,12 +205,12 @@ def test_a_bad_argument_of_save_is_refused_at_once(
     assert [] == list(run.uploads.list())
 
 
-def test_the_bound_of_a_step_is_told(run: store.Run) -> None:
+def test_a_step_out_of_range_is_rejected_with_its_bound(run: store.Run) -> None:
     with pytest.raises(store.InvalidRequestError, match=r"\[0, 2\^63 - 1\], got 9223"):
         run.save(2**63, {"x": 1})
 
 
-def test_metrics_and_labels_may_be_as_many_and_as_long_as_the_contract_says(
+def test_metrics_and_labels_may_reach_their_limits(
     run: store.Run,
 ) -> None:
     labels = {f"{n:03d}" + "é" * 126: "é" * 128 for n in range(64)}
@@ -221,7 +221,7 @@ def test_metrics_and_labels_may_be_as_many_and_as_long_as_the_contract_says(
     assert (labels, metrics) == (saved.labels, saved.metrics)
 
 
-def test_a_client_closes_whatever_a_save_failed_with(server_address: str) -> None:
+def test_a_client_closes_after_any_failure_of_a_save(server_address: str) -> None:
     client = store.connect(server_address)
     broken = client.run("tests/close-broken")
     failed = Future[Any]()
@@ -274,7 +274,7 @@ def test_an_upload_that_is_not_there_is_not_found(run: store.Run, exists: bool) 
     assert "UPLOAD_NOT_FOUND" == found.value.reason
 
 
-def test_what_only_a_newer_server_knows_is_unknown() -> None:
+def test_enum_values_of_a_newer_server_are_unknown() -> None:
     upload = upload_api.Upload(name=f"namespaces/a/runs/b/uploads/{'0' * 32}")
     upload.state = NEWER
     found = api.Checkpoint(name="namespaces/a/runs/b/checkpoints/1")
@@ -293,7 +293,7 @@ def test_what_only_a_newer_server_knows_is_unknown() -> None:
     assert "unknown" == LeafInfo.from_row(leaf, leaf.grid).kind
 
 
-def test_a_restore_in_a_context_of_wide_types_keeps_them(run: store.Run) -> None:
+def test_a_restore_with_x64_enabled_keeps_wide_types(run: store.Run) -> None:
     values = 2**40 + np.arange(4)
     run.save(0, {"x": values}).result()
     like = {"x": jax.ShapeDtypeStruct((4,), np.int64)}
@@ -316,7 +316,7 @@ def test_a_restore_keeps_the_kind_of_memory(run: store.Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_restore_goes_on_at_a_restarted_server(
+def test_a_restore_continues_at_a_restarted_server(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     server = start_server()
@@ -332,7 +332,7 @@ def test_a_restore_goes_on_at_a_restarted_server(
             later.join()
 
 
-def test_an_error_that_was_seen_does_not_come_again(run: store.Run) -> None:
+def test_an_error_is_raised_once(run: store.Run) -> None:
     run.save(1, {"x": 1}).result()
     save = run.save(1, {"x": 1})
     with pytest.raises(store.AlreadyExistsError):
@@ -419,7 +419,7 @@ def test_a_restore_lists_every_difference_at_once(run: store.Run) -> None:
     assert "'same'" not in message
 
 
-def test_what_jax_would_narrow_is_refused(run: store.Run) -> None:
+def test_a_dtype_that_jax_would_narrow_is_rejected(run: store.Run) -> None:
     run.save(0, {"x": np.zeros(3, np.int64)}).result()
     like = {"x": jax.ShapeDtypeStruct((3,), np.int64)}
 
@@ -427,14 +427,14 @@ def test_what_jax_would_narrow_is_refused(run: store.Run) -> None:
         run.restore(0, like=like)
 
 
-def test_a_leaf_that_is_not_there_is_named(run: store.Run) -> None:
+def test_a_missing_leaf_is_named(run: store.Run) -> None:
     run.save(0, {"x": 1}).result()
 
     with pytest.raises(store.NotFoundError, match="no leaf 'y'"):
         list(run.open(0).read(["x", "y"]))
 
 
-def test_no_server_is_one_sentence_with_the_address() -> None:
+def test_a_missing_server_is_reported_in_one_sentence_with_the_address() -> None:
     began = time.monotonic()
 
     with pytest.raises(ConnectionError) as caught:
@@ -448,7 +448,7 @@ def test_no_server_is_one_sentence_with_the_address() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_never_answers_is_told_within_the_deadline() -> None:
+def test_a_server_that_never_answers_is_reported_within_the_deadline() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -460,7 +460,7 @@ def test_a_server_that_never_answers_is_told_within_the_deadline() -> None:
 
 
 @pytest.mark.slow
-def test_a_save_whose_server_is_gone_says_so(
+def test_a_save_without_a_server_is_unavailable(
     start_server: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 1.0)
@@ -492,13 +492,13 @@ def test_a_save_whose_server_is_gone_says_so(
         "gs://bucket/a?concurrency=3&concurrency=4",
     ],
 )
-def test_a_target_that_cannot_be_is_refused(target: str) -> None:
+def test_an_invalid_target_is_rejected(target: str) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected"):
         store.connect(target)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, True, "5", None])
-def test_a_timeout_that_cannot_be_is_refused(server_address: str, timeout: Any) -> None:
+def test_an_invalid_timeout_is_rejected(server_address: str, timeout: Any) -> None:
     wrong = r"^connect: timeout=: expected a timedelta or seconds "
     got = f"got {re.escape(repr(timeout))}$"
     with pytest.raises(store.InvalidRequestError, match=f"{wrong}.*{got}"):
@@ -512,7 +512,7 @@ def test_a_timeout_that_cannot_be_is_refused(server_address: str, timeout: Any) 
 @pytest.mark.parametrize(
     "target", ["gs://bucket/a", "s3://bucket/a", "file:///a", "memory://"]
 )
-def test_what_secures_a_connection_is_refused_where_a_root_needs_none(
+def test_tls_options_are_rejected_with_an_embedded_store(
     target: str, given: dict[str, Any]
 ) -> None:
     names = ", ".join(f"{name}=" for name in given)
@@ -523,12 +523,12 @@ def test_what_secures_a_connection_is_refused_where_a_root_needs_none(
 
 
 @pytest.mark.parametrize("name", ["", "run", "a/b/c", "A/b", "../b"])
-def test_a_run_name_that_cannot_be_is_refused(client: store.Client, name: str) -> None:
+def test_an_invalid_run_name_is_rejected(client: store.Client, name: str) -> None:
     with pytest.raises(store.InvalidRequestError):
         client.run(name)
 
 
-def test_a_save_inside_jit_is_refused_by_leaf_and_with_what_to_do(
+def test_a_save_inside_jit_is_rejected_with_the_leaf_and_the_remedy(
     run: store.Run,
 ) -> None:
     def step(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -546,7 +546,7 @@ def test_a_save_inside_jit_is_refused_by_leaf_and_with_what_to_do(
     )
 
 
-def test_a_restore_like_tracers_is_refused_with_what_to_do(run: store.Run) -> None:
+def test_a_restore_like_tracers_is_rejected_with_the_remedy(run: store.Run) -> None:
     run.save(0, {"x": jnp.zeros(3)}).result()
 
     with pytest.raises(
@@ -575,7 +575,7 @@ def test_a_restore_like_tracers_is_refused_with_what_to_do(run: store.Run) -> No
     ],
     ids=["select", "missing", "cast", "shape", "integers"],
 )
-def test_a_mismatch_hints_at_what_would_be_asked_for(
+def test_a_mismatch_hints_at_the_matching_option(
     run: store.Run, like: Any, hint: str
 ) -> None:
     run.save(0, {"a": np.zeros(3), "b": np.ones(2, np.int32)}).result()
@@ -583,5 +583,5 @@ def test_a_mismatch_hints_at_what_would_be_asked_for(
     with pytest.raises(store.MismatchError) as caught:
         run.restore(0, like=like)
 
-    _, _, told = str(caught.value).rpartition(" (")
-    assert hint == (told.removesuffix(")") if "=" in told else "")
+    _, _, rest = str(caught.value).rpartition(" (")
+    assert hint == (rest.removesuffix(")") if "=" in rest else "")

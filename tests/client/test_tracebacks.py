@@ -47,7 +47,7 @@ def check(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_refusal_is_one_traceback_of_ours(name: str) -> None:
+def test_a_rejected_call_has_one_traceback_of_the_client(name: str) -> None:
     with store.connect("memory://") as client:
         client.run("a/b").save(0, TREE).result()
         if name in ("info", "runs", "checkpoints", "latest", "collect"):
@@ -58,7 +58,7 @@ def test_a_refusal_is_one_traceback_of_ours(name: str) -> None:
     check(text)
 
 
-def test_a_server_that_is_not_there_is_one_traceback_of_ours() -> None:
+def test_a_missing_server_has_one_traceback_of_the_client() -> None:
     with pytest.raises(store.UnavailableError) as caught:
         store.connect("127.0.0.1:1", timeout=1)
 

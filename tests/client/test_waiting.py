@@ -39,7 +39,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_save_does_not_wait_for_one_that_waits_for_its_server(
+def test_a_save_does_not_wait_for_a_save_whose_server_is_away(
     server: ServerProcess,
     soon: None,
     how: signal.Signals,
@@ -72,7 +72,7 @@ def test_a_save_does_not_wait_for_one_that_waits_for_its_server(
 
 
 @pytest.mark.slow
-def test_a_save_queues_behind_one_that_waits_for_its_server_where_that_is_asked(
+def test_with_if_busy_queue_a_save_queues_behind_a_waiting_one(
     server: ServerProcess,
 ) -> None:
     with store.connect(server.address) as client:
@@ -127,7 +127,7 @@ def test_each_call_that_is_retried_is_logged(
 
 
 @pytest.mark.slow
-def test_storectl_names_what_it_waits_for_and_ends_at_its_timeout(
+def test_storectl_names_the_missing_server_and_ends_at_its_timeout(
     server: ServerProcess,
 ) -> None:
     os.kill(server.pid, signal.SIGSTOP)
@@ -151,7 +151,7 @@ def test_storectl_names_what_it_waits_for_and_ends_at_its_timeout(
     assert 1 == ended.returncode
 
 
-def test_a_long_call_of_a_server_that_answers_others_is_not_late(
+def test_a_long_call_is_not_late_while_the_server_answers_health_checks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]

@@ -36,22 +36,22 @@ def test_a_job_waits_for_a_kill_that_comes_late() -> None:
         [sys.executable, "-c", JOB], stdout=subprocess.PIPE, text=True
     ) as job:
         assert job.stdout is not None
-        told: list[Event] = []
-        while not is_kill_point(told, checkpoint=30):
+        events: list[Event] = []
+        while not is_kill_point(events, checkpoint=30):
             event = parse(job.stdout.readline())
             assert event is not None
-            told.append(event)
+            events.append(event)
         time.sleep(1)  # as a machine under load may take
         job.kill()
         rest = job.stdout.read()
 
-    assert steps(31, 32) == told[-2:]
+    assert steps(31, 32) == events[-2:]
     assert "" == rest
     assert -signal.SIGKILL == job.returncode
 
 
 @pytest.mark.parametrize(
-    ("expected", "told"),
+    ("expected", "events"),
     [
         (False, []),
         (False, steps(1, 9)),
@@ -63,6 +63,6 @@ def test_a_job_waits_for_a_kill_that_comes_late() -> None:
     ids=["nothing", "no save", "unacknowledged", "one step", "two steps", "too early"],
 )
 def test_a_job_is_killed_two_steps_after_an_acknowledged_save(
-    expected: bool, told: list[Event]
+    expected: bool, events: list[Event]
 ) -> None:
-    assert expected == is_kill_point(told, checkpoint=9)
+    assert expected == is_kill_point(events, checkpoint=9)

@@ -127,7 +127,7 @@ def test_the_demo_holds_as_its_containers_run_it() -> None:
         while not containers.is_healthy("server", f"--store=127.0.0.1:{port}"):
             assert server.poll() is None
         with containers.running("demo") as demo:
-            told, _ = demo.communicate()
+            output, _ = demo.communicate()
 
-    assert 0 == demo.returncode, told
-    assert "Every claim held" in told
+    assert 0 == demo.returncode, output
+    assert "Every claim held" in output

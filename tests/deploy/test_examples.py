@@ -85,9 +85,9 @@ def test_the_pods_of_a_job_save_together_and_resume_together(
     container, root = container_of("job.yaml"), gcs_root()
     run_pods(container, root, tmp_path, steps=2)
 
-    told = run_pods(container, root, tmp_path, steps=4)
+    outputs = run_pods(container, root, tmp_path, steps=4)
 
-    assert all("resumes at step 2" in lines for lines in told)
+    assert all("resumes at step 2" in lines for lines in outputs)
     with store.connect(root) as client:
         run = client.run("examples/train")
         assert [4, 2] == [found.step for found in run.checkpoints()]

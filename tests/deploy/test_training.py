@@ -64,9 +64,9 @@ def test_a_pod_resumes_where_another_stopped(
     alone(whole, monkeypatch, steps=5)
     alone(parts, monkeypatch, steps=3)
 
-    told = as_a_pod(parts, steps=5)
+    output = as_a_pod(parts, steps=5)
 
-    assert "resumes at step 3" in told
+    assert "resumes at step 3" in output
     assert [5, 4, 2] == list(losses(whole))
     assert [5, 4, 3, 2] == list(losses(parts))
     for step, loss in losses(whole).items():

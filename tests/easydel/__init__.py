@@ -1,7 +1,7 @@
-"""EasyDeL's own states and helpers beside ours: run by ``make test-easydel``.
+"""Compares EasyDeL's states and helpers with this client's; ``make test-easydel``.
 
-Importing easydel needs the preparations below, so every module of this package finds
-it imported.
+Importing easydel needs the preparations below, so this package imports it before any of
+its modules does.
 """
 
 import importlib
@@ -13,19 +13,19 @@ import warnings
 # Its import would otherwise rewrite jax's flags, and look for other hosts.
 os.environ["EASYDEL_AUTO"] = "0"
 os.environ["ENABLE_DISTRIBUTED_INIT"] = "0"
-# It keeps what jax compiled in the home of the user: from one run of the tests to the
-# next, and from the process that saves to the one that restores.
+# easydel would cache jax's compiled code in the home of the user, and share it between
+# test runs, and between the process that saves and the one that restores.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-# To compile a step takes much longer than to run it, and both sides run the same.
+# Compiling a step takes much longer than running it, and both sides run the same code.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-# easydel imports all its models at once, and these patch classes of transformers that
-# exist only beside torch: gigabytes, for models that no test builds. Where the modules
-# cannot be imported, easydel leaves the patches out.
+# easydel imports all its models at once. These ones patch classes of transformers that
+# need torch, gigabytes for models that no test builds. easydel omits the patches if the
+# modules cannot be imported.
 if importlib.util.find_spec("torch") is None:
     for _name in ("dbrx", "glm4v_moe", "llama4", "phimoe", "qwen3_5_moe", "qwen3_next"):
         sys.modules[f"transformers.models.{_name}"] = None  # type: ignore[assignment]
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # they are easydel's to mend
+    warnings.simplefilter("ignore")  # only easydel can fix them
     importlib.import_module("easydel.modules")

@@ -10,15 +10,15 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 
 def digests(tree: Any) -> dict[str, str]:
-    """Returns type, dtype, shape and digest of each leaf, by its path in jax's words.
+    """Returns type, dtype, shape and digest of each leaf, by jax's ``keystr``.
 
-    Those tell ``[0]`` from ``['0']``, as the names of a store do not.
+    Unlike the keys of a store, ``keystr`` distinguishes ``[0]`` from ``['0']``.
     """
     return {keystr(path): digest(leaf) for path, leaf in tree_leaves_with_path(tree)}
 
 
 def digest(leaf: Any) -> str:
-    """Returns type, dtype, shape and digest of one."""
+    """Returns type, dtype, shape and digest of a leaf."""
     if isinstance(leaf, (bool, int, float)):
         return f"{type(leaf).__name__} {leaf!r}"
     what = f"{type(leaf).__name__} {leaf.dtype} {leaf.shape}"

@@ -86,10 +86,10 @@ def ids() -> jax.Array:
 
 
 def stepper(state: Any) -> Callable[[Any], tuple[Any, jax.Array]]:
-    """Returns what makes of such a state the next one, and the logits before it.
+    """Returns a train step for states like this one: it returns the next state, and
+    the logits before the step.
 
-    The new state lies on the devices as the given one does, as EasyDeL's trainers
-    have it.
+    The new state has the shardings of the given one, as with EasyDeL's trainers.
     """
 
     def loss(graphstate: Any, state: Any) -> tuple[jax.Array, jax.Array]:

@@ -53,7 +53,7 @@ def save_each(folder: Path, names: list[str]) -> None:
         try:
             _save(folder, every[name], row)
         except Exception as e:  # noqa: BLE001 - any of EasyDeL's own
-            row["error"] = _told(e)
+            row["error"] = _error_of(e)
         jax.clear_caches()
         unfinished = folder / f"{name}.unfinished"
         unfinished.write_text(json.dumps(row))
@@ -86,7 +86,7 @@ def restore_each(folder: Path, names: list[str]) -> bool:
             try:
                 _restore(folder, every[name], row)
             except Exception as e:  # noqa: BLE001 - as above
-                row["error"] = _told(e)
+                row["error"] = _error_of(e)
         jax.clear_caches()
         done = row["done"]
         line = "".join(f"{'yes' if c in done else '-':>10}" for c in COLUMNS)
@@ -149,7 +149,7 @@ def _pause(file: Path) -> None:
 _saver: "subprocess.Popen[bytes] | None" = None
 
 
-def _told(error: BaseException) -> str:
+def _error_of(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(last.filename).name}:{last.lineno}"
     return f"{type(error).__name__}: {error} ({where})"

@@ -108,6 +108,6 @@ def test_an_optimizer_of_the_trainer_goes_on_as_it_would_have(
 
     assert digests(state) == digests(back)
     if name.value not in UNSTEPPABLE:
-        # a product of matrices is summed in another order where they lie otherwise
+        # other shardings change the order in which a matrix product is summed
         moved = with_leaves_of(state, back)
         assert digests(stepped(moved, grad_dtype)) == digests(stepped(back, grad_dtype))

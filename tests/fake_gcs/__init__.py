@@ -4,17 +4,17 @@
         gcs.fault(r"POST /upload.*manifest", Status(503), times=2)
         ...  # clients of gcs.url
 
-Every request is atomic, and every read sees the last write. It speaks what
-TensorStore's ``gcs`` driver, gcsfs and google-cloud-storage speak; the XML API it does
-not know.
+Every request is atomic, and every read sees the last write. It implements the calls
+that TensorStore's ``gcs`` driver, gcsfs and google-cloud-storage send; it has no XML
+API.
 
 | module | holds |
 |---|---|
-| contents, objects, listing | what is stored, and when it may change: no I/O |
-| messages, multipart | requests and answers as values |
-| parameters, resources, uploads, batches, tokens, json_api | what requests mean |
-| faults, outcomes, log, control | what tests do to it |
-| http, server, emulator | the wire |
+| contents, objects, listing | stored objects and preconditions, without I/O |
+| messages, multipart | requests and responses as values |
+| parameters, resources, uploads, batches, tokens, json_api | the JSON API |
+| faults, outcomes, log, control | faults and log, for tests |
+| http, server, emulator | HTTP and the server |
 """
 
 from tests.fake_gcs.emulator import FakeGcs

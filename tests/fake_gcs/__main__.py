@@ -1,6 +1,6 @@
 """``python -m tests.fake_gcs``: an emulator for other processes.
 
-Its first line is its URL, once it listens.
+Prints its URL as the first line, once it listens.
 """
 
 import argparse

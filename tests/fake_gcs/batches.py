@@ -1,4 +1,4 @@
-"""Several requests in the body of one."""
+"""Batch requests: several requests in the body of one."""
 
 from collections.abc import Callable
 from http import HTTPStatus
@@ -9,18 +9,18 @@ from tests.fake_gcs.multipart import Part, boundary, parse_headers, parse_parts
 from tests.fake_gcs.refusals import RefusedError
 
 MOST_REQUESTS: Final = 100
-"""As the real ones have it."""
+"""Most requests of a batch, as in the real storage."""
 
 
 def answer_batch(request: Request, answer: Callable[[Request], Answer]) -> Answer:
-    """Answers a batch.
+    """Executes a batch.
 
     Args:
         request: The batch.
-        answer: Answers one of its requests.
+        answer: Executes one of its requests.
 
     Raises:
-        RefusedError: It is no batch, or too large.
+        RefusedError: It is not a batch, or too large.
     """
     content_type = request.headers.get("content-type", "")
     parts = parse_parts(request.body, content_type)

@@ -1,4 +1,4 @@
-"""The data of an object, and its checksums as clients read them: base64."""
+"""Data of an object, and its checksums in base64."""
 
 import base64
 import hashlib
@@ -14,13 +14,13 @@ from tests.fake_gcs.refusals import RefusedError
 Data: TypeAlias = bytes | bytearray | memoryview
 
 MD5_MOST_BYTES: Final = 1 << 20
-"""Up to so many bytes an object has an MD5 unasked: it takes ten times the CRC-32C's
-time. Clients live without one, as objects that were composed never have it."""
+"""Largest object that gets an MD5 which no client sent: an MD5 takes ten times as long
+as a CRC-32C. Clients work without one, as composed objects never have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """Data that nobody changes any more."""
+    """Immutable data of an object, and its checksums."""
 
     data: Data
     crc32c: str
@@ -31,11 +31,11 @@ class Content:
         """Returns data with its checksums.
 
         Args:
-            data: The data; it is kept, not copied.
-            claims: What the client says that they are: "crc32c", "md5" or neither.
+            data: The data; it is referenced, not copied.
+            claims: Checksums that the client announced, by name: "crc32c", "md5".
 
         Raises:
-            RefusedError: One is another.
+            RefusedError: A checksum differs from the data's.
         """
         has_md5 = len(data) <= MD5_MOST_BYTES or "md5" in claims
         content = cls(
@@ -52,13 +52,13 @@ class Content:
 
     @classmethod
     def composed(cls, contents: list["Content"]) -> "Content":
-        """Returns one after the other, without an MD5."""
+        """Returns the concatenation of contents, without an MD5."""
         data = b"".join(content.data for content in contents)
         return cls(data=data, crc32c=_crc32c(data), md5=None)
 
     @property
     def hashes(self) -> dict[str, str]:
-        """The checksums that it has, by name."""
+        """Checksums by name."""
         known = {"crc32c": self.crc32c}
         return known if self.md5 is None else known | {"md5": self.md5}
 

@@ -1,15 +1,15 @@
-"""What other processes than the test's may ask for under ``/_fake/``.
+"""The API under ``/_fake/`` by which other processes control the emulator.
 
-| request | body or answer |
+| request | body or response |
 |---|---|
 | POST /_fake/faults | {"match": "POST", "action": ACTION, "times": 1, "after": 0} |
 | GET /_fake/log | {"requests": [...], "stored_bytes": 0, "sent_bytes": 0} |
-| POST /_fake/clear | forgets faults and log |
+| POST /_fake/clear | clears faults and log |
 | POST /_fake/deny, POST /_fake/allow | {"bucket": "b1"} |
 
-An ACTION is the name of one and its fields: {"kind": "status", "code": 503}.
+An ACTION has a name and fields: {"kind": "status", "code": 503}.
 
-These requests meet no fault, need no token, and stand in no log.
+Faults do not apply to these requests; they need no token, and are not logged.
 """
 
 import re
@@ -27,7 +27,7 @@ PREFIX: Final = "/_fake/"
 
 
 class Control:
-    """Answers those requests."""
+    """Executes the requests under ``/_fake/``."""
 
     def __init__(self, buckets: Buckets, faults: Faults, log: Log) -> None:
         self._buckets = buckets
@@ -35,7 +35,7 @@ class Control:
         self._log = log
 
     def answer(self, request: Request) -> Answer:
-        """Does what a request asks for, or tells why not."""
+        """Executes a request, and returns the response or an error response."""
         try:
             return json_answer(self._do(request))
         except RefusedError as e:
@@ -44,11 +44,11 @@ class Control:
             return refusal(RefusedError(HTTPStatus.BAD_REQUEST, repr(e)))
 
     def _do(self, request: Request) -> dict[str, object]:
-        told = request.document()
+        document = request.document()
         match request.method, request.path.removeprefix(PREFIX):
             case "POST", "faults":
-                action = parse_action(told.pop("action"))
-                self._faults.add(told.pop("match"), action, **told)
+                action = parse_action(document.pop("action"))
+                self._faults.add(document.pop("match"), action, **document)
             case "GET", "log":
                 return {
                     "requests": [asdict(entry) for entry in self._log.entries],
@@ -59,9 +59,9 @@ class Control:
                 self._faults.clear()
                 self._log.clear()
             case "POST", "deny":
-                self._buckets.deny(told["bucket"])
+                self._buckets.deny(document["bucket"])
             case "POST", "allow":
-                self._buckets.allow(told["bucket"])
+                self._buckets.allow(document["bucket"])
             case _:
                 raise RefusedError(
                     HTTPStatus.NOT_FOUND, f"no {request.method} {request.path}"

@@ -1,7 +1,7 @@
-"""An emulator as tests hold it: a server on a thread, its faults and its log.
+"""The emulator for tests: a server on a thread, its faults and its log.
 
-What tests call only appends to lists and sets, or copies them, so that the thread
-needs no lock.
+Methods that tests call only append to lists and sets, or copy them, so no lock is
+needed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.fake_gcs.tokens import Tokens
 
 
 class Emulator:
-    """A storage in memory, which listens while it is entered."""
+    """A storage in memory; a context manager that listens inside its block."""
 
     def __init__(
         self,
@@ -36,17 +36,17 @@ class Emulator:
         stream_bytes_per_second: float = math.inf,
         seconds_between_writes: float = 0.0,
     ) -> None:
-        """Makes one that does not listen yet.
+        """Makes an emulator that does not listen yet.
 
         Args:
-            api: Makes what answers requests, of the buckets.
-            buckets: The names of buckets to begin with.
-            latency_seconds: How long every request waits before it is done.
-            bytes_per_second: The rate of the network, in each direction, for all
+            api: Makes the API of the buckets.
+            buckets: Names of the buckets at the start.
+            latency_seconds: Delay of every request before it is executed.
+            bytes_per_second: Rate of the network, in each direction, for all
                 connections together.
-            stream_bytes_per_second: The rate of each connection, in each direction.
-            seconds_between_writes: How long to refuse (429) the next change of the
-                same object's name; the real ones take about one a second.
+            stream_bytes_per_second: Rate of each connection, in each direction.
+            seconds_between_writes: Shortest time between changes of one name, which
+                are rejected (429) before; the real storage allows about one a second.
         """
         self._buckets = Buckets(
             time.time, seconds_between_writes=seconds_between_writes
@@ -73,12 +73,12 @@ class Emulator:
         self._thread.stop()
 
     async def serve(self, listener: socket) -> None:
-        """Serves on the running loop instead, until it is cancelled."""
+        """Serves on the running event loop, without a thread, until it is cancelled."""
         await self._server.serve(listener)
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """URL for clients."""
         assert self._thread is not None, "enter it first"
         return self._thread.url
 
@@ -88,11 +88,11 @@ class Emulator:
         """Adds a fault.
 
         Args:
-            pattern: Finds something in the "METHOD target" of the requests meant; the
-                target is percent-decoded.
-            action: What becomes of them.
-            times: Of how many; ``ALWAYS``: of all.
-            after: How many go unharmed before.
+            pattern: Regular expression that is searched in "METHOD target"; the target
+                is percent-decoded.
+            action: What happens to a matching request.
+            times: Number of matching requests that it applies to; ``ALWAYS``: all.
+            after: Number of matching requests to skip before.
         """
         self._faults.add(pattern, action, times=times, after=after)
 
@@ -101,39 +101,39 @@ class Emulator:
         self._buckets.deny(bucket)
 
     def allow(self, bucket: str) -> None:
-        """Takes that back."""
+        """Allows access to a bucket again."""
         self._buckets.allow(bucket)
 
     @property
     def log(self) -> list[Logged]:
-        """The requests since it was cleared, in the order of their answers.
+        """Requests since the log was cleared, in the order of their responses.
 
-        A request is there before its client has all of the answer.
+        A request is added before its client has the whole response.
         """
         return self._log.entries
 
     @property
     def pending(self) -> int:
-        """Requests that came since the log was cleared and are not answered."""
+        """Number of requests that are received and not yet answered."""
         return self._log.pending
 
     @property
     def most_pending(self) -> int:
-        """The most of them that there were at once."""
+        """Largest number of pending requests since the log was cleared."""
         return self._log.most_pending
 
     @property
     def stored_bytes(self) -> int:
-        """What uploads stored since the log was cleared."""
+        """Bytes that uploads have stored since the log was cleared."""
         return self._log.stored_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """What the bodies of answers held since the log was cleared."""
+        """Bytes of response bodies since the log was cleared."""
         return self._log.sent_bytes
 
     def clear(self) -> None:
-        """Forgets the faults to come, and the log."""
+        """Removes pending faults, and clears the log."""
         self._faults.clear()
         self._log.clear()
 
@@ -158,17 +158,18 @@ class FakeGcs(Emulator):
         stream_bytes_per_second: float = math.inf,
         seconds_between_writes: float = 0.0,
     ) -> None:
-        """Makes one that does not listen yet.
+        """Makes an emulator that does not listen yet.
 
         Args:
-            buckets: The names of buckets to begin with.
-            tokens: The bearer tokens of which every request has to show one, if any.
-            ignored: Patterns of the parameters that it ignores, found in "METHOD
-                name=value"; it looks at the list at each request.
-            latency_seconds: As of ``Emulator``.
-            bytes_per_second: As of ``Emulator``.
-            stream_bytes_per_second: As of ``Emulator``.
-            seconds_between_writes: As of ``Emulator``.
+            buckets: Names of the buckets at the start.
+            tokens: Valid bearer tokens, one of which every request needs; None: no
+                authentication.
+            ignored: Regular expressions, searched in "METHOD name=value", of the
+                parameters to ignore; the list is read at each request.
+            latency_seconds: See ``Emulator``.
+            bytes_per_second: See ``Emulator``.
+            stream_bytes_per_second: See ``Emulator``.
+            seconds_between_writes: See ``Emulator``.
         """
         super().__init__(
             lambda made: JsonApi(made, tokens=tokens, ignored=ignored),

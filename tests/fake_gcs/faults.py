@@ -1,10 +1,10 @@
-"""Faults: what becomes of requests, instead of or beside their answers.
+"""Faults: errors, delays and broken connections in place of normal responses.
 
     faults.add(r"POST /upload.*manifest", Status(503), times=2, after=1)
 
-is about the second and third of the requests whose "METHOD target" the regular
-expression finds. The target is percent-decoded. Of several faults for one request the
-oldest counts.
+applies to the second and third of the requests in whose "METHOD target" the regular
+expression is found. The target is percent-decoded. If several faults match a request,
+the oldest one applies.
 """
 
 import re
@@ -15,65 +15,65 @@ from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 
 ALWAYS: Final = sys.maxsize
-"""So many times that it is an outage."""
+"""Number of times for a fault that lasts until it is cleared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Nothing is done, and this is answered."""
+    """The request is not executed, and gets this status."""
 
     code: int
     retry_after_seconds: int | None = None
     message: str = "A fault of the emulator."
 
     def __post_init__(self) -> None:
-        HTTPStatus(self.code)  # refuses what is none
+        HTTPStatus(self.code)  # raises ValueError for an unknown status
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Nothing is done, and the connection breaks."""
+    """The request is not executed, and the connection breaks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """It is done, and the connection breaks: the client cannot know."""
+    """The request is executed, and the connection breaks before the response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """It is done, and the connection breaks after some bytes of the answer's body."""
+    """The request is executed, and the connection breaks within the response's body."""
 
     body_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Corrupt:
-    """It is done, and one bit of the answer's body is another."""
+    """The request is executed, and one bit of the response's body is flipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """It is done later."""
+    """The request is executed after a delay."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """It is done, and answered later."""
+    """The request is executed at once, and answered after a delay."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Nothing is done, and nothing answered for as long as the client waits."""
+    """The request is not executed, and never answered while the client waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mute:
-    """It is done, and nothing answered for as long as the client waits."""
+    """The request is executed, and never answered while the client waits."""
 
 
 Action: TypeAlias = (
@@ -94,7 +94,7 @@ _ACTIONS: Final[Mapping[str, type[Action]]] = {
 
 
 def parse_action(document: Mapping[str, Any]) -> Action:
-    """Returns an action from its JSON: its name under "kind", and its fields."""
+    """Returns an action from JSON: "kind" is its name, the rest are its fields."""
     fields = dict(document)
     return _ACTIONS[fields.pop("kind")](**fields)
 
@@ -108,7 +108,7 @@ class _Fault:
     matches: int = 0
 
     def meets(self, line: str) -> bool:
-        """Whether it becomes due with a request."""
+        """Counts a request; returns whether the fault applies to it."""
         if not self.pattern.search(line):
             return False
         self.matches += 1
@@ -116,7 +116,7 @@ class _Fault:
 
 
 class Faults:
-    """The faults that are still to come."""
+    """The pending faults."""
 
     def __init__(self) -> None:
         self._faults: list[_Fault] = []
@@ -127,10 +127,10 @@ class Faults:
         """Adds a fault.
 
         Args:
-            pattern: Finds something in the "METHOD target" of the requests meant.
-            action: What becomes of them.
-            times: Of how many.
-            after: How many go unharmed before.
+            pattern: Regular expression that is searched in "METHOD target".
+            action: What happens to a matching request.
+            times: Number of matching requests that it applies to.
+            after: Number of matching requests to skip before.
         """
         fault = _Fault(
             pattern=re.compile(pattern), action=action, times=times, after=after
@@ -138,12 +138,12 @@ class Faults:
         self._faults.append(fault)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all faults."""
         self._faults.clear()
 
     def next_for(self, line: str) -> Action | None:
-        """Returns what becomes of a request, or None where it goes unharmed."""
-        # every fault counts the request, whichever of them it meets
+        """Returns the action for a request, or None if no fault applies."""
+        # every matching fault counts the request, also if an older one applies
         due = [fault for fault in self._faults if fault.meets(line)]
         if not due:
             return None

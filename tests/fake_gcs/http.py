@@ -1,7 +1,7 @@
-"""HTTP/1.1 over a socket, without needless copies of bodies.
+"""HTTP/1.1 over a socket, without unnecessary copies of bodies.
 
-A body is received into the buffer in which it then lies as an object, and an object is
-sent from there.
+A body is received into the buffer that then stores the object, and an object is sent
+from that buffer.
 """
 
 import asyncio
@@ -18,30 +18,30 @@ from tests.fake_gcs.multipart import parse_headers
 
 HEAD_BYTES: Final = 1 << 16
 PIECE_BYTES: Final = 1 << 20
-"""What is received or sent before others have their turn."""
+"""Bytes that are received or sent before other connections get a turn."""
 SHORTEST_SLEEP_SECONDS: Final = 0.001
-"""A timer is no finer."""
+"""Resolution of the event loop's timers."""
 
 _NO_BODY: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 
 
 class EndedError(ConnectionError):
-    """The client ended the connection, or says what is no HTTP."""
+    """The client ended the connection, or sent something other than HTTP."""
 
 
 class Link:
-    """One direction of a network path, whose rate is shared by whoever uses it."""
+    """One direction of a network path; all its users share its rate."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
         self._free_at = 0.0
 
     async def carry(self, size_bytes: int) -> None:
-        """Returns when so many bytes have passed."""
+        """Waits as long as the transfer of these bytes takes."""
         now = time.monotonic()
         self._free_at = max(now, self._free_at) + size_bytes / self._bytes_per_second
         seconds = self._free_at - now
-        # 0 lets others have their turn
+        # 0 gives other connections a turn
         await asyncio.sleep(seconds if seconds >= SHORTEST_SLEEP_SECONDS else 0)
 
 
@@ -55,13 +55,13 @@ class Network:
         stream_bytes_per_second: float,
     ) -> None:
         self.latency_seconds = latency_seconds
-        """What every request takes in any case."""
+        """Delay of every request."""
         self.inbound = Link(bytes_per_second)
         self.outbound = Link(bytes_per_second)
         self._stream_bytes_per_second = stream_bytes_per_second
 
     def stream(self) -> Link:
-        """Returns one direction of a connection, which has a rate of its own."""
+        """Returns one direction of a connection, with its own rate."""
         return Link(self._stream_bytes_per_second)
 
 
@@ -76,13 +76,13 @@ class Connection:
         self._inbound, self._outbound = network.stream(), network.stream()
         self._loop = asyncio.get_running_loop()
         self._received = bytearray()
-        """What came and belongs to nothing yet."""
+        """Received bytes that are not parsed yet."""
 
     async def receive(self) -> Request:
         """Returns the next request.
 
         Raises:
-            EndedError: There is none.
+            EndedError: The connection ended.
         """
         try:
             return await self._receive()
@@ -90,18 +90,18 @@ class Connection:
             raise EndedError("expected HTTP/1.1, got something else") from e
 
     async def send(self, piece: Data) -> None:
-        """Sends a piece of an answer."""
+        """Sends a piece of a response."""
         await self._outbound.carry(len(piece))
         await self._network.outbound.carry(len(piece))
         await self._loop.sock_sendall(self._socket, piece)
 
     async def hung_up(self) -> None:
-        """Returns when the client gives up."""
+        """Waits until the client closes the connection."""
         while await self._loop.sock_recv(self._socket, PIECE_BYTES):
             pass
 
     def reset(self) -> None:
-        """Breaks the connection, so that the client sees it broken, not ended."""
+        """Resets the connection, so that the client sees an error, not the end."""
         linger_no_time = struct.pack("ii", 1, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_no_time)
         self._socket.close()
@@ -121,7 +121,7 @@ class Connection:
         return Request.of(method, target, headers, body)
 
     async def _until(self, end: bytes) -> str:
-        """The text up to an end, which is taken too."""
+        """Reads the text up to a delimiter, and the delimiter."""
         while (found := self._received.find(end)) < 0:
             if len(self._received) > HEAD_BYTES:
                 raise EndedError(f"a head of more than {HEAD_BYTES} bytes")
@@ -159,17 +159,17 @@ class Connection:
             chunks.append(await self._exactly(size))
             await self._until(b"\r\n")
         while await self._until(b"\r\n"):
-            pass  # trailers, of which none is known
+            pass  # trailers are ignored
         return b"".join(chunks)
 
 
 def pieces_of(answer: Answer, method: str, body_bytes: int) -> list[bytes | memoryview]:
-    """Returns the pieces to send of an answer, small ones joined.
+    """Returns the pieces of a response to send, small ones joined.
 
     Args:
-        answer: The answer.
-        method: Of the request.
-        body_bytes: How much of the body to send; the headers promise all of it.
+        answer: The response.
+        method: Method of the request.
+        body_bytes: Bytes of the body to send; the headers announce the whole body.
     """
     headers = {**answer.headers, "date": formatdate(usegmt=True)}
     if answer.status not in _NO_BODY:

@@ -1,7 +1,6 @@
-"""The JSON API: which request does what to the buckets.
+"""The JSON API: routes requests to operations on the buckets.
 
-A request is answered at once, so that each is atomic. A client needs no part of the
-XML API for what it does through this one.
+Requests are executed without waiting, so each is atomic.
 """
 
 import base64
@@ -34,7 +33,7 @@ _TARGET: Final = "b/([^/]+)/o/([^/]+)"
 
 
 class JsonApi:
-    """Answers requests."""
+    """Executes requests of the JSON API."""
 
     def __init__(
         self,
@@ -43,13 +42,13 @@ class JsonApi:
         tokens: Tokens | None = None,
         ignored: Sequence[str] = (),
     ) -> None:
-        """Answers from buckets.
+        """Makes the API of some buckets.
 
         Args:
-            buckets: What it is about.
-            tokens: The bearer tokens of which every request has to show one, if any.
-            ignored: Patterns of the parameters that it ignores, as ``Request.without``
-                takes them.
+            buckets: The buckets.
+            tokens: Valid bearer tokens, one of which every request needs; None: no
+                authentication.
+            ignored: Patterns of the parameters to ignore; see ``Request.without``.
         """
         self._buckets = buckets
         self._tokens = tokens
@@ -73,14 +72,14 @@ class JsonApi:
         self._routes = [(m, re.compile(path), call) for m, path, call in routes]
 
     def answer(self, request: Request) -> Answer:
-        """Does what a request asks for, or tells why not."""
+        """Executes a request, and returns the response or an error response."""
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._tokens is not None and not self._tokens.counts(given):
             return refusal(RefusedError(HTTPStatus.UNAUTHORIZED, "Invalid Credentials"))
         return self._answer_known(request)
 
     def refused(self, status: int, message: str) -> Answer:
-        """Returns what is answered to a request that is not done."""
+        """Returns the error response to a request that is not executed."""
         return json_answer(error_document(status, message), status=status)
 
     def _answer_known(self, request: Request) -> Answer:
@@ -134,7 +133,7 @@ class JsonApi:
             most=_page_size(request),
         )
         document: dict[str, object] = {"kind": "storage#objects"}
-        # what would be empty is left out, as the real ones do
+        # empty fields are omitted, as in the real storage
         if page.names:
             document["items"] = [
                 object_document(request.origin, bucket, name, found[name])
@@ -163,10 +162,10 @@ class JsonApi:
         return Answer(status=HTTPStatus.NO_CONTENT)
 
     def _update(self, request: Request, bucket: str, name: str) -> Answer:
-        told = request.document()
+        given = request.document()
         updated = self._buckets.get(bucket).update(
             name,
-            lambda found: _patched(found.properties, told),
+            lambda found: _patched(found.properties, given),
             conditions_of(request),
             generation=request.number("generation"),
         )
@@ -200,12 +199,12 @@ class JsonApi:
             conditions_of(request, "ifSource"),
             generation=request.number("sourceGeneration"),
         )
-        told = request.document()
+        given = request.document()
         content_type = source.properties["contentType"]
         made = self._buckets.get(to).insert(
             new_name,
             source.content,
-            properties_of(told, content_type) if told else source.properties,
+            properties_of(given, content_type) if given else source.properties,
             conditions_of(request),
             component_count=source.component_count,
         )
@@ -223,17 +222,17 @@ class JsonApi:
         )
 
 
-def _patched(properties: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Properties as a client changes them: null removes, and metadata merge."""
-    patched = {**properties, **{k: told[k] for k in PROPERTIES if k in told}}
-    if told.get("metadata"):
-        merged = {**properties.get("metadata", {}), **told["metadata"]}
+def _patched(properties: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns properties after a patch: null removes one, and metadata are merged."""
+    patched = {**properties, **{k: given[k] for k in PROPERTIES if k in given}}
+    if given.get("metadata"):
+        merged = {**properties.get("metadata", {}), **given["metadata"]}
         patched["metadata"] = {k: v for k, v in merged.items() if v is not None}
     return properties_of({k: v for k, v in patched.items() if v is not None}, "")
 
 
 def _source(bucket: Bucket, asked: Mapping[str, Any]) -> StoredObject:
-    """One of the objects to compose."""
+    """Returns one of the objects to compose."""
     wanted = asked.get("objectPreconditions", {}).get("ifGenerationMatch")
     generation = asked.get("generation")
     return bucket.read(

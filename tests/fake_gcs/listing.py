@@ -1,4 +1,4 @@
-"""Pages of names: what of a sorted list lies where a request looks."""
+"""Pages of a sorted list of names, between the bounds of a request."""
 
 import bisect
 from collections.abc import Sequence
@@ -7,45 +7,46 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The names that a listing is about."""
+    """Bounds of the names that a listing returns."""
 
     prefix: str = ""
     delimiter: str = ""
-    """Names that have it behind the prefix are listed as what ends with it."""
+    """Names that contain it after the prefix are listed as one group that ends with it.
+    """
     first: str = ""
     before: str = ""
-    """The names end before this one; empty: they do not."""
+    """Exclusive upper bound of the names; empty: no bound."""
 
     def group(self, name: str) -> str:
-        """Returns what a name is listed as: itself, or where its group ends."""
+        """Returns the entry for a name: the name itself, or its group."""
         if not self.delimiter:
             return name
         found = name.find(self.delimiter, len(self.prefix))
         return name if found < 0 else name[: found + len(self.delimiter)]
 
     def is_group(self, listed: str) -> bool:
-        """Whether this stands for all names that begin with it."""
+        """Returns whether an entry is a group."""
         return bool(self.delimiter) and self.delimiter in listed[len(self.prefix) :]
 
 
 @dataclass(slots=True)
 class Page:
-    """A part of a listing."""
+    """One page of a listing."""
 
     names: list[str] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     more_after: str | None = None
-    """The last name or group, where others follow."""
+    """The last entry if more follow."""
 
 
 def list_names(names: Sequence[str], where: Range, *, after: str, most: int) -> Page:
     """Returns the next page of a listing.
 
     Args:
-        names: All names, in order.
-        where: Which of them.
-        after: The last that the page before lists; empty: this is the first.
-        most: How many the page lists, groups included.
+        names: All names, sorted.
+        where: Bounds of the listing.
+        after: Last entry of the page before; empty: this is the first page.
+        most: Most entries of the page, groups included.
     """
     page, last = Page(), after
     at = bisect.bisect_left(names, max(where.prefix, where.first))
@@ -65,7 +66,7 @@ def list_names(names: Sequence[str], where: Range, *, after: str, most: int) -> 
 
 
 def _behind(names: Sequence[str], where: Range, listed: str) -> int:
-    """Where the names go on after one, or after all of a group."""
+    """Returns the index of the first name after an entry, or after all of its group."""
     if not where.is_group(listed):
         return bisect.bisect_right(names, listed)
     return bisect.bisect_right(names, listed, key=lambda name: name[: len(listed)])

@@ -1,4 +1,4 @@
-"""Requests and answers, as values."""
+"""Requests and responses as values."""
 
 import json
 import re
@@ -17,7 +17,7 @@ JSON: Final = "application/json; charset=UTF-8"
 
 CLIENT_CLOSED_REQUEST: Final = 499
 _PHRASES: Final = {
-    # of GCS, which the RFCs know as another or not at all
+    # used by Google Cloud Storage; the RFCs define it differently or not at all
     HTTPStatus.PERMANENT_REDIRECT: "Resume Incomplete",
     CLIENT_CLOSED_REQUEST: "Client Closed Request",
 }
@@ -30,17 +30,17 @@ class Request:
     method: str
     target: str
     path: str
-    """Of the target, still percent-encoded."""
+    """Path of the target, percent-encoded."""
     query: Mapping[str, str]
     headers: Mapping[str, str]
-    """By their names in lower case."""
+    """Headers by names in lower case."""
     body: Body
 
     @classmethod
     def of(
         cls, method: str, target: str, headers: Mapping[str, str], body: Body
     ) -> "Request":
-        """Returns a request to a target: a path, maybe with a query."""
+        """Returns a request to a target: a path with an optional query."""
         parts = urlsplit(target)
         return cls(
             method=method,
@@ -52,8 +52,8 @@ class Request:
         )
 
     def without(self, patterns: Sequence[str]) -> "Request":
-        """Returns the request without the parameters that a pattern finds in
-        "METHOD name=value"."""
+        """Returns the request without the parameters in whose "METHOD name=value" a
+        pattern is found."""
         kept = {
             name: value
             for name, value in self.query.items()
@@ -69,14 +69,14 @@ class Request:
 
     @property
     def origin(self) -> str:
-        """What the client calls this server."""
+        """URL by which the client knows the server."""
         return f"http://{self.headers.get('host', 'localhost')}"
 
     def number(self, parameter: str) -> int | None:
-        """Returns a parameter of the query, or None where it is absent.
+        """Returns a parameter of the query, or None if it is absent.
 
         Raises:
-            RefusedError: It is no number.
+            RefusedError: It is not a number.
         """
         text = self.query.get(parameter)
         if text is None:
@@ -92,16 +92,16 @@ class Request:
         """Returns the body, parsed; an empty one as an empty document.
 
         Raises:
-            RefusedError: It is none.
+            RefusedError: The body is not a JSON object.
         """
         return parse_document(self.body)
 
 
 def parse_document(text: Body) -> dict[str, Any]:
-    """Returns a JSON object; an empty text as an empty one.
+    """Returns a JSON object; an empty text is an empty object.
 
     Raises:
-        RefusedError: It is no JSON object.
+        RefusedError: The text is not a JSON object.
     """
     try:
         parsed = json.loads(text or b"{}")
@@ -117,13 +117,13 @@ def parse_document(text: Body) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer, not yet sent."""
+    """A response that is not sent yet."""
 
     status: int = HTTPStatus.OK
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Data = b""
     stored_bytes: int = 0
-    """The size of the object that the request uploaded."""
+    """Size of the object that the request uploaded."""
 
 
 def json_answer(
@@ -132,7 +132,7 @@ def json_answer(
     status: int = HTTPStatus.OK,
     stored_bytes: int = 0,
 ) -> Answer:
-    """Returns a document as an answer."""
+    """Returns a response with a JSON document."""
     return Answer(
         status=status,
         headers={"content-type": JSON},
@@ -142,14 +142,14 @@ def json_answer(
 
 
 def refusal(error: RefusedError) -> Answer:
-    """Returns what is answered to a request that is not done."""
+    """Returns the error response to a request that is not executed."""
     if error.status == HTTPStatus.NOT_MODIFIED:
         return Answer(status=error.status)
     return json_answer(error.document, status=error.status)
 
 
 def formatted_head(status: int, headers: Mapping[str, str]) -> bytes:
-    """Returns all of an answer that comes before its body."""
+    """Returns the part of a response before its body."""
     phrase = _PHRASES.get(status) or HTTPStatus(status).phrase
     lines = [f"HTTP/1.1 {int(status)} {phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]

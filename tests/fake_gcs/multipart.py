@@ -1,4 +1,4 @@
-"""Bodies of several parts."""
+"""Multipart bodies."""
 
 import re
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ from tests.fake_gcs.refusals import RefusedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One of them."""
+    """One part of a multipart body."""
 
     headers: Mapping[str, str]
-    """By their names in lower case."""
+    """Headers of the part, by names in lower case."""
     data: memoryview
-    """Where it lies in the body."""
+    """Content of the part, a view of the body."""
 
 
 def boundary(content_type: str) -> bytes:
-    """Returns what separates the parts.
+    """Returns the boundary between the parts.
 
     Raises:
-        RefusedError: The header does not say.
+        RefusedError: The header has no boundary.
     """
     match = re.search(r'boundary="?([^";]+)', content_type)
     if match is None:
@@ -34,17 +34,17 @@ def boundary(content_type: str) -> bytes:
 
 
 def parse_parts(body: Body, content_type: str) -> list[Part]:
-    """Returns the parts of a body, none of them copied.
+    """Returns the parts of a body, as views of it.
 
     Raises:
-        RefusedError: It is not what its type says.
+        RefusedError: The body is not a multipart body with that boundary.
     """
     line = b"--" + boundary(content_type)
     starts = [m.end() for m in re.finditer(re.escape(line) + rb"(?=\r?\n|--)", body)]
     if not starts:
         raise RefusedError(HTTPStatus.BAD_REQUEST, "expected parts, got none")
     ends = [start - len(line) for start in starts[1:]]
-    # the last one closes the body, and begins no part
+    # the last boundary closes the body
     return [
         _parse_part(body, start, end) for start, end in zip(starts, ends, strict=False)
     ]

@@ -1,7 +1,7 @@
-"""Buckets, objects, generations and preconditions, without any wire.
+"""Buckets, objects, generations and preconditions, without any I/O.
 
-Every method is done at once: who calls them from one thread sees each request atomic,
-and every read what the last write left.
+Methods never wait. Called from one thread, each request is atomic, and every read sees
+the last write.
 
     buckets = Buckets(time.time)
     bucket = buckets.create("b1")
@@ -24,7 +24,7 @@ Clock: TypeAlias = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """An object as it is at one moment."""
+    """One version of an object."""
 
     content: Content
     generation: int
@@ -32,14 +32,14 @@ class StoredObject:
     created: float
     updated: float
     properties: Mapping[str, Any]
-    """What clients say about it and may change, as they spell it."""
+    """Properties that clients set and may change, under the names of the JSON API."""
     component_count: int | None = None
-    """Of how many it was composed."""
+    """Number of objects that it was composed of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What must hold of an object; 0 is the generation of one that is absent."""
+    """Preconditions on an object; 0 is the generation of an absent object."""
 
     generation: int | None = None
     not_generation: int | None = None
@@ -52,14 +52,14 @@ class Conditions:
         *,
         unchanged: HTTPStatus = HTTPStatus.PRECONDITION_FAILED,
     ) -> None:
-        """Checks that they hold.
+        """Checks the preconditions.
 
         Args:
             found: The object, if there is one.
-            unchanged: The status where it is what the client says to know already.
+            unchanged: Status if the object has the generation that is excluded.
 
         Raises:
-            RefusedError: One does not.
+            RefusedError: A precondition does not hold.
         """
         pairs = (
             (found.generation, found.metageneration) if found is not None else (0, 0)
@@ -111,11 +111,11 @@ class Bucket:
         """Returns an object.
 
         Raises:
-            RefusedError: It is absent (404), no longer of that generation (404), not
-                as the conditions want it (412), or as they exclude it (304).
+            RefusedError: It is absent (404), has another generation (404), fails a
+                precondition (412), or has the excluded generation (304).
         """
         found = self._find(name, generation)
-        # who names a generation hears that it is not there, rather than that none is
+        # with ifGenerationMatch an absent object fails the precondition, not with 404
         if found is None and not conditions.generation:
             raise self._absent(name)
         conditions.check(found, unchanged=HTTPStatus.NOT_MODIFIED)
@@ -131,16 +131,16 @@ class Bucket:
         *,
         component_count: int | None = None,
     ) -> StoredObject:
-        """Stores an object, over what may be there, and returns it.
+        """Stores an object, replaces an existing one, and returns it.
 
         Raises:
-            RefusedError: The conditions do not hold, or the last change is too near.
+            RefusedError: A precondition fails, or the last change is too recent.
         """
         if not name:
             raise RefusedError(HTTPStatus.BAD_REQUEST, "Required parameter: name")
         conditions.check(self._objects.get(name))
         now = self._begin_change(name)
-        # as of the real ones, a generation is the time in microseconds
+        # as in the real storage, a generation is the time in microseconds
         self._last_generation = max(self._last_generation + 1, int(now * 1e6))
         made = StoredObject(
             content=content,
@@ -164,10 +164,10 @@ class Bucket:
         *,
         generation: int | None = None,
     ) -> StoredObject:
-        """Sets the properties of an object to what a function makes of it.
+        """Sets the properties of an object to the result of a function of it.
 
         Raises:
-            RefusedError: As of ``read``, and where the last change is too near.
+            RefusedError: See ``read``; or the last change is too recent.
         """
         found = self._find_to_change(name, conditions, generation)
         updated = self._objects[name] = replace(
@@ -184,7 +184,7 @@ class Bucket:
         """Deletes an object.
 
         Raises:
-            RefusedError: As of ``read``, and where the last change is too near.
+            RefusedError: See ``read``; or the last change is too recent.
         """
         self._find_to_change(name, conditions, generation)
         self._begin_change(name)
@@ -210,7 +210,7 @@ class Bucket:
         return RefusedError(HTTPStatus.NOT_FOUND, f"No such object: {self.name}/{name}")
 
     def _begin_change(self, name: str) -> float:
-        """Returns the time of a change that the limit of changes lets pass."""
+        """Returns the time of a change, if the rate limit allows the change."""
         now = self._clock()
         if not self._seconds_between_writes:
             return now
@@ -228,12 +228,12 @@ class Buckets:
     """All buckets, by name."""
 
     def __init__(self, clock: Clock, *, seconds_between_writes: float = 0.0) -> None:
-        """Begins without any.
+        """Makes an empty set of buckets.
 
         Args:
-            clock: The time.
-            seconds_between_writes: How long to refuse the next change of an object's
-                name; 1 is about what the real ones do.
+            clock: Returns seconds since 1970.
+            seconds_between_writes: Shortest time between changes of one name; the real
+                storage allows about one per second.
         """
         self._clock = clock
         self._seconds_between_writes = seconds_between_writes
@@ -242,14 +242,14 @@ class Buckets:
 
     @property
     def all(self) -> list[Bucket]:
-        """All of them, denied ones too."""
+        """Names of all buckets, also of denied ones."""
         return list(self._buckets.values())
 
     def create(self, name: str) -> Bucket:
         """Returns a new bucket.
 
         Raises:
-            RefusedError: There is one of that name.
+            RefusedError: A bucket of that name exists.
         """
         if name in self._buckets:
             raise RefusedError(HTTPStatus.CONFLICT, f"You already own bucket {name}.")
@@ -262,7 +262,7 @@ class Buckets:
         """Returns a bucket.
 
         Raises:
-            RefusedError: There is none, or access to it is denied.
+            RefusedError: It does not exist, or access to it is denied.
         """
         if name in self._denied:
             raise RefusedError(HTTPStatus.FORBIDDEN, f"Access to {name} is denied.")
@@ -275,5 +275,5 @@ class Buckets:
         self._denied.add(name)
 
     def allow(self, name: str) -> None:
-        """Takes that back."""
+        """Allows access to a bucket again."""
         self._denied.discard(name)

@@ -1,4 +1,4 @@
-"""What a client gets of a request, with or without a fault."""
+"""Outcomes of requests, with and without faults."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ from tests.fake_gcs.messages import Answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What is sent, and what was stored."""
+    """The bytes to send, and the result of the request."""
 
     answer: Answer | None
-    """What is sent, from its beginning; None: nothing."""
+    """Response, of which a prefix is sent; None: nothing is sent."""
     sent_bytes: int = 0
-    """So much of its body."""
+    """Bytes of its body to send."""
     stored_bytes: int = 0
     breaks: bool = False
-    """Whether the connection breaks then."""
+    """True if the connection then breaks."""
 
 
 def outcome_of(
@@ -34,12 +34,12 @@ def outcome_of(
     do: Callable[[], Answer],
     refuse: Callable[[int, str], Answer],
 ) -> Outcome:
-    """Returns what becomes of a request.
+    """Returns the outcome of a request.
 
     Args:
-        action: What a fault wants of it.
-        do: Does the request. It is called where the fault lets it.
-        refuse: Returns the answer of a status and a message.
+        action: Action of the fault that applies to it, if any.
+        do: Executes the request; called unless the fault prevents it.
+        refuse: Returns the response for a status and a message.
     """
     match action:
         case Reset() | Stall():

@@ -1,4 +1,4 @@
-"""What requests say in the same words wherever they say it."""
+"""Parameters that all kinds of requests share."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,7 +15,7 @@ PROPERTIES: Final = (
     "customTime",
     "metadata",
 )
-"""What clients say of an object and may change."""
+"""Properties of an object that clients may set and change."""
 
 
 def conditions_of(request: Request, prefix: str = "if") -> Conditions:
@@ -23,10 +23,10 @@ def conditions_of(request: Request, prefix: str = "if") -> Conditions:
 
     Args:
         request: The request.
-        prefix: What their names begin with.
+        prefix: Prefix of the parameters' names.
 
     Raises:
-        RefusedError: One is no number.
+        RefusedError: A parameter is not a number.
     """
     return Conditions(
         generation=request.number(f"{prefix}GenerationMatch"),
@@ -37,6 +37,7 @@ def conditions_of(request: Request, prefix: str = "if") -> Conditions:
 
 
 def properties_of(document: Mapping[str, Any], content_type: str) -> dict[str, Any]:
-    """Returns what a document says of an object, with a type where it tells none."""
-    told = {name: document[name] for name in PROPERTIES if name in document}
-    return {"contentType": content_type or "application/octet-stream"} | told
+    """Returns the properties of an object in a document; the content type is used if
+    the document has none."""
+    given = {name: document[name] for name in PROPERTIES if name in document}
+    return {"contentType": content_type or "application/octet-stream"} | given

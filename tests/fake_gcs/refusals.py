@@ -1,4 +1,4 @@
-"""Why a request is not done."""
+"""Errors of requests."""
 
 from http import HTTPStatus
 from typing import Final
@@ -17,7 +17,7 @@ _REASONS: Final = {
 
 
 class RefusedError(Exception):
-    """A request that is answered with an error, and changed nothing."""
+    """A request that gets an error response, and changed nothing."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -25,12 +25,12 @@ class RefusedError(Exception):
 
     @property
     def document(self) -> dict[str, object]:
-        """The body of the answer."""
+        """Body of the response."""
         return error_document(self.status, str(self))
 
 
 def error_document(status: int, message: str) -> dict[str, object]:
-    """Returns the body of an answer that is an error."""
+    """Returns the body of an error response."""
     reason = _REASONS.get(HTTPStatus(status), "backendError")
     detail = {"domain": "global", "reason": reason, "message": message}
     return {"error": {"code": status, "message": message, "errors": [detail]}}

@@ -12,7 +12,7 @@ from tests.fake_gcs.objects import Bucket, StoredObject
 
 
 def bucket_document(bucket: Bucket) -> dict[str, object]:
-    """Returns what a client is told about a bucket."""
+    """Returns the resource of a bucket, as clients get it."""
     created = _timestamp(bucket.created)
     return {
         "kind": "storage#bucket",
@@ -29,10 +29,10 @@ def bucket_document(bucket: Bucket) -> dict[str, object]:
 def object_document(
     origin: str, bucket: str, name: str, found: StoredObject
 ) -> dict[str, object]:
-    """Returns what a client is told about an object.
+    """Returns the resource of an object, as clients get it.
 
     Args:
-        origin: What the client calls the server, for the links.
+        origin: URL by which the client knows the server, for the links.
         bucket: The bucket's name.
         name: The object's name.
         found: The object.

@@ -1,7 +1,7 @@
-"""The server: connections on an event loop, with a request at a time on each.
+"""The server: connections on an event loop, each with one request at a time.
 
-One thread does all requests, and does each at once when it is there in full: so they
-are atomic, and nothing needs a lock.
+One thread executes all requests, each without waiting once it is received in full, so
+requests are atomic and no lock is needed.
 """
 
 import asyncio
@@ -20,32 +20,32 @@ from tests.fake_gcs.outcomes import Outcome, outcome_of
 _logger = logging.getLogger(__name__)
 
 BACKLOG = 512
-"""Connections that wait to be accepted: a hundred clients may begin at once."""
+"""Backlog of connections, as a hundred clients may connect at the same time."""
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Returns a socket that takes connections; port 0: one that the system chooses."""
+    """Returns a listening socket; port 0: a port that the system chooses."""
     return socket.create_server((host, port), backlog=BACKLOG)
 
 
 def url_of(listener: socket.socket) -> str:
-    """Returns where clients find it."""
+    """Returns the URL for clients."""
     host, port = listener.getsockname()
     return f"http://{host}:{port}"
 
 
 class Api(Protocol):
-    """Means something by requests."""
+    """Executes requests."""
 
     def answer(self, request: Request) -> Answer:
-        """Does what a request asks for, or tells why not."""
+        """Executes a request, and returns the response or an error response."""
 
     def refused(self, status: int, message: str) -> Answer:
-        """Returns what is answered to a request that is not done."""
+        """Returns the error response to a request that is not executed."""
 
 
 class Server:
-    """Takes requests, and lets faults meet them."""
+    """Receives requests, applies faults, and sends responses."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Server:
         self._network = network
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serves the connections to a listening socket, until it is cancelled."""
+        """Accepts and serves connections until it is cancelled."""
         listener.setblocking(False)
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as connections:
@@ -86,8 +86,8 @@ class Server:
             for piece in pieces_of(answer, request.method, len(answer.body)):
                 await connection.send(piece)
             return
-        began, told = time.monotonic(), object()
-        self._log.begin(told)
+        began, pending = time.monotonic(), object()
+        self._log.begin(pending)
         action = self._faults.next_for(request.line)
         await self._wait(connection, action)
         outcome = outcome_of(action, lambda: self._do(request), self._api.refused)
@@ -98,17 +98,18 @@ class Server:
         *first, last = _to_send(outcome, request)
         for piece in first:
             await connection.send(piece)
-        # before the last piece: who has all of the answer finds it in the log
-        self._log.add(told, _entry(request, outcome, time.monotonic() - began))
+        # before the last piece, so that a client with the whole response finds it in
+        # the log
+        self._log.add(pending, _entry(request, outcome, time.monotonic() - began))
         await connection.send(last)
         if outcome.breaks:
             if outcome.answer is None:
                 connection.reset()
-            # what was sent of an answer arrives: the connection ends behind it
-            raise EndedError("as a fault wants it")
+            # the part of a response that was sent still arrives before the end
+            raise EndedError("a fault ends the connection")
 
     async def _wait(self, connection: Connection, action: Action | None) -> None:
-        """Lets the time pass that comes before a request is done."""
+        """Waits for the latency, and for the delay of a fault."""
         seconds = self._network.latency_seconds
         if isinstance(action, Delay):
             seconds += action.seconds
@@ -121,7 +122,7 @@ class Server:
         try:
             return self._api.answer(request)
         except Exception as e:
-            # without an answer a bug of ours would look like a fault
+            # a bug of the emulator must not look like a fault
             _logger.exception(request.line)
             return self._api.refused(500, repr(e))
 

@@ -1,26 +1,26 @@
-"""Bearer tokens: which of them open the buckets, and for how long."""
+"""Bearer tokens, and their expiry."""
 
 import time
 import uuid
 
 
 class Tokens:
-    """Those that were handed out; all but the ones that are over count."""
+    """Tokens that were issued, and the times at which they expire."""
 
     def __init__(self, *given: str) -> None:
-        """Begins with tokens that never end by themselves."""
+        """Begins with tokens that do not expire."""
         self._until = dict.fromkeys(given, float("inf"))
 
     def hand_out(self, seconds: float) -> str:
-        """Returns a new one, which counts for some seconds."""
+        """Returns a new token that expires after some seconds."""
         made = uuid.uuid4().hex
         self._until[made] = time.monotonic() + seconds
         return made
 
     def revoke(self) -> None:
-        """Ends all."""
+        """Revokes all tokens."""
         self._until.clear()
 
     def counts(self, token: str) -> bool:
-        """Returns whether a token was handed out, and is not over."""
+        """Returns whether a token is issued and not expired."""
         return self._until.get(token, 0.0) > time.monotonic()

@@ -1,7 +1,7 @@
-"""The three ways to upload an object: in one piece, with its metadata, in chunks.
+"""The three kinds of uploads: simple, multipart (with metadata) and resumable.
 
-An upload in chunks is decided when its last chunk is there: the preconditions that it
-began with are checked then.
+A resumable upload takes effect with its last chunk: the preconditions that it began
+with are checked then.
 """
 
 import re
@@ -31,28 +31,28 @@ _HASHES: Final = (("crc32c", "crc32c"), ("md5Hash", "md5"))
 
 @dataclass(slots=True, kw_only=True)
 class Upload:
-    """An object on its way."""
+    """An upload in progress."""
 
     bucket: str
     name: str
     properties: Mapping[str, Any]
     conditions: Conditions
     hashes: dict[str, str]
-    """What the client says that they will be."""
+    """Checksums that the client announced."""
     pieces: list[Data] = field(default_factory=list)
     received_bytes: int = 0
     made: StoredObject | None = None
 
 
 class Uploads:
-    """All uploads to some buckets."""
+    """Uploads in progress to some buckets."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
         self._begun: dict[str, Upload] = {}
 
     def begin(self, request: Request, bucket: str) -> Answer:
-        """Takes an object, or the beginning of an upload in chunks."""
+        """Stores an object, or begins a resumable upload."""
         self._buckets.get(bucket)
         match request.query.get("uploadType"):
             case "media":
@@ -70,7 +70,7 @@ class Uploads:
         )
 
     def resume(self, request: Request, bucket: str) -> Answer:
-        """Takes a chunk, or tells how far an upload came."""
+        """Receives a chunk, or returns how many bytes an upload has received."""
         upload = self._find(request, bucket)
         if upload.made is not None:
             return json_answer(_document(request, upload, upload.made))
@@ -83,21 +83,21 @@ class Uploads:
         return self._store(request, upload)
 
     def cancel(self, request: Request, bucket: str) -> Answer:
-        """Forgets an upload in chunks."""
+        """Cancels a resumable upload."""
         self._find(request, bucket)
         del self._begun[request.query["upload_id"]]
         return Answer(status=CLIENT_CLOSED_REQUEST)
 
     def _open(self, request: Request, bucket: str) -> Answer:
-        told = request.document()
+        given = request.document()
         content_type = request.headers.get("x-upload-content-type", "")
         upload_id = uuid.uuid4().hex
         self._begun[upload_id] = Upload(
             bucket=bucket,
-            name=request.query.get("name") or told.get("name", ""),
-            properties=properties_of(told, content_type),
+            name=request.query.get("name") or given.get("name", ""),
+            properties=properties_of(given, content_type),
             conditions=conditions_of(request),
-            hashes=_claimed({}, told),
+            hashes=_claimed({}, given),
         )
         place = f"/upload/storage/v1/b/{bucket}/o?uploadType=resumable"
         headers = {
@@ -145,19 +145,19 @@ def _multipart(request: Request, bucket: str) -> Upload:
             HTTPStatus.BAD_REQUEST, f"multipart: expected 2 parts, got {len(parts)}"
         )
     about, media = parts
-    told = parse_document(bytes(about.data))
+    given = parse_document(bytes(about.data))
     return Upload(
         bucket=bucket,
-        name=request.query.get("name") or told.get("name", ""),
-        properties=properties_of(told, media.headers.get("content-type", "")),
+        name=request.query.get("name") or given.get("name", ""),
+        properties=properties_of(given, media.headers.get("content-type", "")),
         conditions=conditions_of(request),
-        hashes=_claimed(request.headers, told),
+        hashes=_claimed(request.headers, given),
         pieces=[media.data],
     )
 
 
 def _add_chunk(upload: Upload, request: Request) -> int | None:
-    """Adds a chunk; returns the size of the object, where the client knows it."""
+    """Adds a chunk; returns the size of the object, or None if it is not known yet."""
     body: Body = request.body
     everything = f"bytes 0-{len(body) - 1}/{len(body)}" if body else "bytes */0"
     text = request.headers.get("content-range", everything)
@@ -172,14 +172,14 @@ def _add_chunk(upload: Upload, request: Request) -> int | None:
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"expected byte {upload.received_bytes} next, got {first}",
             )
-        # a client that lost the answer sends again what is here
+        # a client that lost the response sends bytes again
         upload.pieces.append(memoryview(body)[known:])
         upload.received_bytes += max(0, len(body) - known)
     return None if total == "*" else int(total)
 
 
 def _claimed(headers: Mapping[str, str], document: Mapping[str, Any]) -> dict[str, str]:
-    """The checksums that a client says its data have, by name."""
+    """Returns the checksums that a client announced, by name."""
     pairs = (
         p.strip().partition("=") for p in headers.get("x-goog-hash", "").split(",")
     )

@@ -1,4 +1,4 @@
-"""The emulator as tests hold it."""
+"""The emulator for tests."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -8,26 +8,27 @@ from tests.fake_s3.s3_api import S3Api
 
 
 class FakeS3(Emulator):
-    """An S3 in memory, which listens while it is entered."""
+    """An S3 in memory; a context manager that listens inside its block."""
 
     def __init__(
         self,
         *,
         buckets: Sequence[str] = (),
-        heeds: Collection[str] = ("GET", "HEAD", "PUT", "DELETE"),
+        conditional_methods: Collection[str] = ("GET", "HEAD", "PUT", "DELETE"),
         latency_seconds: float = 0.0,
         bytes_per_second: float = math.inf,
     ) -> None:
-        """Makes one that does not listen yet.
+        """Makes an emulator that does not listen yet.
 
         Args:
-            buckets: The names of buckets to begin with.
-            heeds: The methods whose conditions count; those of imitations do not all.
-            latency_seconds: As of ``Emulator``.
-            bytes_per_second: As of ``Emulator``.
+            buckets: Names of the buckets at the start.
+            conditional_methods: Methods whose conditions are checked; some storages
+                that imitate S3 ignore the conditions of others.
+            latency_seconds: See ``Emulator``.
+            bytes_per_second: See ``Emulator``.
         """
         super().__init__(
-            lambda made: S3Api(made, heeds=heeds),
+            lambda made: S3Api(made, conditional_methods=conditional_methods),
             buckets=buckets,
             latency_seconds=latency_seconds,
             bytes_per_second=bytes_per_second,

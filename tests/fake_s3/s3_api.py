@@ -1,5 +1,7 @@
-"""The API of S3: which request does what to the buckets. Each is answered at once, so
-that it is atomic."""
+"""The API of S3: routes requests to operations on the buckets.
+
+Requests are executed without waiting, so each is atomic.
+"""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -33,27 +35,29 @@ _CODES: Final = {
 
 
 class S3Api:
-    """Answers requests for paths of a bucket, or of an object in it."""
+    """Executes requests on a bucket, or on an object in it."""
 
-    def __init__(self, buckets: Buckets, *, heeds: Collection[str]) -> None:
-        """Answers from buckets.
+    def __init__(
+        self, buckets: Buckets, *, conditional_methods: Collection[str]
+    ) -> None:
+        """Makes the API of some buckets.
 
         Args:
-            buckets: What it is about.
-            heeds: The methods whose conditions count.
+            buckets: The buckets.
+            conditional_methods: Methods whose conditions are checked.
         """
         self._buckets = buckets
-        self._heeds = heeds
+        self._conditional_methods = conditional_methods
 
     def answer(self, request: Request) -> Answer:
-        """Does what a request asks for, or tells why not."""
+        """Executes a request, and returns the response or an error response."""
         try:
             return self._answer(request)
         except RefusedError as e:
             return self.refused(e.status, str(e))
 
     def refused(self, status: int, message: str) -> Answer:
-        """Returns what is answered to a request that is not done."""
+        """Returns the error response to a request that is not executed."""
         if status in (HTTPStatus.NOT_MODIFIED, HTTPStatus.NO_CONTENT):
             return Answer(status=status)
         code = _CODES.get(HTTPStatus(status), "InternalError")
@@ -70,7 +74,7 @@ class S3Api:
         if request.method not in calls:
             status = HTTPStatus.METHOD_NOT_ALLOWED
             raise RefusedError(status, f"no {request.method} {request.path}")
-        if request.method not in self._heeds:
+        if request.method not in self._conditional_methods:
             request = replace(request, headers=_unconditional(request.headers))
         return calls[request.method](request, found, unquote(name))
 
@@ -117,7 +121,7 @@ def _listed(bucket: Bucket, page: Page) -> str:
 
 
 def etag(found: StoredObject) -> str:
-    """Returns what S3 calls the content of an object."""
+    """Returns the ETag of an object's content."""
     return f'"{hashlib.md5(found.content.data).hexdigest()}"'
 
 
@@ -169,7 +173,7 @@ def _check(headers: Mapping[str, str], found: StoredObject | None) -> None:
     """Checks the conditions of a request.
 
     Raises:
-        RefusedError: One does not hold.
+        RefusedError: A condition does not hold.
     """
     wanted, unwanted = headers.get("if-match"), headers.get("if-none-match")
     refuse = partial(RefusedError, HTTPStatus.PRECONDITION_FAILED)

@@ -200,7 +200,7 @@ def test_a_damaged_file_table_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("change", "told_of"),
+    ("change", "message"),
     [
         (lambda table: table.file.append("x"), "it cannot be read"),
         (lambda table: table.Clear(), "got nothing"),
@@ -212,7 +212,7 @@ def test_a_file_table_that_contradicts_the_chunks_is_reported(
     run: store.Run,
     saved: Saved,
     change: Callable[[pb.FileTable], object],
-    told_of: str,
+    message: str,
 ) -> None:
     table = pb.FileTable.FromString(file_table(saved).read_bytes())
     change(table)
@@ -225,4 +225,4 @@ def test_a_file_table_that_contradicts_the_chunks_is_reported(
     found = run.verify(3)
 
     assert [("", (), "file_table")] == found_in(found)
-    assert told_of in found.damages[0].message
+    assert message in found.damages[0].message

@@ -130,7 +130,7 @@ def test_a_table_shows_rates_and_for_a_small_state_seconds(
         }
     ]
 
-    told = table("lm", "tmpfs", {"orbax": rounds}).splitlines()
+    lines = table("lm", "tmpfs", {"orbax": rounds}).splitlines()
 
-    assert line in told
-    assert ("CPU-s/GB" in told[2]) == (gigabytes == 2)
+    assert line in lines
+    assert ("CPU-s/GB" in lines[2]) == (gigabytes == 2)

@@ -78,7 +78,7 @@ def check_moved(wire: CountingWire, run: store.Run, prefix: str, **how: Any) -> 
 
 
 @pytest.mark.parametrize("select", ["params/**", re.compile("^params/")], ids=str)
-def test_what_is_not_selected_is_not_moved(
+def test_unselected_leaves_are_not_read(
     wire: CountingWire, wired: store.Run, select: Any
 ) -> None:
     back = check_moved(wire, wired, "params/", select=select)
@@ -89,15 +89,15 @@ def test_what_is_not_selected_is_not_moved(
     )
 
 
-def test_a_cast_moves_what_was_saved(wire: CountingWire, wired: store.Run) -> None:
+def test_a_cast_restore_reads_the_saved_bytes(
+    wire: CountingWire, wired: store.Run
+) -> None:
     back = check_moved(wire, wired, "params/", select="params/**", cast="bfloat16")
 
     assert {jnp.dtype("bfloat16")} == {x.dtype for x in jax.tree.leaves(back)}
 
 
-def test_what_is_initialised_moves_nothing(
-    wire: CountingWire, wired: store.Run
-) -> None:
+def test_initialised_leaves_read_no_bytes(wire: CountingWire, wired: store.Run) -> None:
     like = {"params": the_state()["params"], "lora": sharded((2 * MiB,), "fsdp")}
 
     back = check_moved(
@@ -107,7 +107,7 @@ def test_what_is_initialised_moves_nothing(
     assert back["lora"] is like["lora"]
 
 
-def test_a_sharded_state_moves_once_onto_one_device(
+def test_a_sharded_state_is_read_once_for_one_device(
     wire: CountingWire, wired: store.Run
 ) -> None:
     one = SingleDeviceSharding(jax.devices()[3])
@@ -121,7 +121,7 @@ def test_a_sharded_state_moves_once_onto_one_device(
     assert {one} == {x.sharding for x in jax.tree.leaves(back)}
 
 
-def test_a_replicated_state_moves_once_for_all_devices(
+def test_a_replicated_state_is_read_once_for_all_devices(
     wire: CountingWire, wired: store.Run
 ) -> None:
     mesh = Mesh(np.array(jax.devices()), ("all",))

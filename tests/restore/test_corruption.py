@@ -141,7 +141,7 @@ def test_a_missing_or_short_data_file_is_data_loss(
 
 
 @pytest.mark.slow
-def test_where_one_stream_fails_no_other_goes_on(
+def test_a_failed_stream_stops_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Any] = []
@@ -249,7 +249,7 @@ def test_a_manifest_whose_keys_collide_is_data_loss(
 
 
 @pytest.mark.parametrize("file", ["../../../x", "/etc/passwd", "d/../x", "", "d//x"])
-def test_a_manifest_that_leads_out_of_the_pool_is_data_loss(
+def test_a_manifest_with_a_path_outside_the_pool_is_data_loss(
     tmp_path: Path, file: str
 ) -> None:
     with store.connect(tmp_path.as_uri()) as client:

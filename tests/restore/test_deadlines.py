@@ -21,14 +21,14 @@ def run(request: pytest.FixtureRequest, serve: Callable[..., InProcessServer]) -
         yield run
 
 
-def test_a_restore_that_takes_too_long_lists_what_is_outstanding(run: Any) -> None:
+def test_a_restore_past_its_deadline_lists_its_missing_data_files(run: Any) -> None:
     with pytest.raises(
         store.UnavailableError, match=r"chunks of \d+ data files are missing: \S+/"
     ):
         run.open(1).restore(deadline=timedelta(microseconds=1))
 
 
-def test_one_whose_manifest_takes_too_long_says_so(run: Any) -> None:
+def test_a_restore_past_its_deadline_in_the_manifest_reports_it(run: Any) -> None:
     with pytest.raises(
         store.UnavailableError,
         match=r"deadline@1: expected its manifest within 1e-06 s, but it is missing",
@@ -36,7 +36,7 @@ def test_one_whose_manifest_takes_too_long_says_so(run: Any) -> None:
         run.restore(1, deadline=timedelta(microseconds=1))
 
 
-def test_a_restore_in_time_is_left_alone(run: Any) -> None:
+def test_a_restore_within_its_deadline_succeeds(run: Any) -> None:
     found = run.restore(1, deadline=timedelta(minutes=5))
 
     assert np.array_equal(np.arange(1 << 22), found["w"])
@@ -45,6 +45,6 @@ def test_a_restore_in_time_is_left_alone(run: Any) -> None:
 @pytest.mark.parametrize(
     "deadline", [0, -1.5, timedelta(0), timedelta(seconds=-1), "1s"]
 )
-def test_a_deadline_that_cannot_be_is_refused(run: Any, deadline: Any) -> None:
+def test_an_invalid_deadline_is_rejected(run: Any, deadline: Any) -> None:
     with pytest.raises(store.InvalidRequestError, match="deadline="):
         run.restore(1, deadline=deadline)

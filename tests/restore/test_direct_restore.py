@@ -63,7 +63,7 @@ def data_files(root: Path) -> list[Path]:
     return sorted(files, key=lambda path: path.stat().st_size)
 
 
-def test_chunks_come_from_the_files_and_not_through_the_server(
+def test_a_direct_restore_reads_files_and_not_the_server(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
     server = start_server()
@@ -94,7 +94,7 @@ def test_cpu_devices_use_the_memory_that_was_read_into(
     back = direct.run(run.name).restore(0, like=target)["x"]
 
     at = [shard.data.unsafe_buffer_pointer() for shard in back.addressable_shards]
-    # a copy would lie anywhere: these lie as they were read, behind one another
+    # adjacent addresses show reads in place: copies would have any addresses
     assert [at[0] + n * values.nbytes // 8 for n in range(8)] == at
     assert 0 == at[0] % (2 * MIB)
     assert values.tobytes() == np.asarray(back).tobytes()
@@ -121,7 +121,7 @@ RESHARDED = {
 
 
 @pytest.mark.parametrize("target", RESHARDED.values(), ids=list(RESHARDED))
-def test_a_resharding_restore_reads_hardly_more_than_it_returns(
+def test_a_resharding_restore_reads_little_more_than_it_returns(
     direct: store.Client, run: store.Run, target: Callable[[], Sharding]
 ) -> None:
     tree = {"x": drawn(2048, 2048), "y": drawn(8 * 2100, 640), "z": drawn(512, 64)}
@@ -153,7 +153,7 @@ def test_a_selective_restore_reads_only_what_it_returns(
     assert 3 * MIB < read < 3.2 * MIB
 
 
-def test_many_small_leaves_take_few_reads_also_where_every_other_is_wanted(
+def test_half_of_many_small_leaves_take_few_reads(
     direct: store.Client, run: store.Run
 ) -> None:
     tree = {f"{n:04}": np.full(n % 50, n) for n in range(3000)}
@@ -200,7 +200,7 @@ def test_buffers_that_are_not_handed_over_fit_the_budget(
     assert source.budget.peak_bytes <= max(limit_mib * MIB, *held)
 
 
-def test_a_leaf_that_is_larger_than_the_budget_is_read_by_several_at_once(
+def test_a_leaf_larger_than_the_budget_is_read_concurrently(
     direct: store.Client, run: store.Run
 ) -> None:
     run.save(0, {"x": drawn(8192, 1024)}).result()
@@ -222,7 +222,7 @@ def test_a_leaf_that_is_larger_than_the_budget_is_read_by_several_at_once(
 
 
 @pytest.mark.slow
-def test_restores_leave_no_memory_no_file_and_no_thread_behind(
+def test_restores_release_memory_files_and_threads(
     direct: store.Client, run: store.Run
 ) -> None:
     tree = {f"{n}": drawn(1024, 1024) for n in range(24)}
@@ -252,7 +252,7 @@ def test_restores_leave_no_memory_no_file_and_no_thread_behind(
     assert not [t for t in threading.enumerate() if "storesvc-direct" in t.name]
 
 
-def test_a_failed_read_ends_the_others_and_leaves_nothing_behind(
+def test_a_failed_read_cancels_the_others_and_releases_all(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     server = start_server()
@@ -332,8 +332,6 @@ def test_a_root_without_a_store_is_refused(
 @pytest.mark.parametrize(
     "direct", ["memory://", "/ckpts", "file://host/x", "gs://b", "", 5]
 )
-def test_what_cannot_be_reached_from_here_is_refused(
-    server: ServerProcess, direct: Any
-) -> None:
+def test_an_invalid_direct_root_is_rejected(server: ServerProcess, direct: Any) -> None:
     with pytest.raises(store.InvalidRequestError, match=r"direct: .*expected "):
         store.connect(server.address, direct=direct)

@@ -30,7 +30,7 @@ def restore_of(
     return joint
 
 
-def test_what_process_0_chooses_all_do() -> None:
+def test_all_processes_follow_the_choice_of_process_0() -> None:
     def part(process: ThreadProcess) -> str:
         return restore_of(process).check("plan", f"choice {process.index}")
 
@@ -48,16 +48,16 @@ def test_a_process_that_fails_first_is_named_at_once() -> None:
             else:
                 joint.check("plan", "")
 
-        told = job.run(part)
+        outcomes = job.run(part)
 
         assert time.monotonic() - begun < 30
         for other in {0, 1, 2} - {index}:
-            error = told[other]
+            error = outcomes[other]
             assert isinstance(error, store.PeerFailedError), error
             assert f"process {index}: no such leaf" in str(error)
 
 
-def test_process_0_does_not_begin_without_one_that_waited_too_long_for_it(
+def test_process_0_does_not_begin_after_another_process_timed_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.1)
@@ -72,13 +72,13 @@ def test_process_0_does_not_begin_without_one_that_waited_too_long_for_it(
         finally:
             has_waited.set()
 
-    for told in ThreadJob(2).run(part):
-        assert isinstance(told, store.UnavailableError), told
-        assert "process 0 of 2 is not ready to read after 1 s" in str(told)
+    for error in ThreadJob(2).run(part):
+        assert isinstance(error, store.UnavailableError), error
+        assert "process 0 of 2 is not ready to read after 1 s" in str(error)
 
 
 @pytest.mark.slow
-def test_processes_that_come_one_after_another_are_not_waited_for_in_turn(
+def test_one_deadline_covers_the_wait_for_all_late_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.1)
@@ -89,10 +89,10 @@ def test_processes_that_come_one_after_another_are_not_waited_for_in_turn(
         time.sleep(0.5 * process.index)
         restore_of(process, 0.6).check("plan", "")
 
-    told = job.run(part)
+    outcomes = job.run(part)
 
-    assert all(isinstance(each, store.UnavailableError) for each in told), told
-    assert "of 4 has not called it" in str(told[0])
+    assert all(isinstance(each, store.UnavailableError) for each in outcomes), outcomes
+    assert "of 4 has not called it" in str(outcomes[0])
     assert time.monotonic() - begun < 30
 
 
@@ -106,7 +106,7 @@ def read_in(process: ThreadProcess, seconds: float) -> ProcessReading:
     )
 
 
-def test_all_are_told_which_process_read_the_longest() -> None:
+def test_every_process_reports_the_slowest_process() -> None:
     def part(process: ThreadProcess) -> ProcessReading:
         joint = restore_of(process)
         joint.check("plan", "")
@@ -133,16 +133,16 @@ def test_a_process_that_fails_to_read_fails_the_others_by_name() -> None:
             else:
                 joint.end(read_in(process, 1), seconds=60)
 
-        told = ThreadJob(3).run(part)
+        outcomes = ThreadJob(3).run(part)
 
         for other in {0, 1, 2} - {index}:
-            error = told[other]
+            error = outcomes[other]
             assert isinstance(error, store.PeerFailedError), error
             assert f"process {index}: leaf 'w' is damaged" in str(error)
 
 
 @pytest.mark.parametrize("is_first_late", [False, True])
-def test_one_error_tells_of_each_process_what_it_lacks(
+def test_one_error_lists_the_missing_files_of_each_process(
     monkeypatch: pytest.MonkeyPatch, is_first_late: bool
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.5)
@@ -159,14 +159,14 @@ def test_one_error_tells_of_each_process_what_it_lacks(
 
     first, *_, last = map(str, ThreadJob(5).run(part))
 
-    for told in (first, last):
-        assert "process 1: lacks file 1" in told
-        assert "process 2 has not ended" in told
-        assert "process 3: lacks file 3" in told
+    for error in (first, last):
+        assert "process 1: lacks file 1" in error
+        assert "process 2 has not ended" in error
+        assert "process 3: lacks file 3" in error
     assert is_first_late == ("process 0: lacks file 0" in last)
 
 
-def test_a_failure_that_another_process_told_is_not_told_again() -> None:
+def test_a_failure_reported_by_another_process_is_not_repeated() -> None:
     def part(process: ThreadProcess) -> None:
         joint = restore_of(process)
         joint.check("plan", "")
@@ -177,13 +177,13 @@ def test_a_failure_that_another_process_told_is_not_told_again() -> None:
         else:
             joint.end(read_in(process, 1), seconds=60)
 
-    told, *_ = ThreadJob(3).run(part)
+    outcomes, *_ = ThreadJob(3).run(part)
 
-    assert "process 2: leaf 'w' is damaged" in str(told)
-    assert "process 1" not in str(told)
+    assert "process 2: leaf 'w' is damaged" in str(outcomes)
+    assert "process 1" not in str(outcomes)
 
 
-def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
+def test_a_finished_process_logs_the_others_that_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(wait_log, "FIRST_SECONDS", 0.05)
@@ -219,7 +219,7 @@ def test_who_is_done_logs_who_is_waited_for_and_what_that_one_does(
     assert logged(by_last), messages()
 
 
-def test_a_failure_is_heard_of_while_others_are_slow(
+def test_a_failure_is_reported_while_others_are_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.2)
@@ -240,14 +240,14 @@ def test_a_failure_is_heard_of_while_others_are_slow(
             finally:
                 heard.wait(60)
 
-    told = ThreadJob(4).run(part)
+    outcomes = ThreadJob(4).run(part)
 
     for index in (0, 1, 3):
-        assert isinstance(told[index], store.PeerFailedError), told
-        assert "process 2: leaf 'w' is damaged" in str(told[index])
+        assert isinstance(outcomes[index], store.PeerFailedError), outcomes
+        assert "process 2: leaf 'w' is damaged" in str(outcomes[index])
 
 
-def test_causes_come_before_those_who_are_merely_not_done(
+def test_errors_list_causes_before_unfinished_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.2)
@@ -258,20 +258,20 @@ def test_causes_come_before_those_who_are_merely_not_done(
         joint.check("plan", "")
         begun.wait(60)
         if process.index == 6:
-            joint.fail(store.PeerFailedError("process 1 told: leaf 'w' is damaged"))
+            joint.fail(store.PeerFailedError("process 1 reports: leaf 'w' is damaged"))
         elif process.index in (0, 7):
             joint.end(read_in(process, 1), seconds=0.1)
 
     first, *_ = ThreadJob(8).run(part)
 
     cause, *others = str(first).partition("of the job: ")[2].split("; ")
-    assert "process 6: process 1 told: leaf 'w' is damaged" == cause
+    assert "process 6: process 1 reports: leaf 'w' is damaged" == cause
     assert [f"process {n} has not ended" for n in (1, 2, 3)] == others[:3]
     assert ["and 2 more"] == others[3:]
 
 
 class Unreachable(ThreadProcess):
-    """A process whose board is gone."""
+    """A process that cannot reach the coordinator's board."""
 
     def read(self, key: str, *, seconds: float = 0.0) -> str | None:
         raise store.UnavailableError("no board")
@@ -280,14 +280,14 @@ class Unreachable(ThreadProcess):
         raise store.UnavailableError("no board")
 
 
-def test_a_board_that_is_gone_hides_no_failure() -> None:
+def test_an_unreachable_board_hides_no_failure() -> None:
     process = Unreachable(ThreadJob(2), 0)
 
     assert "" == JointRestore(process, "tests/run").fail(KeyboardInterrupt())
     JointSave(process, "tests/run", 1).fail(KeyboardInterrupt())
 
 
-def test_the_last_word_of_a_progress_callback_is_before_the_end(tmp_path: Path) -> None:
+def test_the_last_progress_callback_runs_before_the_end(tmp_path: Path) -> None:
     """What it raises fails the restore of all."""
 
     def part(process: ThreadProcess) -> None:

@@ -20,27 +20,27 @@ def save_by_one(target: str) -> None:
         client.run(job_parts.RUN).save(1, job_parts.state_on(mesh)).result()
 
 
-def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not(
+def test_processes_restore_together_or_report_the_absent_process(
     tmp_path: Path,
 ) -> None:
     target, size = tmp_path.as_uri(), job_parts.state_bytes()
     save_by_one(target)
 
-    told = run_job(
+    results = run_job(
         "tests.support.job_parts:reads", 4, devices=2, target=target, rows=2, columns=4
     )
 
-    assert [1] * 4 == [each["jobs"] for each in told]
-    assert [[]] * 4 == [each["wrong"] for each in told]
+    assert [1] * 4 == [each["jobs"] for each in results]
+    assert [[]] * 4 == [each["wrong"] for each in results]
     spread, each_its_own, by_default = zip(
-        *(each["read_bytes"] for each in told), strict=True
+        *(each["read_bytes"] for each in results), strict=True
     )
     assert size <= sum(spread) <= 1.02 * size
     assert sum(each_its_own) > 3 * size
     assert each_its_own == by_default  # from a disk of this machine
-    assert [1] * 4 == [each["latest"] for each in told]
+    assert [1] * 4 == [each["latest"] for each in results]
     absent, otherwise, too_late, not_at_all = zip(
-        *(each["told"] for each in told), strict=True
+        *(each["errors"] for each in results), strict=True
     )
     assert all("NotFoundError" in each for each in absent), absent
     assert all("process 1" in each for each in otherwise), otherwise
@@ -57,7 +57,9 @@ def test_several_processes_restore_alike_what_one_saved_or_are_told_who_does_not
     assert all("job: process 1" in each for each in others), others
 
 
-def test_a_process_that_cannot_read_its_share_is_named_to_all(tmp_path: Path) -> None:
+def test_a_process_that_cannot_read_its_share_is_reported_to_all(
+    tmp_path: Path,
+) -> None:
     target = tmp_path.as_uri()
     save_by_one(target)
     files = [path for path in tmp_path.rglob("pool/**/*") if path.is_file()]
@@ -68,24 +70,26 @@ def test_a_process_that_cannot_read_its_share_is_named_to_all(tmp_path: Path) ->
         file.seek(1000)
         file.write(bytes([byte[0] ^ 1]))
 
-    told = run_job("tests.support.job_parts:reads_damaged", 3, devices=1, target=target)
+    results = run_job(
+        "tests.support.job_parts:reads_damaged", 3, devices=1, target=target
+    )
 
-    readers = [each for each in told if each.startswith("DataLossError")]
-    others = [each for each in told if each.startswith("PeerFailedError")]
-    assert 1 == len(readers), told
-    assert 2 == len(others), told
+    readers = [each for each in results if each.startswith("DataLossError")]
+    others = [each for each in results if each.startswith("PeerFailedError")]
+    assert 1 == len(readers), results
+    assert 2 == len(others), results
     assert all("could not read its share" in each for each in others)
-    assert all("its stored bytes are corrupt" in each for each in told)
+    assert all("its stored bytes are corrupt" in each for each in results)
 
 
 def test_a_spread_restore_by_one_process_of_a_job_alone_is_refused(
     tmp_path: Path,
 ) -> None:
-    told = run_job(
+    results = run_job(
         "tests.support.job_parts:spreads_alone", 2, devices=1, target=tmp_path.as_uri()
     )
 
-    for opened_alone, restored_alone, apart in told:
+    for opened_alone, restored_alone, apart in results:
         assert "InvalidRequestError: restore of" in opened_alone
         assert "with Distributed(processes='all')" in restored_alone
         assert "" == apart

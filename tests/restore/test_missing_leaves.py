@@ -45,7 +45,7 @@ def test_by_default_a_leaf_that_is_missing_is_refused(trained: store.Run) -> Non
         trained.restore(0, like=like(new=7), missing="error")
 
 
-def test_all_that_has_no_value_is_refused_beside_all_that_does_not_fit(
+def test_one_error_lists_missing_and_mismatched_leaves(
     trained: store.Run,
 ) -> None:
     deleted = jnp.ones(2)
@@ -73,14 +73,14 @@ def test_all_that_has_no_value_is_refused_beside_all_that_does_not_fit(
     assert "'real'" not in message
 
 
-def test_another_dtype_is_not_taken_for_missing(trained: store.Run) -> None:
+def test_a_leaf_of_another_dtype_is_not_missing(trained: store.Run) -> None:
     target = {**like(), "params": {"kernel": jnp.zeros((8, 4), jnp.bfloat16)}}
 
     with pytest.raises(store.MismatchError, match="bfloat16, got "):
         trained.restore(0, like=target, missing="keep")
 
 
-def test_kept_values_go_where_the_rules_say(trained: store.Run) -> None:
+def test_rules_place_kept_values(trained: store.Run) -> None:
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     target = like(
         lora=jnp.arange(16.0), key=jax.random.key(5), host=np.ones(3), count=4
@@ -104,7 +104,7 @@ def test_kept_values_go_where_the_rules_say(trained: store.Run) -> None:
     assert 4 == back["count"]
 
 
-def test_without_rules_kept_values_stay_where_they_lie(trained: store.Run) -> None:
+def test_without_rules_kept_values_keep_their_sharding(trained: store.Run) -> None:
     there = SingleDeviceSharding(jax.devices()[2])
 
     back = trained.restore(
@@ -114,7 +114,7 @@ def test_without_rules_kept_values_stay_where_they_lie(trained: store.Run) -> No
     assert there == back["lora"].sharding
 
 
-def test_a_rule_that_is_missing_for_a_kept_value_is_told(trained: store.Run) -> None:
+def test_a_kept_value_without_a_rule_is_rejected(trained: store.Run) -> None:
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
 
     with pytest.raises(store.MismatchError, match="leaf 'lora': no rule matches"):
@@ -127,7 +127,7 @@ def test_a_rule_that_is_missing_for_a_kept_value_is_told(trained: store.Run) -> 
         )
 
 
-def test_what_came_from_like_is_told_in_one_line(
+def test_one_log_line_lists_the_leaves_kept_from_like(
     trained: store.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "storesvc_client"):
@@ -142,7 +142,7 @@ def test_what_came_from_like_is_told_in_one_line(
     assert [line] == caplog.messages
 
 
-def test_what_is_not_selected_is_not_missing(trained: store.Run) -> None:
+def test_an_unselected_leaf_is_not_missing(trained: store.Run) -> None:
     with pytest.raises(store.MismatchError, match="; select= leaves it out"):
         trained.restore(0, like=like(new=1), select="params/**", missing="keep")
 

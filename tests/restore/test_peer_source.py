@@ -113,12 +113,12 @@ def failing_meter() -> Meter:
         raise LookupError("no terminal")
 
     meter = Meter("restore", "it", fail)
-    meter._told -= 1  # it is time to
+    meter._reported_at -= 1  # so that the next report is due
     return meter
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "told"),
+    ("options", "kind", "text"),
     [
         (lambda: {"place": out_of_memory}, RuntimeError, "RESOURCE_EXHAUSTED"),
         (lambda: {"seconds": 0}, store.UnavailableError, "to end within 0 s"),
@@ -126,11 +126,11 @@ def failing_meter() -> Meter:
     ],
     ids=["device", "deadline", "callback"],
 )
-def test_who_cannot_use_what_comes_is_named_to_the_others_who_wait_for_it(
+def test_a_process_that_fails_during_exchange_is_reported_to_the_others(
     opened: OpenCheckpoint,
     options: Callable[[], dict[str, Any]],
     kind: type[BaseException],
-    told: str,
+    text: str,
 ) -> None:
     def part(job: ThreadProcess) -> None:
         Reading(opened, job).read(**options() if job.index == 1 else {})
@@ -141,10 +141,10 @@ def test_who_cannot_use_what_comes_is_named_to_the_others_who_wait_for_it(
     for other in (first, third):
         assert isinstance(other, store.PeerFailedError), other
         assert "process 1" in str(other)
-        assert told in str(other)
+        assert text in str(other)
 
 
-def test_who_needs_less_than_the_others_reads_for_them_all_the_same(
+def test_a_process_that_needs_fewer_leaves_reads_its_share_for_the_others(
     opened: OpenCheckpoint,
 ) -> None:
     def part(job: ThreadProcess) -> dict[str, Any]:
@@ -154,9 +154,9 @@ def test_who_needs_less_than_the_others_reads_for_them_all_the_same(
         reading.read()
         return reading.found
 
-    told = ThreadJob(COUNT).run(part)
+    results = ThreadJob(COUNT).run(part)
 
-    for index, found in enumerate(told):
+    for index, found in enumerate(results):
         assert isinstance(found, dict), found
         wanted = sorted(LEAVES)[1::2] if index == 1 else sorted(LEAVES)
         assert wanted == sorted(found)
@@ -164,10 +164,10 @@ def test_who_needs_less_than_the_others_reads_for_them_all_the_same(
 
 
 @pytest.mark.parametrize("slice_bytes", [1_001, 40_002, 160_004, 1 << 20])
-def test_a_round_brings_no_more_than_it_may_and_chunks_come_whole(
+def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, slice_bytes: int
 ) -> None:
-    """Wherever the rounds cut them, be it in the checksum behind their elements."""
+    """A round may end anywhere in a chunk, also within the checksum at its end."""
     monkeypatch.setattr(peer_plan, "ROUND_BYTES", COUNT * slice_bytes)
 
     def part(job: ThreadProcess) -> tuple[dict[str, Any], int]:
@@ -182,9 +182,9 @@ def test_a_round_brings_no_more_than_it_may_and_chunks_come_whole(
         reading.read()
         return reading.found, most
 
-    for told in ThreadJob(COUNT).run(part):
-        assert isinstance(told, tuple), told
-        found, most = told
+    for result in ThreadJob(COUNT).run(part):
+        assert isinstance(result, tuple), result
+        found, most = result
         assert peer_source.HEADER_BYTES < most
         assert most <= peer_source.HEADER_BYTES + min(
             slice_bytes, peer_plan.SLICE_BYTES
@@ -205,7 +205,7 @@ class Slow:
         self.inner.read(ordinals, assembly)
 
 
-def test_ctrl_c_ends_a_process_after_a_round_and_the_others_with_it(
+def test_ctrl_c_ends_all_processes_after_the_current_round(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted = threading.local()
@@ -231,7 +231,7 @@ def test_ctrl_c_ends_a_process_after_a_round_and_the_others_with_it(
         assert "KeyboardInterrupt" in str(other)
 
 
-def test_no_more_is_exchanged_once_a_process_has_failed(
+def test_the_exchange_ends_once_a_process_has_failed(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_plan, "ROUND_BYTES", COUNT * 10_000)
@@ -250,11 +250,11 @@ def test_no_more_is_exchanged_once_a_process_has_failed(
             reading.read(**place)
         return rounds
 
-    # one to meet, 17 for the first chunks, one to tell, of some 64
+    # 1 to meet, 17 for the first chunks, 1 to report the error; all would be some 64
     assert all(isinstance(n, int) and n < 25 for n in ThreadJob(COUNT).run(part))
 
 
-def test_who_never_comes_is_not_waited_for_beyond_the_deadline(
+def test_an_absent_process_is_not_waited_for_beyond_the_deadline(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
@@ -267,12 +267,12 @@ def test_who_never_comes_is_not_waited_for_beyond_the_deadline(
 
     first, _, third = ThreadJob(COUNT).run(part)
 
-    for told in (first, third):
-        assert isinstance(told, store.UnavailableError), told
-        assert "12 chunks of 1 data files are missing" in str(told), told
+    for error in (first, third):
+        assert isinstance(error, store.UnavailableError), error
+        assert "12 chunks of 1 data files are missing" in str(error), error
 
 
-def test_who_is_known_to_have_failed_is_not_waited_for(
+def test_a_failed_process_is_not_waited_for(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch, left: threading.Event
 ) -> None:
     monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
@@ -286,13 +286,13 @@ def test_who_is_known_to_have_failed_is_not_waited_for(
 
     first, _, third = ThreadJob(COUNT).run(part)
 
-    for told in (first, third):
-        assert isinstance(told, store.PeerFailedError), told
-        assert "process 1: no device" in str(told)
+    for error in (first, third):
+        assert isinstance(error, store.PeerFailedError), error
+        assert "process 1: no device" in str(error)
     assert left.is_set()
 
 
-def test_an_error_that_is_no_text_is_told_all_the_same(opened: OpenCheckpoint) -> None:
+def test_an_error_that_utf_8_cannot_encode_is_reported(opened: OpenCheckpoint) -> None:
     def place(buffer: Buffer) -> None:
         raise OSError("cannot read \udcff")
 
@@ -307,7 +307,9 @@ def test_an_error_that_is_no_text_is_told_all_the_same(opened: OpenCheckpoint) -
 
 
 @pytest.mark.slow
-def test_the_deadline_that_is_told_is_that_of_the_whole(opened: OpenCheckpoint) -> None:
+def test_a_deadline_error_names_the_deadline_of_the_whole_restore(
+    opened: OpenCheckpoint,
+) -> None:
     def part(job: ThreadProcess) -> None:
         reading = Reading(opened, job)
         if job.index == 1:
@@ -320,7 +322,7 @@ def test_the_deadline_that_is_told_is_that_of_the_whole(opened: OpenCheckpoint) 
     assert "to end within 1 s" in str(failed)
 
 
-def test_what_is_read_for_others_counts_as_read(opened: OpenCheckpoint) -> None:
+def test_bytes_read_for_other_processes_count_as_read(opened: OpenCheckpoint) -> None:
     def part(job: ThreadProcess) -> int:
         reading = Reading(opened, job)
         if job.index == 1:
@@ -328,12 +330,12 @@ def test_what_is_read_for_others_counts_as_read(opened: OpenCheckpoint) -> None:
         reading.read()
         return reading.source.read_bytes
 
-    told = ThreadJob(COUNT).run(part)
+    results = ThreadJob(COUNT).run(part)
 
-    assert sum(leaf.nbytes + 4 for leaf in LEAVES.values()) == sum(told)  # type: ignore[arg-type]
+    assert sum(leaf.nbytes + 4 for leaf in LEAVES.values()) == sum(results)  # type: ignore[arg-type]
 
 
-def test_what_went_wrong_first_is_raised_though_no_other_hears_of_it(
+def test_the_first_error_is_raised_even_if_it_cannot_be_reported(
     opened: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_source, "GRACE_SECONDS", 0.1)
@@ -361,14 +363,14 @@ def test_what_went_wrong_first_is_raised_though_no_other_hears_of_it(
     assert isinstance(third, store.StoreError), third
 
 
-def test_nothing_is_exchanged_after_an_exchange_that_was_left(
+def test_no_exchange_starts_after_an_abandoned_exchange(
     opened: OpenCheckpoint, left: threading.Event
 ) -> None:
     left.set()
 
-    told = ThreadJob(COUNT).run(lambda job: Reading(opened, job).read())
+    results = ThreadJob(COUNT).run(lambda job: Reading(opened, job).read())
 
-    for each in told:
+    for each in results:
         assert isinstance(each, store.UnavailableError), each
         assert "start the job again, or restore with Distributed(spread=False)" in str(
             each
@@ -377,7 +379,7 @@ def test_nothing_is_exchanged_after_an_exchange_that_was_left(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [None, RuntimeError("no device")], ids=str)
-def test_ctrl_c_that_leaves_an_exchange_is_the_last_word_and_remembered(
+def test_ctrl_c_during_an_exchange_is_raised_and_abandons_it(
     opened: OpenCheckpoint, left: threading.Event, error: Exception | None
 ) -> None:
     never = threading.Event()
@@ -397,14 +399,14 @@ def test_ctrl_c_that_leaves_an_exchange_is_the_last_word_and_remembered(
         never.set()
 
 
-def test_the_cause_of_a_failed_exchange_is_told(opened: OpenCheckpoint) -> None:
+def test_a_failed_exchange_raises_its_cause(opened: OpenCheckpoint) -> None:
     def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
         raise RuntimeError("gather") from LookupError("what jax says")
 
     reading = Reading(opened, ThreadJob(COUNT).process(0))
     reading.source._gather = gather
 
-    with pytest.raises(RuntimeError, match="gather") as told:
+    with pytest.raises(RuntimeError, match="gather") as caught:
         reading.read()
 
-    assert isinstance(told.value.__cause__, LookupError)
+    assert isinstance(caught.value.__cause__, LookupError)

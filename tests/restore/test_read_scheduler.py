@@ -26,7 +26,7 @@ def put(scheduler: ReadScheduler[Unit], *numbers: int) -> None:
         scheduler.mark_ready(unit)
 
 
-def test_a_reader_takes_what_is_here_before_what_comes_first() -> None:
+def test_a_reader_takes_units_in_memory_before_earlier_ones() -> None:
     scheduler: ReadScheduler[Unit] = ReadScheduler(100)
     scheduler.join(units(1, 2, 3, 4))
     put(scheduler, 3, 2)
@@ -41,7 +41,7 @@ def test_a_reader_takes_what_is_here_before_what_comes_first() -> None:
     assert Unit(1) == scheduler.next_needed(late)
 
 
-def test_what_a_reader_began_it_ends_though_it_must_be_read_again() -> None:
+def test_a_reader_finishes_its_unit_after_an_eviction() -> None:
     scheduler: ReadScheduler[Unit] = ReadScheduler(20)
     slow = scheduler.join(units(1, 2))
     put(scheduler, 1)
@@ -58,7 +58,7 @@ def test_what_a_reader_began_it_ends_though_it_must_be_read_again() -> None:
     assert Unit(1) == scheduler.next_needed(slow)
 
 
-def test_nothing_is_read_again_that_comes() -> None:
+def test_a_unit_in_flight_is_not_read_twice() -> None:
     scheduler: ReadScheduler[Unit] = ReadScheduler(100)
     first, second = scheduler.join(units(1, 2)), scheduler.join(units(1, 2))
     assert Unit(1) == scheduler.next_needed(first)
@@ -102,7 +102,7 @@ def test_a_stream_that_keeps_others_waiting_loses_its_priority() -> None:
     assert units(2) == scheduler.make_room(Unit(5), Urgency.NEEDED)
 
 
-def test_what_is_read_does_not_go() -> None:
+def test_units_in_flight_are_not_evicted() -> None:
     scheduler: ReadScheduler[Unit] = ReadScheduler(20)
     assert [] == scheduler.make_room(Unit(1, 15), Urgency.NEEDED)
 
@@ -111,7 +111,7 @@ def test_what_is_read_does_not_go() -> None:
     assert [] == scheduler.make_room(Unit(2), Urgency.OVERDUE)
 
 
-def test_the_last_reader_takes_all_with_it() -> None:
+def test_the_last_reader_to_leave_frees_all_units() -> None:
     scheduler: ReadScheduler[Unit] = ReadScheduler(100)
     readers = [scheduler.join(units(1, 2)) for _ in range(2)]
     put(scheduler, 1, 2)

@@ -33,14 +33,14 @@ def restored(
     refusal: BaseException | None = None,
     absence: store.StoreError | None = None,
 ) -> str:
-    """What a process restores, or what it is told instead.
+    """Returns the checkpoint that a process restores, or the error that it raises.
 
     Args:
-        process: Which.
-        what: It asks for.
-        seconds: It may take.
-        refusal: Of this process, before it asks for anything.
-        absence: What process 0 finds.
+        process: The process.
+        what: Checkpoint that it requests.
+        seconds: Its deadline.
+        refusal: Error of this process before it requests anything.
+        absence: Error of process 0 if it does not find the checkpoint.
     """
 
     def resolve() -> str:
@@ -79,11 +79,11 @@ class Job:
     ) -> list[str]:
         """Has processes restore the same, but for one that asks for something else, or
         is refused; returns what comes of it."""
-        told = dict.fromkeys(callers, "")
+        outcomes = dict.fromkeys(callers, "")
 
         def part(index: int) -> None:
             is_other = index == other_caller
-            told[index] = restored(
+            outcomes[index] = restored(
                 self.processes[index],
                 others if is_other and others else what,
                 seconds,
@@ -96,7 +96,7 @@ class Job:
             thread.start()
         for thread in threads:
             thread.join()
-        return list(told.values())
+        return list(outcomes.values())
 
 
 REFUSED = store.InvalidRequestError("deadline= is not a length")
@@ -116,7 +116,7 @@ ABSENT = store.NotFoundError("x is not there")
 )
 @example([((0,), None, None), ((0,), None, ABSENT), ((1,), None, None)])
 @example([((0,), REFUSED, None), ((1,), REFUSED, None), ((1, 2), None, None)])
-def test_calls_of_some_leave_those_of_all_in_step(
+def test_calls_of_some_processes_do_not_desynchronise_later_joint_calls(
     calls: list[tuple[Sequence[int], BaseException | None, store.StoreError | None],],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -124,80 +124,83 @@ def test_calls_of_some_leave_those_of_all_in_step(
         patch.setattr(joint_restore, "REFUSED_SECONDS", AT_ONCE)
         job = Job()
         for callers, refusal, absence in calls:
-            told = job.call(
+            outcomes = job.call(
                 *callers,
                 other_caller=callers[0],
                 refusal=refusal,
                 absence=absence,
                 seconds=AT_ONCE,
             )
-            assert not [each for each in told if " of 0" == each[-5:]], told
+            assert not [each for each in outcomes if " of 0" == each[-5:]], outcomes
         for _ in range(2):
             assert ["y of 0"] * 3 == job.call(*ALL, what="y")
 
 
-def test_what_process_0_does_not_find_is_told_to_those_who_come_late() -> None:
+def test_late_processes_get_the_not_found_error_of_process_0() -> None:
     job = Job()
 
     def late() -> None:
         time.sleep(0.5)
-        told.append(restored(job.processes[2], "x", LONG))
+        outcomes.append(restored(job.processes[2], "x", LONG))
 
-    told = list[str]()
+    outcomes = list[str]()
     thread = threading.Thread(target=late)
     thread.start()
-    told += job.call(0, 1, absence=ABSENT)
+    outcomes += job.call(0, 1, absence=ABSENT)
     thread.join()
 
-    assert ["NotFoundError: x is not there"] * 3 == told
+    assert ["NotFoundError: x is not there"] * 3 == outcomes
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
 @pytest.mark.parametrize("refused", ALL)
-def test_what_is_refused_in_one_process_is_told_to_all(refused: int) -> None:
+def test_an_invalid_request_in_one_process_is_reported_to_all(refused: int) -> None:
     job = Job()
 
-    told = job.call(*ALL, other_caller=refused, refusal=REFUSED)
+    outcomes = job.call(*ALL, other_caller=refused, refusal=REFUSED)
 
     for index in ALL:
         kind = "InvalidRequestError" if index == refused else "PeerFailedError"
-        assert told[index].startswith(kind), told
-        assert "deadline= is not a length" in told[index]
+        assert outcomes[index].startswith(kind), outcomes
+        assert "deadline= is not a length" in outcomes[index]
         if index != refused:
-            assert f"process {refused}: " in told[index]
+            assert f"process {refused}: " in outcomes[index]
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
 @pytest.mark.parametrize("other", [1, 2])
-def test_one_that_asks_for_something_else_is_told_to_all(other: int) -> None:
+def test_a_process_with_another_request_is_reported_to_all(other: int) -> None:
     job = Job()
 
-    told = job.call(*ALL, what="x@5", others="x@6", other_caller=other)
+    outcomes = job.call(*ALL, what="x@5", others="x@6", other_caller=other)
 
-    assert told[other].startswith(
+    assert outcomes[other].startswith(
         "InvalidRequestError: restore of x@6: process 0 restores"
     )
     for index in {*ALL} - {other}:
-        assert told[index].startswith("PeerFailedError: restore of x@5"), told
-        assert f"process {other}: restore of x@6: process 0 restores x@5" in told[index]
+        assert outcomes[index].startswith("PeerFailedError: restore of x@5"), outcomes
+        assert (
+            f"process {other}: restore of x@6: process 0 restores x@5"
+            in outcomes[index]
+        )
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
 @pytest.mark.parametrize("late", [1, 2])
-def test_who_is_interrupted_is_named_and_others_go_on_without_it_later(
+def test_an_interrupted_process_is_reported_and_later_calls_succeed(
     late: int,
 ) -> None:
     job = Job()
 
-    told = job.call(*ALL, other_caller=late, refusal=KeyboardInterrupt(), seconds=1)
+    outcomes = job.call(*ALL, other_caller=late, refusal=KeyboardInterrupt(), seconds=1)
 
     for index in {*ALL} - {late}:
-        failed = told[index].startswith("PeerFailedError")
-        assert failed or "has not called it" in told[index]
+        failed = outcomes[index].startswith("PeerFailedError")
+        assert failed or "has not called it" in outcomes[index]
     assert ["x of 0"] * 3 == job.call(*ALL)
 
 
-def test_who_waits_for_a_process_that_does_not_call_logs_it(
+def test_a_wait_for_an_absent_process_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", AT_ONCE)
@@ -214,7 +217,7 @@ def test_who_waits_for_a_process_that_does_not_call_logs_it(
 
 
 class Faulty:
-    """A process whose board fails once, or that is interrupted there."""
+    """A process whose board fails once, or that is interrupted in a call of it."""
 
     def __init__(self, process: ThreadProcess, at: int, fault: BaseException) -> None:
         self.index, self.count = process.index, process.count
@@ -222,7 +225,7 @@ class Faulty:
         self._process, self._left, self._fault = process, at, fault
 
     def post(self, key: str, text: str) -> None:
-        """See ``Job.post``; it may be told all the same."""
+        """See ``Job.post``; the text is posted before the fault."""
         self._process.post(key, text)
         self._fail()
 
@@ -246,7 +249,7 @@ class Faulty:
     st.sampled_from([None, REFUSED]),
     st.sampled_from([None, ABSENT]),
 )
-def test_wherever_a_process_is_interrupted_later_calls_meet(
+def test_calls_after_an_interrupt_at_any_point_meet(
     index: int,
     at: int,
     fault: BaseException,
@@ -267,7 +270,7 @@ def test_wherever_a_process_is_interrupted_later_calls_meet(
             assert ["y of 0"] * 3 == job.call(*ALL, what="y", seconds=5)
 
 
-def test_who_fails_first_is_blamed_and_not_who_is_slow(
+def test_the_first_failure_is_reported_and_not_the_slow_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joint_restore, "GRACE_SECONDS", 0.1)
@@ -288,10 +291,10 @@ def test_who_fails_first_is_blamed_and_not_who_is_slow(
             return f"{type(e).__name__}: {e}"
 
     with ThreadPoolExecutor(3) as pool:
-        told = list(pool.map(part, job.processes))
+        outcomes = list(pool.map(part, job.processes))
 
-    assert "MismatchError: leaf w: shape" == told[1]
-    for each in (told[0], told[2]):
-        assert each.startswith("PeerFailedError") or "Mismatch" in each, told
+    assert "MismatchError: leaf w: shape" == outcomes[1]
+    for each in (outcomes[0], outcomes[2]):
+        assert each.startswith("PeerFailedError") or "Mismatch" in each, outcomes
         assert "process 1: leaf w: shape" in each
         assert "not ready" not in each

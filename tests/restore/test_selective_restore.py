@@ -22,7 +22,7 @@ def the_tree() -> dict[str, Any]:
     }
 
 
-def test_only_the_leaves_that_a_glob_selects_come_back(run: store.Run) -> None:
+def test_a_glob_restores_only_the_selected_leaves(run: store.Run) -> None:
     run.save(0, the_tree()).result()
 
     back = run.restore(0, select=["params/**", "loss"])
@@ -34,7 +34,7 @@ def test_only_the_leaves_that_a_glob_selects_come_back(run: store.Run) -> None:
     )
 
 
-def test_a_target_holds_the_selected_leaves_and_no_other(run: store.Run) -> None:
+def test_a_target_has_exactly_the_selected_leaves(run: store.Run) -> None:
     run.save(0, the_tree()).result()
     like = {"moments": the_tree()["moments"]}
 
@@ -49,7 +49,7 @@ def test_a_target_holds_the_selected_leaves_and_no_other(run: store.Run) -> None
         run.restore(0, like=like, select=["moments/**", "loss"])
 
 
-def test_a_regular_expression_is_found_anywhere_in_a_key(run: store.Run) -> None:
+def test_a_regular_expression_matches_anywhere_in_a_key(run: store.Run) -> None:
     run.save(0, the_tree()).result()
 
     back = run.restore(0, select=re.compile(r"/[12]/ker"))
@@ -68,7 +68,7 @@ def test_globs_and_regular_expressions_may_be_mixed(run: store.Run) -> None:
     assert {"params", "loss", "rng"} == set(back)
 
 
-def test_a_regular_expression_that_selects_nothing_names_what_is_near(
+def test_an_unmatched_regular_expression_suggests_near_keys(
     run: store.Run,
 ) -> None:
     run.save(0, the_tree()).result()
@@ -84,7 +84,7 @@ def test_a_regular_expression_that_selects_nothing_names_what_is_near(
     "select",
     [5.5, b"params/**", ["loss", 3], [["loss"]], re.compile(b"loss")],
 )
-def test_what_is_no_glob_is_refused(run: store.Run, select: Any) -> None:
+def test_an_invalid_glob_is_rejected(run: store.Run, select: Any) -> None:
     run.save(0, the_tree()).result()
 
     with pytest.raises(
@@ -98,7 +98,7 @@ def test_what_is_no_glob_is_refused(run: store.Run, select: Any) -> None:
     assert ("loss", 0.125) == (leaf.key, float(array))
 
 
-def test_a_glob_that_selects_nothing_names_what_is_near(run: store.Run) -> None:
+def test_an_unmatched_glob_suggests_near_keys(run: store.Run) -> None:
     run.save(0, the_tree()).result()
 
     with pytest.raises(store.NotFoundError, match=r"'moments/nu'.*nearest: moments/mu"):
@@ -139,16 +139,14 @@ def test_a_target_may_mix_cast_leaves_with_others(run: store.Run) -> None:
 @pytest.mark.parametrize(
     "cast", ["int32", "float31", np.int8, object(), "O"], ids=stable_id
 )
-def test_a_cast_to_what_is_no_floating_dtype_is_refused(
-    run: store.Run, cast: Any
-) -> None:
+def test_a_cast_to_a_non_floating_dtype_is_rejected(run: store.Run, cast: Any) -> None:
     run.save(0, {"a": jnp.ones(3)}).result()
 
     with pytest.raises(store.InvalidRequestError, match="floating-point dtype"):
         run.restore(0, cast=cast)
 
 
-def test_a_number_and_its_text_are_two_keys(run: store.Run) -> None:
+def test_a_number_and_its_text_are_different_keys(run: store.Run) -> None:
     run.save(0, {"layers": {i: jnp.full(1, i) for i in range(12)}}).result()
     like = {"layers": {str(i): jnp.zeros(1, jnp.int32) for i in range(12)}}
 
@@ -161,7 +159,7 @@ def test_a_number_and_its_text_are_two_keys(run: store.Run) -> None:
     ) in str(caught.value)
 
 
-def test_what_holds_a_leaf_is_not_part_of_its_identity(run: store.Run) -> None:
+def test_the_container_type_is_not_part_of_a_key(run: store.Run) -> None:
     run.save(0, {"layers": [jnp.zeros(1), jnp.ones(1)]}).result()
 
     back = run.restore(0, like={"layers": {0: jnp.zeros(1), 1: jnp.zeros(1)}})
@@ -169,7 +167,7 @@ def test_what_holds_a_leaf_is_not_part_of_its_identity(run: store.Run) -> None:
     assert {"layers": {0: [0.0], 1: [1.0]}} == jax.tree.map(lambda x: x.tolist(), back)
 
 
-def test_an_open_checkpoint_stays_the_same_one(run: store.Run) -> None:
+def test_an_open_checkpoint_does_not_follow_newer_ones(run: store.Run) -> None:
     run.save(0, the_tree(), document=b"a document").result()
     opened = run.open()
     run.save(1, {"x": jnp.ones(1)}).result()

@@ -99,7 +99,7 @@ def run(test: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(test, 60))
 
 
-def test_many_at_once_cost_one_read_of_the_storage(root: Path) -> None:
+def test_concurrent_streams_share_one_read_of_the_storage(root: Path) -> None:
     async def restore(checkpoint: Opened, seed: int) -> list[bytes]:
         rng, found = random.Random(seed), []
         async for response in checkpoint.stream():
@@ -121,7 +121,7 @@ def test_many_at_once_cost_one_read_of_the_storage(root: Path) -> None:
     run(test())
 
 
-def test_a_stream_that_takes_nothing_delays_no_other_and_keeps_no_memory(
+def test_a_stalled_stream_delays_no_other_and_holds_no_memory(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "EVICTION_SECONDS", 0.05)
@@ -140,7 +140,7 @@ def test_a_stream_that_takes_nothing_delays_no_other_and_keeps_no_memory(
     run(test())
 
 
-def test_streams_of_different_chunks_share_the_room(
+def test_streams_of_different_chunks_share_the_buffer(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "EVICTION_SECONDS", 0.5)
@@ -183,7 +183,7 @@ def test_a_failed_read_fails_the_streams_that_wait_and_is_not_kept(root: Path) -
     run(test())
 
 
-def test_an_abandoned_stream_leaves_nothing(root: Path) -> None:
+def test_an_abandoned_stream_releases_its_memory(root: Path) -> None:
     async def test() -> None:
         checkpoint = await opened(root)
         stream = checkpoint.stream()

@@ -25,7 +25,7 @@ def test_streams_share_the_chunks_by_their_bytes(sizes: list[int], count: int) -
         assert size < sum(sizes) / count + max(sizes) + 1
 
 
-def test_a_call_asks_for_no_more_chunks_than_it_may() -> None:
+def test_a_call_requests_at_most_the_allowed_chunks() -> None:
     count = 3 * CHUNKS_A_CALL + 5
 
     found = list(shares(range(count), [1] * count, 2))

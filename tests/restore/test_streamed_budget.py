@@ -64,7 +64,7 @@ def test_buffers_of_a_streamed_restore_fit_its_budget(
 
 
 @pytest.mark.slow
-def test_a_process_takes_little_more_memory_than_the_budget(
+def test_a_restore_uses_little_more_memory_than_its_budget(
     server: ServerProcess, saved: str
 ) -> None:
     program = (

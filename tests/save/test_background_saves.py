@@ -78,7 +78,7 @@ def slow_commits(seconds: float) -> Any:
     return armed(f"{Failpoint.COMMIT_BEFORE_RECORD}=delay:{seconds}")
 
 
-# --- what blocks, and for whom ----------------------------------------------------
+# --- saves that block their caller ------------------------------------------------
 
 
 @pytest.mark.parametrize("snapshot", ["auto", "host", "device", "none"])
@@ -585,8 +585,8 @@ def test_keys_that_are_equal_and_not_the_same_are_planned_each() -> None:
 
 
 def test_threads_that_copy_one_leaf_copy_the_right_shards() -> None:
-    """Where threads ask for the shards of an array at once that nobody asked for
-    before, jax lists some of them twice, and others not."""
+    """When several threads list the shards of an array for the first time, jax may
+    list some shards twice and miss others."""
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), PartitionSpec("a"))
     rows = [np.arange(64, dtype=np.int32) + n for n in range(1500)]
     tree = [jax.device_put(row, sharding) for row in rows]
@@ -696,7 +696,7 @@ def test_what_a_broken_stream_takes_late_is_sent_by_one_after_the_next() -> None
     second = sent.stream()
     going = iter(second)
     next(going)  # the first again
-    assert 2 == len(next(late))  # nobody will ever see it
+    assert 2 == len(next(late))  # lost with its stream
     assert 1 == len(next(going))
     assert [] == list(going)
     second.acknowledge(2)  # the first and the third

@@ -181,7 +181,7 @@ class Saver:
 
 @pytest.fixture(scope="module")
 def saver() -> Iterator[Saver]:
-    """A process that nobody kills: to import jax takes longer than to save."""
+    """A process that all tests share, as importing jax takes longer than a save."""
     started = Saver()
     yield started
     assert 0 == started.end()
@@ -238,7 +238,7 @@ def test_a_server_killed_during_a_save_leaves_the_run_as_it_was(
             check(client, step)
 
 
-def test_a_save_goes_on_through_an_orderly_restart(
+def test_a_save_survives_a_graceful_restart(
     start_server: Callable[..., ServerProcess], saver: Saver
 ) -> None:
     server_process = start_server()

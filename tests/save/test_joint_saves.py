@@ -1,4 +1,4 @@
-"""Saves by all processes of a job: every byte once, whoever holds it."""
+"""Saves by all processes of a job: every byte is sent once, by one holder of it."""
 
 import re
 import threading
@@ -25,22 +25,22 @@ PROCESSES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A state that 4 processes of 2 devices saved in a bucket, twice."""
+    """A state that 4 processes with 2 devices each saved twice in a bucket."""
 
     root: str
-    told: list[dict[str, Any]]
-    """To each process."""
+    results: list[dict[str, Any]]
+    """Results of each process; see ``job_parts.saves``."""
     stored_bytes: int
-    """In the bucket."""
+    """Bytes in the bucket."""
     asked_bytes: int
-    """Of the bucket, meanwhile."""
+    """Bytes of the requests to the bucket during the saves."""
 
 
 @pytest.fixture(scope="module")
 def saved(gcs: FakeGcs) -> Saved:
     gcs.clear()
     root = gcs_root()
-    told = run_job(
+    results = run_job(
         "tests.support.job_parts:saves",
         PROCESSES,
         devices=2,
@@ -50,7 +50,7 @@ def saved(gcs: FakeGcs) -> Saved:
     )
     return Saved(
         root=root,
-        told=told,
+        results=results,
         stored_bytes=gcs.stored_bytes,
         asked_bytes=gcs.sent_bytes,
     )
@@ -60,35 +60,35 @@ def saved(gcs: FakeGcs) -> Saved:
 def test_every_byte_is_written_once(saved: Saved) -> None:
     size = job_parts.state_bytes()
 
-    assert size <= sum(each["sent"][0] for each in saved.told) <= 1.01 * size
+    assert size <= sum(each["sent"][0] for each in saved.results) <= 1.01 * size
     assert size <= saved.stored_bytes <= 1.02 * size
     assert saved.asked_bytes <= 0.05 * size
     # saved again, nothing is written again
-    assert [0] * PROCESSES == [each["sent"][1] for each in saved.told]
+    assert [0] * PROCESSES == [each["sent"][1] for each in saved.results]
 
 
 @pytest.mark.slow
 def test_what_several_hold_is_spread_over_them(saved: Saved) -> None:
-    totals = [each["total"][0] for each in saved.told]
+    totals = [each["total"][0] for each in saved.results]
 
     assert max(totals) - min(totals) <= 17 * job_parts.MIB, totals
 
 
 @pytest.mark.slow
 def test_what_process_0_says_of_a_checkpoint_counts(saved: Saved) -> None:
-    found = [each["metrics"] for each in saved.told]
+    found = [each["metrics"] for each in saved.results]
 
     assert [{"process": 0.0}] * PROCESSES == found
 
 
 @pytest.mark.slow
 def test_the_slowest_data_file_and_the_last_process_are_told(saved: Saved) -> None:
-    first = {each["last"][0] for each in saved.told}
+    first = {each["last"][0] for each in saved.results}
 
     assert len(first) == 1
     assert re.match(r"process [0-3] \(.+\)$", first.pop())
-    assert all("/" in each["slowest"][0] for each in saved.told), saved.told
-    assert [""] * PROCESSES == [each["slowest"][1] for each in saved.told]
+    assert all("/" in each["slowest"][0] for each in saved.results), saved.results
+    assert [""] * PROCESSES == [each["slowest"][1] for each in saved.results]
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_other_processes_restore_what_several_saved_and_read_every_byte_once(
 ) -> None:
     size, before = job_parts.state_bytes(), gcs.sent_bytes
 
-    told = run_job(
+    results = run_job(
         "tests.support.job_parts:restores",
         2,
         devices=4,
@@ -121,14 +121,14 @@ def test_other_processes_restore_what_several_saved_and_read_every_byte_once(
         spread=True,
     )
 
-    read = [each["read_bytes"] for each in told]
-    received = [each["received_bytes"] for each in told]
-    assert [[], []] == [each["wrong"] for each in told]
+    read = [each["read_bytes"] for each in results]
+    received = [each["received_bytes"] for each in results]
+    assert [[], []] == [each["wrong"] for each in results]
     assert size <= sum(read) <= 1.02 * size
     assert gcs.sent_bytes - before <= 1.05 * size
     assert all(bytes_ > 12 * job_parts.MIB for bytes_ in received), received
     assert max(read) - min(read) <= 17 * job_parts.MIB, read
-    slowest, same = (each["slowest"] for each in told)
+    slowest, same = (each["slowest"] for each in results)
     assert slowest == same
     assert re.match(r"process [01] \(.+\)$", slowest["process"])
     assert slowest["read_bytes"] in read
@@ -139,7 +139,7 @@ def test_other_processes_restore_what_several_saved_and_read_every_byte_once(
 def test_a_lease_longer_than_the_heartbeats_of_jax_is_warned_of_once(
     tmp_path: Path,
 ) -> None:
-    told = run_job(
+    results = run_job(
         "tests.support.job_parts:warns", 2, devices=1, target=tmp_path.as_uri()
     )
 
@@ -147,18 +147,18 @@ def test_a_lease_longer_than_the_heartbeats_of_jax_is_warned_of_once(
     first = [
         f"{n} after a lease of {s} s" for n, s in zip((0, 1, 1), leases, strict=True)
     ]
-    assert [first, [f"0 after a lease of {s} s" for s in leases]] == told
+    assert [first, [f"0 after a lease of {s} s" for s in leases]] == results
 
 
 @pytest.mark.slow
 def test_a_save_that_cannot_be_names_process_and_cause_and_harms_no_other(
     tmp_path: Path,
 ) -> None:
-    told = run_job(
+    results = run_job(
         "tests.support.job_parts:fails", 3, devices=1, target=tmp_path.as_uri()
     )
 
-    another_plan, unsupported, refused, not_refused, *rest = zip(*told, strict=True)
+    another_plan, unsupported, refused, not_refused, *rest = zip(*results, strict=True)
     never_begun, never_called, other_steps, *rest = rest
     exists, alone, elsewhere, well = rest
 
@@ -200,20 +200,22 @@ def test_processes_that_hold_nothing_or_fail_once_keep_none_from_going_on(
 ) -> None:
     target = tmp_path.as_uri()
 
-    told = run_job("tests.support.job_parts:differ", 3, devices=1, target=target)
+    results = run_job("tests.support.job_parts:differ", 3, devices=1, target=target)
 
-    assert [True] * 3 == [each["is_saved"] for each in told]
-    assert [[True, True]] * 3 == [each["is_restored"] for each in told]
+    assert [True] * 3 == [each["is_saved"] for each in results]
+    assert [[True, True]] * 3 == [each["is_restored"] for each in results]
     # what no process of those that write it holds is refused, and not saved as zeros
-    assert all("'w'" in each["lone"] for each in told), told
-    assert all("of process 2 alone" in each["lone"] for each in told), told
-    assert [[True] * 3] * 3 == [each["is_kept"] for each in told]
-    assert "" == told[1]["alone"]
-    assert all("process 1" in told[at]["alone"] for at in (0, 2)), told
-    assert "NotFoundError" in told[1]["opened"], told
-    assert all("process 1" in told[at]["opened"] for at in (0, 2)), told
-    assert all("failed in another process" in told[at]["opened"] for at in (0, 2)), told
-    assert [False, True, False] == ["'odd'" in each["told"] for each in told]
+    assert all("'w'" in each["lone"] for each in results), results
+    assert all("of process 2 alone" in each["lone"] for each in results), results
+    assert [[True] * 3] * 3 == [each["is_kept"] for each in results]
+    assert "" == results[1]["alone"]
+    assert all("process 1" in results[at]["alone"] for at in (0, 2)), results
+    assert "NotFoundError" in results[1]["opened"], results
+    assert all("process 1" in results[at]["opened"] for at in (0, 2)), results
+    assert all("failed in another process" in results[at]["opened"] for at in (0, 2)), (
+        results
+    )
+    assert [False, True, False] == ["'odd'" in each["error"] for each in results]
     with store.connect(target) as client:
         assert [5, 4, 3, 0] == [c.step for c in client.run(job_parts.RUN).checkpoints()]
 
@@ -236,9 +238,9 @@ def test_a_process_that_dies_is_named_and_its_save_goes_on_where_it_stopped(
         "tests.support.job_parts:goes_on", PROCESSES, devices=1, target=target
     )
 
-    told = [job.outcome(index) for index in (0, 2, 3)]
-    assert all("process 1" in each for both in told for each in both[:2]), told
-    assert "UnavailableError: the exchange of bytes" in told[0][2], told
+    results = [job.outcome(index) for index in (0, 2, 3)]
+    assert all("process 1" in each for both in results for each in both[:2]), results
+    assert "UnavailableError: the exchange of bytes" in results[0][2], results
     assert [2, 3] == sorted(unfinished)
     assert [1] == steps
     assert 0.15 * size < sum(sent) < 0.35 * size  # the part of the one that died
@@ -252,9 +254,9 @@ def test_a_leaf_that_differs_between_processes_is_refused_by_leaf_and_processes(
 ) -> None:
     target = tmp_path.as_uri()
 
-    told = run_job("tests.support.job_parts:disagrees", 3, devices=1, target=target)
+    results = run_job("tests.support.job_parts:disagrees", 3, devices=1, target=target)
 
-    *kinds, first, same = zip(*told, strict=True)
+    *kinds, first, same = zip(*results, strict=True)
     one = "leaf 'rng/count': processes 0 and 2 hold different values"
     assert 5 == len(kinds)
     assert all(one in each for kind in kinds for each in kind), kinds

@@ -233,7 +233,7 @@ def test_a_storage_that_fails_is_told_and_not_waited_for(
 ) -> None:
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 10_000)
     with store.connect(f"file://{tmp_path}/store") as client:
-        run = client.run("tests/told")
+        run = client.run("tests/reported")
         run.save(1, {"x": np.zeros(4)}).result()
         pool = next((tmp_path / "store").rglob("pool"))
         pool.rename(pool.with_name("kept"))

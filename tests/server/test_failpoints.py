@@ -299,12 +299,12 @@ def test_every_prefix_has_an_operation() -> None:
         ("commit.before_record=drop_reply", "nothing is answered there"),
     ],
 )
-def test_what_there_is_not_is_refused(text: str, what: str) -> None:
+def test_an_unknown_failpoint_is_rejected(text: str, what: str) -> None:
     with pytest.raises(InvalidFieldError, match=what):
         failpoints.parse(text)
 
 
-def test_points_are_armed_as_the_text_says() -> None:
+def test_failpoints_are_parsed_from_text() -> None:
     text = "commit.before_record=kill, begin.before_slot=delay:0.5@2"
     kill = Fault(action=Action.KILL, delay_seconds=0, time=None)
     delay = Fault(action=Action.DELAY, delay_seconds=0.5, time=2)
@@ -318,7 +318,7 @@ def test_points_are_armed_as_the_text_says() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.2.0", "1.0", "1.0rc1", "1.0.post1"])
-def test_a_release_refuses_to_start_with_any_armed(version: str) -> None:
+def test_a_release_does_not_start_with_armed_failpoints(version: str) -> None:
     environment = {failpoints.VARIABLE: "commit.before_record=kill"}
 
     with pytest.raises(InvalidFieldError, match=f"storesvc {version} is a release"):
@@ -327,7 +327,7 @@ def test_a_release_refuses_to_start_with_any_armed(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.2.0.dev0", "0.2.0.dev3+g1234"])
-def test_a_development_version_may(version: str) -> None:
+def test_a_development_version_starts_with_armed_failpoints(version: str) -> None:
     environment = {failpoints.VARIABLE: "commit.before_record=kill"}
     try:
         failpoints.arm_from(environment, version=version)
@@ -335,7 +335,7 @@ def test_a_development_version_may(version: str) -> None:
         failpoints.arm({})
 
 
-def test_a_server_told_of_an_unknown_point_ends_with_a_sentence(
+def test_a_server_with_an_unknown_failpoint_exits_with_one_sentence(
     tmp_path: Path,
 ) -> None:
     server = ServerProcess(tmp_path / "store", tmp_path)

@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_directory_of_something_else_is_neither_served_nor_opened(
+def test_a_directory_with_foreign_files_is_neither_served_nor_opened(
     root: Path, start_server: Callable[..., ServerProcess]
 ) -> None:
     for name in ("thesis.tex", "photos", "notes", "ns"):
@@ -59,7 +59,7 @@ def test_a_directory_of_something_else_is_neither_served_nor_opened(
         ".DS_Store",
     ],
 )
-def test_what_a_killed_creation_or_a_file_system_leaves_is_no_obstacle(
+def test_files_of_a_killed_creation_or_the_file_system_are_ignored(
     root: Path, name: str
 ) -> None:
     (root / name).parent.mkdir(exist_ok=True)
@@ -72,7 +72,7 @@ def test_what_a_killed_creation_or_a_file_system_leaves_is_no_obstacle(
         client.run("tests/new").save(1, {"x": np.ones(3)}).result()
 
 
-def test_a_store_is_opened_whatever_lies_beside_it(root: Path) -> None:
+def test_a_store_opens_with_foreign_files_next_to_it(root: Path) -> None:
     store.connect(root.as_uri()).close()
     (root / "README").touch()
 
@@ -104,7 +104,7 @@ def test_a_new_store_of_a_client_is_logged_by_the_library(
     assert [f"{NEW}{root.as_uri()}"] == shown
 
 
-def test_a_command_makes_no_store(tmp_path: Path) -> None:
+def test_a_command_does_not_create_a_store(tmp_path: Path) -> None:
     done = storectl((tmp_path / "absent").as_uri(), "ls")
 
     assert 1 == done.exit_code
@@ -112,7 +112,7 @@ def test_a_command_makes_no_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.emulated
-def test_a_place_of_a_bucket_that_holds_something_else_is_refused(gcs: FakeGcs) -> None:
+def test_a_bucket_prefix_with_foreign_objects_is_rejected(gcs: FakeGcs) -> None:
     root = gcs_root()
     with GcsCalls(gcs.url) as calls:
         calls.upload(f"{root.removeprefix(f'gs://{BUCKET}/')}/models/x", b"1")

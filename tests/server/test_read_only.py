@@ -62,7 +62,7 @@ def saved(tmp_path: Path) -> Path:
     return root
 
 
-def test_what_would_write_to_a_read_only_storage_is_refused_at_once(
+def test_writes_to_a_read_only_storage_are_rejected_at_once(
     saved: Path,
 ) -> None:
     with unwritable(saved), store.connect(saved.as_uri()) as client:
@@ -108,7 +108,7 @@ def served(root: Path, directory: Path, *arguments: str) -> Generator[ServerProc
         server.stop()
 
 
-def test_a_server_of_a_read_only_root_says_so_at_its_start(
+def test_a_server_of_a_read_only_root_logs_it_at_its_start(
     saved: Path, tmp_path: Path
 ) -> None:
     with unwritable(saved), served(saved, tmp_path) as server:
@@ -146,7 +146,7 @@ def test_a_store_that_is_served_read_only_is_read_and_never_written(
     assert [] == [line for line in server.log.splitlines() if "WARNING" in line]
 
 
-def test_what_holds_no_store_is_not_served_read_only(tmp_path: Path) -> None:
+def test_a_root_without_a_store_is_not_served_read_only(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "none", tmp_path, "--read-only")
     match = "expected a store, because it is served read-only"
     with pytest.raises(EndedError, match=match):
@@ -155,7 +155,7 @@ def test_what_holds_no_store_is_not_served_read_only(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_each_rpc_is_known_to_read_or_to_write() -> None:
+def test_every_rpc_is_classified_as_reading_or_writing() -> None:
     files = (
         *(checkpoint_service_pb2, chunk_service_pb2),
         *(maintenance_service_pb2, upload_service_pb2),

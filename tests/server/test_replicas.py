@@ -83,7 +83,7 @@ def assert_saved(run: store.Run, steps: int) -> None:
         assert run.verify(step).ok
 
 
-def test_an_upload_that_one_began_others_write_finish_and_commit(
+def test_replicas_continue_an_upload_that_another_began(
     replicas: list[ServerProcess],
 ) -> None:
     writer = Writer(replicas[0].address, "tests/pinned", 5)
@@ -159,7 +159,7 @@ def test_a_restore_outlasts_a_kill_of_every_replica(
 
 @pytest.mark.slow
 @in_a_bucket
-def test_no_call_fails_for_a_replica_that_is_killed(
+def test_no_call_fails_because_a_replica_is_killed(
     replicas: list[ServerProcess],
 ) -> None:
     with store.connect(one_name(replicas)) as client:
@@ -204,7 +204,7 @@ def test_no_call_fails_for_a_replica_that_is_killed(
 
 @pytest.mark.slow
 @in_a_bucket
-def test_replicas_that_drain_one_after_another_fail_nothing(
+def test_rolling_drains_fail_no_call(
     replicas: list[ServerProcess],
 ) -> None:
     with store.connect(one_name(replicas)) as client:
@@ -286,7 +286,7 @@ def await_answers(client: store.Client, *servers: Serving) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_replica_that_says_that_it_does_not_serve_gets_no_calls() -> None:
+def test_a_replica_that_reports_not_serving_gets_no_calls() -> None:
     with Serving() as one, Serving() as other:
         address = f"{one.address},{other.address}"
         with store.connect(address) as client:
@@ -311,7 +311,7 @@ with store.connect(sys.argv[1], insecure=True) as client:
 """
 
 
-def test_one_name_stands_for_all_its_addresses(tmp_path: Path) -> None:
+def test_one_dns_name_resolves_to_all_its_addresses(tmp_path: Path) -> None:
     with Serving("127.0.0.2") as one, Serving("127.0.0.3", one.port) as other:
         hosts = tmp_path / "hosts"
         hosts.write_text("127.0.0.2 ckpt.example\n127.0.0.3 ckpt.example\n")
@@ -346,7 +346,7 @@ def test_a_list_may_be_written_in_several_ways() -> None:
             await_answers(client, one)
 
 
-def test_a_list_is_plaintext_only_where_all_of_it_is_this_machine() -> None:
+def test_a_list_is_plaintext_only_if_all_addresses_are_loopback() -> None:
     with (
         Serving() as one,
         pytest.raises(store.UnavailableError, match="does not speak TLS"),
@@ -357,12 +357,12 @@ def test_a_list_is_plaintext_only_where_all_of_it_is_this_machine() -> None:
 @pytest.mark.parametrize(
     "target", ["", ",", "here:7070,", "here", "here:7070,there", "a:1,b:x", "a:1;b:2"]
 )
-def test_what_names_no_server_is_refused(target: str) -> None:
+def test_an_invalid_server_address_is_rejected(target: str) -> None:
     with pytest.raises(store.InvalidRequestError, match="expected HOST:PORT, several"):
         store.connect(target)
 
 
-def test_a_name_in_a_list_that_does_not_exist_is_told() -> None:
+def test_an_unresolved_name_in_a_list_is_reported() -> None:
     with pytest.raises(
         store.UnavailableError, match=r"cannot resolve nowhere\.invalid"
     ):

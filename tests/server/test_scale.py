@@ -215,7 +215,9 @@ def test_one_more_save_costs_the_same_in_a_large_run(bucket: FaultyBucket) -> No
     assert small == large
 
 
-def test_what_is_not_committed_is_skipped_many_at_once(bucket: FaultyBucket) -> None:
+def test_the_latest_step_skips_uncommitted_slots_with_few_calls(
+    bucket: FaultyBucket,
+) -> None:
     name = RunName("scale", "deleted")
 
     async def fill() -> None:
@@ -253,7 +255,7 @@ def test_many_checkpoints_and_runs_are_listed_in_order(
 
 
 @pytest.mark.slow
-def test_a_tree_of_many_leaves_comes_back(run: store.Run) -> None:
+def test_a_tree_of_many_leaves_round_trips(run: store.Run) -> None:
     # More than 4 MiB as one message: the leaf table, the receipt and the manifest.
     long = "a layer of a long name, as models with many modules have them, " * 3
     tree = {f"{long}{i:05d}": np.full(2, i, np.int32) for i in range(20_000)}
@@ -303,7 +305,7 @@ def in_a_loop(
 
 
 @in_a_loop
-async def test_what_many_ask_for_at_once_is_loaded_once(loads: Loads) -> None:
+async def test_concurrent_requests_share_one_load(loads: Loads) -> None:
     waiting = [asyncio.create_task(loads.get("text")) for _ in range(9)]
     await asyncio.sleep(0)
     waiting[0].cancel()  # the caller that started the load
@@ -316,7 +318,7 @@ async def test_what_many_ask_for_at_once_is_loaded_once(loads: Loads) -> None:
 
 
 @in_a_loop
-async def test_the_kept_ones_never_exceed_the_bound(loads: Loads) -> None:
+async def test_the_cache_stays_within_its_bound(loads: Loads) -> None:
     loads.go.set()
     for text in ("aaaa", "bbbb", "aaaa", "cccc"):
         await loads.get(text)
@@ -330,7 +332,9 @@ async def test_the_kept_ones_never_exceed_the_bound(loads: Loads) -> None:
 
 
 @in_a_loop
-async def test_what_is_larger_than_the_bound_is_used_and_not_kept(loads: Loads) -> None:
+async def test_a_value_larger_than_the_bound_is_returned_and_not_cached(
+    loads: Loads,
+) -> None:
     loads.go.set()
     await loads.get("aaaa")
 
@@ -340,7 +344,9 @@ async def test_what_is_larger_than_the_bound_is_used_and_not_kept(loads: Loads) 
 
 
 @in_a_loop
-async def test_a_failed_load_is_told_to_all_and_not_kept(loads: Loads) -> None:
+async def test_a_failed_load_raises_for_all_waiters_and_is_not_cached(
+    loads: Loads,
+) -> None:
     waiting = [asyncio.create_task(loads.get("")) for _ in range(3)]
     await asyncio.sleep(0)
     loads.go.set()
@@ -352,7 +358,7 @@ async def test_a_failed_load_is_told_to_all_and_not_kept(loads: Loads) -> None:
     assert 2 == loads.count
 
 
-def test_a_manifest_is_read_once_for_all_who_ask_at_once() -> None:
+def test_concurrent_requests_read_a_manifest_once() -> None:
     calls: list[Call] = []
 
     def recorded(call: Call) -> Fault:
@@ -375,7 +381,7 @@ def test_a_manifest_is_read_once_for_all_who_ask_at_once() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 8])
-def test_what_a_tree_takes_in_memory_is_estimated_from_above(rank: int) -> None:
+def test_the_memory_estimate_of_a_tree_is_an_upper_bound(rank: int) -> None:
     form = Leaf(
         key="",
         path_kinds="kkk",
@@ -403,7 +409,7 @@ def test_what_a_tree_takes_in_memory_is_estimated_from_above(rank: int) -> None:
     assert taken <= tree.memory_bytes <= 2 * taken
 
 
-def test_pauses_of_the_collector_end_as_they_found_it() -> None:
+def test_a_pause_restores_the_state_of_python_gc() -> None:
     with collector_paused(), collector_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -421,7 +427,7 @@ def test_pauses_of_the_collector_end_as_they_found_it() -> None:
         gc.enable()
 
 
-def test_a_pause_lasts_as_long_as_the_longest_of_any_thread() -> None:
+def test_overlapping_pauses_last_until_the_last_one_ends() -> None:
     begun, go = Barrier(2), Event()
 
     def work() -> None:

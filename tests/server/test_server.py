@@ -47,7 +47,7 @@ def test_another_address_without_tls_is_refused(tmp_path: Path, host: str) -> No
     assert [] == list(tmp_path.iterdir())
 
 
-def test_loopback_is_what_only_this_machine_reaches() -> None:
+def test_loopback_addresses_are_recognised() -> None:
     assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.9.9.9", "::1"]))
     assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "example.com", ""]))
 
@@ -60,9 +60,7 @@ def test_loopback_is_what_only_this_machine_reaches() -> None:
         ("file:///proc/nowhere", "storage failed"),
     ],
 )
-def test_a_root_that_cannot_be_is_refused_in_one_sentence(
-    root: str, match: str
-) -> None:
+def test_an_invalid_root_is_rejected_in_one_sentence(root: str, match: str) -> None:
     ended = serve("--root", root, "--port", "0")
 
     assert 1 == ended.returncode
@@ -95,7 +93,7 @@ def test_two_servers_of_one_root_serve_one_store(
         assert np.array_equal(np.arange(5), other.run("tests/two").restore(1)["x"])
 
 
-def test_health_is_told_for_the_process_and_each_service(
+def test_health_is_reported_for_the_process_and_each_service(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     files = (
@@ -118,7 +116,9 @@ def test_health_is_told_for_the_process_and_each_service(
         assert health_pb2.HealthCheckResponse.SERVING == answer.status
 
 
-def test_sigterm_ends_it_well(start_server: Callable[..., ServerProcess]) -> None:
+def test_sigterm_stops_the_server_with_exit_code_0(
+    start_server: Callable[..., ServerProcess],
+) -> None:
     server = start_server()
 
     assert 0 == server.stop()
@@ -126,7 +126,7 @@ def test_sigterm_ends_it_well(start_server: Callable[..., ServerProcess]) -> Non
 
 
 @pytest.mark.slow
-def test_a_restore_goes_on_through_an_orderly_restart(
+def test_a_restore_survives_a_graceful_restart(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     server = start_server()
@@ -143,7 +143,7 @@ def test_a_restore_goes_on_through_an_orderly_restart(
 
 
 @pytest.mark.slow
-def test_a_client_that_goes_while_it_is_sent_to_is_no_bug(
+def test_a_client_that_disconnects_during_a_response_logs_no_error(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     server = start_server()
@@ -169,7 +169,7 @@ def test_a_client_that_goes_while_it_is_sent_to_is_no_bug(
     [(("x-large", "v" * 20_000),), tuple((f"x-{i}", "v" * 50) for i in range(400))],
     ids=["one large", "many"],
 )
-def test_large_metadata_is_refused_and_the_connection_lives(
+def test_large_metadata_is_rejected_and_the_connection_stays_open(
     server_address: str, metadata: tuple[tuple[str, str], ...]
 ) -> None:
     stub = CheckpointServiceStub(grpc.insecure_channel(server_address))
@@ -181,7 +181,7 @@ def test_large_metadata_is_refused_and_the_connection_lives(
     stub.ListRuns(request, timeout=10)
 
 
-def test_the_limits_are_those_that_were_decided() -> None:
+def test_the_limits_have_their_documented_values() -> None:
     options = dict(OPTIONS)
 
     assert 4 << 20 == options["grpc.max_receive_message_length"]

@@ -145,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
         # a second process, which only collects, and remembers what it saw
         opening = Store.open(self._bucket.reopened(), clock=self._clock)
         self._other: Store = self._do(opening)
-        self._token, self._told = "", list[str]()
+        self._token, self._reported = "", list[str]()
         self._collected_beside = False
         self.watch()
 
@@ -679,12 +679,12 @@ class StoreMachine(RuleBasedStateMachine):
     def watch(self) -> None:
         """A watch that resumes from its token reports each commit once."""
         self._do(self._go_on_watching())
-        assert len(self._told) == len(set(self._told))
+        assert len(self._reported) == len(set(self._reported))
         gone = {uid for _, uid in self._model.events} - {
             kept.uid for kept in self._model.checkpoints.values()
         }
         expected = [uid for _, uid in self._model.events if uid not in gone]
-        assert expected == [uid for uid in self._told if uid not in gone]
+        assert expected == [uid for uid in self._reported if uid not in gone]
 
     async def _go_on_watching(self) -> None:
         """Reads all events of a watch until there are none."""
@@ -704,7 +704,7 @@ class StoreMachine(RuleBasedStateMachine):
                 break
             announced = reported.change.announcement
             if announced.kind == pb.Announcement.KIND_COMMIT:
-                self._told.append(announced.upload)
+                self._reported.append(announced.upload)
         await watch.aclose()
         await asyncio.sleep(0)  # its poll ends
 

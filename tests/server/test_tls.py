@@ -82,7 +82,7 @@ def _endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 10_000)
 
 
-def test_whom_each_others_certificates_convince_are_served(setting: Setting) -> None:
+def test_mutual_tls_serves_clients_with_trusted_certificates(setting: Setting) -> None:
     with setting.connect() as client:
         run = client.run("tests/tls")
         run.save(0, {"x": 1}).result()
@@ -90,7 +90,7 @@ def test_whom_each_others_certificates_convince_are_served(setting: Setting) -> 
         assert {"x": 1} == run.restore()
 
 
-def test_a_server_need_not_ask_for_certificates(
+def test_a_server_may_accept_clients_without_certificates(
     setting: Setting, start_server: Callable[..., ServerProcess]
 ) -> None:
     server = start_server(
@@ -103,7 +103,7 @@ def test_a_server_need_not_ask_for_certificates(
 
 
 @pytest.mark.usefixtures("_endless_patience")
-def test_a_server_that_wants_tls_is_told_at_once(setting: Setting) -> None:
+def test_a_plaintext_client_of_a_tls_server_fails_at_once(setting: Setting) -> None:
     address = setting.server.address
     with pytest.raises(store.UnavailableError) as shown:
         store.connect(address)
@@ -115,7 +115,7 @@ def test_a_server_that_wants_tls_is_told_at_once(setting: Setting) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_endless_patience")
-def test_what_a_client_shows_or_trusts_wrongly_is_told_at_once(
+def test_an_untrusted_certificate_fails_at_once(
     setting: Setting,
 ) -> None:
     address = setting.server.address
@@ -139,7 +139,7 @@ def test_what_a_client_shows_or_trusts_wrongly_is_told_at_once(
 
 
 @pytest.mark.usefixtures("_endless_patience")
-def test_a_server_with_a_wrong_certificate_is_refused_until_it_has_the_right_one(
+def test_a_server_is_rejected_until_its_certificate_is_right(
     setting: Setting,
 ) -> None:
     for name, hosts, until, match in (
@@ -156,7 +156,7 @@ def test_a_server_with_a_wrong_certificate_is_refused_until_it_has_the_right_one
 
 
 @pytest.mark.usefixtures("_endless_patience")
-def test_each_server_of_a_list_answers_to_the_name_of_the_first(
+def test_every_server_of_a_list_is_verified_by_the_first_name(
     setting: Setting,
 ) -> None:
     setting.served.replace(setting.authority.issue("named", "localhost"))
@@ -170,7 +170,7 @@ def test_each_server_of_a_list_answers_to_the_name_of_the_first(
 
 
 @pytest.mark.usefixtures("_endless_patience")
-def test_a_server_that_speaks_plaintext_is_told_at_once(
+def test_a_tls_client_of_a_plaintext_server_fails_at_once(
     setting: Setting, server_address: str
 ) -> None:
     expected = r"does not speak TLS \(WRONG_VERSION_NUMBER\); start it with a cert"
@@ -178,7 +178,7 @@ def test_a_server_that_speaks_plaintext_is_told_at_once(
         store.connect(server_address, ca=setting.authority.certificate)
 
 
-def test_clients_connect_all_the_time_while_a_server_changes_its_certificate(
+def test_clients_connect_while_a_server_rotates_its_certificate(
     setting: Setting,
 ) -> None:
     seen = set()
@@ -212,7 +212,7 @@ def _presented(setting: Setting) -> str:
     return ssl.get_server_certificate((host, int(port))).strip()
 
 
-def test_half_a_change_of_files_changes_nothing(setting: Setting) -> None:
+def test_a_half_finished_rotation_changes_nothing(setting: Setting) -> None:
     before = _presented(setting)
     pair = setting.authority.issue("half", *LOOPBACK)
     shutil.copy(pair.certificate, setting.served.certificate)
@@ -225,9 +225,7 @@ def test_half_a_change_of_files_changes_nothing(setting: Setting) -> None:
     assert pair.certificate.read_text().strip() == _presented(setting)
 
 
-def test_a_client_goes_on_with_the_files_that_it_finds(
-    setting: Setting, tmp_path: Path
-) -> None:
+def test_a_client_uses_its_rotated_files(setting: Setting, tmp_path: Path) -> None:
     ours = Pair(certificate=tmp_path / "our.pem", key=tmp_path / "our.key")
     trusted = Path(shutil.copy(setting.authority.certificate, tmp_path / "ca.pem"))
     ours.replace(setting.client)
@@ -257,7 +255,7 @@ def test_a_client_goes_on_with_the_files_that_it_finds(
         run.save(1, {"x": 1}).result()
 
 
-def test_streams_outlast_a_change_of_files_and_then_their_sockets_close(
+def test_streams_survive_a_rotation_and_then_their_sockets_close(
     setting: Setting, tmp_path: Path
 ) -> None:
     ours = Pair(certificate=tmp_path / "our.pem", key=tmp_path / "our.key")
@@ -303,7 +301,7 @@ def test_streams_outlast_a_change_of_files_and_then_their_sockets_close(
         ({"insecure": True}, r"expected insecure or certificates, got both"),
     ],
 )
-def test_files_that_cannot_be_used_are_refused_before_anything_is_sent(
+def test_unusable_files_are_rejected_before_any_request(
     setting: Setting, changes: dict[str, Any], match: str
 ) -> None:
     setting.authority.issue("other-client", file="other")
@@ -329,7 +327,7 @@ def test_files_that_cannot_be_used_are_refused_before_anything_is_sent(
         ),
     ],
 )
-def test_a_server_refuses_files_that_it_cannot_use(
+def test_a_server_rejects_unusable_files(
     setting: Setting,
     tmp_path: Path,
     certificate: str,
@@ -350,7 +348,7 @@ def test_a_server_refuses_files_that_it_cannot_use(
     assert "Traceback" not in str(caught.value)
 
 
-def test_storectl_takes_its_certificates_from_the_environment(setting: Setting) -> None:
+def test_storectl_reads_its_certificates_from_the_environment(setting: Setting) -> None:
     environment = {
         "STORECTL_STORE": setting.server.address,
         "STORECTL_CA": str(setting.authority.certificate),

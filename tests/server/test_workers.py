@@ -55,7 +55,9 @@ def await_that(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_one_worker_took_all_give(server: ServerProcess) -> None:
+def test_every_worker_returns_a_checkpoint_saved_through_one(
+    server: ServerProcess,
+) -> None:
     tree = {"x": np.arange(1 << 20)}
     with store.connect(server.address) as client:
         client.run("tests/workers").save(1, tree).result()
@@ -71,7 +73,7 @@ def test_a_checkpoint_that_one_worker_took_all_give(server: ServerProcess) -> No
 
 
 @pytest.mark.slow
-def test_calls_go_on_when_a_worker_is_killed_and_another_follows_it(
+def test_a_killed_worker_is_replaced_and_calls_continue(
     server: ServerProcess,
 ) -> None:
     tree = {str(i): np.full(1 << 20, i, np.float32) for i in range(4)}
@@ -90,7 +92,7 @@ def test_calls_go_on_when_a_worker_is_killed_and_another_follows_it(
 
 
 @pytest.mark.slow
-def test_sigterm_drains_all_of_them(server: ServerProcess) -> None:
+def test_sigterm_drains_all_workers(server: ServerProcess) -> None:
     began = workers(server)
 
     assert 0 == server.stop()
@@ -100,7 +102,7 @@ def test_sigterm_drains_all_of_them(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow
-def test_they_end_with_who_looks_after_them(server: ServerProcess) -> None:
+def test_workers_end_with_their_supervisor(server: ServerProcess) -> None:
     began = workers(server)
 
     server.kill()
@@ -126,7 +128,7 @@ def test_every_worker_answers_once_the_ready_file_is_there(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [1, 2])
-def test_a_port_that_another_server_has_is_not_shared_with_it(
+def test_a_port_of_another_server_is_not_shared(
     start_server: Callable[..., ServerProcess], tmp_path: Path, other: int
 ) -> None:
     first = start_server("--workers", str(other))
@@ -139,7 +141,7 @@ def test_a_port_that_another_server_has_is_not_shared_with_it(
         assert "it is in use" in ended.stderr
 
 
-def test_what_no_worker_can_serve_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_an_unservable_root_is_rejected_in_one_sentence(tmp_path: Path) -> None:
     ended = _serve("--root", "file:///proc/nowhere", "--port", "0", "--workers", "2")
 
     assert 1 == ended.returncode

@@ -1,7 +1,7 @@
-"""Requests that unpack to a multiple of their size.
+"""Requests that take a multiple of their size when they are unpacked.
 
-For each call and each repeated field of its request: streams of the largest messages of
-the cheapest entries.
+Sends, for each call and each repeated field of its request, a stream of the largest
+messages, filled with the smallest possible entries.
 """
 
 import tempfile
@@ -20,17 +20,17 @@ PARTS: Final = 8
 """Messages of a stream."""
 
 MEMORY_BYTES: Final = 512 << 20
-"""What a server may take beyond what it takes at rest."""
+"""Most additional memory of the server, over its memory at rest."""
 
 HEALTH_SECONDS: Final = 0.2
-"""How long a check of its health may take meanwhile, beyond what it takes at rest:
-others may keep the machine busy."""
+"""Most additional duration of a health check under these requests, over the server at
+rest, which allows for other load on the machine."""
 
 REST_SECONDS: Final = 5.0
 
 
 def amplifications() -> Outcome:
-    """Sends each of them, and looks at the server's memory and health."""
+    """Sends each request, and checks the server's memory and health."""
     outcome, most_bytes, worst_seconds = Outcome(), 0, 0.0
     with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
         server = ServerProcess(Path(scratch) / "store", Path(scratch))

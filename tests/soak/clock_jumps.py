@@ -1,8 +1,8 @@
 """R14: servers whose clocks are a day apart, or jump by a day, in either direction.
 
-Nothing that is promised hangs on a clock: a live upload survives collectors of every
-such time, and saves commit. (Two servers that are more than two days apart may end each
-other's uploads: a save fails then, and nothing else.)
+No guarantee depends on a clock: a live upload survives garbage collection by servers
+with any of these clocks, and saves commit. (Servers whose clocks differ by more than
+two days may abort each other's uploads: then a save fails, but no data is lost.)
 """
 
 import asyncio
@@ -29,24 +29,24 @@ WHOLE = elements(0) + elements(1) + elements(2)
 
 
 class JumpingClock(SystemClock):
-    """The time of day, and a jump; time still passes as it does."""
+    """The time of day plus a jump; the monotonic clock is unchanged."""
 
     def __init__(self) -> None:
         self.jump = timedelta()
 
     def now(self) -> datetime:
-        """Returns the time of day that this machine believes in."""
+        """Returns the time of day plus the jump."""
         return datetime.now(UTC) + self.jump
 
 
 def clock_jumps() -> Outcome:
-    """Saves at each time of day, beside a collector of each other time."""
+    """Saves with each clock, while a server with each other clock collects garbage."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
         root = (Path(scratch) / "store").as_uri()
         pairs = [(a, b) for a in JUMPS for b in JUMPS]
         for step, (ours, theirs) in enumerate(pairs):
-            lost = asyncio.run(_save_beside(root, step, ours, theirs))
+            lost = asyncio.run(_save_and_collect(root, step, ours, theirs))
             outcome.add(f"a save at {ours}, a collector at {theirs}", lost)
         with store.connect(root) as client:
             run = client.run(str(RUN))
@@ -59,11 +59,11 @@ def clock_jumps() -> Outcome:
     return outcome
 
 
-async def _save_beside(
+async def _save_and_collect(
     root: str, step: int, ours: timedelta, theirs: timedelta
 ) -> list[str]:
-    """Saves, while a collector of another time passes between all calls, and our own
-    clock jumps to and fro."""
+    """Saves, while the saver's clock jumps, and a collector with another clock runs
+    between the calls."""
     clocks = [JumpingClock(), JumpingClock()]
     clocks[0].jump, clocks[1].jump = ours, theirs
     saver, collector = [
@@ -93,7 +93,7 @@ async def _save_beside(
         await _collect(collector)
         await saver.commits.commit(name, record.epoch)
         await _collect(collector)
-    except Exception as e:  # noqa: BLE001 - whatever it is, the save was lost
+    except Exception as e:  # noqa: BLE001 - any error means that the save was lost
         return [f"{type(e).__name__}: {e}"]
     return []
 

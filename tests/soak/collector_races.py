@@ -1,8 +1,8 @@
-"""R15 to R17: collectors against saves that reuse, deletions, purges and restores.
+"""R15 to R17: garbage collection concurrent with saves, deletions, purges and restores.
 
-Two servers; each collects without a pause and without a grace, while a job saves steps
-that share chunks, old steps are deleted and purged at once, and readers hold what they
-restore.
+Two servers collect without a pause and without a grace period. In the meantime a job
+saves steps that share chunks, old steps are deleted and can be purged at once, and
+readers put holds on the steps that they restore.
 """
 
 import itertools
@@ -25,7 +25,7 @@ KEPT = 4
 
 
 class _Race:
-    """What goes on at once, and what came of it."""
+    """Concurrent clients, and the losses that they found."""
 
     def __init__(self, addresses: list[str]) -> None:
         self._clients = [store.connect(address) for address in addresses]
@@ -37,7 +37,7 @@ class _Race:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Lets all of it go on for a while."""
+        """Runs all clients for ``SECONDS``."""
         self._save(self._clients[0])
         jobs = [self._save, self._delete, self._restore, self._restore]
         jobs += [self._collect] * len(self._clients)
@@ -64,7 +64,7 @@ class _Race:
             try:
                 job(client)
             except (store.ConflictError, store.UnavailableError):
-                self.repeated += 1  # as a caller does
+                self.repeated += 1  # a transient error, which a caller retries
             except store.StoreError as e:
                 with self._lock:
                     self.losses.append(f"{job.__name__}: {type(e).__name__}: {e}")
@@ -99,7 +99,7 @@ class _Race:
 
 
 def collector_races() -> Outcome:
-    """Collects without a pause beside everything else."""
+    """Collects without a pause while other clients save, delete and restore."""
     with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
         servers = []
         for name in ("one", "two"):

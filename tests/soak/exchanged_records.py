@@ -1,4 +1,4 @@
-"""R6: records that hold those of other places and kinds, while collectors run."""
+"""R6: records that are replaced by records of other places or kinds."""
 
 import asyncio
 from itertools import permutations
@@ -8,7 +8,7 @@ from tests.support.recorded_history import losses, record
 
 
 def exchanged_records() -> Outcome:
-    """Puts each record in the place of each other one, collects, and puts it back."""
+    """Replaces each record by each other one, collects, and restores the record."""
     outcome = Outcome()
 
     async def main() -> None:

@@ -1,9 +1,9 @@
-"""Ten SIGKILLs at random moments of twenty saves by a job of four processes, of its
-processes and of the replicas that they save through, over a bucket.
+"""Kills processes of a job, and replicas, at ten random moments of twenty joint saves.
 
-Where a process is killed, all of the job is started again, as a scheduler does; it goes
-on behind the newest checkpoint. A save that any process was told of must be there, to
-the byte; one that failed must not.
+A job of four processes saves in a bucket, through replicas. When a process is killed,
+the whole job is started again, as a scheduler does; it resumes after the newest
+checkpoint. A save that succeeded in any process must be there, to the byte; a save that
+failed must not.
 
 ``SOAK_SEED`` draws the same victims and moments again.
 """
@@ -28,47 +28,47 @@ KILLS = 10
 PROCESSES = 4
 STEPS = 20
 DELAY_SECONDS = 0.5
-"""At most, from the beginning of a save to a kill: about what one takes here."""
+"""Longest delay from the beginning of a save to a kill: about the length of a save."""
 
 
 class _Job:
-    """A job, through kills."""
+    """A job that is started again after kills."""
 
     def __init__(self, target: str) -> None:
         self._job = JaxJob("tests.support.job_parts:saves_on", PROCESSES, 1, {})
-        self._notes = self._job.directory / "told"
-        self._notes.touch()
+        self._log = self._job.directory / "log"
+        self._log.touch()
         self._job.arguments = {
             "target": target,
             "steps": STEPS,
-            "told": str(self._notes),
+            "log": str(self._log),
         }
         self._job.start()
 
-    def told(self, what: str) -> set[int]:
-        """Returns the steps that were begun, saved or given up."""
-        lines = self._notes.read_text().splitlines()
-        return {int(line.split()[1]) for line in lines if line.startswith(what)}
+    def logged(self, event: str) -> set[int]:
+        """Returns the steps with an event in the log: "begun", "saved" or "failed"."""
+        lines = self._log.read_text().splitlines()
+        return {int(line.split()[1]) for line in lines if line.startswith(event)}
 
     def failure(self, step: int) -> str:
-        """Returns what a process was told of a step that failed."""
+        """Returns the log line of a failed step, with its error."""
         start = f"failed {step} "
-        lines = self._notes.read_text().splitlines()
+        lines = self._log.read_text().splitlines()
         return next(line for line in lines if line.startswith(start))
 
     def is_over(self) -> bool:
-        """Whether all processes have ended well; one that has not begins again."""
+        """Returns whether all processes have succeeded; restarts a failed job."""
         codes = [process.poll() for process in self._job.processes]
         if any(code not in (None, 0) for code in codes):
-            self._again()
+            self._restart()
         return codes == [0] * PROCESSES
 
     def kill(self, process: int) -> None:
-        """Kills a process, and then those that it leaves behind."""
+        """Kills a process and then the rest of the job, and starts the job again."""
         self._job.processes[process].kill()
-        self._again()
+        self._restart()
 
-    def _again(self) -> None:
+    def _restart(self) -> None:
         self._job.kill()
         self._job.start()
 
@@ -85,7 +85,7 @@ def job_kills() -> Outcome:
         target = ",".join(replica.address for replica in replicas)
         job, kills = _Job(target), 0
         while not job.is_over():
-            for step in sorted(job.told("begun") & moments.keys()):
+            for step in sorted(job.logged("begun") & moments.keys()):
                 time.sleep(moments.pop(step))
                 victim = _kill_one(rng, job, replicas)
                 print(f"  killed {victim}, in step {step}", flush=True)
@@ -115,9 +115,9 @@ def _kill_one(rng: random.Random, job: _Job, replicas: list[Replica]) -> str:
 
 
 def _losses(run: store.Run, job: _Job) -> list[str]:
-    """Returns what was told and is not so."""
+    """Returns the differences between the job's log and the store."""
     found = {checkpoint.step for checkpoint in run.checkpoints()}
-    saved, failed = job.told("saved"), job.told("failed")
+    saved, failed = job.logged("saved"), job.logged("failed")
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("row", "column"))
     losses = [
         *(f"step {step} was saved and is not there" for step in saved - found),
@@ -129,7 +129,7 @@ def _losses(run: store.Run, job: _Job) -> list[str]:
         expected = job_parts.step_state(mesh, step)
         if wrong := job_parts.differing(expected, run.restore(step, like=expected)):
             losses.append(f"step {step} came back otherwise: {wrong}")
-    # what failed was saved again by the next job
+    # the restarted job may have saved a failed step
     losses += [
         f"step {step} is there, but {job.failure(step)}" for step in failed - saved
     ]

@@ -1,5 +1,8 @@
-"""``python -m tests.soak.job_process TARGET RUN STEPS``: a job that saves, and tells
-what it was told, line by line; it goes on where its run stands."""
+"""``python -m tests.soak.job_process TARGET RUN STEPS``: a job that saves steps.
+
+It resumes after the latest step of its run, and prints a line when a step begins,
+succeeds or fails.
+"""
 
 import sys
 from typing import Any
@@ -12,7 +15,7 @@ MIB = 1 << 20
 
 
 def tree(run: str, step: int) -> dict[str, Any]:
-    """Returns the state of a step: most of it changes, some does not."""
+    """Returns the state of a step; most of it changes with the step."""
     rng = np.random.default_rng([step, *run.encode()])
     return {
         "moving": rng.integers(0, 256, 24 * MIB, np.uint8),
@@ -22,7 +25,7 @@ def tree(run: str, step: int) -> dict[str, Any]:
 
 
 def is_whole(found: Any, run: str, step: int) -> bool:
-    """Returns whether a state is that of a step, to the byte."""
+    """Returns whether a state equals the state of a step in every byte."""
     expected = tree(run, step)
     return set(found) == set(expected) and all(
         np.asarray(found[key]).tobytes() == np.asarray(leaf).tobytes()
@@ -31,7 +34,7 @@ def is_whole(found: Any, run: str, step: int) -> bool:
 
 
 def main() -> None:
-    """Saves the steps that are left."""
+    """Saves the remaining steps."""
     target, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
     with store.connect(target) as client:
         run = client.run(name)

@@ -1,10 +1,9 @@
-"""Ten SIGKILLs at random moments of twenty saves, of jobs and of the replicas that they
-save through, over a bucket.
+"""Kills jobs, and the replicas that they save through, at ten random moments of twenty
+saves in a bucket.
 
-Each job saves the steps of a run of its own, and is started again when it is killed, as
-whoever looks after jobs does; so are the replicas. A save that said that it succeeded
-must be there, to the byte; one that said that it failed must not; and none may say so,
-as all that is lost here comes back.
+Each job saves the steps of its own run, and is started again when it is killed, as a
+scheduler does; so are the replicas. A save that succeeded must be there, to the byte.
+No save may fail, as every killed process comes back and the client retries.
 
 ``SOAK_SEED`` draws the same victims and moments again.
 """
@@ -28,15 +27,15 @@ from tests.support.server_process import ServerProcess
 KILLS = 10
 JOBS = 2
 STEPS = 10
-"""Of each job."""
+"""Steps of each job."""
 REPLICAS = 2
 DELAY_SECONDS = 1.5
-"""At most, from the beginning of a save to a kill: about what one takes here."""
+"""Longest delay from the beginning of a save to a kill: about the length of a save."""
 BUCKET = "soak"
 
 
 class _Job:
-    """A job, through kills."""
+    """A job that is started again after kills."""
 
     def __init__(
         self, run: str, target: str, begun: Callable[[str, int], None]
@@ -45,7 +44,7 @@ class _Job:
         self.saved = set[int]()
         """Steps that were acknowledged."""
         self.failed = dict[int, str]()
-        """Steps that were given up, and why."""
+        """Errors of the steps that failed."""
         self._begun = begun
         self._command = [sys.executable, "-m", "tests.soak.job_process"]
         self._command += [target, run, str(STEPS)]
@@ -57,12 +56,12 @@ class _Job:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until it has been through all steps."""
+        """Waits until it has tried all steps."""
         self._thread.join()
 
     @property
     def is_running(self) -> bool:
-        """Whether there is anything to kill."""
+        """True if there is a process to kill."""
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
@@ -92,35 +91,35 @@ class _Job:
             self.failed[step] = " ".join(why)
 
     def losses(self, client: store.Client) -> list[str]:
-        """Returns what it was told and is not so."""
+        """Returns the failed steps, and how the store differs from its output."""
         run = client.run(self.run)
         found = {checkpoint.step for checkpoint in run.checkpoints()}
-        told = [
+        lost = [
             *(f"step {n} was saved and is not there" for n in self.saved - found),
             *(f"step {n} failed: {why}" for n, why in self.failed.items()),
             *(f"step {n} failed and is there" for n in self.failed.keys() & found),
         ]
         missing = set(range(STEPS)) - found - self.failed.keys()
-        told += [f"step {n} was never saved" for n in missing]
+        lost += [f"step {n} was never saved" for n in missing]
         for step in found:
             if not run.verify(step).ok:
-                told.append(f"step {step} is damaged")
+                lost.append(f"step {step} is damaged")
             if not job_process.is_whole(run.restore(step), self.run, step):
-                told.append(f"step {step} came back with other bytes")
-        return [f"{self.run}: {each}" for each in told]
+                lost.append(f"step {step} came back with other bytes")
+        return [f"{self.run}: {each}" for each in lost]
 
 
 class Replica(ServerProcess):
-    """A replica, through kills."""
+    """A replica that is started again after kills."""
 
     def kill_and_restart(self) -> None:
-        """Kills it, and lets it start."""
+        """Kills it, and starts it without waiting until it is ready."""
         self.kill()
         self.launch()
 
 
 class _Killer:
-    """Kills at random moments, drawn before anything begins."""
+    """Kills at random moments, which are drawn at the start."""
 
     def __init__(self, rng: random.Random, replicas: list[Replica]) -> None:
         saves = [(f"soak/job-{n}", s) for n in range(JOBS) for s in range(STEPS)]
@@ -134,7 +133,7 @@ class _Killer:
         self.kills = list[str]()
 
     def begun(self, run: str, step: int) -> None:
-        """Takes note that a save has begun, perhaps again."""
+        """Starts the timer of a kill when a save begins for the first time."""
         with self._lock:
             delay = self._delays.pop((run, step), None)
             if delay is None:
@@ -188,7 +187,7 @@ def kills() -> Outcome:
 
 @contextmanager
 def served_replicas() -> Iterator[list[Replica]]:
-    """Serves a store in a bucket."""
+    """Yields replicas that serve one store in an emulated bucket."""
     with (
         tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch,
         FakeGcs(buckets=[BUCKET]) as gcs,

@@ -1,5 +1,8 @@
-"""R18: pages of a list while steps come and go: none that stays is missed or doubled,
-and the latest is never less than one that stays."""
+"""R18: lists in pages while steps are saved and purged.
+
+A list neither misses nor repeats a step that stays, and the latest step is never older
+than a step that stays.
+"""
 
 import tempfile
 import threading
@@ -18,12 +21,12 @@ from tests.support.server_process import ServerProcess
 RUN = "soak/listings"
 PARENT = "namespaces/soak/runs/listings"
 STAYING = range(0, 60, 3)
-"""Steps that are there all the time; those between them come and go."""
+"""Steps that stay; the steps between them are saved and purged again and again."""
 SCANS = 300
 
 
 def listings() -> Outcome:
-    """Lists again and again, page by page, beside saves, deletions and purges."""
+    """Lists in pages again and again during saves, deletions and purges."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
         server = ServerProcess(Path(scratch) / "store", Path(scratch))
@@ -62,7 +65,7 @@ def _churn(address: str, stop: threading.Event) -> None:
 
 
 def _scan(address: str, page_size: int) -> list[str]:
-    """Returns what one list got wrong."""
+    """Lists once; returns the errors of the list."""
     stub = CheckpointServiceStub(grpc.insecure_channel(address))
     found: list[int] = []
     request = api.ListCheckpointsRequest(parent=PARENT, page_size=page_size)

@@ -1,4 +1,4 @@
-"""R13: the connection is cut after so many bytes of the server's answers."""
+"""R13: the connection breaks after N bytes of the server's responses."""
 
 import socket
 import tempfile
@@ -14,11 +14,11 @@ from tests.support.server_process import ServerProcess
 
 CUTS = 200
 BYTES_APART = 11
-"""Cuts lie so far apart: all of a save's answers together are some 800 bytes."""
+"""Distance of the cuts; the responses to a save have some 800 bytes together."""
 
 
 class CuttingProxy:
-    """Forwards connections to an address; cuts the first after so many bytes."""
+    """Forwards connections to an address, and cuts the first after N bytes."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -30,12 +30,12 @@ class CuttingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut_after(self, count: int) -> None:
-        """Cuts the connection that has brought so many bytes from now on, once."""
+        """Cuts a connection once, after ``count`` more bytes of responses."""
         self.has_cut = False
         self._left = count
 
     def close(self) -> None:
-        """Takes no more connections."""
+        """Accepts no more connections."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -77,7 +77,7 @@ def _proxied(address: str) -> Iterator[CuttingProxy]:
 
 
 def lost_replies() -> Outcome:
-    """Cuts the connection of a save at many points; the save goes on in a new one."""
+    """Cuts the connection of a save at many points; the save retries in a new one."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
         server = ServerProcess(Path(scratch) / "store", Path(scratch))

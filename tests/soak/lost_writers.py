@@ -1,7 +1,7 @@
-"""R12: one of four writers is lost, at every phase of its part; it may join again.
+"""R12: one of four writers is lost in each phase of its part, and may join again.
 
-A commit without it is refused. When it comes back with the same upload it sends what
-is missing; when nobody comes back, the collector ends the upload after its lease.
+A commit without it is rejected. If it joins the same upload again, it sends the missing
+chunks; if it does not, garbage collection aborts the upload after its lease.
 """
 
 import tempfile
@@ -49,7 +49,7 @@ def lost_writers() -> Outcome:
 
 
 def _lose(address: str, writer: Writer, lost: int, phase: str) -> list[str]:
-    """Does all but a part of one writer, and tries to commit."""
+    """Writes everything except a part of one writer, and tries to commit."""
     del address
     writer.begin(lease_duration=Duration(seconds=1))
     for number in range(WRITERS):
@@ -76,7 +76,7 @@ def _lose(address: str, writer: Writer, lost: int, phase: str) -> list[str]:
 
 
 def _join(writer: Writer, lost: int) -> list[str]:
-    """The writer comes back, and sends its part."""
+    """Joins as the lost writer, sends its part, and commits."""
     again = writer.begin(lease_duration=Duration(seconds=1))
     writer.write(frame(lost), writer=lost)
     writer.finish(sums(lost), writer=lost)
@@ -85,7 +85,8 @@ def _join(writer: Writer, lost: int) -> list[str]:
 
 
 def _check(address: str, step: int, *, exists: bool) -> list[str]:
-    """Whether the step is there, whole; one that is not can be collected and saved."""
+    """Checks that a committed step is whole, and that a lost one can be saved again
+    after its upload is collected."""
     with store.connect(address) as client:
         run = client.run(RUN)
         if not exists:

@@ -1,6 +1,6 @@
-"""Clients that stop in the midst of calls of every kind, beside honest ones.
+"""Clients that stall in calls of every kind, while honest clients save and restore.
 
-Saves and restores of these must not take twice the time that they take alone.
+Saves and restores of honest clients must not take twice as long as alone.
 """
 
 import multiprocessing
@@ -37,13 +37,13 @@ ROUNDS: Final = 8
 """Saves and restores of the honest client."""
 
 MOST: Final = 2.0
-"""How many times as long as alone they may take."""
+"""Largest allowed ratio of the times with stalled streams and alone."""
 
 _spawn: Final = multiprocessing.get_context("spawn")
 
 
 def misbehaving() -> Outcome:
-    """Saves and restores alone, and then beside the stalled streams."""
+    """Saves and restores alone, and then with stalled streams."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
         server = ServerProcess(Path(scratch) / "store", Path(scratch))
@@ -57,18 +57,18 @@ def misbehaving() -> Outcome:
         while not count.value:
             assert evil.is_alive()
             time.sleep(0.1)
-        time.sleep(3)  # all of them have got as far as they get
-        beside = _honest(server.address, "soak/beside")
+        time.sleep(3)  # until all of them have stalled
+        disturbed = _honest(server.address, "soak/disturbed")
         stop.set()
         evil.join()
         server.stop()
-    for what, a, b in zip(("save", "restore"), alone, beside, strict=True):
+    for what, a, b in zip(("save", "restore"), alone, disturbed, strict=True):
         lost = [f"a {what} took {b:.2f} s, alone {a:.2f} s"] if b > MOST * a else []
         outcome.add(what, lost)
     outcome.note = (
-        f"beside {count.value} stalled streams a save took "
-        f"{beside[0] / alone[0]:.2f} times as long as alone, a restore "
-        f"{beside[1] / alone[1]:.2f}"
+        f"with {count.value} stalled streams a save took "
+        f"{disturbed[0] / alone[0]:.2f} times as long as alone, a restore "
+        f"{disturbed[1] / alone[1]:.2f}"
     )
     return outcome
 
@@ -85,7 +85,7 @@ def _honest(address: str, run: str) -> tuple[float, float]:
 
 
 def _state(step: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Returns a state of 16 MiB; of each step another one, so that all is sent."""
+    """Returns a state of 16 MiB that differs by step, so that all of it is sent."""
     return {"x": np.full(4 << 20, step, np.float32) + np.arange(4 << 20)}
 
 
@@ -96,7 +96,7 @@ def _seconds(act: Callable[[], object]) -> float:
 
 
 def _stall(address: str, name: str, stop: Event, count: "Synchronized[int]") -> None:
-    """Begins calls that go no further, and keeps them until the end."""
+    """Begins calls that stall, and cancels them at the end."""
     ended = threading.Event()
     calls = list(_stalled(address, name, ended))
     count.value = len(calls)
@@ -107,7 +107,7 @@ def _stall(address: str, name: str, stop: Event, count: "Synchronized[int]") -> 
 
 
 def _stalled(address: str, name: str, stop: threading.Event) -> Iterator[Any]:
-    """Yields calls that go no further."""
+    """Yields calls whose request streams stall."""
 
     def requests(*first: Any) -> Iterator[Any]:
         yield from first
@@ -141,7 +141,7 @@ def _stalled(address: str, name: str, stop: threading.Event) -> Iterator[Any]:
 
 
 def _stalled_readers(address: str, name: str, parent: str) -> Iterator[Any]:
-    """Yields calls whose responses are not taken, but for the first one."""
+    """Yields calls of which at most the first response is read."""
     channel = grpc.insecure_channel(
         address, options=[("grpc.use_local_subchannel_pool", 1)]
     )

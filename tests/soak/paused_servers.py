@@ -1,8 +1,8 @@
-"""R11: a coordinator is stopped in the middle of a commit, loses its step to another
-server, and goes on: it can no longer commit.
+"""R11: a server is stopped during a commit, and resumes after another took its step.
 
-One that is stopped within a write of the slot holds the lock of that file, so that the
-other server waits until it goes on; neither is told what is not so.
+It can no longer commit. If it is stopped while it writes the slot, it holds the lock of
+that file, and the other server waits until it resumes. Either way at most one commit
+succeeds, and its checkpoint is the stored one.
 """
 
 import os
@@ -26,7 +26,7 @@ from tests.support.server_process import ServerProcess
 ROUNDS = 40
 LEASE_SECONDS = 1
 BLOCKED_SECONDS = 3
-"""How long the other server may wait for a lock before the first one goes on."""
+"""Longest wait of the other server for a lock before the first one resumes."""
 RUN = "soak/paused"
 
 
@@ -79,7 +79,7 @@ def _pause(
     with store.connect(other.address) as client:
         uid = client.run(RUN).checkpoint(step).uid
     if winners != {uid}:
-        return [f"{winners} were told that they won, and {uid} is there"]
+        return [f"expected one committed checkpoint, {uid}, got {winners}"]
     return []
 
 
@@ -100,7 +100,7 @@ def _saved(writer: Writer) -> str | None:
 
 
 def _uid(writer: Writer) -> str | None:
-    """What a commit is told; None: that it did not win."""
+    """Commits; returns the UUID of the checkpoint, or None if the commit failed."""
     try:
         return writer.commit().checkpoint.uid
     except grpc.RpcError:

@@ -1,8 +1,8 @@
-"""R3: the power fails after each call that changes a file; what was not synced is
-gone, or a part of it.
+"""R3: the power fails after each call that changes a file; unsynced changes are lost,
+all or some of them.
 
-Records a server's calls while it makes a store, saves, deletes and collects, then lays
-out, for each moment, the folders that a power cut could leave at the extremes.
+Records a server's calls while it creates a store, saves, deletes and collects. Then
+builds, for each moment, the directories that a power cut could leave in extreme cases.
 """
 
 import os
@@ -36,8 +36,7 @@ DELETED = 0
 
 
 def power_cuts() -> Outcome:
-    """Cuts the power at every point of the first saves of a store, whose bytes go
-    through the server, or which their process writes by itself."""
+    """Cuts the power at every point of a store's first saves, streamed and direct."""
     outcome = Outcome()
     for save in (_through_server, _directly):
         _cut_everywhere(save, outcome)
@@ -76,7 +75,7 @@ def _through_server(server: WatchedServer, step: int) -> None:
 
 
 def _directly(server: WatchedServer, step: int) -> None:
-    """In a process whose calls are logged too."""
+    """Saves in direct mode, in a process whose calls are logged too."""
     subprocess.run(
         [
             sys.executable,
@@ -92,8 +91,8 @@ def _directly(server: WatchedServer, step: int) -> None:
 
 
 def record(root: Path, save: Save) -> tuple[list[Change], dict[int, int], int]:
-    """Returns the calls of processes that save and delete, after how many of them
-    each step was acknowledged, and after how many the deletion was asked for."""
+    """Returns the calls of processes that save and delete, the number of calls before
+    each step was acknowledged, and before the deletion was requested."""
     acknowledged = {}
     with watched(root) as server:
         server.log_calls()
@@ -109,7 +108,7 @@ def record(root: Path, save: Save) -> tuple[list[Change], dict[int, int], int]:
 
 
 def _digest(directory: Path, kept: set[int]) -> bytes:
-    """What tells one state of a disk from another."""
+    """Returns a digest of the files of a disk, and of the steps to expect there."""
     state = blake2b(repr(sorted(kept)).encode())
     for path in sorted(directory.rglob("*")):
         state.update(repr(path.relative_to(directory)).encode())

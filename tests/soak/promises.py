@@ -1,4 +1,4 @@
-"""What must hold of a store after any harm, looked at through a client."""
+"""Checks, through a client, the guarantees of a store after any kind of damage."""
 
 import shutil
 import tempfile
@@ -13,15 +13,15 @@ import storesvc_client as store
 
 RUN = "soak/run"
 NEXT = 9_999
-"""A step that only the check saves."""
+"""Step that only the check saves."""
 
 
 NEWEST = 5
-"""Steps that are restored, beside the oldest."""
+"""Newest steps that are restored, in addition to the oldest."""
 
 
 def tree(step: int) -> dict[str, Any]:
-    """Returns the state of a step: a part that changes, and one that never does."""
+    """Returns the state of a step; one leaf is equal in all steps."""
     rng = np.random.default_rng(step)
     return {
         "moving": rng.integers(0, 256, 3000).astype(np.uint8),
@@ -37,7 +37,7 @@ def save(client: store.Client, *steps: int) -> None:
 
 
 def is_whole(found: Any, step: int) -> bool:
-    """Returns whether a state is that of a step, to the byte."""
+    """Returns whether a state equals the state of a step in every byte."""
     expected = tree(step)
     return set(found) == set(expected) and all(
         np.asarray(found[k]).tobytes() == np.asarray(v).tobytes()
@@ -48,12 +48,12 @@ def is_whole(found: Any, step: int) -> bool:
 def losses(
     client: store.Client, *, kept: Iterable[int], maybe: Iterable[int] = ()
 ) -> list[str]:
-    """Returns which promises a store has broken.
+    """Returns the guarantees that a store breaks.
 
     Args:
-        client: Of the store.
-        kept: Steps that were acknowledged, and that nobody deleted.
-        maybe: Steps that may be there, whole, or not.
+        client: Client of the store.
+        kept: Steps that were acknowledged and not deleted.
+        maybe: Steps that may be absent, or there and whole.
     """
     kept, maybe = set(kept), set(maybe)
     run = client.run(RUN)
@@ -66,7 +66,7 @@ def losses(
         lost.append(f"expected steps {kept}, perhaps {maybe}, got {found}")
     if found and run.latest().step != max(found):
         lost.append(f"latest is {run.latest().step}, and not the newest of {found}")
-    # of very many: the newest, and the oldest
+    # a list may be long: restore only the newest steps and the oldest
     for step in (*found[:NEWEST], *found[NEWEST:][-1:]):
         try:
             if not is_whole(run.restore(step), step):
@@ -79,9 +79,9 @@ def losses(
 def losses_at(
     root: Path, *, kept: Iterable[int], maybe: Iterable[int] = ()
 ) -> list[str]:
-    """Returns which promises the store in a directory has broken; leaves it as it is.
+    """Returns the guarantees that the store in a directory breaks; works on a copy.
 
-    A new process must open it, read it, and be able to save what is not there.
+    A new client must be able to open it, read it, and save the absent steps.
     """
     kept, maybe = set(kept), set(maybe)
     with copied(root) as copy:
@@ -96,7 +96,7 @@ def losses_at(
 
 
 def _is_saved(client: store.Client, step: int) -> bool:
-    """Saves a step, and returns whether it was free: neither there nor deleted."""
+    """Saves a step; returns False if it exists, or is deleted and not purged."""
     try:
         save(client, step)
     except store.AlreadyExistsError:

@@ -624,12 +624,12 @@ def test_a_root_with_a_fragment_is_refused(root: str) -> None:
         ("concurrency=3&concurrency=4", "each option once, got 'concurrency=3&con"),
     ],
 )
-def test_options_that_a_bucket_has_not_are_refused(options: str, expected: str) -> None:
+def test_unknown_options_of_a_bucket_are_rejected(options: str, expected: str) -> None:
     with pytest.raises(InvalidFieldError, match=expected):
         storage_at(f"gs://bucket/prefix?{options}")
 
 
-def test_a_bucket_is_asked_as_much_at_a_time_as_its_root_says() -> None:
+def test_the_root_sets_the_number_of_concurrent_requests() -> None:
     assert CONCURRENCY == storage_at("gs://bucket/prefix").concurrency
     assert 9 == storage_at("gs://bucket/prefix?concurrency=9").concurrency
 
@@ -647,7 +647,7 @@ def test_a_storage_that_fails_is_unavailable() -> None:
         asyncio.run(main())
 
 
-def test_a_conditional_write_of_a_file_waits_until_the_last_is_a_tick_old(
+def test_a_conditional_write_waits_for_the_next_tick_of_the_file_clock(
     tmp_path: Path,
 ) -> None:
     """So that their time stamps differ, however coarse the kernel's clock is."""

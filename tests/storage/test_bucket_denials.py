@@ -116,7 +116,7 @@ def test_a_store_that_is_denied_cannot_be_opened(gcs: FakeGcs, root: str) -> Non
     assert "STORAGE_DENIED" == reported.value.reason
 
 
-def test_a_client_that_is_denied_what_its_server_may_do_learns_how_to_use_the_server(
+def test_a_denied_direct_client_is_pointed_to_the_server(
     gcs: FakeGcs, root: str, server: ServerProcess
 ) -> None:
     gcs.fault(".", Status(403), times=ALWAYS)
@@ -131,7 +131,7 @@ def test_a_client_that_is_denied_what_its_server_may_do_learns_how_to_use_the_se
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", range(1, 10, 2))
-def test_a_denial_in_the_midst_of_a_save_fails_it_and_leaves_nothing_half_visible(
+def test_a_denial_during_a_save_leaves_no_partial_checkpoint(
     client: store.Client, gcs: FakeGcs, after: int
 ) -> None:
     run = client.run("tests/denied")
@@ -154,7 +154,7 @@ def test_a_denial_in_the_midst_of_a_save_fails_it_and_leaves_nothing_half_visibl
     np.testing.assert_array_equal(TREE["x"], run.restore(2)["x"])
 
 
-def test_who_may_only_read_reads_without_a_hold(
+def test_a_read_only_client_restores_without_a_hold(
     client: store.Client, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = client.run("tests/denied")

@@ -85,7 +85,7 @@ def read_bytes(gcs: FakeGcs) -> int:
     return sum(one.sent_bytes for one in of_data(gcs, "GET"))
 
 
-def test_data_bypass_the_server(
+def test_direct_data_bypasses_the_server(
     direct: store.Client, served: tuple[ServerProcess, str], gcs: FakeGcs
 ) -> None:
     tree, run = {"x": drawn(2000, 1000), "small": drawn(3)}, direct.run("tests/direct")
@@ -111,7 +111,7 @@ LAYOUTS: dict[str, Callable[[], NamedSharding]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_a_restore_reads_hardly_more_than_it_returns(
+def test_a_restore_reads_little_more_than_it_returns(
     direct: store.Client, gcs: FakeGcs, layout: Callable[[], NamedSharding]
 ) -> None:
     tree = {"x": drawn(2048, 2048), "y": drawn(8 * 2100, 640), "z": drawn(512, 64)}
@@ -161,7 +161,7 @@ def test_many_small_leaves_take_few_requests(
     assert len(of_data(gcs, "GET")) < 20
 
 
-def test_a_save_writes_several_objects_of_about_one_size(
+def test_a_save_writes_objects_of_about_equal_size(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_files, "OBJECT_BYTES", 6 * MIB)
@@ -177,7 +177,7 @@ def test_a_save_writes_several_objects_of_about_one_size(
     assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
 
 
-def test_what_a_broken_save_had_written_is_not_written_again(
+def test_a_resumed_save_does_not_rewrite_stored_chunks(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_files, "OBJECT_BYTES", MIB)
@@ -197,7 +197,7 @@ def test_what_a_broken_save_had_written_is_not_written_again(
     assert all(tree[key].tobytes() == back[key].tobytes() for key in tree)
 
 
-def test_what_is_under_way_is_bounded(
+def test_bytes_in_flight_are_bounded(
     direct: store.Client, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket_source, "READ_BYTES", 12 * MIB)
@@ -220,7 +220,7 @@ def test_what_is_under_way_is_bounded(
     assert 1 < gcs.most_pending <= 3
 
 
-def test_a_restore_reads_while_its_hold_is_on_its_way(
+def test_a_restore_reads_while_its_hold_is_created(
     direct: store.Client, gcs: FakeGcs
 ) -> None:
     run = direct.run("tests/held")
@@ -237,7 +237,7 @@ def test_a_restore_reads_while_its_hold_is_on_its_way(
     assert "%2Fholds%2F" in answered[held]
 
 
-def test_what_was_read_and_written_is_freed_at_once(direct: store.Client) -> None:
+def test_buffers_are_freed_at_once(direct: store.Client) -> None:
     """Not at the next collection of cycles, which restores put off."""
     run = direct.run("tests/freed")
     gc.collect()
@@ -302,7 +302,7 @@ def test_a_bucket_that_denies_all_access_is_reported(
         gcs.allow(BUCKET)
 
 
-def test_the_full_stop_of_what_a_bucket_says_ends_no_sentence_of_ours(
+def test_the_full_stop_of_a_bucket_error_is_removed(
     served: tuple[ServerProcess, str], gcs: FakeGcs
 ) -> None:
     gcs.fault("GET /.*store", Status(400, message="The bucket is odd."), times=ALWAYS)
@@ -321,7 +321,7 @@ def test_missing_packages_of_a_bucket_are_an_error_that_names_the_extra(
         store.connect(served[0].address, direct=served[1])
 
 
-def test_options_that_a_bucket_has_not_are_refused(
+def test_unknown_options_of_a_bucket_are_rejected(
     served: tuple[ServerProcess, str],
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match=r"direct: .*concurrency=1 to"):

@@ -87,7 +87,7 @@ def object_of(root: str, file: str) -> str:
 
 
 @pytest.mark.parametrize("limits", [HEDGED], indirect=True, ids=["hedged"])
-def test_a_read_that_stalls_is_asked_twice_and_the_first_answer_counts(
+def test_a_stalled_read_is_hedged_and_the_first_response_wins(
     limits: Limits, run: store.Run, gcs: FakeGcs, caplog: pytest.LogCaptureFixture
 ) -> None:
     gcs.fault(f"GET .*{data_file(run, '05')}", Stall())
@@ -99,7 +99,9 @@ def test_a_read_that_stalls_is_asked_twice_and_the_first_answer_counts(
 
 
 @pytest.mark.parametrize("limits", [HEDGED], indirect=True, ids=["hedged"])
-def test_a_server_asks_twice_too(limits: Limits, run: store.Run, gcs: FakeGcs) -> None:
+def test_a_server_hedges_stalled_reads(
+    limits: Limits, run: store.Run, gcs: FakeGcs
+) -> None:
     send_through_server(run)
     gcs.fault("GET .*pool", Stall())
 
@@ -162,7 +164,7 @@ def test_a_data_file_that_never_answers_is_reported_within_its_deadline(
 
 
 @pytest.mark.slow
-def test_a_restore_waits_no_longer_than_it_may_itself(
+def test_a_restore_stops_waiting_for_a_stalled_read_at_its_deadline(
     run: store.Run, gcs: FakeGcs
 ) -> None:
     file = data_file(run, "05")
@@ -174,7 +176,7 @@ def test_a_restore_waits_no_longer_than_it_may_itself(
         run.restore(0, deadline=timedelta(seconds=2))
 
 
-def test_the_data_file_that_answered_last_is_logged(
+def test_the_slowest_data_file_of_a_faulty_bucket_is_logged(
     run: store.Run, gcs: FakeGcs
 ) -> None:
     file = data_file(run, "03")
@@ -188,7 +190,7 @@ def test_the_data_file_that_answered_last_is_logged(
     assert opened.report.slowest_seconds >= 0.3
 
 
-def test_a_restore_that_fails_ends_what_it_still_waits_for(
+def test_a_failed_restore_cancels_its_reads_in_flight(
     run: store.Run, gcs: FakeGcs, root: str
 ) -> None:
     lost = data_file(run, "00")
@@ -282,7 +284,7 @@ def write_limits(
     indirect=True,
     ids=["late"],
 )
-def test_an_object_whose_writing_stalls_is_written_again(
+def test_a_stalled_write_of_an_object_is_retried(
     write_limits: Limits,
     run: store.Run,
     gcs: FakeGcs,

@@ -89,7 +89,7 @@ def await_asked(gcs: FakeGcs) -> None:
     [("GET .*/o[?]", Stall()), ("GET .*/o/", Mute()), (".", Stall())],
     ids=["list", "read", "all"],
 )
-def test_a_command_ends_with_its_timeout_where_the_bucket_does_not_answer(
+def test_a_command_ends_at_its_timeout_if_the_bucket_does_not_answer(
     root: str, gcs: FakeGcs, request_line: str, fault: Stall | Mute
 ) -> None:
     gcs.fault(request_line, fault, times=ALWAYS)

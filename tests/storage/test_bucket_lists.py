@@ -47,7 +47,7 @@ def lists(gcs: FakeGcs) -> int:
     return sum(one.target.split("?")[0].endswith("/o") for one in gcs.log)
 
 
-def test_many_records_are_read_at_a_time_and_hardly_one_twice(
+def test_records_are_read_in_batches_and_rarely_twice(
     run: store.Run, far: FakeGcs
 ) -> None:
     steps = [checkpoint.step for checkpoint in run.checkpoints()]
@@ -60,7 +60,7 @@ def test_many_records_are_read_at_a_time_and_hardly_one_twice(
     assert far.most_pending > 64
 
 
-def test_who_wants_a_few_waits_for_a_page_of_them(run: store.Run, far: FakeGcs) -> None:
+def test_a_short_list_reads_one_page(run: store.Run, far: FakeGcs) -> None:
     newest = [checkpoint.step for checkpoint in islice(run.checkpoints(), 3)]
 
     assert [CHECKPOINTS - 1, CHECKPOINTS - 2, CHECKPOINTS - 3] == newest

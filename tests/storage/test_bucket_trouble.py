@@ -57,7 +57,7 @@ def within(root: str) -> Within:
     return run
 
 
-def test_a_conflict_that_a_lost_answer_made_up_deletes_what_it_should(
+def test_a_retried_delete_after_a_lost_response_succeeds(
     within: Within, gcs: FakeGcs
 ) -> None:
     async def test(bucket: TensorStoreBucket) -> None:
@@ -82,7 +82,7 @@ def test_transient_errors_are_retried(within: Within, gcs: FakeGcs) -> None:
 
 
 @pytest.mark.slow
-def test_permanent_errors_are_raised_soon_and_name_the_bucket(
+def test_permanent_errors_are_raised_at_once_and_name_the_bucket(
     within: Within, gcs: FakeGcs, root: str
 ) -> None:
     async def test(bucket: TensorStoreBucket) -> None:
@@ -131,7 +131,7 @@ def test_a_stalled_change_is_hedged(hasty: None, within: Within, gcs: FakeGcs) -
     within(test)
 
 
-def test_a_change_that_comes_late_changes_nothing(
+def test_a_late_duplicate_of_a_write_changes_nothing(
     hasty: None, within: Within, gcs: FakeGcs
 ) -> None:
     async def test(bucket: TensorStoreBucket) -> None:
@@ -145,7 +145,7 @@ def test_a_change_that_comes_late_changes_nothing(
     within(test)
 
 
-def test_a_change_that_is_done_and_not_answered_is_no_conflict(
+def test_a_write_whose_response_was_lost_is_no_conflict(
     within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = Limits(floor_seconds=0.05, unknown_seconds=0.05, answer_seconds=0.5)
@@ -166,7 +166,7 @@ def test_a_change_that_is_done_and_not_answered_is_no_conflict(
     within(test)
 
 
-def test_what_others_change_before_a_late_answer_makes_no_conflict_of_it(
+def test_a_later_write_of_another_does_not_fail_a_hedged_write(
     hasty: None, within: Within, gcs: FakeGcs
 ) -> None:
     """The second of two that were asked for finds what another has written since."""
@@ -260,7 +260,7 @@ def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
     within(test)
 
 
-def test_a_bucket_of_others_is_refused(gcs: FakeGcs, root: str) -> None:
+def test_a_bucket_that_denies_access_cannot_be_opened(gcs: FakeGcs, root: str) -> None:
     gcs.deny(BUCKET)
     try:
         with pytest.raises(StorageDeniedError, match=f"delete objects below {root}"):
@@ -271,7 +271,7 @@ def test_a_bucket_of_others_is_refused(gcs: FakeGcs, root: str) -> None:
 
 @pytest.mark.parametrize("code", sampled([400, 401, 403, 404], every=2))
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_list_whose_page_is_refused_is_no_list(
+def test_a_list_with_a_failed_page_is_an_error(
     within: Within, gcs: FakeGcs, code: int, after: int
 ) -> None:
     """TensorStore's own is then what came before."""
@@ -291,7 +291,9 @@ def test_a_list_whose_page_is_refused_is_no_list(
     within(test)
 
 
-def test_as_many_requests_as_asked_are_under_way(root: str, gcs: FakeGcs) -> None:
+def test_the_limit_of_concurrent_requests_is_used_in_full(
+    root: str, gcs: FakeGcs
+) -> None:
     async def test(root: str, reads: int) -> float:
         bucket = await TensorStoreBucket.open(root)
         gcs.fault("GET .*/slow", Delay(0.3), times=ALWAYS)
@@ -303,7 +305,7 @@ def test_as_many_requests_as_asked_are_under_way(root: str, gcs: FakeGcs) -> Non
     assert asyncio.run(test(f"{root}?concurrency=2", 8)) >= 4 * 0.3
 
 
-def test_a_storage_that_wants_fewer_requests_gets_fewer_and_then_does_them_all(
+def test_throttled_requests_slow_down_and_all_succeed(
     within: Within, gcs: FakeGcs
 ) -> None:
     """Retries come later each time, so that a bucket can grow into its load."""

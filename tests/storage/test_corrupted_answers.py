@@ -40,7 +40,7 @@ RECORDS: dict[str, Callable[[store.Run], object]] = {
 
 @pytest.mark.parametrize("place", RECORDS)
 @pytest.mark.parametrize("wrong", [Corrupt(), Status(404)], ids=["corrupt", "absent"])
-def test_a_record_is_read_again_after_one_wrong_answer(
+def test_a_record_is_read_again_after_one_corrupt_response(
     root: str,
     gcs: FakeGcs,
     caplog: pytest.LogCaptureFixture,
@@ -59,7 +59,7 @@ def test_a_record_is_read_again_after_one_wrong_answer(
     )
 
 
-def test_a_step_that_is_absent_is_not_named_as_the_nearest(root: str) -> None:
+def test_a_missing_step_is_not_suggested_as_the_nearest(root: str) -> None:
     with (
         store.connect(root) as client,
         pytest.raises(store.NotFoundError, match=r"@2 does not exist; .* are 1$"),
@@ -69,7 +69,7 @@ def test_a_step_that_is_absent_is_not_named_as_the_nearest(root: str) -> None:
 
 @pytest.mark.parametrize("way", ["direct", "streamed"])
 @pytest.mark.parametrize("place", ["manifests/", "pool/"])
-def test_a_restore_reads_again_what_was_corrupted_on_its_way(
+def test_a_restore_rereads_bytes_corrupted_in_transit(
     root: str,
     gcs: FakeGcs,
     start_server: Callable[..., ServerProcess],
@@ -90,7 +90,7 @@ def test_a_restore_reads_again_what_was_corrupted_on_its_way(
 
 @pytest.mark.parametrize("way", ["direct", "streamed"])
 @pytest.mark.parametrize("place", ["manifests/", "pool/", "checkpoints/"])
-def test_what_is_corrupt_twice_is_damaged(
+def test_bytes_that_are_corrupt_twice_are_data_loss(
     root: str,
     gcs: FakeGcs,
     start_server: Callable[..., ServerProcess],
@@ -108,7 +108,7 @@ def test_what_is_corrupt_twice_is_damaged(
 
 
 @pytest.mark.parametrize("place", ["manifests/", "pool/"])
-def test_a_verification_calls_no_damage_what_was_corrupted_on_its_way(
+def test_a_verification_ignores_corruption_in_transit(
     root: str, gcs: FakeGcs, place: str
 ) -> None:
     with store.connect(root) as client:

@@ -66,7 +66,7 @@ def client(tmp_path: Path, metadata: MetadataServer) -> Iterator[store.Client]:
 
 
 @pytest.mark.slow
-def test_a_workload_with_an_identity_needs_nothing_else_and_renews_its_tokens(
+def test_workload_identity_renews_its_tokens_without_a_key_file(
     client: store.Client, metadata: MetadataServer
 ) -> None:
     run = client.run("tests/identity")
@@ -156,7 +156,7 @@ def test_missing_credentials_are_an_error_that_names_the_expected_ones(
         ('{"type": "service_account"}', "it is JSON, and not of whole credentials"),
     ],
 )
-def test_an_invalid_file_of_credentials_is_reported_by_its_name_alone(
+def test_an_invalid_credentials_file_is_reported_without_its_content(
     tokens: Tokens,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

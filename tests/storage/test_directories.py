@@ -12,7 +12,7 @@ from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 
 
 @pytest.mark.slow
-def test_what_is_known_of_directories_is_bounded(tmp_path: Path) -> None:
+def test_the_cache_of_known_directories_is_bounded(tmp_path: Path) -> None:
     kept = Directories(tmp_path)
     for number in range(directories.KEPT + 1000):
         kept.make(f"{number}/file")
@@ -55,7 +55,7 @@ def test_every_new_directory_is_synced_into_the_one_above(
     assert [tmp_path, root, root / "a"] == synced
 
 
-def test_what_is_settled_has_its_directory_synced(
+def test_settling_a_file_syncs_its_directory(
     tmp_path: Path, synced: list[Path]
 ) -> None:
     async def main() -> None:

@@ -93,7 +93,7 @@ def opened(
 
 
 @each_upload
-def test_an_upload_answers_what_clients_verify(
+def test_an_upload_response_has_the_fields_that_clients_verify(
     calls: GcsCalls, name: str, upload: UploadCall
 ) -> None:
     data = bytes(range(256)) * 4096
@@ -108,7 +108,7 @@ def test_an_upload_answers_what_clients_verify(
 
 
 @each_upload
-def test_a_write_is_done_where_its_generation_is_the_stored_one(
+def test_a_write_with_the_stored_generation_succeeds(
     calls: GcsCalls, name: str, upload: UploadCall
 ) -> None:
     first = upload(calls, name, b"1", ifGenerationMatch=0)
@@ -129,7 +129,7 @@ def test_a_write_is_done_where_its_generation_is_the_stored_one(
     ],
     ids=str,
 )
-def test_a_write_whose_condition_does_not_hold_changes_nothing(
+def test_a_write_with_a_failed_condition_changes_nothing(
     calls: GcsCalls, name: str, upload: UploadCall, condition: dict[str, int]
 ) -> None:
     before = upload(calls, name, b"before").document
@@ -275,11 +275,15 @@ def test_a_delete_may_be_conditional(calls: GcsCalls, name: str) -> None:
     assert 404 == calls.delete(name).status
 
 
-def test_a_condition_that_is_no_number_is_refused(calls: GcsCalls, name: str) -> None:
+def test_a_condition_that_is_not_a_number_is_rejected(
+    calls: GcsCalls, name: str
+) -> None:
     assert 400 == calls.upload(name, b"x", ifGenerationMatch="x").status
 
 
-def test_media_say_what_they_are(calls: GcsCalls, name: str) -> None:
+def test_media_responses_have_the_type_and_checksums(
+    calls: GcsCalls, name: str
+) -> None:
     generation = calls.upload(name, b"hello").generation
 
     headers = calls.read(name).headers
@@ -316,7 +320,7 @@ def test_a_range_is_read(
     assert shown == got.headers.get("content-range")
 
 
-def test_what_is_absent_is_not_found(calls: GcsCalls) -> None:
+def test_an_absent_object_is_not_found(calls: GcsCalls) -> None:
     assert 404 == calls.about("absent").status
     nowhere = UPLOADS.replace(BUCKET, "nowhere")
     assert 404 == calls.ask("POST", nowhere, uploadType="media", name="x").status
@@ -375,7 +379,7 @@ def test_a_delimiter_lists_groups_once(calls: GcsCalls) -> None:
     ),
     most=st.integers(1, 4),
 )
-def test_pages_together_list_what_there_is(
+def test_all_pages_together_list_every_object(
     names: set[str], where: Range, most: int
 ) -> None:
     there = [
@@ -466,7 +470,7 @@ def test_objects_are_composed(calls: GcsCalls, name: str) -> None:
     assert b"ab" == calls.read(name).body
 
 
-def test_a_client_may_wait_for_leave_to_send_its_body(gcs: FakeGcs) -> None:
+def test_expect_100_continue_is_answered(gcs: FakeGcs) -> None:
     address = gcs.url.removeprefix("http://").split(":")
     head = (
         f"POST {UPLOADS}?uploadType=media&name=waited HTTP/1.1\r\n"
@@ -479,7 +483,7 @@ def test_a_client_may_wait_for_leave_to_send_its_body(gcs: FakeGcs) -> None:
         assert sock.recv(10000).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_body_may_come_in_chunks(calls: GcsCalls, name: str) -> None:
+def test_a_chunked_body_is_accepted(calls: GcsCalls, name: str) -> None:
     calls.ask("POST", UPLOADS, iter([b"ab", b"c"]), uploadType="media", name=name)
 
     assert b"abc" == calls.read(name).body
@@ -488,7 +492,7 @@ def test_a_body_may_come_in_chunks(calls: GcsCalls, name: str) -> None:
 # --- TensorStore ----------------------------------------------------------------------
 
 
-def test_tensorstore_reads_what_it_wrote(store: ts.KvStore) -> None:
+def test_tensorstore_round_trips(store: ts.KvStore) -> None:
     data = bytes(range(256)) * 3 * 4096
     generation = store.write("large", data).result().generation
 
@@ -502,7 +506,7 @@ def test_tensorstore_reads_what_it_wrote(store: ts.KvStore) -> None:
     assert "missing" == store.read("absent").result().state
 
 
-def test_tensorstore_writes_where_its_condition_holds(store: ts.KvStore) -> None:
+def test_tensorstore_writes_conditionally(store: ts.KvStore) -> None:
     absent = store.read("x").result().stamp.generation
     first = store.write("x", b"1", if_equal=absent).result().generation
     refused = store.write("x", b"2", if_equal=absent).result().generation
@@ -524,7 +528,7 @@ def test_tensorstore_lists_and_deletes_ranges(store: ts.KvStore) -> None:
     assert {b"b"} == {key[:1] for key in store.list().result()}
 
 
-def test_tensorstore_retries_what_may_pass(gcs: FakeGcs, store: ts.KvStore) -> None:
+def test_tensorstore_retries_transient_errors(gcs: FakeGcs, store: ts.KvStore) -> None:
     gcs.fault("POST /upload", Status(503))
     gcs.fault("POST /upload", Reset())
     gcs.fault("alt=media", Truncate(10))

@@ -53,7 +53,9 @@ def name(request: pytest.FixtureRequest) -> str:
     return f"dir of/{request.node.name}"
 
 
-def test_a_status_is_answered_and_nothing_done(gcs: FakeGcs, calls: GcsCalls) -> None:
+def test_a_status_fault_is_answered_without_executing(
+    gcs: FakeGcs, calls: GcsCalls
+) -> None:
     gcs.fault("POST /upload.*dir of/x", Status(503, retry_after_seconds=7), times=2)
 
     got = [calls.upload("dir of/x", b"") for _ in range(3)]
@@ -62,13 +64,15 @@ def test_a_status_is_answered_and_nothing_done(gcs: FakeGcs, calls: GcsCalls) ->
     assert "7" == got[0].headers["retry-after"]
 
 
-def test_a_fault_may_let_some_go_unharmed(gcs: FakeGcs, calls: GcsCalls) -> None:
+def test_a_fault_may_skip_the_first_requests(gcs: FakeGcs, calls: GcsCalls) -> None:
     gcs.fault("POST", Status(429), after=2)
 
     assert [200, 200, 429, 200] == [calls.upload("x", b"").status for _ in range(4)]
 
 
-def test_a_reset_does_nothing(gcs: FakeGcs, calls: GcsCalls, name: str) -> None:
+def test_a_reset_request_is_not_executed(
+    gcs: FakeGcs, calls: GcsCalls, name: str
+) -> None:
     gcs.fault("POST", Reset())
 
     with pytest.raises(ConnectionError):
@@ -77,7 +81,7 @@ def test_a_reset_does_nothing(gcs: FakeGcs, calls: GcsCalls, name: str) -> None:
     assert 404 == calls.about(name).status
 
 
-def test_a_lost_answer_leaves_what_was_done(
+def test_a_request_with_a_lost_response_is_executed(
     gcs: FakeGcs, calls: GcsCalls, name: str
 ) -> None:
     gcs.fault("POST", Lost())
@@ -104,7 +108,7 @@ def test_a_truncated_answer_ends_early(gcs: FakeGcs, calls: GcsCalls) -> None:
     assert MiB == len(calls.read("truncated").body)
 
 
-def test_a_delayed_request_is_done_late(gcs: FakeGcs, calls: GcsCalls) -> None:
+def test_a_delayed_request_is_executed_late(gcs: FakeGcs, calls: GcsCalls) -> None:
     gcs.fault("POST", Delay(0.1))
     began = time.monotonic()
 
@@ -114,7 +118,9 @@ def test_a_delayed_request_is_done_late(gcs: FakeGcs, calls: GcsCalls) -> None:
     assert gcs.log[0].seconds >= 0.1
 
 
-def test_a_late_answer_is_of_what_was_done_before(gcs: FakeGcs, name: str) -> None:
+def test_a_request_with_a_late_response_is_executed_at_once(
+    gcs: FakeGcs, name: str
+) -> None:
     gcs.fault("POST", Late(0.3))
 
     with (
@@ -140,7 +146,7 @@ def test_a_stalled_request_is_never_answered(gcs: FakeGcs, name: str) -> None:
         assert 404 == calls.about(name).status
 
 
-def test_a_mute_request_is_done_and_never_answered(gcs: FakeGcs, name: str) -> None:
+def test_a_mute_request_is_executed_and_never_answered(gcs: FakeGcs, name: str) -> None:
     gcs.fault("POST", Mute())
 
     with (
@@ -163,7 +169,7 @@ def test_access_is_denied_until_it_is_allowed(gcs: FakeGcs, calls: GcsCalls) -> 
     assert 200 == calls.list().status
 
 
-def test_a_token_is_wanted_of_every_request() -> None:
+def test_every_request_needs_a_token() -> None:
     with (
         FakeGcs(buckets=[BUCKET], tokens=Tokens("secret")) as gcs,
         GcsCalls(gcs.url) as calls,
@@ -173,7 +179,7 @@ def test_a_token_is_wanted_of_every_request() -> None:
         assert 200 == calls.list().status
 
 
-def test_one_name_is_not_changed_too_often() -> None:
+def test_writes_of_one_name_are_rate_limited() -> None:
     with (
         FakeGcs(buckets=[BUCKET], seconds_between_writes=0.1) as gcs,
         GcsCalls(gcs.url) as calls,
@@ -186,7 +192,7 @@ def test_one_name_is_not_changed_too_often() -> None:
         assert 204 == calls.delete("x").status
 
 
-def test_a_network_takes_its_time() -> None:
+def test_latency_and_rate_slow_a_transfer() -> None:
     with (
         FakeGcs(buckets=[BUCKET], latency_seconds=0.05, bytes_per_second=10e6) as gcs,
         GcsCalls(gcs.url) as calls,
@@ -201,7 +207,7 @@ def test_a_network_takes_its_time() -> None:
 # --- The log, and other processes -----------------------------------------------------
 
 
-def test_the_log_has_the_bytes_that_were_moved(gcs: FakeGcs, calls: GcsCalls) -> None:
+def test_the_log_counts_transferred_bytes(gcs: FakeGcs, calls: GcsCalls) -> None:
     calls.upload("logged", bytes(3 * MiB))
     calls.read("logged", "bytes=0-9")
 
@@ -214,7 +220,7 @@ def test_the_log_has_the_bytes_that_were_moved(gcs: FakeGcs, calls: GcsCalls) ->
     assert ([], 0, 0) == (gcs.log, gcs.stored_bytes, gcs.sent_bytes)
 
 
-def test_another_process_does_the_same_over_http() -> None:
+def test_another_process_controls_the_emulator_over_http() -> None:
     command = [sys.executable, "-m", "tests.fake_gcs", "--bucket", BUCKET]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

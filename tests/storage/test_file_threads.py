@@ -52,7 +52,7 @@ async def refused_late(threads: FileThreads, place: str, call: Hanging) -> None:
         await threads.run(place, call, seconds=SOON)
 
 
-def test_a_call_returns_what_its_function_does() -> None:
+def test_a_call_returns_the_result_of_its_function() -> None:
     async def main() -> None:
         threads = FileThreads("file:///store")
         calls = (threads.run("a", partial(pow, 2, n), seconds=60) for n in range(100))
@@ -67,7 +67,7 @@ def test_a_call_returns_what_its_function_does() -> None:
     asyncio.run(main())
 
 
-def test_a_file_that_hangs_is_refused_at_once_until_it_returns() -> None:
+def test_calls_of_a_hanging_file_fail_at_once_until_it_returns() -> None:
     async def main(threads: FileThreads, hanging: Hanging) -> None:
         await refused_late(threads, "a", hanging)
 
@@ -96,7 +96,7 @@ def test_more_files_may_hang_than_there_are_threads() -> None:
     with_hanging(main)
 
 
-def test_a_call_waits_for_a_thread_no_longer_than_it_may_take() -> None:
+def test_a_call_waits_for_a_thread_until_its_deadline() -> None:
     async def main(threads: FileThreads, hanging: Hanging) -> None:
         others = [
             asyncio.ensure_future(threads.run(str(at), hanging, seconds=None))
@@ -108,7 +108,7 @@ def test_a_call_waits_for_a_thread_no_longer_than_it_may_take() -> None:
             await threads.run("a", lambda: ran.append(1), seconds=SOON)
         hanging.go_on()
         assert ["late"] * file_threads.THREADS == await asyncio.gather(*others)
-        assert [] == ran  # nobody waits for it any more
+        assert [] == ran  # its caller has stopped waiting
 
         assert 1 == await threads.run("a", lambda: 1, seconds=60)
 
@@ -130,7 +130,7 @@ def test_a_file_that_hangs_occupies_few_threads_before_its_deadline() -> None:
     with_hanging(main)
 
 
-def test_the_threads_that_are_abandoned_are_bounded(
+def test_the_number_of_abandoned_threads_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(file_threads, "MAX_ABANDONED", 5)
@@ -148,7 +148,7 @@ def test_the_threads_that_are_abandoned_are_bounded(
     with_hanging(main)
 
 
-def test_what_comes_after_its_caller_gave_up_is_discarded() -> None:
+def test_a_result_after_the_deadline_is_discarded() -> None:
     discarded = threading.Event()
 
     async def main(threads: FileThreads, hanging: Hanging) -> None:
@@ -165,7 +165,7 @@ def test_what_comes_after_its_caller_gave_up_is_discarded() -> None:
     with_hanging(main)
 
 
-def test_a_call_that_hangs_after_its_caller_gave_up_is_abandoned_too() -> None:
+def test_a_call_that_hangs_past_the_deadline_is_abandoned() -> None:
     async def main(threads: FileThreads, hanging: Hanging) -> None:
         call = asyncio.ensure_future(threads.run("a", hanging, seconds=SOON * 4))
         await asyncio.sleep(SOON)
@@ -177,7 +177,7 @@ def test_a_call_that_hangs_after_its_caller_gave_up_is_abandoned_too() -> None:
     with_hanging(main)
 
 
-def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_threads, "IDLE_SECONDS", SOON)
 
     async def main() -> None:

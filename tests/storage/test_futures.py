@@ -18,7 +18,7 @@ def promised() -> tuple[Any, Any]:
     return promise, asked
 
 
-def test_an_answer_comes_whenever_it_was_given() -> None:
+def test_a_result_is_returned_before_or_after_it_is_awaited() -> None:
     async def main() -> list[int]:
         promise, given = promised()
         promise.set_result(1)
@@ -29,7 +29,7 @@ def test_an_answer_comes_whenever_it_was_given() -> None:
     assert [1, 2] == asyncio.run(main())
 
 
-def test_what_it_failed_with_is_raised() -> None:
+def test_the_error_of_a_future_is_raised() -> None:
     async def main() -> None:
         promise, asked = promised()
         promise.set_exception(LookupError("none"))
@@ -39,7 +39,7 @@ def test_what_it_failed_with_is_raised() -> None:
         asyncio.run(main())
 
 
-def test_who_is_cancelled_hears_no_more_of_it_and_cancels_nothing() -> None:
+def test_a_cancelled_waiter_gets_no_result_and_does_not_cancel_the_read() -> None:
     async def main() -> bool:
         promise, asked = promised()
         waiting = asyncio.ensure_future(await_future(asked))
@@ -96,7 +96,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_reads_that_are_cancelled_as_they_are_answered_stop_no_process(
+def test_cancelling_reads_as_they_complete_does_not_crash(
     tmp_path: Path,
 ) -> None:
     """Deadlocks, as ``await`` of a TensorStore future occasionally does."""

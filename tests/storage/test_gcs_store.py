@@ -85,7 +85,7 @@ def assert_equal(tree: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 @pytest.mark.emulated
-def test_a_tree_comes_back_and_is_written_once(
+def test_a_tree_round_trips_and_is_written_once(
     client: store.Client, gcs: FakeGcs
 ) -> None:
     tree, run = sharded(), client.run("tests/gcs")
@@ -102,7 +102,7 @@ def test_a_tree_comes_back_and_is_written_once(
 
 
 @pytest.mark.emulated
-def test_what_did_not_change_is_not_written_again(
+def test_unchanged_chunks_are_not_written_again(
     client: store.Client, gcs: FakeGcs
 ) -> None:
     tree, run = sharded(), client.run("tests/gcs")
@@ -129,7 +129,9 @@ def test_a_client_in_the_process_and_a_server_share_a_store(
     server.kill()
 
 
-def test_what_is_purged_leaves_the_bucket(client: store.Client, root: str) -> None:
+def test_a_purged_checkpoint_is_removed_from_the_bucket(
+    client: store.Client, root: str
+) -> None:
     run = client.run("tests/gcs")
     for step in (1, 2):
         run.save(step, sharded(64), base=None).result()
@@ -301,7 +303,7 @@ def test_a_call_that_waits_for_a_storage_fails_with_that_reason(
     "arguments",
     [("ls",), ("ls", "a/b"), ("tree", "a/b@1"), ("get", "a/b@1:x"), ("du",), ("gc",)],
 )
-def test_looking_at_a_bucket_without_a_store_makes_none(
+def test_reading_a_bucket_without_a_store_creates_none(
     gcs: FakeGcs, root: str, arguments: tuple[str, ...]
 ) -> None:
     said = refusal(f"{root}?concurrency=9", *arguments)
@@ -325,7 +327,7 @@ def test_missing_packages_of_a_bucket_are_an_error_that_names_the_extra(
         store.connect(root)
 
 
-def test_what_cannot_be_a_store_is_refused_in_a_sentence(
+def test_an_invalid_root_of_a_bucket_is_rejected_in_one_sentence(
     root: str, tmp_path: Path
 ) -> None:
     nowhere = f"gs://storesvc-{uuid.uuid4().hex}/x"

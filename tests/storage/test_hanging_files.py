@@ -87,7 +87,7 @@ def test_a_server_ends_after_its_drain_while_records_hang(
 
 
 @pytest.mark.slow
-def test_a_server_ends_soon_after_its_drain_while_a_write_hangs(
+def test_a_server_ends_shortly_after_its_drain_while_a_write_hangs(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
     writer = Writer(server.address, str(RUN), 4)

@@ -22,7 +22,7 @@ def known(seconds: float, *, limits: Limits = PATIENT, size_bytes: int = 0) -> H
     return reads
 
 
-def test_a_read_is_slow_that_takes_twice_as_long_as_nearly_all_did() -> None:
+def test_a_read_is_slow_after_twice_the_high_percentile() -> None:
     read = known(3).begin(0, now=100)
 
     assert Step.WAIT is read.step(now=105.9)
@@ -30,7 +30,7 @@ def test_a_read_is_slow_that_takes_twice_as_long_as_nearly_all_did() -> None:
     assert Step.WAIT is read.step(now=200)
 
 
-def test_one_in_a_hundred_that_took_long_makes_no_other_read_late() -> None:
+def test_rare_slow_reads_do_not_raise_the_threshold() -> None:
     reads = Hedging(PATIENT)
     for at in range(100):
         reads.begin(0, now=0).answered(now=1 if at % 50 else 60)
@@ -44,7 +44,7 @@ def test_small_jitter_is_not_slow() -> None:
     assert 0.5 == read.due
 
 
-def test_before_others_are_known_a_read_has_some_time() -> None:
+def test_the_first_reads_have_an_initial_threshold() -> None:
     assert PATIENT.unknown_seconds == Hedging(PATIENT).begin(0, now=0).due
 
 
@@ -56,7 +56,7 @@ def test_reads_are_compared_with_those_of_their_size() -> None:
     assert PATIENT.unknown_seconds == reads.slow_seconds(32 * MIB)
 
 
-def test_of_reads_that_are_all_slow_only_a_share_is_asked_twice() -> None:
+def test_hedged_reads_are_limited_to_a_share_of_all_reads() -> None:
     reads, count = known(1), 1000
 
     under_way = [reads.begin(0, now=0) for _ in range(count)]
@@ -70,7 +70,7 @@ def test_of_reads_that_are_all_slow_only_a_share_is_asked_twice() -> None:
     assert HEDGE_BURST < len(twice) <= HEDGE_BURST + HEDGE_SHARE * count
 
 
-def test_who_finds_no_share_asks_again_for_one_later() -> None:
+def test_a_read_without_a_hedge_budget_tries_again_later() -> None:
     reads = known(1)
     read, *_ = under_way = [reads.begin(0, now=0) for _ in range(int(HEDGE_BURST) + 1)]
     for other in under_way[1:]:
@@ -110,7 +110,7 @@ def test_the_deadline_allows_for_other_bytes_in_flight() -> None:
     assert Step.RETRY is alone.step(now=118)
 
 
-def test_what_begins_later_makes_no_earlier_call_late() -> None:
+def test_later_calls_extend_the_deadline_of_earlier_ones() -> None:
     """They share one network, and all of them take longer."""
     calls = Hedging(Limits(answer_seconds=10, least_bytes_per_second=MIB))
     first, *_ = under_way = [calls.begin(64 * MIB, now=0) for _ in range(8)]

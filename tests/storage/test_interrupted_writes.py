@@ -17,7 +17,7 @@ def write(root: Path, place: str, data: bytes) -> None:
     asyncio.run(main())
 
 
-def test_what_a_killed_write_left_is_not_in_the_next_one(tmp_path: Path) -> None:
+def test_a_write_ignores_the_leftovers_of_a_killed_write(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/b.__lock").write_bytes(b"long" * 100)
 
@@ -27,7 +27,7 @@ def test_what_a_killed_write_left_is_not_in_the_next_one(tmp_path: Path) -> None
     assert ["b"] == [path.name for path in (tmp_path / "a").iterdir()]
 
 
-def test_writes_that_are_under_way_are_left_alone(tmp_path: Path) -> None:
+def test_temporary_files_of_running_writes_are_kept(tmp_path: Path) -> None:
     store = ts.KvStore.open({"driver": "file", "path": f"{tmp_path}/"}).result()
     stop = threading.Event()
 

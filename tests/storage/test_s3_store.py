@@ -96,7 +96,7 @@ def test_a_job_resumes_from_its_checkpoint_in_another_process_on_another_mesh(
     assert ["prod/tiny"] == [found["name"] for found in document(root, "ls")]
 
 
-def test_what_is_purged_leaves_the_bucket_and_nothing_else_does(root: str) -> None:
+def test_only_purged_checkpoints_are_removed_from_the_bucket(root: str) -> None:
     async def pool() -> int:
         listed = await (await TensorStoreBucket.open(root)).list("")
         return len([place for place in listed if "/pool/" in place])
@@ -131,7 +131,7 @@ def test_a_save_and_a_restore_outlast_transient_errors(
 
 @pytest.mark.parametrize("code", sampled([400, 401, 403, 404], every=2))
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_list_whose_page_is_refused_is_no_list(
+def test_a_list_with_a_failed_page_is_an_error(
     within: Callable[..., None], s3: FakeS3, code: int, after: int
 ) -> None:
     async def test(bucket: TensorStoreBucket) -> None:
@@ -146,7 +146,7 @@ def test_a_list_whose_page_is_refused_is_no_list(
     within(test)
 
 
-def test_of_a_deletion_and_a_write_between_its_look_and_it_the_write_wins(
+def test_a_concurrent_write_wins_against_a_conditional_deletion(
     within: Callable[..., None], s3: FakeS3
 ) -> None:
     """TensorStore's own deletion looks first, and then deletes whatever is there."""
@@ -204,7 +204,7 @@ def test_stalled_deletions_do_not_block_other_calls(
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_store_is_made_though_an_answer_to_its_probe_is_lost(
+def test_a_store_is_created_after_a_lost_response_to_its_probe(
     root: str, s3: FakeS3, after: int
 ) -> None:
     s3.fault("PUT .*probes/", Lost(), after=after)
@@ -214,7 +214,7 @@ def test_a_store_is_made_though_an_answer_to_its_probe_is_lost(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", [Stall(), Mute()], ids=["undone", "done"])
-def test_changes_that_are_not_answered_are_asked_for_again(
+def test_unanswered_writes_are_retried(
     within: Callable[..., None],
     s3: FakeS3,
     action: Any,
@@ -237,9 +237,7 @@ def test_changes_that_are_not_answered_are_asked_for_again(
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE"])
-def test_no_store_is_made_where_conditions_do_not_count(
-    s3: FakeS3, method: str
-) -> None:
+def test_no_store_is_created_if_conditions_are_ignored(s3: FakeS3, method: str) -> None:
     del s3  # has set credentials
     others = {"GET", "HEAD", "PUT", "DELETE"} - {method}
 
@@ -249,7 +247,7 @@ def test_no_store_is_made_where_conditions_do_not_count(
             await Store.open(bucket)
         assert await bucket.read("store.binpb") is None
 
-    with FakeS3(buckets=[BUCKET], heeds=others) as imitation:
+    with FakeS3(buckets=[BUCKET], conditional_methods=others) as imitation:
         asyncio.run(main(s3_root(imitation)))
 
 
@@ -306,7 +304,7 @@ def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
     within(test)
 
 
-def test_what_cannot_be_a_store_is_refused_in_a_sentence(
+def test_an_invalid_root_of_a_bucket_is_rejected_in_one_sentence(
     s3: FakeS3, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = f"s3://nowhere/x?endpoint={s3.url}&region=us-east-1"

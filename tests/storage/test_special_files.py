@@ -129,7 +129,7 @@ def check_alive(server: ServerProcess, run: store.Run) -> None:
 
 
 @pytest.mark.parametrize("replace", ANYWHERE, ids=lambda f: f.__name__)
-def test_what_replaces_a_data_file_is_never_read(
+def test_a_special_file_in_place_of_a_data_file_is_never_read(
     server: ServerProcess, run: store.Run, saved: Saved, replace: Replace
 ) -> None:
     uid = run.open(3).info.uid
@@ -154,7 +154,7 @@ def test_what_replaces_a_data_file_is_never_read(
 
 
 @pytest.mark.parametrize("replace", ANYWHERE, ids=lambda f: f.__name__)
-def test_nothing_is_reused_of_what_replaces_a_data_file(
+def test_chunks_of_a_replaced_data_file_are_not_reused(
     server: ServerProcess, run: store.Run, saved: Saved, replace: Replace
 ) -> None:
     replace(saved.file(0), server)
@@ -166,7 +166,7 @@ def test_nothing_is_reused_of_what_replaces_a_data_file(
 
 
 @pytest.mark.parametrize("replace", ANYWHERE, ids=lambda f: f.__name__)
-def test_what_replaces_a_placed_file_is_not_acknowledged(
+def test_a_special_file_in_place_of_a_direct_file_is_not_acknowledged(
     server: ServerProcess, replace: Replace
 ) -> None:
     placer = Placer(server)
@@ -182,7 +182,7 @@ def test_what_replaces_a_placed_file_is_not_acknowledged(
 
 
 @pytest.mark.parametrize("replace", ANYWHERE, ids=lambda f: f.__name__)
-def test_what_replaces_a_file_of_nodes_is_a_damaged_key_space(
+def test_a_special_file_in_place_of_a_node_file_damages_the_key_space(
     server: ServerProcess, run: store.Run, saved: Saved, replace: Replace
 ) -> None:
     (file, _), *_ = node_ranges(saved)
@@ -194,7 +194,7 @@ def test_what_replaces_a_file_of_nodes_is_a_damaged_key_space(
 
 @pytest.mark.parametrize("replace", IN_ITS_PLACE, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("what", ["slot", "manifest", "key space", "file table"])
-def test_what_replaces_a_record_is_corrupt_data(
+def test_a_special_file_in_place_of_a_record_is_corrupt(
     server: ServerProcess, run: store.Run, saved: Saved, what: str, replace: Replace
 ) -> None:
     record, places = saved.record, saved.places
@@ -223,7 +223,7 @@ def test_what_replaces_a_record_is_corrupt_data(
     [one for one in IN_ITS_PLACE if one is not directory],
     ids=lambda f: f.__name__,
 )
-def test_what_replaces_a_table_of_stored_chunks_is_corrupt_data(
+def test_a_special_file_in_place_of_a_chunk_table_is_corrupt(
     server: ServerProcess, run: store.Run, replace: Replace
 ) -> None:
     writer = Writer(server.address, run.name, 1)
@@ -304,7 +304,7 @@ def test_collection_deletes_nothing_behind_a_link(
     assert behind.exists()
 
 
-def test_a_deletion_takes_a_link_and_leaves_what_is_behind_it(tmp_path: Path) -> None:
+def test_a_deletion_removes_a_link_and_not_its_target(tmp_path: Path) -> None:
     behind = tmp_path / "behind" / "file"
     behind.parent.mkdir()
     behind.touch()
@@ -334,7 +334,7 @@ def test_the_root_of_a_store_may_be_a_link(tmp_path: Path) -> None:
         assert run.verify(1).ok
 
 
-def test_a_file_that_comes_back_is_read_again(
+def test_a_restored_data_file_is_read_again(
     server: ServerProcess, run: store.Run, saved: Saved
 ) -> None:
     file = saved.file(0)

@@ -43,7 +43,7 @@ def no_other_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("what", CONDITIONS)
-def test_no_store_is_made_where_a_condition_is_ignored(what: str) -> None:
+def test_no_store_is_created_if_a_condition_is_ignored(what: str) -> None:
     with emulated(CONDITIONS[what]) as (emulator, root):
         with pytest.raises(
             store.InvalidRequestError, match=f"ignores the condition on the {what}"
@@ -54,7 +54,7 @@ def test_no_store_is_made_where_a_condition_is_ignored(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", CONDITIONS)
-def test_a_store_is_not_opened_where_a_condition_is_ignored(what: str) -> None:
+def test_a_store_is_not_opened_if_a_condition_is_ignored(what: str) -> None:
     ignored: list[str] = []
     with FakeGcs(buckets=[BUCKET], ignored=ignored) as emulator:
         root = f"gs://{BUCKET}/store?endpoint={emulator.url}"
@@ -75,7 +75,7 @@ def test_a_store_is_not_opened_where_a_condition_is_ignored(what: str) -> None:
 
 
 @pytest.mark.parametrize("parameter", ["startOffset", "prefix"])
-def test_a_list_that_ignores_where_it_is_to_begin_is_harmless(parameter: str) -> None:
+def test_a_list_that_ignores_its_start_is_harmless(parameter: str) -> None:
     with (
         emulated(f"GET {parameter}=") as (_, root),
         store.connect(root) as client,
@@ -118,7 +118,7 @@ def test_a_list_that_never_ends_is_an_error() -> None:
     [fake_gcs_server, gcp_storage_emulator],
     ids=lambda each: str(each.__name__),
 )
-def test_no_store_is_made_in_an_emulator_that_ignores_conditions(
+def test_no_store_is_created_in_an_emulator_that_ignores_conditions(
     tmp_path: Path, emulator: Callable[[Path], Callable[[int], list[str]]]
 ) -> None:
     with listening(emulator(tmp_path)) as url:
@@ -156,12 +156,12 @@ def test_two_endpoints_are_two_stores_in_one_process() -> None:
         ("driver=gcs_grpc&endpoint=http://localhost:1", "expected both endpoint= "),
     ],
 )
-def test_an_endpoint_that_is_none_is_refused(options: str, match: str) -> None:
+def test_an_invalid_endpoint_is_rejected(options: str, match: str) -> None:
     with pytest.raises(store.InvalidRequestError, match=match):
         store.connect(f"gs://{BUCKET}/store?{options}")
 
 
-def test_credentials_do_not_go_to_another_machine_over_plaintext(
+def test_credentials_are_not_sent_to_other_machines_in_plaintext(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("GOOGLE_AUTH_TOKEN_FOR_TESTING")

@@ -1,7 +1,7 @@
-"""Requests that unpack to a multiple of their size.
+"""Requests that take a multiple of their size when they are unpacked.
 
-For each call and each repeated field of its request: a message that is filled with the
-cheapest entries of the field.
+For each call and each repeated field of its request, makes a message that is filled
+with the smallest possible entries of the field.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ SERVICES: Final = (
 )
 
 MESSAGE_BYTES: Final = (4 << 20) - 200
-"""Of a message, with room for what is around the entries."""
+"""Bytes of the entries in a message, with room for the rest of it."""
 
 _FIXED: Final = {
     FieldDescriptor.TYPE_FIXED32: 4,
@@ -40,11 +40,11 @@ _FIXED: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Amplified:
-    """One call with one field to fill."""
+    """One call, and the repeated field to fill."""
 
     method: MethodDescriptor
     path: tuple[FieldDescriptor, ...]
-    """From the request to the repeated field."""
+    """Path from the request to the repeated field."""
 
     def __str__(self) -> str:
         return ".".join([self.method.name, *(field.name for field in self.path)])
@@ -63,7 +63,7 @@ class Amplified:
         return data
 
     def send(self, address: str, writer: Writer, *, parts: int) -> str:
-        """Sends it, in a stream several times, and returns the answer's status."""
+        """Sends the message, several times in a stream; returns the status."""
         service = self.method.containing_service.full_name
         is_stream = self.method.client_streaming
         kind = f"{'stream' if is_stream else 'unary'}_"
@@ -84,7 +84,7 @@ class Amplified:
 
 
 def opening_of(method: str, writer: Writer) -> bytes:
-    """Returns the first message of a stream, which announces as much as it may."""
+    """Returns the first message of a stream, which announces the allowed maximum."""
     ref = writer.ref()
     join = api.JoinOpening(upload=writer.name, writer=1, writer_count=2)
     match method:
@@ -120,7 +120,7 @@ def all_amplified() -> Iterator[Amplified]:
 def repeated_fields(
     message: Descriptor, around: tuple[FieldDescriptor, ...] = ()
 ) -> Iterator[tuple[FieldDescriptor, ...]]:
-    """Yields the path of each repeated field of a message, of recursive ones once."""
+    """Yields the path of each repeated field of a message; recursive ones once."""
     for field in message.fields:
         path = (*around, field)
         if field.is_repeated:

@@ -1,9 +1,9 @@
-"""Cancels a call at each point where it waits, and looks at what it leaves behind.
+"""Cancels a call at each point where it waits, and checks that it releases everything.
 
-A call is cancelled between any two steps: its client dies, or the deadline passes. So a
-server runs here on an event loop that counts the suspensions of a call and of the tasks
-that it starts, and cancels the call at one of them. Then everything that calls share is
-looked at: it must be as it was before.
+A call may be cancelled between any two steps, as its client dies or its deadline
+passes. The server here runs on an event loop that counts the suspensions of a call and
+of the tasks that it starts, and cancels the call at one of them. After that all state
+that calls share must be as it was before.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from storesvc.storage.file_backend import FileBackend
 from tests.support.thread_server import ThreadServer
 
 SECONDS: Final = 60.0
-"""How long a call, or what it leaves, may take to end."""
+"""Longest time for a call and its tasks to end."""
 
 _CALL: Final = "_handle_exceptions"
 """The coroutine of gRPC that each of its calls runs in."""
@@ -34,34 +34,34 @@ class Started(NamedTuple):
 
     cancel: Callable[[], Any]
     end: Callable[[], Any]
-    """Takes all answers."""
+    """Reads all responses."""
 
 
 Start = Callable[[], Started]
-"""Begins a call; may be repeated."""
+"""Function that begins a call; may be called repeatedly."""
 
 
 class Cancellation:
-    """Cancels the next call of a server where it waits for the n-th time."""
+    """Cancels the next call of a server at its n-th suspension."""
 
     def __init__(self, number: int, times: int) -> None:
         """Waits for the call.
 
         Args:
-            number: Of the suspension; the first is 1.
-            times: How often it is cancelled, at one suspension after another: the
-                second time it is giving back what it holds.
+            number: Number of the suspension; the first is 1.
+            times: Number of cancels, at consecutive suspensions: the second one hits
+                the call while it cleans up.
         """
         self._numbers = range(number, number + times)
         self._count = 0
         self._call: asyncio.Task[Any] | None = None
         self.tasks: list[asyncio.Task[Any]] = []
-        """The call, and what it started."""
+        """Tasks of the call, and those that it started."""
         self.was_reached = threading.Event()
 
     @property
     def awaits_call(self) -> bool:
-        """Whether the call has not begun."""
+        """True until the call begins."""
         return self._call is None
 
     def begin(self, call: asyncio.Task[Any]) -> None:
@@ -69,7 +69,7 @@ class Cancellation:
         self._call = call
 
     def suspended(self) -> None:
-        """Notes that the call waits, or a task of it."""
+        """Notes that the call, or a task of it, is suspended."""
         self._count += 1
         if self._count in self._numbers and self._call is not None:
             self._call.get_loop().call_soon(self._call.cancel)
@@ -104,7 +104,7 @@ class _Counted(Coroutine[Any, Any, Any]):
 
 
 class CancellingServer(ThreadServer):
-    """A server of which the next call can be cancelled anywhere."""
+    """A server whose next call can be cancelled at any suspension."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root.as_uri())
@@ -115,13 +115,13 @@ class CancellingServer(ThreadServer):
     def sweep(
         self, start: Callable[[], Start], *, times: int, stride: int = 1
     ) -> Iterator[tuple[int, list[str]]]:
-        """Cancels a call at each of its suspensions, until it ends before; yields the
-        number of each, and what is not at rest after it.
+        """Cancels a call at each suspension until it ends before; yields the number of
+        each suspension, and the resources that are not released after it.
 
         Args:
             start: Prepares a call.
-            times: How often to cancel it.
-            stride: Between suspensions.
+            times: Number of cancels of each call.
+            stride: Step between the suspensions.
         """
         number = 1
         while (found := self._cancelled(start(), number, times)) is not None:
@@ -129,7 +129,8 @@ class CancellingServer(ThreadServer):
             number += stride
 
     def _cancelled(self, start: Start, number: int, times: int) -> list[str] | None:
-        """What a call leaves that is cancelled; None: it ended before that."""
+        """Cancels a call; returns the resources that it does not release, or None if it
+        ended before that suspension."""
         locks = self.run(_locks())
         self._next = cancellation = Cancellation(number, times)
         started = start()
@@ -158,7 +159,7 @@ class CancellingServer(ThreadServer):
     async def _unrest(
         self, cancellation: Cancellation, locks: dict[asyncio.Semaphore, int]
     ) -> list[str]:
-        """What is not as it was before a call."""
+        """Returns the resources that differ from before a call."""
         store, found = self.store, list[str]()
         found += [f"task {t!r} runs" for t in cancellation.tasks if not t.done()]
         found += [
@@ -184,7 +185,7 @@ class CancellingServer(ThreadServer):
             "feeds of watches": len(store.watcher._feeds),
             "parsed manifests on their way": len(store.catalogue._manifests._loading),
             "open files": len(list(self._open_files())),
-            "threads beside the pools": sum(
+            "threads outside the pools": sum(
                 t.name == "storesvc-blocking-call" for t in threading.enumerate()
             ),
         }
@@ -195,7 +196,7 @@ class CancellingServer(ThreadServer):
         for descriptor in Path("/proc/self/fd").iterdir():
             try:
                 target = descriptor.readlink()
-            except OSError:  # closed meanwhile
+            except OSError:  # closed since it was listed
                 continue
             if target.is_relative_to(self._folder):
                 yield str(target)
@@ -206,7 +207,7 @@ class CancellingServer(ThreadServer):
         coroutine: Any,
         context: Context | None = None,
     ) -> asyncio.Task[Any]:
-        """Makes the tasks of the loop."""
+        """Task factory of the loop; counts the suspensions of the call's tasks."""
         if (
             self._next is not None
             and self._next.awaits_call
@@ -225,7 +226,7 @@ class CancellingServer(ThreadServer):
 
 
 async def _locks() -> dict[asyncio.Semaphore, int]:
-    """The semaphores of the process, and how much of each is free."""
+    """Returns the semaphores of the process, and the free amount of each."""
     found = (o for o in gc.get_objects() if isinstance(o, asyncio.Semaphore))
     return {semaphore: semaphore._value for semaphore in found}
 
@@ -236,14 +237,14 @@ def _cancel_when(reached: threading.Event, started: Started) -> None:
 
 
 _ANSWERS: Final = {
-    grpc.StatusCode.NOT_FOUND,  # it was done, and cannot be done twice
+    grpc.StatusCode.NOT_FOUND,  # the cancelled call took effect, and cannot be repeated
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.ALREADY_EXISTS,
 }
 
 
 def _repeated(start: Start) -> list[str]:
-    """What is wrong with a call that follows one that was cancelled."""
+    """Returns the error of a call that follows a cancelled one."""
     try:
         start().end()
     except grpc.RpcError as e:
@@ -254,10 +255,10 @@ def _repeated(start: Start) -> list[str]:
 
 
 def one_answer(method: Any, request: Any) -> Start:
-    """Returns how to begin a call with one answer.
+    """Returns a function that begins a call with one response.
 
     Args:
-        method: Of a stub.
+        method: Method of a stub.
         request: Its request, or the requests.
     """
 
@@ -269,12 +270,12 @@ def one_answer(method: Any, request: Any) -> Start:
 
 
 def many_answers(method: Any, request: Any, *, count: int | None = None) -> Start:
-    """Returns how to begin a call with a stream of answers.
+    """Returns a function that begins a call with a stream of responses.
 
     Args:
-        method: Of a stub.
+        method: Method of a stub.
         request: Its request, or the requests.
-        count: After how many answers the client cancels; None: it takes all.
+        count: Responses after which the client cancels; None: it reads all.
     """
 
     def start() -> Started:

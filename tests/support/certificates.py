@@ -1,4 +1,4 @@
-"""Certificates of a test's own authority, in files as operators keep them."""
+"""Certificates of an authority for tests, in PEM files."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Pair:
     key: Path
 
     def replace(self, other: Self) -> None:
-        """Puts another pair into these files, one after the other."""
+        """Replaces both files by those of another pair, one after the other."""
         for ours, theirs in (
             (self.certificate, other.certificate),
             (self.key, other.key),
@@ -52,13 +52,13 @@ class Authority:
     def issue(
         self, name: str, *hosts: str, until: datetime | None = None, file: str = ""
     ) -> Pair:
-        """Returns a new pair.
+        """Returns a new certificate and its private key.
 
         Args:
-            name: Whom it is for.
-            hosts: Names and addresses of a server.
-            until: When it expires; None: tomorrow.
-            file: What its files are called; "": as it is.
+            name: Common name of the certificate.
+            hosts: DNS names and addresses of a server.
+            until: Time at which it expires; None: tomorrow.
+            file: Name of its files without a suffix; "": ``name``.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         until = until or datetime.now(UTC) + DAY

@@ -1,4 +1,4 @@
-"""A process over a bucket, with clocks that a test turns, that saves and collects."""
+"""A process that saves and collects in a bucket, with clocks that a test controls."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ NOW = timedelta(0)
 
 
 class Hands:
-    """Two clocks that a test turns."""
+    """Two clocks that a test controls."""
 
     def __init__(self) -> None:
         self.time = datetime(2030, 1, 1, tzinfo=UTC)
@@ -40,14 +40,14 @@ class Hands:
         return self.seconds
 
     def turn(self, by: timedelta) -> None:
-        """Turns both forward."""
+        """Advances both clocks."""
         self.time += by
         self.seconds += by.total_seconds()
 
 
 @dataclass
 class Process:
-    """A process that serves a bucket, and what it saved there."""
+    """A process that serves a bucket, and the content of its checkpoints."""
 
     bucket: FaultyBucket
     clock: Hands
@@ -61,7 +61,7 @@ class Process:
         return cls(bucket, clock, await Store.open(bucket, clock=clock))
 
     async def beside(self, clock: Hands | None = None) -> "Process":
-        """Another process of the same bucket."""
+        """Returns another process on the same bucket."""
         other = await Process.over(self.bucket.reopened(), clock or self.clock)
         other.contents = self.contents
         return other
@@ -104,7 +104,7 @@ class Process:
     async def save(
         self, step: int, content: Sequence[int] = (0, 0, 0), *, base: int | None = None
     ) -> UploadName:
-        """Saves a step; of a base, sends only what differs."""
+        """Saves a step; with a base, sends only the different chunks."""
         name = await self.begin(step, base=base)
         before = self.contents[base] if base is not None else (None,) * CHUNKS
         versions = {
@@ -124,16 +124,16 @@ class Process:
         )
 
     async def collect(self, *, grace: timedelta = NOW) -> Progress:
-        told = [p async for p in self.store.collector.collect(RUN, grace=grace)]
-        assert [False] * (len(told) - 1) + [True] == [p.is_done for p in told]
-        return told[-1]
+        progress = [p async for p in self.store.collector.collect(RUN, grace=grace)]
+        assert [False] * (len(progress) - 1) + [True] == [p.is_done for p in progress]
+        return progress[-1]
 
     async def preview(self, *, grace: timedelta = NOW) -> Progress:
-        told = [p async for p in self.store.collector.preview(RUN, grace=grace)]
-        return told[-1]
+        progress = [p async for p in self.store.collector.preview(RUN, grace=grace)]
+        return progress[-1]
 
     async def check(self) -> None:
-        """Every checkpoint that there is holds what was saved, in both views."""
+        """Asserts that every checkpoint has the saved content, in both views."""
         found = await self.store.catalogue.checkpoints(
             RUN, before=None, limit=100, show_deleted=True
         )
@@ -161,7 +161,7 @@ class Process:
             )
 
     async def objects(self, upload: UploadName) -> list[str]:
-        """What carries an upload's id, but for its record."""
+        """Returns the objects with an upload's id in their names, without its record."""
         listed = await self.bucket.list(PLACES.root)
         found = [p for p in listed if PLACES.upload_of(p) == upload.upload]
         return [p for p in found if p != PLACES.upload(upload.upload)]
@@ -180,7 +180,7 @@ async def started(root: str = "memory://") -> Process:
 
 
 async def history(process: Process) -> None:
-    """A run with all kinds of garbage, and of what must stay."""
+    """Makes a run with all kinds of garbage, and of objects that must stay."""
     await process.save(1)
     await process.save(2, (1, 0, 0), base=1)
     await process.save(3, (1, 2, 0), base=2)

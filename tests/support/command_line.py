@@ -1,4 +1,4 @@
-"""storectl, as people and programs meet it: what it prints, and how it refuses."""
+"""Runs storectl; returns its output and its error messages."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def document(address: str, *arguments: str) -> Any:
 
 
 def refusal(address: str, *arguments: str) -> str:
-    """The sentence with which a command ends."""
+    """Returns the error message of a command that fails."""
     result = storectl(address, *arguments)
 
     assert (1, "") == (result.exit_code, result.stdout)
@@ -35,5 +35,5 @@ def refusal(address: str, *arguments: str) -> str:
 
 
 def table(text: str) -> list[list[str]]:
-    """The cells of a plain table: two spaces or more lie between columns."""
+    """Returns the cells of a plain table: two spaces or more separate its columns."""
     return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]

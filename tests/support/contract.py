@@ -1,4 +1,4 @@
-"""Speaks the contract by hand, for tests of what no well-behaved client does."""
+"""Sends the calls of the contract one by one, for tests of misbehaving clients."""
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ def tree_of(chunks: int = 3) -> Tree:
 
 
 def elements(chunk: int, version: int = 0) -> bytes:
-    """Returns the elements of a chunk; of each version others."""
+    """Returns the elements of a chunk, different in each version."""
     return bytes([chunk + 100 * version]) * CHUNK
 
 
@@ -54,7 +54,7 @@ def frame(*chunks: int, version: int = 0) -> api.ChunkFrame:
 
 
 def received(sent: api.ChunkFrame) -> Frame:
-    """Returns a frame as the server takes it in."""
+    """Returns a frame as the server receives it."""
     return Frame(sent, memoryview(sent.data))
 
 
@@ -85,7 +85,7 @@ class Writer:
         """Of its one leaf; b"": it sends none."""
 
     def begin(self, **changes: Any) -> api.Upload:
-        """Begins, with changed fields of the upload; remembers name and epoch."""
+        """Begins the upload, with some fields changed; keeps its name and epoch."""
         upload = api.Upload()
         upload.CopyFrom(self._upload)
         upload.MergeFrom(api.Upload(**changes))
@@ -108,7 +108,7 @@ class Writer:
         return begun
 
     def ref(self, writer: int = 0) -> api.WriterRef:
-        """Returns how a stream opens."""
+        """Returns the reference that opens a stream."""
         return api.WriterRef(upload=self.name, epoch=self.epoch, writer=writer)
 
     def write(self, *frames: api.ChunkFrame, writer: int = 0) -> list[int]:
@@ -121,7 +121,7 @@ class Writer:
         return [answer.durable_count for answer in answers]
 
     def find(self, wanted: Sums, *, writer: int = 0) -> list[int]:
-        """Asks which chunks need not be sent."""
+        """Returns the chunks that need not be sent."""
         requests = [
             api.FindChunksRequest(open=self.ref(writer)),
             *(api.FindChunksRequest(chunks=part) for part in pack_sums(wanted)),
@@ -130,7 +130,7 @@ class Writer:
         return [ordinal for answer in answers for ordinal in answer.found]
 
     def get(self) -> api.Upload:
-        """Returns the upload as the server tells it."""
+        """Returns the upload, from the server."""
         request = api.GetUploadRequest(name=self.name)
         found: api.Upload = self.stub.GetUpload(request, timeout=30).upload
         return found
@@ -165,7 +165,7 @@ class Writer:
         self.stub.AbortUpload(api.AbortUploadRequest(name=self.name), timeout=30)
 
     def save(self, chunks: Sequence[int] = (0, 1, 2)) -> None:
-        """Does all of it."""
+        """Saves the whole tree, from begin to commit."""
         self.begin()
         self.write(frame(*chunks))
         self.finish(sums(*chunks))

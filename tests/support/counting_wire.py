@@ -1,4 +1,4 @@
-"""A wire between a client and a server that counts what comes back."""
+"""A proxy between a client and a server that counts the server's bytes."""
 
 import socket
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 
 class CountingWire:
-    """Passes connections on to a server."""
+    """Forwards connections to a server."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -16,17 +16,17 @@ class CountingWire:
         self._ends: list[socket.socket] = [self._listening]
         self._threads: list[threading.Thread] = []
         self.received_bytes = 0
-        """What the server sent."""
+        """Bytes that the server sent."""
         self._lock = threading.Lock()
         self._start(self._accept)
 
     @property
     def address(self) -> str:
-        """Where clients connect to."""
+        """Address for clients."""
         return f"127.0.0.1:{self._listening.getsockname()[1]}"
 
     def close(self) -> None:
-        """Cuts all connections."""
+        """Breaks all connections."""
         for end in self._ends:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -61,7 +61,7 @@ class CountingWire:
 
 @contextmanager
 def counted(target: str) -> Iterator[CountingWire]:
-    """Yields a wire to a server."""
+    """Yields a proxy to a server."""
     wire = CountingWire(target)
     try:
         yield wire

@@ -1,4 +1,4 @@
-"""Each call of the contract, as a client makes it, on a namespace of its own."""
+"""Every call of the contract, each in a new namespace."""
 
 import itertools
 import uuid
@@ -28,7 +28,7 @@ _runs = itertools.count()
 
 
 class Saved:
-    """A namespace of its own, of one run with one checkpoint, at step 1."""
+    """A new namespace with one run, which has one checkpoint, at step 1."""
 
     def __init__(self, address: str) -> None:
         channel = grpc.insecure_channel(address)
@@ -70,7 +70,7 @@ def _id() -> str:
 
 
 def check_save(address: str) -> None:
-    """Saves and reads it back, in a namespace of its own."""
+    """Saves and reads a checkpoint in a new namespace."""
     Saved(address).check(1)
 
 
@@ -448,4 +448,4 @@ CALLS: Final[dict[str, list[Make]]] = {
     "CollectGarbage": [collect_garbage],
     "GetUsage": [get_usage],
 }
-"""By the name of the call, as many ways to make it."""
+"""Functions that make a call, by its name."""

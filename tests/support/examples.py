@@ -1,4 +1,4 @@
-"""How much a test tries: all of it is for the full suite, some for the quick one."""
+"""Number of examples of a test, for the full suite and for the quick one."""
 
 import os
 from collections.abc import Iterable
@@ -7,13 +7,13 @@ from typing import Any, Final
 import pytest
 
 FULL: Final = os.environ.get("STORESVC_SUITE") == "full"
-"""Whether all examples are drawn, as ``make check`` and CI do."""
+"""True if all examples are drawn, as ``make check`` and CI do."""
 
 _PART: Final = 5
 
 
 def examples(count: int) -> int:
-    """Returns how many of them are tried: a fifth of them in the quick suite."""
+    """Returns the number of examples to try: a fifth of them in the quick suite."""
     return count if FULL else max(1, count // _PART)
 
 

@@ -1,9 +1,9 @@
-"""A bucket that fails as storages do, where a plan says so.
+"""A bucket whose calls fail as planned.
 
     bucket = await FaultyBucket.faulty("memory://", dies_before(3))
 
-A plan is asked before each call, in the order in which the calls begin; so the same
-plan, over the same calls, does the same.
+The plan is a function that is called before each call of the bucket, in the order in
+which the calls begin, so the same calls with the same plan have the same outcome.
 """
 
 import asyncio
@@ -30,36 +30,36 @@ from storesvc.storage.tensorstore_bucket import TensorStoreBucket
 T = TypeVar("T")
 
 LATE_TURNS = 5
-"""Turns of the event loop that a late call lets pass."""
+"""Iterations of the event loop before a late call completes."""
 
 
 class DiedError(Exception):
-    """The process is gone."""
+    """The process has died."""
 
 
 class Fault(Enum):
-    """What becomes of a call."""
+    """Fault of a call."""
 
     NONE = "none"
     LATE = "others go first"
     UNAVAILABLE = "nothing is done, and it says so"
     LOST = "it is done, and says that the storage does not answer"
     RETRIED = "it is done, and a retry of it finds its condition broken"
-    """Of a call without a condition: as NONE."""
+    """Equal to NONE for a call without a condition."""
     DEATH = "the process dies before it: nothing is done from now on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call that is about to be made."""
+    """A call that is about to begin."""
 
     operation: str
-    """The method's name."""
+    """Name of the method."""
     path: str
     changes: bool
-    """Whether it changes the bucket."""
+    """True if it changes the bucket."""
     changes_before: int
-    """How many changes were begun before this call."""
+    """Number of changes that began before this call."""
 
 
 Plan: TypeAlias = Callable[[Call], Fault]
@@ -72,7 +72,7 @@ def no_faults(call: Call) -> Fault:
 
 
 def at_change(number: int, fault: Fault) -> Plan:
-    """Returns the plan of one fault, at a change; the first is 0."""
+    """Returns a plan with one fault, at a change by number; the first is 0."""
 
     def plan(call: Call) -> Fault:
         hit = call.changes and call.changes_before == number
@@ -82,7 +82,7 @@ def at_change(number: int, fault: Fault) -> Plan:
 
 
 def dies_before(number: int) -> Plan:
-    """Returns the plan of a process that makes so many changes and then dies."""
+    """Returns the plan of a process that dies before a change by number."""
     return at_change(number, Fault.DEATH)
 
 
@@ -97,7 +97,7 @@ def random_faults(
         Fault.RETRIED,
     ),
 ) -> Plan:
-    """Returns the plan of faults at a share of all calls, drawn from a seed."""
+    """Returns a plan with faults at a random share of all calls, drawn from a seed."""
     rng = random.Random(seed)
 
     def plan(call: Call) -> Fault:
@@ -108,19 +108,19 @@ def random_faults(
 
 
 class Calls:
-    """The calls that one process makes of a bucket."""
+    """Calls of a bucket by one process."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        """May be exchanged at any time."""
+        """Plan; may be replaced at any time."""
         self.changes = 0
-        """How many changes were begun."""
+        """Number of changes that began."""
         self.conditional: set[tuple[str, bytes]] = set()
-        """What was to be written on a condition, and where."""
+        """Data and places of conditional writes."""
         self._is_dead = False
 
     def follow(self, plan: Plan) -> None:
-        """Follows another plan, and counts from the beginning."""
+        """Sets another plan, and resets the counters."""
         self.plan, self.changes = plan, 0
 
     async def make(
@@ -132,7 +132,7 @@ class Calls:
         changes: bool = False,
         conditional: bool = False,
     ) -> T:
-        """Makes a call as the plan says."""
+        """Makes a call with the fault that the plan returns."""
         fault = self._next(operation, path, changes=changes)
         if fault in (Fault.UNAVAILABLE, Fault.DEATH):
             call.close()
@@ -163,7 +163,7 @@ class Calls:
 
 
 class FaultyBucket(TensorStoreBucket):
-    """A bucket as one process sees it, whose calls follow a plan."""
+    """A bucket in one process, whose calls follow a plan."""
 
     calls: Calls
 
@@ -176,7 +176,7 @@ class FaultyBucket(TensorStoreBucket):
         return bucket
 
     def reopened(self, plan: Plan = no_faults) -> "FaultyBucket":
-        """Returns the same storage as another process sees it."""
+        """Returns the same storage in another process."""
         bucket = FaultyBucket(self.opened)
         bucket.calls = Calls(plan)
         bucket.calls.conditional = self.calls.conditional

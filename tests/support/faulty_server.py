@@ -1,4 +1,4 @@
-"""A server over a real socket, whose bucket fails where a plan says so."""
+"""A server on a real socket, whose bucket fails as planned."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from tests.support.faulty_bucket import FaultyBucket, Plan, no_faults
 
 @contextmanager
 def serving(root: Path, plan: Plan = no_faults) -> Iterator[str]:
-    """Serves a root from a bucket that fails as planned; yields the address."""
+    """Serves a root through a bucket that fails as planned; yields the address."""
     ready: list[str] = []
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""A manifest that says other than was committed, and the record that vouches for it."""
+"""A forged manifest, and the record with its checksum."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from tests.support.saved_checkpoint import Saved
 
 
 def forge_manifest(saved: Saved, change: Callable[[tree_pb2.Manifest], object]) -> None:
-    """Changes the manifest of a checkpoint, as anyone can who may write the bucket."""
+    """Changes the manifest of a checkpoint and its checksum in the record."""
     record = saved.record
     old = saved.root / saved.places.manifest(record.upload, record.manifest_digest)
     manifest = tree_pb2.Manifest.FromString(old.read_bytes())

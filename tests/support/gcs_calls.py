@@ -1,4 +1,4 @@
-"""Speaks the JSON API by hand: what clients of GCS send, and what they never would."""
+"""Sends requests of the JSON API, also ones that no client library sends."""
 
 import base64
 import hashlib
@@ -14,14 +14,14 @@ import crc32c as crc32c_of
 BUCKET = "bucket"
 BOUNDARY = "between"
 CHUNK = 1 << 18
-"""What chunks of an upload are multiples of."""
+"""Chunks of a resumable upload are multiples of it."""
 
 Parameter: TypeAlias = str | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An answer, received in full."""
+    """A response, received in full."""
 
     status: int
     headers: Mapping[str, str]
@@ -29,24 +29,24 @@ class Reply:
 
     @property
     def document(self) -> dict[str, Any]:
-        """The body, parsed."""
+        """Parsed body."""
         parsed: dict[str, Any] = json.loads(self.body)
         return parsed
 
     @property
     def generation(self) -> int:
-        """Of the object that it is about."""
+        """Generation of the object in the response."""
         return int(self.document["generation"])
 
 
 class GcsCalls:
-    """A connection to a server, for calls about one bucket."""
+    """A connection to a server, for calls on one bucket."""
 
     def __init__(self, url: str, *, timeout_seconds: float = 30) -> None:
         address = urlsplit(url).netloc
         self._connection = HTTPConnection(address, timeout=timeout_seconds)
         self.headers: dict[str, str] = {}
-        """What every request says beside its own."""
+        """Headers that are added to every request."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +63,7 @@ class GcsCalls:
         /,
         **query: Parameter,
     ) -> Reply:
-        """Sends a request, and returns the answer."""
+        """Sends a request, and returns the response."""
         asked = f"{target}?{urlencode(query)}" if query else target
         self._connection.request(
             method, asked, body, {**self.headers, **(headers or {})}
@@ -97,7 +97,7 @@ class GcsCalls:
         metadata: Mapping[str, Any] | None = None,
         **query: Parameter,
     ) -> Reply:
-        """Uploads an object behind what there is to say about it."""
+        """Uploads an object after its metadata, in one request."""
         about = json.dumps({"name": name, **(metadata or {})})
         parts = [
             f"--{BOUNDARY}",
@@ -118,7 +118,7 @@ class GcsCalls:
         return self.send_chunk(begun, data[middle:], at=middle, total=len(data))
 
     def begin_upload(self, name: str, **query: Parameter) -> str:
-        """Returns where the chunks of an object go."""
+        """Begins a resumable upload; returns its location."""
         begun = self.ask("POST", UPLOADS, uploadType="resumable", name=name, **query)
         place = urlsplit(begun.headers["location"])
         return f"{place.path}?{place.query}"
@@ -126,16 +126,16 @@ class GcsCalls:
     def send_chunk(
         self, place: str, chunk: bytes, *, at: int = 0, total: Parameter = "*"
     ) -> Reply:
-        """Sends a chunk, the last one where the total is known."""
+        """Sends a chunk; it is the last one if the total is given."""
         sent = f"bytes {at}-{at + len(chunk) - 1}/{total}"
         return self.ask("PUT", place, chunk, {"content-range": sent})
 
     def ask_progress(self, place: str) -> Reply:
-        """Asks how far an upload in chunks came."""
+        """Requests the received bytes of a resumable upload."""
         return self.ask("PUT", place, b"", {"content-range": "bytes */*"})
 
     def about(self, name: str, **query: Parameter) -> Reply:
-        """Asks about an object."""
+        """Requests the metadata of an object."""
         return self.ask("GET", place_of(name), **query)
 
     def read(self, name: str, asked_range: str = "", **query: Parameter) -> Reply:
@@ -148,7 +148,7 @@ class GcsCalls:
         return self.ask("DELETE", place_of(name), **query)
 
     def list(self, **query: Parameter) -> Reply:
-        """Asks for a page of names."""
+        """Requests a page of names."""
         return self.ask("GET", OBJECTS, **query)
 
     def delete_in_a_batch(self, *names: str) -> Reply:
@@ -173,10 +173,10 @@ def place_of(name: str) -> str:
 
 
 def crc32c(data: bytes) -> str:
-    """Returns a checksum as documents have it."""
+    """Returns a CRC-32C as in resources, in base64."""
     return base64.b64encode(crc32c_of.crc32c(data).to_bytes(4, "big")).decode()
 
 
 def md5(data: bytes) -> str:
-    """Returns the other one."""
+    """Returns an MD5 as in resources, in base64."""
     return base64.b64encode(hashlib.md5(data).digest()).decode()

@@ -1,4 +1,4 @@
-"""A disk of which single files hang, in a process that is started with it."""
+"""Makes reads and syncs of single files hang, in a process that preloads a library."""
 
 import shutil
 import subprocess
@@ -10,10 +10,10 @@ _SOURCE = Path(__file__).with_suffix(".c")
 
 
 class HangingDisk:
-    """Lets files hang by their name."""
+    """Makes files hang, by name."""
 
     def __init__(self, directory: Path) -> None:
-        """Compiles what is preloaded; skips the test where there is no compiler."""
+        """Compiles the preloaded library; skips the test if there is no compiler."""
         compiler = shutil.which("gcc") or shutil.which("cc")
         if compiler is None:
             pytest.skip("it takes a C compiler")
@@ -26,12 +26,12 @@ class HangingDisk:
             "LD_PRELOAD": str(library),
             "STORESVC_TEST_HANGS": str(self._markers),
         }
-        """For the process."""
+        """Environment variables of the process."""
 
     def hang(self, file: Path) -> None:
-        """Lets reads and syncs of a file hang from now on."""
+        """Makes reads and syncs of a file hang."""
         (self._markers / file.name).touch()
 
     def go_on(self, file: Path) -> None:
-        """Lets them go on."""
+        """Ends all hangs."""
         (self._markers / file.name).unlink()

@@ -1,4 +1,4 @@
-"""A server in this process, for tests that neither kill it nor read what it logs."""
+"""A server in this process, for tests that neither kill it nor read its log."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -7,9 +7,9 @@ from storesvc.server import app, embedded
 
 
 class InProcessServer:
-    """Serves the store at a root on a port of its own: it starts in milliseconds.
+    """Serves the store at a root on a free port; starts in milliseconds.
 
-    It shares the event loop of embedded stores, as gRPC polls for one loop a process.
+    It shares the event loop of embedded stores, as gRPC polls one loop per process.
     """
 
     def __init__(self, root: Path) -> None:

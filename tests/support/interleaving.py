@@ -1,8 +1,8 @@
-"""Calls of several processes at once, in any order: one bucket in memory, whose
-operations let others go first as often as a random number says.
+"""Concurrent calls of several processes, in a random order.
 
-Everything runs on one event loop and draws from one generator, so that a seed tells
-an order.
+They share one bucket in memory. Before each operation other calls run a random number
+of steps. Everything runs on one event loop and draws from one generator, so a seed
+determines the order.
 """
 
 import asyncio
@@ -50,42 +50,42 @@ MOST_FAULTS = 2
 
 @dataclass
 class World:
-    """The time, and what else all processes share."""
+    """The time, and the other state that all processes share."""
 
     rng: random.Random
     slow_share: float
-    """How many of the operations take long."""
+    """Share of the operations that take long."""
     seconds: float = 0.0
     stored: dict[str, Stored] = field(default_factory=dict)
     watch: Callable[[str, bytes], None] = lambda place, data: None
-    """Called with each write, right when it is made."""
+    """Called with each write when it is applied."""
     writes: int = 0
     faults: int = 0
 
     async def turns(self, most: int) -> None:
-        """Lets others go first, at most so often."""
+        """Yields to other tasks a random number of times, up to a limit."""
         for _ in range(self.rng.randrange(most)):
             await asyncio.sleep(0)
 
 
 @dataclass(frozen=True)
 class SkewedClock:
-    """The clocks of one process: its time of day may be off."""
+    """The clocks of one process, whose time of day may be wrong."""
 
     world: World
     skew: timedelta = timedelta()
 
     def now(self) -> datetime:
-        """Returns the time of day as this process believes it."""
+        """Returns the time of day of this process."""
         return START + self.skew + timedelta(seconds=self.world.seconds)
 
     def elapsed(self) -> float:
-        """Returns seconds, from a moment of its own."""
+        """Returns seconds since an arbitrary moment."""
         return self.world.seconds + self.skew.total_seconds() / 7
 
 
 class ShuffledBucket(Bucket):
-    """A bucket whose operations take their time, each on its own."""
+    """A bucket whose operations take random times."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -140,9 +140,9 @@ class ShuffledBucket(Bucket):
         return sorted(places)
 
     async def _others(self) -> None:
-        """Lets others go first, and some time pass."""
+        """Yields to other tasks, and advances the clock."""
         rng = self._world.rng
-        # mostly short, and now and then long enough for a whole call of another
+        # mostly short, sometimes long enough for a whole call of another process
         await self._world.turns(
             LONG_TURNS if rng.random() < self._world.slow_share else SHORT_TURNS
         )
@@ -150,7 +150,7 @@ class ShuffledBucket(Bucket):
             self._world.seconds += rng.random()
 
     def _maybe_lose(self, place: str, condition: WriteCondition) -> None:
-        """Reports a write that was made as a conflict, as a retry below us would."""
+        """Reports an applied write as a conflict, as a retry in the driver would."""
         world = self._world
         if condition is ALWAYS or world.faults == MOST_FAULTS:
             return
@@ -160,7 +160,7 @@ class ShuffledBucket(Bucket):
 
 
 class Process:
-    """A server process over the bucket."""
+    """A server process on the bucket."""
 
     def __init__(self, world: World, *, skew: timedelta = timedelta()) -> None:
         self.clock: Clock = SkewedClock(world, skew)
@@ -184,7 +184,7 @@ class Process:
             await self.lifecycle.purge(RUN, step, etag="")
 
     async def collect(self) -> None:
-        """Purges all that is due, as the collector does."""
+        """Purges all checkpoints that are due, as garbage collection does."""
         slots = await self.catalogue.checkpoints(
             RUN, before=None, limit=100, show_deleted=True
         )
@@ -192,7 +192,7 @@ class Process:
 
 
 def world_of(seed: int, *, steps: int) -> World:
-    """Returns a world with one run, of so many committed checkpoints."""
+    """Returns a world with one run, and its committed checkpoints."""
     rng = random.Random(seed)
     world = World(rng, slow_share=rng.choice((0.02, 0.1, 0.3)))
     when = timestamp(START - timedelta(days=1))
@@ -207,14 +207,14 @@ def world_of(seed: int, *, steps: int) -> World:
 
 
 def put_record(world: World, place: str, record: Message) -> None:
-    """Writes the record of a place at once."""
+    """Writes the record of a place without yielding."""
     world.writes += 1
     generation = Generation(world.writes.to_bytes(8, "big"))
     world.stored[place] = Stored(seal(record, place=place), generation)
 
 
 def slot_of(world: World, step: int) -> pb.CheckpointRecord:
-    """Returns what the slot of a step holds at the moment."""
+    """Returns the record in the slot of a step."""
     place = RunPaths(RUN).checkpoint(step)
     return unseal(world.stored[place].data, pb.CheckpointRecord, place=place)
 
@@ -222,14 +222,14 @@ def slot_of(world: World, step: int) -> pb.CheckpointRecord:
 def put_state(
     world: World, step: int, state: "pb.CheckpointRecord.State.ValueType"
 ) -> None:
-    """Leaves the slot of a step in a state, as a process does that dies then."""
+    """Sets the slot of a step to a state, as a process that dies leaves it."""
     slot = slot_of(world, step)
     slot.state = state
     put_record(world, RunPaths(RUN).checkpoint(step), slot)
 
 
 def freed_uid(place: str, data: bytes) -> str | None:
-    """Returns the uid of the checkpoint that a write frees the slot of."""
+    """Returns the UUID of the checkpoint whose slot a write frees."""
     if RunPaths(RUN).step_of(place) is None or not place.startswith("data/"):
         return None
     slot = unseal(data, pb.CheckpointRecord, place=place)
@@ -247,7 +247,7 @@ def new_id() -> str:
 
 
 def together(*calls: Coroutine[Any, Any, None]) -> None:
-    """Runs calls at once, to their end."""
+    """Runs calls concurrently until all have ended."""
 
     async def main() -> None:
         await asyncio.gather(*calls)

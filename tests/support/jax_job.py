@@ -1,9 +1,9 @@
-"""Jobs of several jax processes, as a launcher starts them.
+"""Starts jobs of several jax processes.
 
     outcomes = run_job("tests.support.job_parts:saves", 4, devices=2, target=root)
 
-Each process calls the part with the arguments, and what it returns comes back as JSON.
-jax ends a process that lost another by SIGABRT, so none of this runs within a test.
+Each process calls the part with the arguments, and passes its result back as JSON. jax
+aborts a process that lost another one (SIGABRT), so no part runs in the test process.
 """
 
 import importlib
@@ -21,10 +21,10 @@ from socket import socket
 from typing import Any
 
 SECONDS = 120
-"""How long a job may take."""
+"""Longest duration of a job."""
 
 _PORT_TAKEN = -11
-"""How jax ends where another took the coordinator's port meanwhile: SIGSEGV."""
+"""Exit code of jax if another process has taken the coordinator's port: SIGSEGV."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class JaxJob:
     """``MODULE:FUNCTION``, called by each."""
     count: int
     devices: int
-    """Of each process."""
+    """Devices of each process."""
     arguments: dict[str, Any]
     directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()))
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -84,8 +84,7 @@ class JaxJob:
         return [process.returncode for process in self.processes]
 
     def await_outcomes(self, *indices: int) -> None:
-        """Waits until some processes have returned, whatever the others do, and ends
-        the job."""
+        """Waits until some processes have returned, and kills the others."""
         end = time.monotonic() + SECONDS
         try:
             while not all((self.directory / f"{i}.json").exists() for i in indices):
@@ -98,29 +97,29 @@ class JaxJob:
             self.kill()
 
     def kill(self) -> None:
-        """Kills what still runs."""
+        """Kills the processes that still run."""
         for process in self.processes:
             process.kill()
             process.wait()
 
     def outcome(self, index: int) -> Any:
-        """Returns what a process returned."""
+        """Returns the result of a process."""
         return json.loads((self.directory / f"{index}.json").read_text())
 
     def log(self) -> str:
-        """Returns what they printed."""
+        """Returns the output of all processes."""
         logs = sorted(self.directory.glob("*.log"))
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in logs)
 
 
 def run_job(part: str, count: int, *, devices: int, **arguments: Any) -> list[Any]:
-    """Runs a job, and returns what each of its processes returned.
+    """Runs a job, and returns the results of its processes.
 
     Args:
-        part: ``MODULE:FUNCTION``, called by each.
-        count: Of processes.
-        devices: Of each.
-        arguments: Of the part.
+        part: ``MODULE:FUNCTION``, called by each process.
+        count: Number of processes.
+        devices: Devices of each process.
+        arguments: Keyword arguments of the part.
     """
     job = JaxJob(part, count, devices, arguments)
     codes: Sequence[int] = [_PORT_TAKEN]

@@ -1,4 +1,4 @@
-"""What the processes of jobs do: each function is called by every process of one."""
+"""Functions for the processes of a job: every process of it calls the same one."""
 
 import logging
 import os
@@ -29,12 +29,12 @@ THIS_SPREAD = store.Distributed(processes="this", spread=True)
 
 
 def mesh(rows: int, columns: int) -> Mesh:
-    """Returns all devices of the job, in so many rows."""
+    """Returns a mesh of all devices of the job."""
     return Mesh(np.array(jax.devices()).reshape(rows, columns), ("row", "column"))
 
 
 def values(shape: tuple[int, ...], seed: int, dtype: str = "float32") -> np.ndarray:
-    """Returns the values of a leaf; every bit of them is drawn."""
+    """Returns random values of a leaf; every bit is random."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     drawn = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
     return drawn.view(dtype).reshape(shape)
@@ -48,7 +48,7 @@ SHAPES = {
     "replicated": ((12, 1024, 1024), PartitionSpec()),
     "narrow": ((16,), PartitionSpec("column")),
 }
-"""Of the leaves of the state: sharded over all, over some, replicated."""
+"""Shapes and shardings of the leaves: sharded over all axes, over some, replicated."""
 
 
 def state_on(where: Mesh) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def state_bytes() -> int:
 
 
 def differing(expected: Any, found: Any) -> list[str]:
-    """Returns the leaves of a state that came back otherwise, of what is here."""
+    """Returns the leaves of a state whose local shards differ."""
     wrong = []
     for path, leaf in jax.tree.leaves_with_path(expected):
         got = found
@@ -89,7 +89,7 @@ def differing(expected: Any, found: Any) -> list[str]:
 
 
 def _is_same(expected: Any, found: Any) -> bool:
-    """Whether what this process has of a leaf is the same, bit by bit."""
+    """Returns whether the local shards of a leaf are equal in every bit."""
     if not isinstance(expected, jax.Array):
         return np.array_equal(expected, found)
     if jax.numpy.issubdtype(expected.dtype, jax.dtypes.prng_key):
@@ -100,8 +100,8 @@ def _is_same(expected: Any, found: Any) -> bool:
     )
 
 
-def _told(act: Callable[[], object]) -> str:
-    """What an act raises, with how long that took."""
+def _error_of(act: Callable[[], object]) -> str:
+    """Returns the ``StoreError`` that a call raises as text; "" if it raises none."""
     try:
         act()
     except store.StoreError as e:
@@ -110,7 +110,7 @@ def _told(act: Callable[[], object]) -> str:
 
 
 def saves(target: str, rows: int, columns: int, **options: Any) -> dict[str, Any]:
-    """Saves the state, and the same again; returns what each save moved."""
+    """Saves the same state twice; returns the reports of both saves."""
     state = state_on(mesh(rows, columns))
     with store.connect(target, **options) as client:
         run = client.run(RUN)
@@ -128,7 +128,7 @@ def saves(target: str, rows: int, columns: int, **options: Any) -> dict[str, Any
 
 
 def restores(target: str, rows: int, columns: int, **options: Any) -> dict[str, Any]:
-    """Restores the state onto another mesh; returns what differs, and what was read."""
+    """Restores the state onto another mesh; returns the differences and the report."""
     expected = state_on(mesh(rows, columns))
     with store.connect(target) as client:
         opened = client.run(RUN).open(1, distributed=store.Distributed(**options))
@@ -143,31 +143,31 @@ def restores(target: str, rows: int, columns: int, **options: Any) -> dict[str, 
 
 
 def spreads_alone(target: str) -> list[str]:
-    """Asks for a spread restore by this process alone; returns what it was answered."""
+    """Requests a spread restore by this process alone; returns the errors."""
     with store.connect(target) as client:
         run = client.run(RUN)
         like = {"w": np.zeros(8)}
         run.save(1, like).result()
         return [
-            _told(lambda: run.open(1, distributed=THIS_SPREAD).restore(like=like)),
-            _told(lambda: run.restore(1, like=like, distributed=THIS_SPREAD)),
-            _told(lambda: run.open(1).restore(like=like)),
+            _error_of(lambda: run.open(1, distributed=THIS_SPREAD).restore(like=like)),
+            _error_of(lambda: run.restore(1, like=like, distributed=THIS_SPREAD)),
+            _error_of(lambda: run.open(1).restore(like=like)),
         ]
 
 
 def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
-    """Restores what one process saved, in all ways there are, and then what cannot be
-    restored; returns what came of it."""
+    """Restores the state in all modes, and then in ways that must fail; returns the
+    differences, the bytes read and the errors."""
     index, where = jax.process_index(), mesh(rows, columns)
     expected = state_on(where)
     outcome: dict[str, Any] = {"wrong": [], "read_bytes": []}
-    with ThreadPoolExecutor(8) as pool:  # threads whose first restores are at once
+    with ThreadPoolExecutor(8) as pool:  # threads that restore first at the same time
         jobs = pool.map(lambda _: id(job_of_process()), range(8))
     outcome["jobs"] = len(set(jobs))
 
     def latest() -> int:
         if index == 1:
-            time.sleep(0.5)  # meanwhile, process 0 finds it and makes another
+            time.sleep(0.5)  # until process 0 has opened it and saved a newer one
         opened = run.open("latest", distributed=ALL)
         if index == 0:
             run.save(2, {"x": 1}, distributed=THIS).result()
@@ -206,27 +206,27 @@ def reads(target: str, rows: int, columns: int) -> dict[str, Any]:
         outcome["latest"] = latest()
         absent = client.run("tests/absent")
         acts = (lambda: absent.restore("latest"), otherwise, too_late, not_at_all)
-        outcome["told"] = []
+        outcome["errors"] = []
         for number, act in enumerate(acts):
             sync_global_devices(f"act {number}")
-            outcome["told"].append(_told(act))
+            outcome["errors"].append(_error_of(act))
     return outcome
 
 
 def reads_damaged(target: str) -> str:
-    """Restores what is damaged; returns what this process is told."""
+    """Restores a damaged checkpoint; returns the error of this process."""
     where = mesh(jax.process_count(), 1)
     with store.connect(target) as client:
         run = client.run(RUN)
         rules = [("", PartitionSpec())]
-        return _told(
+        return _error_of(
             lambda: run.restore(1, mesh=where, rules=rules, distributed=SPREAD)
         )
 
 
 def warns(target: str) -> list[str]:
-    """Saves twice with a long lease, and once with a short one; returns what was logged
-    of heartbeats before each."""
+    """Saves with a short lease, and twice with a long one; returns the number of
+    warnings about heartbeats that were logged until after each."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -243,8 +243,8 @@ def warns(target: str) -> list[str]:
 
 
 def fails(target: str) -> list[str]:
-    """Saves what cannot be saved, in several ways, and then what can; returns what this
-    process was told each time."""
+    """Saves in ways that must fail, and at last in one that succeeds; returns the error
+    of this process each time."""
     index, where = jax.process_index(), mesh(jax.process_count(), 1)
     leased = store.Distributed(lease=3)
 
@@ -302,37 +302,37 @@ def fails(target: str) -> list[str]:
             *(another_plan, unsupported, refused, not_refused),
             *(never_begun, never_called, other_steps, exists, alone, elsewhere, well),
         ]
-        told = []
+        errors = []
         for act in acts:
-            sync_global_devices(act.__name__)  # none is late for another's sake
-            told.append(_told(act))
-        return told
+            sync_global_devices(act.__name__)  # so that all begin at the same time
+            errors.append(_error_of(act))
+        return errors
 
 
 def dies(target: str, seconds: float) -> list[str]:
-    """Saves, while process 1 is killed before its part is done; returns what the others
-    are told, of this save and of the next, and by what joins their devices."""
+    """Saves while process 1 is killed before its part is written; returns the errors of
+    the other processes: of this save, of the next save, and of an exchange of bytes."""
     state = state_on(mesh(jax.process_count(), 1))
     leased = store.Distributed(lease=seconds)
     with store.connect(target) as client:
         run = client.run(RUN)
         run.save(1, state).result()
         index, own = jax.process_index(), np.zeros(8, np.uint8)
-        if index < 2:  # of more, some wait for those who know
+        if index < 2:  # among more processes, some would wait for the others
             all_gather(own, [0, 1])
         if index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         first = run.save(2, state, base=None, distributed=leased)
         second = run.save(3, state, base=None, distributed=leased)
         assert not first.done(), "the next save was held up"
-        told = [_told(first.result), _told(second.result)]
-        unjoined = _told(lambda: all_gather(own, [0, 1])) if index == 0 else ""
-        return [*told, unjoined]
+        errors = [_error_of(first.result), _error_of(second.result)]
+        unjoined = _error_of(lambda: all_gather(own, [0, 1])) if index == 0 else ""
+        return [*errors, unjoined]
 
 
 def differ(target: str) -> dict[str, Any]:
-    """Saves and restores what some processes have nothing of, and goes on after a save
-    that one of them failed; returns what came of it."""
+    """Saves and restores arrays of which some processes have no shard, and saves again
+    after a save that failed in one process; returns the outcomes."""
     index = jax.process_index()
     full = values((5 * MIB, 2), 3, "int32")
     leased = store.Distributed(lease=20)
@@ -385,19 +385,19 @@ def differ(target: str) -> dict[str, Any]:
         run = client.run(RUN)
         run.save(0, {"w": some}, distributed=leased, snapshot="device").result()
         ((_, saved),) = run.open(0).read(["w"])
-        lone = _told(lambda: run.save(1, {"w": on(2)}, distributed=leased).result())
+        lone = _error_of(lambda: run.save(1, {"w": on(2)}, distributed=leased).result())
         restored = [is_back(SPREAD), is_back(store.Distributed(spread=False))]
         sync_global_devices("failing")
-        told = _told(fails_once)
+        error = _error_of(fails_once)
         sync_global_devices("failed")
         for step in (3, 4, 5):
             save = run.save(step, {"w": np.zeros(3)}, distributed=leased)
             save.exception()
         kept = initial()
         sync_global_devices("alone")
-        alone = _told(never_called)
+        alone = _error_of(never_called)
         sync_global_devices("elsewhere")
-        opened = _told(elsewhere)
+        opened = _error_of(elsewhere)
         return {
             "alone": alone,
             "opened": opened,
@@ -405,19 +405,19 @@ def differ(target: str) -> dict[str, Any]:
             "is_saved": np.array_equal(full, saved),
             "lone": lone,
             "is_restored": restored,
-            "told": told,
+            "error": error,
         }
 
 
 def goes_on(target: str) -> int:
-    """Saves what another job left unfinished; returns the bytes that were sent."""
+    """Saves a step that another job left unfinished; returns the bytes sent."""
     state = state_on(mesh(jax.process_count(), 1))
     with store.connect(target) as client:
         return client.run(RUN).save(2, state, base=None).report().sent_bytes
 
 
 def step_state(where: Mesh, step: int) -> dict[str, Any]:
-    """Returns the state of a step, of some 12 MiB: most of it changes."""
+    """Returns the state of a step, some 12 MiB; most of it changes with the step."""
 
     def leaf(seed: int, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
         full = values(shape, seed, "int32")
@@ -432,10 +432,11 @@ def step_state(where: Mesh, step: int) -> dict[str, Any]:
     }
 
 
-def saves_on(target: str, steps: int, told: str) -> None:
-    """Saves the steps that are left, and writes down what it is told."""
+def saves_on(target: str, steps: int, log: str) -> None:
+    """Saves the remaining steps, and appends to a log the steps that begin, succeed and
+    fail."""
     where = mesh(jax.process_count(), 1)
-    with store.connect(target) as client, Path(told).open("a") as notes:
+    with store.connect(target) as client, Path(log).open("a") as notes:
         run = client.run(RUN)
         try:
             first = run.open(distributed=ALL).info.step + 1
@@ -452,9 +453,8 @@ def saves_on(target: str, steps: int, told: str) -> None:
 
 
 def disagrees(target: str) -> list[str]:
-    """Saves trees of which one leaf differs between the processes, one kind of leaf
-    after another, then one that is the same everywhere; returns what each save raised
-    here."""
+    """Saves trees of which one leaf differs between the processes, for each kind of
+    leaf, and then a tree that is equal everywhere; returns the errors here."""
     index, where = jax.process_index(), mesh(jax.process_count(), 1)
     leased = store.Distributed(lease=20)
 
@@ -491,6 +491,6 @@ def disagrees(target: str) -> list[str]:
         def raised(step: int, name: str) -> str:
             sync_global_devices(name)
             tree = {"rng": leaves[name](), "w": replicated(np.arange(8))}
-            return _told(lambda: run.save(step, tree, distributed=leased).result())
+            return _error_of(lambda: run.save(step, tree, distributed=leased).result())
 
         return [raised(step, name) for step, name in enumerate(leaves)]

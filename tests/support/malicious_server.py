@@ -1,4 +1,4 @@
-"""A server that answers what no server of ours would."""
+"""A server that sends malformed or malicious responses."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ PART_BYTES = 1 << 20
 
 
 def manifest_of(elements: int, *, chunk: int = 1000) -> bytes:
-    """Returns the manifest of one leaf of so many bytes."""
+    """Returns the manifest of one leaf of a size in bytes."""
     leaf = Leaf(
         key="x",
         path_kinds="k",
@@ -62,18 +62,18 @@ def in_parts(manifest: bytes) -> Iterator[bytes]:
 
 @dataclass
 class Answers:
-    """What it answers, and how long it goes on."""
+    """Responses of the server."""
 
     manifest: bytes = field(default_factory=lambda: manifest_of(1000))
     changes: dict[str, Any] = field(default_factory=dict)
-    """Fields of the checkpoint that are other than they should be."""
+    """Wrong fields of the checkpoint."""
     parts: Callable[[bytes], Iterator[bytes]] = in_parts
     chunks: Callable[[], Iterator[bytes]] = lambda: iter(())
     page_token: str = ""
 
     @property
     def checkpoint(self) -> api.Checkpoint:
-        """The checkpoint that all calls are about."""
+        """Checkpoint of all calls."""
         found = api.Checkpoint(
             name=NAME,
             uid="0" * 32,

@@ -1,5 +1,5 @@
-"""A metadata server, as machines and pods of Google Cloud have it: it hands out the
-tokens of their service account."""
+"""A metadata server of Google Cloud, which issues tokens of the service account of a
+machine or pod."""
 
 import json
 import threading
@@ -16,16 +16,16 @@ _ACCOUNT: Final = "/computeMetadata/v1/instance/service-accounts"
 
 
 class MetadataServer:
-    """One that listens while it is entered."""
+    """A metadata server; a context manager that listens inside its block."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
         self.lifetime_seconds = 3600.0
-        """Of the tokens from now on."""
+        """Lifetime of new tokens."""
         self.has_account = True
-        """Whether there is a service account to hand out tokens of."""
+        """True if there is a service account."""
         self.is_busy = False
-        """Whether it answers nothing else than that it cannot now."""
+        """True if it answers every request with 503."""
         self.handed_out = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever)
@@ -41,14 +41,14 @@ class MetadataServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What leads the clients of Google Cloud to it."""
+        """Environment variables for clients of Google Cloud."""
         host, port = self._server.server_address[:2]
         address = f"{host!s}:{port}"
         names = ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
         return dict.fromkeys(names, address)
 
     def answer(self, path: str) -> tuple[HTTPStatus, str]:
-        """Returns the status and the text of an answer."""
+        """Returns the status and the text of a response."""
         if self.is_busy:
             return HTTPStatus.SERVICE_UNAVAILABLE, "busy"
         if path == "/":
@@ -65,7 +65,7 @@ class MetadataServer:
         return HTTPStatus.NOT_FOUND, path
 
     def token(self) -> dict[str, object]:
-        """Returns a new token, as documents have it."""
+        """Returns a new token, as JSON fields."""
         self.handed_out += 1
         return {
             "access_token": self.tokens.hand_out(self.lifetime_seconds),
@@ -94,6 +94,6 @@ class MetadataServer:
                 self.wfile.write(text.encode())
 
             def log_request(self, *about: object) -> None:
-                """Says nothing."""
+                """Logs nothing."""
 
         return Handler

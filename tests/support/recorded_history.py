@@ -1,8 +1,8 @@
-"""A run with a history, each of whose records can be put back or exchanged.
+"""A run with a recorded history, whose records can be rolled back or exchanged.
 
-After each call all objects are kept, so that any earlier version of any of them can
-take the place of the last one. ``losses`` says what that costs once collectors have
-run over it and the last version is there again: of a damaged record, nothing.
+All objects are recorded after each call, so any earlier version of an object can
+replace its last one. ``losses`` runs garbage collection over such a replaced record,
+puts the last version back, and returns the lost data: there must be none.
 """
 
 import uuid
@@ -30,7 +30,7 @@ PASSES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """Holds the objects of a run after each call, and what its checkpoints hold."""
+    """Objects of a run after each call, and the content of its checkpoints."""
 
     versions: list[Objects]
     contents: dict[int, tuple[int, ...]]
@@ -47,7 +47,7 @@ class Recorded:
         return [place for place, data in self.last.items() if is_sealed(data)]
 
     def earlier(self, place: str) -> list[bytes | None]:
-        """Returns what a place held before the end, each once; None: nothing."""
+        """Returns the distinct earlier versions of an object; None: absent."""
         found: list[bytes | None] = []
         for version in self.versions:
             data = version.get(place)
@@ -68,8 +68,8 @@ def is_sealed(data: bytes) -> bool:
 
 
 async def record() -> Recorded:
-    """Makes the history: saves that share chunks, one that took over a step, a tag that
-    moved, a hold, a deletion that was taken back, a policy, and a live upload."""
+    """Records a history: saves that share chunks, an upload that took over a step, a
+    moved tag, a hold, an undeleted checkpoint, a policy, and a live upload."""
     process = await Process.over(await FaultyBucket.faulty("memory://"))
     store, versions = process.store, list[Objects]()
 
@@ -127,8 +127,8 @@ async def record() -> Recorded:
 
 
 async def losses(recorded: Recorded, place: str, data: bytes | None) -> list[str]:
-    """Returns what a run loses where a place holds something else while collectors run
-    over it, and then again what it held."""
+    """Returns the losses of a run if an object is replaced while garbage collection
+    runs, and then put back."""
     bucket = await FaultyBucket.faulty("memory://")
     for other, held in {**recorded.last, place: data}.items():
         if held is not None:

@@ -1,4 +1,4 @@
-"""A checkpoint, its files, and what a verification tells of it."""
+"""A checkpoint, its files, and the damages that a verification finds."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 from tests.support import stored_records
 
 CHUNKS = 5
-"""Of the leaf "x"; all in one data file, in the order of their ordinals."""
+"""Chunks of the leaf "x", all in one data file, in the order of their ordinals."""
 
 Found = list[tuple[str, tuple[int, ...], str]]
 
@@ -43,7 +43,7 @@ class Saved:
         return stored_records.read(self.root, place, pb.CheckpointRecord)
 
     def put(self, record: pb.CheckpointRecord) -> None:
-        """Puts another record into the slot."""
+        """Replaces the record in the slot."""
         place = self.slot.relative_to(self.root).as_posix()
         stored_records.write(self.root, place, record)
 
@@ -60,7 +60,7 @@ class Saved:
 
     @property
     def tree(self) -> Path:
-        """Where the key space has its root."""
+        """Path of the root of the key space."""
         record = self.record
         return self.root / self.places.key_space(record.upload, record.attempt)
 
@@ -83,7 +83,7 @@ class Saved:
         file.write_bytes(data)
 
     def show(self, key: str, value: bytes | None) -> None:
-        """Changes what the key space shows, as someone else's tool would."""
+        """Changes the content of the key space, as another tool would."""
 
         async def change() -> None:
             bucket = await TensorStoreBucket.open(self.root.as_uri())
@@ -105,7 +105,7 @@ def of_chunks(kind: str, *chunks: int) -> Found:
 
 
 def node_ranges(saved: Saved) -> list[tuple[Path, slice]]:
-    """Where the nodes of the key space lie."""
+    """Returns the files and byte ranges of the nodes of the key space."""
     context = ts.Context()
     pool = saved.root / saved.places.pool
 

@@ -1,4 +1,4 @@
-"""A server as operators run it: a process of its own."""
+"""A server in a separate process, as operators run it."""
 
 import os
 import signal
@@ -11,22 +11,22 @@ START_SECONDS = 30
 
 
 class EndedError(Exception):
-    """The server ended before it took calls."""
+    """The server ended before it accepted calls."""
 
 
 class ServerProcess:
-    """``storectl serve`` over one root, on one port, through kills and restarts."""
+    """``storectl serve`` of one root, on the same port across kills and restarts."""
 
     def __init__(
         self, root: Path, directory: Path, *arguments: str, uri: str = ""
     ) -> None:
-        """Makes one that is not started.
+        """Makes a server that is not started.
 
         Args:
-            root: Of its store, on this machine.
-            directory: Where it writes its log.
-            arguments: Of the command, beside those that it needs.
-            uri: The root, where it is none on this machine.
+            root: Directory of its store.
+            directory: Directory of its log.
+            arguments: Additional arguments of its command.
+            uri: Root of its store if it is not a directory on this machine.
         """
         self.root = root
         self._uri = uri or root.as_uri()
@@ -34,14 +34,14 @@ class ServerProcess:
         self._log = directory / "server.log"
         self._arguments = arguments
         self.environment: dict[str, str] = {}
-        """What it gets beside our own; counts from the next start on."""
+        """Additional environment variables; they apply from the next start on."""
         self._port = "0"
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """ID of the process."""
         assert self._process is not None
         return self._process.pid
 
@@ -52,14 +52,14 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What it printed."""
+        """Output of the process."""
         return self._log.read_text()
 
     def start(self) -> None:
-        """Starts it and waits until it takes calls.
+        """Starts it and waits until it accepts calls.
 
         Raises:
-            EndedError: It did not come so far.
+            EndedError: It ended before.
         """
         self.launch()
         self.await_ready()
@@ -80,10 +80,10 @@ class ServerProcess:
             )
 
     def await_ready(self) -> None:
-        """Waits until it takes calls.
+        """Waits until it accepts calls.
 
         Raises:
-            EndedError: It did not come so far.
+            EndedError: It ended before.
         """
         assert self._process is not None
         deadline = time.monotonic() + START_SECONDS
@@ -96,20 +96,20 @@ class ServerProcess:
         self._port = self.address.rpartition(":")[2]
 
     def wait(self) -> int:
-        """Waits for its end, and returns its exit code."""
+        """Waits until it has ended, and returns its exit code."""
         assert self._process is not None
         return self._process.wait(START_SECONDS)
 
     def kill(self) -> None:
-        """Ends it as a power cut would, as far as it can tell."""
+        """Kills it with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> int:
-        """Ends it in good order, and returns its exit code."""
+        """Stops it with SIGTERM, and returns its exit code."""
         return self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> int:
         assert self._process is not None
-        # for one that ended by itself this does nothing
+        # does nothing if it has already ended
         self._process.send_signal(number)
         return self.wait()

@@ -1,4 +1,4 @@
-"""A disk of a few MiB, to be filled."""
+"""A file system of a few MiB, for tests of a full disk."""
 
 import subprocess
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ import pytest
 
 
 class NoSmallDiskError(Exception):
-    """This process may not mount one."""
+    """This process lacks the permission to mount file systems."""
 
 
 @contextmanager
 def mounted(directory: Path, *, size_bytes: int) -> Iterator[Path]:
-    """Mounts an empty file system of a size for as long as the context lasts.
+    """Mounts an empty file system of a size while the context lasts.
 
     Raises:
-        NoSmallDiskError: It may not.
+        NoSmallDiskError: The permission is missing.
     """
     directory.mkdir(parents=True)
     options = f"size={size_bytes}"
@@ -29,13 +29,13 @@ def mounted(directory: Path, *, size_bytes: int) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        # lazily: a server that was just killed may still be going
+        # lazily, as a server that was just killed may still be ending
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 @contextmanager
 def small_disk(directory: Path, *, size_bytes: int) -> Iterator[Path]:
-    """As ``mounted``; skips the test where it may not."""
+    """Mounts like ``mounted``; skips the test if the permission is missing."""
     try:
         with mounted(directory, size_bytes=size_bytes) as disk:
             yield disk

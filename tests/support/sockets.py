@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def sockets(port: str) -> set[str]:
-    """Returns the inodes of those that are connected to a port of this machine."""
+    """Returns the inodes of the sockets that are connected to a local port."""
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     rows = [row.split() for table in tables for row in table.read_text().splitlines()]
     end = f":{int(port):04X}"

@@ -1,4 +1,4 @@
-"""Names of test cases that are the same in every process, as parallel runs need."""
+"""IDs of test cases that are equal in every process, as parallel runs need."""
 
 import re
 from typing import Final

@@ -1,4 +1,4 @@
-"""The plain model of a store: what it should hold, without any storage."""
+"""A model of a store: its expected content, without any storage."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ from storesvc.errors import (
 )
 
 CHUNKS = 3
-"""Chunks of every tree; each holds one of a few versions."""
+"""Chunks of every tree; each has one of a few versions."""
 
 Refusal: TypeAlias = type[StoreError] | None
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """A checkpoint that was committed, and is not purged."""
+    """A committed checkpoint that is not purged."""
 
     uid: str
     step: int
@@ -38,7 +38,7 @@ class Checkpoint:
 
 @dataclass(eq=False)
 class Upload:
-    """An upload."""
+    """An upload of a step."""
 
     uid: str
     step: int
@@ -46,16 +46,16 @@ class Upload:
     base: Checkpoint | None
     predecessor: "Upload | None"
     last_sign: float
-    """By the clock that never goes back."""
+    """Time of its last renewal, by the monotonic clock."""
     state: str = "live"
     """live, superseded, aborted or committed."""
     sent: dict[int, set[int]] = field(default_factory=dict)
-    """The versions of each chunk that it sent."""
+    """Versions that it sent, by chunk."""
     receipt: dict[int, int] | None = None
-    """The last one that was taken; what is sent after it changes nothing."""
+    """Last accepted receipt; chunks sent after it change nothing."""
 
     def can_claim(self, chunk: int, version: int) -> bool:
-        """Whether a chunk need not be sent."""
+        """Returns whether a chunk need not be sent."""
         if self.base and not self.base.is_gone and self.base.content[chunk] == version:
             return True
         return bool(self.predecessor and self.predecessor.has_sent(chunk, version))
@@ -65,7 +65,7 @@ class Upload:
         return version in self.sent.get(chunk, ())
 
     def needed(self, content: Mapping[int, int]) -> dict[int, int]:
-        """What must be sent of a content."""
+        """Returns the chunks of a content that must be sent."""
         return {
             chunk: version
             for chunk, version in content.items()
@@ -78,7 +78,7 @@ class Upload:
             self.sent.setdefault(chunk, set()).add(version)
 
     def finish_refusal(self, receipt: Mapping[int, int]) -> Refusal:
-        """What a receipt is answered with."""
+        """Returns the expected response to a receipt."""
         if not self.sent.keys() <= receipt.keys():
             return InvalidChunkError
         needed = self.needed(receipt)
@@ -87,7 +87,7 @@ class Upload:
         return ChunksIncompleteError if needed else None
 
     def commit_refusal(self) -> Refusal:
-        """What a commit is answered with, while the upload is live."""
+        """Returns the expected response to a commit of a live upload."""
         if self.receipt is None:
             return WriterUnfinishedError
         return ChunksIncompleteError if len(self.receipt) < CHUNKS else None
@@ -104,30 +104,30 @@ class Hold:
 
 
 class Model:
-    """What a run holds."""
+    """Content of a run."""
 
     def __init__(self) -> None:
         self.owners: dict[int, Upload] = {}
-        """The upload that last began at each step."""
+        """The upload that began last, by step."""
         self.checkpoints: dict[int, Checkpoint] = {}
-        """Those that are not purged, by step."""
+        """Checkpoints that are not purged, by step."""
         self.tags: dict[str, Checkpoint] = {}
         self.holds: dict[str, Hold] = {}
         self.events: list[tuple[str, str]] = []
-        """What a watch should tell: kind and uid."""
+        """Events that a watch should report: kind and uid."""
 
     @property
     def committed(self) -> list[Checkpoint]:
-        """Those that lists show, newest first."""
+        """Checkpoints that lists show, newest first."""
         found = [c for c in self.checkpoints.values() if not c.deleted]
         return sorted(found, key=lambda c: c.step, reverse=True)
 
     def live(self) -> Iterator[Upload]:
-        """Uploads that hold their step."""
+        """Yields the uploads that own their step."""
         return (u for u in self.owners.values() if u.state == "live")
 
     def users(self, checkpoint: Checkpoint) -> bool:
-        """Whether something needs a checkpoint."""
+        """Returns whether something needs a checkpoint."""
         return (
             checkpoint in self.tags.values()
             or any(hold.checkpoint is checkpoint for hold in self.holds.values())
@@ -135,14 +135,14 @@ class Model:
         )
 
     def begun(self, upload: Upload) -> None:
-        """An upload has taken its step."""
+        """Records that an upload has taken its step."""
         before = self.owners.get(upload.step)
         if before is not None and before.state == "live":
             before.state = "superseded"
         self.owners[upload.step] = upload
 
     def refusal(self, upload: Upload) -> Refusal:
-        """What any call of an upload that is not live is answered with."""
+        """Returns the expected error of calls of an upload that is not live."""
         if upload.state == "live":
             return None
         if self.owners[upload.step] is upload:
@@ -154,7 +154,7 @@ class Model:
         return UploadSupersededError
 
     def commit(self, upload: Upload) -> Checkpoint:
-        """A checkpoint is there."""
+        """Records that a checkpoint is committed."""
         assert upload.receipt is not None
         content = tuple(upload.receipt[chunk] for chunk in range(CHUNKS))
         upload.state = "committed"
@@ -164,7 +164,7 @@ class Model:
         return made
 
     def purge(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is gone."""
+        """Records that a checkpoint is purged."""
         checkpoint.is_gone = True
         del self.checkpoints[checkpoint.step]
         self.owners[checkpoint.step].state = "aborted"

@@ -1,5 +1,7 @@
-"""Command lines of storectl that others wrote, as in documents and manifests: whether
-it would take them. Nothing is run, and no file need exist."""
+"""Checks command lines of storectl, such as in documents and manifests.
+
+Nothing is run, and no file needs to exist.
+"""
 
 from collections.abc import Sequence
 
@@ -9,13 +11,13 @@ from storesvc_client.cli import main
 
 
 def check_line(words: Sequence[str]) -> None:
-    """Refuses a command line that storectl would refuse.
+    """Checks a command line as storectl does.
 
     Args:
-        words: What follows ``storectl``.
+        words: Arguments after ``storectl``.
 
     Raises:
-        UsageError: It would, and why.
+        UsageError: storectl would reject it.
     """
     group = click.Context(main, info_name="storectl")
     rest = _check(main, group, words)
@@ -30,7 +32,7 @@ def check_line(words: Sequence[str]) -> None:
 def _check(
     command: click.Command, context: click.Context, words: Sequence[str]
 ) -> list[str]:
-    """Checks the options of a command, and returns what follows them."""
+    """Checks the options of a command, and returns the remaining arguments."""
     given, rest, _ = command.make_parser(context).parse_args(list(words))
     for parameter in command.params:
         value = given.get(str(parameter.name))

@@ -1,4 +1,4 @@
-"""What a store holds on its disk."""
+"""Files of a store on disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from storesvc_proto.v1 import bucket_pb2 as pb
 
 
 def files(root: Path) -> dict[str, bytes]:
-    """Returns every file below a root; of a record, all but its nonce, so that one that
-    is written again is as it was."""
+    """Returns every file below a root; records without their nonces, so that a record
+    that is written again is unchanged."""
     return {str(p): _said(p) for p in root.rglob("*") if p.is_file()}
 
 
@@ -30,7 +30,7 @@ def _said(file: Path) -> bytes:
 
 @contextmanager
 def unchanged(root: Path) -> Iterator[None]:
-    """Holds that a block leaves every file as it was."""
+    """Asserts that a block changes no file."""
     before = files(root)
     yield
     assert before == files(root)

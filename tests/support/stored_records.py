@@ -1,4 +1,4 @@
-"""Records as they lie in a store in a directory, read and written without a server."""
+"""Reads and writes the records of a store in a directory, without a server."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +23,7 @@ def write(root: Path, place: str, record: Message) -> None:
 
 
 def sealed_of_version_1(record: bytes) -> bytes:
-    """Returns a serialised record as version 1 of the format sealed it."""
+    """Returns a serialised record, sealed as in version 1 of the format."""
     checksum = crc32c(b"nonce", crc32c(record, 1))
     sealed = pb.Sealed(
         format_version=1, crc32c=checksum, payload=record, nonce=b"nonce"
@@ -32,7 +32,7 @@ def sealed_of_version_1(record: bytes) -> bytes:
 
 
 def downgrade(file: Path) -> None:
-    """Seals the record of a file as version 1 of the format did."""
+    """Seals the record of a file as in version 1 of the format."""
     sealed = pb.Sealed.FromString(file.read_bytes())
     assert 2 == sealed.format_version
     bound = pb.BoundRecord.FromString(sealed.payload)

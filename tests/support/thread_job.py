@@ -1,5 +1,8 @@
-"""A job whose processes are threads: its board is a dict, and what joins their devices
-is memory. One that waits in vain for the others is told so soon."""
+"""A job whose processes are threads.
+
+Its board is a dict, and its devices exchange bytes through memory. A process that waits
+for absent ones gets an error after ``GATHER_SECONDS``.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +19,7 @@ T = TypeVar("T")
 
 
 class ThreadJob:
-    """The processes together."""
+    """The job: the state that its processes share."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -26,19 +29,18 @@ class ThreadJob:
         self.brought: dict[int, NDArray[np.uint8]] = {}
 
     def process(self, index: int) -> "ThreadProcess":
-        """Returns one of them."""
+        """Returns one process of the job."""
         return ThreadProcess(self, index)
 
     def run(self, part: Callable[["ThreadProcess"], T]) -> list[T | BaseException]:
-        """Has each process do something; returns what came of it, or what was
-        raised."""
+        """Runs a function in each process; returns the results, or the errors."""
         with ThreadPoolExecutor(self.count) as pool:
             futures = [pool.submit(part, self.process(i)) for i in range(self.count)]
             return [future.exception() or future.result() for future in futures]
 
 
 class ThreadProcess:
-    """See ``Job`` and ``Gather``."""
+    """One process; implements ``Job`` and ``Gather``."""
 
     def __init__(self, job: ThreadJob, index: int) -> None:
         self.index = index
@@ -72,7 +74,7 @@ class ThreadProcess:
     def gather(
         self, own: NDArray[np.uint8], processes: Sequence[int]
     ) -> Sequence[NDArray[np.uint8]]:
-        """See ``Gather``; among all processes."""
+        """See ``Gather``; works for all processes together only."""
         assert tuple(processes) == tuple(range(self.count))
         self._job.brought[self.index] = own
         self._job.barrier.wait(GATHER_SECONDS)

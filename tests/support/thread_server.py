@@ -1,4 +1,4 @@
-"""A server over a real socket in a thread of this process, with its store at hand."""
+"""A server on a real socket in a thread of this process, with access to its store."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ class ThreadServer:
         self.store: Store
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Returns what a coroutine returns, run by the loop of the server."""
+        """Runs a coroutine on the event loop of the server; returns its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(SECONDS)
 
     def __enter__(self) -> Self:

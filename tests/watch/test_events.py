@@ -1,5 +1,5 @@
-"""What a watch tells: each commit once, whoever crashes, and however often a watch
-ends and goes on elsewhere."""
+"""A watch reports each commit once, even if servers crash, and if the watch ends and
+resumes at another server."""
 
 import string
 from base64 import urlsafe_b64encode

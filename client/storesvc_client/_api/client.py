@@ -64,8 +64,8 @@ def connect(
             ``gs://BUCKET/PREFIX`` or ``s3://BUCKET/PREFIX``. If several replicas serve
             one store, calls go round-robin to those that report healthy: to all
             addresses of the name, or of a list, ``HOST:PORT,HOST:PORT``.
-        ca: PEM file of the certificate authorities to trust; None trusts those of the
-            system. Each server of a list must have a certificate for the first name.
+        ca: PEM file of the certificate authorities to trust; None trusts the system's
+            authorities. Each server of a list needs a certificate for the first name.
         cert: PEM file of this client's certificate, if the server requires one. The
             three files are read again when they change; later calls use the new ones.
         key: PEM file of its private key, without a password.

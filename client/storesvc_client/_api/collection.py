@@ -17,7 +17,8 @@ from storesvc_proto.v1.maintenance_service_pb2_grpc import MaintenanceServiceStu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What garbage collection did in one run, or would do; from ``Client.collect``."""
+    """Result of garbage collection in one run, or its preview; from
+    ``Client.collect``."""
 
     run: str
     """Name of the run, ``namespace/run``."""

@@ -79,7 +79,7 @@ class Holds:
         self._stub.ask(self._stub.service.DeleteHold, request)
 
     def list(self, *, on_damage: OnDamage = None) -> Iterator[HoldInfo]:
-        """Yields the holds, including those of restores, and expired ones.
+        """Yields the holds, including holds of restores and expired holds.
 
         Args:
             on_damage: Called with a ``DataLossError`` for each hold whose record is

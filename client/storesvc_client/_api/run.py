@@ -114,8 +114,8 @@ class Run:
 
         In a ``jax.distributed`` job every process calls this with the same tree. Each
         writes a part of what its devices hold, every byte once, and the checkpoint is
-        committed when the last process has finished. Labels, metrics and base are those
-        of process 0. NumPy arrays, Python numbers and replicated arrays must be equal
+        committed when the last process has finished. Labels, metrics and base are taken
+        from process 0. NumPy arrays, Python numbers and replicated arrays must be equal
         in all processes: a difference from process 0 is rejected with the leaf and the
         processes. Replicated arrays of more than 1 MiB are not compared, nor are arrays
         that are replicated over some axes of a mesh and sharded over others.

@@ -204,7 +204,7 @@ def _single_process_problem(sharding: jax.sharding.Sharding) -> str | None:
     (process,) = processes
     return (
         "expected an array on devices of several processes, or of process 0, got one "
-        f"on those of process {process} alone; place it on more devices, or let "
+        f"on devices of process {process} alone; place it on more devices, or let "
         "that process save it by itself, with Distributed(processes='this')"
     )
 

@@ -1,4 +1,4 @@
-"""Matches the leaves of a checkpoint with those of the tree that a restore returns.
+"""Matches the leaves of a checkpoint with the leaves of a restored tree.
 
 Leaves match if their typed paths are equal: the key, and for each part whether it is a
 number or text. ``layers[0]`` and ``layers["0"]`` have one key, but NNX sorts the second

@@ -144,10 +144,10 @@ def checked_flag(place: str, flag: object) -> bool | None:
 
 
 def checked_choice(place: str, value: object, choices: Any) -> None:
-    """Raises an error if a value is none of those of a ``Literal``.
+    """Raises an error if a value is not an argument of a ``Literal``.
 
     Raises:
-        InvalidRequestError: It is none of them.
+        InvalidRequestError: The ``Literal`` does not list it.
     """
     if value not in get_args(choices):
         expected = ", ".join(map(repr, get_args(choices)))

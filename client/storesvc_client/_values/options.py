@@ -37,10 +37,10 @@ Rehearse: TypeAlias = Literal["warn", "strict", "off"]
 OnMismatch: TypeAlias = Literal["raise", "log"]
 
 DEFAULT_DEADLINE: Final = timedelta(hours=1)
-"""How long a restore may take."""
+"""Longest duration of a restore."""
 
 DEFAULT_LEASE: Final = timedelta(minutes=10)
-"""How long the server keeps an upload that its writers do not renew."""
+"""Time for which the server keeps an upload that its writers do not renew."""
 
 MAX_LEASE: Final = timedelta(days=30)
 """Longest lease that the contract allows."""
@@ -48,7 +48,7 @@ MAX_LEASE: Final = timedelta(days=30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distributed:
-    """How the processes of a ``jax.distributed`` job save or restore a checkpoint.
+    """Options of saves and restores by the processes of a ``jax.distributed`` job.
 
     One value serves saves and restores. Outside of a job only ``lease`` has an effect.
 
@@ -109,9 +109,9 @@ class SaveOptions:
     """
 
     snapshot: SnapshotMode = "auto"
-    """Where the bytes of a tree are copied to before ``Run.save`` returns."""
+    """Memory that the tree is copied to before ``Run.save`` returns."""
     if_busy: IfBusy = "wait"
-    """What ``Run.save`` does while an earlier save of the run is running."""
+    """Action of ``Run.save`` while an earlier save of the run is running."""
 
     def __post_init__(self) -> None:
         checked_choice("SaveOptions: snapshot=", self.snapshot, SnapshotMode)

@@ -125,7 +125,7 @@ class KeepBest(RetentionPolicy):
     mode: Mode
     """"min" if lower values are better, "max" if higher ones are."""
     without_metric: WithoutMetric = "drop"
-    """Whether to keep or drop checkpoints without the metric."""
+    """Treatment of checkpoints without the metric: keep or drop."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "count", _whole(self, self.count))

@@ -50,7 +50,7 @@ class Progress:
     slowest_seconds: float
     """Seconds that it has been running."""
     is_done: bool
-    """Whether this is the last call, after success or failure."""
+    """True in the last call, after success or failure."""
 
     @property
     def rate_bytes_per_second(self) -> float:
@@ -109,9 +109,9 @@ class Meter:
         self._callback = callback
         self.clock = clock
         self._since = clock()
-        self._told = self._since
+        self._reported_at = self._since
         self._lock = threading.Lock()
-        self._telling = threading.Lock()
+        self._callback_lock = threading.Lock()
         self._within = within
         self.under_way: dict[int, _Span] = within.under_way if within else {}
         """Running parts and phases by id, in the order of their start."""
@@ -155,7 +155,7 @@ class Meter:
         with self._lock:
             self.done_bytes += size_bytes
         if self._callback is not None:
-            self._tell(self._callback)
+            self._report(self._callback)
 
     def phase(self, name: str) -> "_Phase":
         """Returns a context whose time is added to a phase; phases are not nested."""
@@ -191,7 +191,7 @@ class Meter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._telling:  # waits for a call that is running
+        with self._callback_lock:  # waits for a call that is running
             if self._callback is not None and self._error is None:
                 self._call(self._callback, is_done=True)
             self._callback = None
@@ -200,19 +200,19 @@ class Meter:
         ):
             raise self._error from None
 
-    def _tell(self, callback: ProgressCallback) -> None:
+    def _report(self, callback: ProgressCallback) -> None:
         """Calls the callback if it is due and no other thread calls it."""
         if self._error is None:
-            if self.clock() - self._told < INTERVAL_SECONDS:
+            if self.clock() - self._reported_at < INTERVAL_SECONDS:
                 return
-            if not self._telling.acquire(blocking=False):
+            if not self._callback_lock.acquire(blocking=False):
                 return
             try:
-                if self.clock() - self._told >= INTERVAL_SECONDS:
+                if self.clock() - self._reported_at >= INTERVAL_SECONDS:
                     self._call(callback, is_done=False)
-                    self._told = self.clock()
+                    self._reported_at = self.clock()
             finally:
-                self._telling.release()
+                self._callback_lock.release()
         if self._error is not None and self._what == "restore":
             raise CallbackFailedError
 

@@ -64,7 +64,8 @@ class RunInfo:
     """Newest committed step; None if there is no checkpoint."""
     labels: Mapping[str, str]
     purge_delay: timedelta | None
-    """How long a deleted checkpoint can be undeleted; None: the server's default."""
+    """Time for which a deleted checkpoint can be undeleted; None: the server's
+    default."""
     etag: str
     """Version of labels, retention policy and purge delay."""
 
@@ -100,7 +101,7 @@ class RetentionDecision:
     uid: str
     """UUID of the checkpoint."""
     kept: bool
-    """Whether the checkpoint stays."""
+    """True if the checkpoint is kept."""
     reasons: tuple[str, ...]
     """Rules that keep it, for people, such as "latest 3"."""
     own_bytes: int
@@ -150,7 +151,7 @@ class Checkpoint:
     chunk_count: int
     """Number of chunks of all leaves."""
     pinned: bool
-    """Whether it is protected from deletion."""
+    """True if it is protected from deletion."""
     delete_time: datetime | None
     """Time of its deletion, in UTC; None if it is not deleted."""
     purge_time: datetime | None
@@ -190,8 +191,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """Bytes and timings of a save; from ``Save.report``. Bytes are those of stored
-    chunks."""
+    """Bytes and timings of a save; from ``Save.report``. Bytes count stored chunks."""
 
     total_bytes: int
     """Bytes of all chunks of the checkpoint."""
@@ -272,7 +272,7 @@ class Tag:
     uid: str
     """UUID of the checkpoint."""
     protected: bool
-    """Whether changes need the etag of the tag."""
+    """True if changes need the etag of the tag."""
     create_time: datetime
     """Time at which it was first set, in UTC."""
     update_time: datetime
@@ -307,7 +307,7 @@ class HoldInfo:
     owner: str
     """Name of the holder, for people."""
     ttl: timedelta
-    """How long it lasts after each renewal."""
+    """Lifetime after each renewal."""
     create_time: datetime
     """Time of its creation, in UTC."""
     expire_time: datetime
@@ -360,7 +360,7 @@ class UploadInfo:
     base_step: int | None
     """Step of the checkpoint whose chunks it may share; None if there is none."""
     resumes: bool
-    """Whether it resumed an unfinished upload of the same step."""
+    """True if it resumed an unfinished upload of the same step."""
     owner: str
     """Host, process and job of the writer; "" for earlier clients."""
     create_time: datetime
@@ -368,7 +368,7 @@ class UploadInfo:
     renew_time: datetime
     """Time of the last renewal of its lease, in UTC."""
     lease: timedelta
-    """How long after the last renewal garbage collection keeps it."""
+    """Time after the last renewal for which garbage collection keeps it."""
 
     def __repr__(self) -> str:
         return f"<UploadInfo {self.id} of {self.run}@{self.step}, {self.state}>"

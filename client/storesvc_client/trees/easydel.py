@@ -283,7 +283,7 @@ class EasyDeLState(struct.PyTreeNode):
         return self._sharded(self.replace(step=step), partition_rules, mesh)
 
     def shard_with_shape(self, shape: Any) -> Self:
-        """Returns the state with its leaves placed like those of another tree.
+        """Returns the state with its leaves placed like another tree's leaves.
 
         Args:
             shape: A tree with leaves of the same names: shardings, such as
@@ -431,7 +431,7 @@ class EasyDeLState(struct.PyTreeNode):
     ) -> Self:
         """Returns the state with the optimizer state of a checkpoint.
 
-        Its arrays are placed like those of this state's ``opt_state``, or as
+        Its arrays are placed like the arrays of this state's ``opt_state``, or as
         ``init_tx`` would place them.
 
         Args:

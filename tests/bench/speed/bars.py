@@ -1,6 +1,6 @@
-"""The bars that speed is judged by, and how far what was measured is from them.
+"""The required speeds and sizes (bars), and their comparison with the measurements.
 
-Decides only: results in, verdicts out.
+Pure functions from results to verdicts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 Rounds: TypeAlias = Sequence[Mapping[str, Any]]
 Found: TypeAlias = Mapping[str, Rounds]
-"""By contender, what each round gave."""
+"""Results of the rounds, by contender."""
 Results: TypeAlias = Mapping[str, Found]
 """By work and place: "lm on tmpfs"."""
 
@@ -25,12 +25,12 @@ BUDGET_STATES: Final = {
     ("direct", "restore"): 0,
     ("streamed", "restore"): 0,
 }
-"""How many copies of the state each may hold, beside the one that it saves or
+"""Copies of the state that each may hold in addition to the one that it saves or
 returns."""
 
 GROWTH_MIB: Final = 32
-"""What the allocator may do either way over 40 cycles; less than 1 % of the state a
-cycle is no growth."""
+"""Change of memory over 40 cycles that the allocator alone may cause; less than 1 % of
+the state per cycle counts as no growth."""
 
 _MIB: Final = 1 << 20
 _GB: Final = 1e9
@@ -40,23 +40,23 @@ _SIDES: Final = ("direct", "streamed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A bar."""
+    """A limit for one measured value."""
 
     what: str
-    """For people; begins with the work."""
+    """Description for people; begins with the work."""
     value: Callable[[Results], float]
-    """What was measured; raises ``LookupError`` where it was not."""
+    """Reads the value; raises ``LookupError`` if it was not measured."""
     limit: float
     sense: Literal[">=", "<="]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What came of a bar."""
+    """Result of the comparison with a bar."""
 
     bar: Bar
     value: float | None
-    """None: it was not measured."""
+    """The measured value; None: it was not measured."""
 
     def __str__(self) -> str:
         limit, value = self.bar.limit, self.value
@@ -69,7 +69,7 @@ class Verdict:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Returns what came of each bar, in the order of the bars."""
+    """Returns the verdict on each bar, in the order of the bars."""
     return [Verdict(bar=bar, value=_measured(bar, results)) for bar in BARS]
 
 
@@ -114,7 +114,7 @@ def _figure(what: str, work: str, name: str, field: str, limit: float) -> Bar:
 
 
 def _extra_memory(ours: str, phase: str) -> Bar:
-    """Above the budget."""
+    """Returns the bar for the memory above the budget."""
 
     def value(results: Results) -> float:
         state = middle(results, "lm", ours, "bytes") / _MIB
@@ -177,7 +177,7 @@ def _bars() -> Iterator[Bar]:
 
 
 def _of_training(ours: str) -> Iterator[Bar]:
-    """Of the works that are what a train loop does."""
+    """Yields the bars for the works of a train loop."""
     for work, what, field, limit in (
         ("lora", "bytes / first save", "stored_share", 0.03),
         ("lora", "time / first save", "time_share", 0.2),

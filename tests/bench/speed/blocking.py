@@ -1,4 +1,4 @@
-"""``blocked``: how long ``save`` keeps a train loop, which then donates everything."""
+"""``blocked``: time until ``save`` returns to a loop that then donates all leaves."""
 
 import time
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from tests.bench.speed.side_by_side import bytes_of, differing, target_of
 from tests.bench.speed.states import State, States
 
 SAVES: Final = 2
-"""Of the state; the first finds no buffers of an earlier one."""
+"""Saves of the state; the first one cannot reuse buffers of an earlier save."""
 
 
 def blocked(contender: Ours, states: States, directory: Path) -> dict[str, Any]:
-    """Returns the seconds until ``save`` returned, beside those of one copy of the
-    same bytes, and how many leaves came back wrong.
+    """Returns the seconds until ``save`` returned, the seconds of one copy of the same
+    bytes, and the number of leaves that were restored with other bits.
 
     Every leaf is donated, and so overwritten in place, as soon as ``save`` returns.
     """
@@ -64,7 +64,7 @@ def _seconds_of(task: Callable[[], Any]) -> float:
     began = time.perf_counter()
     kept = task()
     taken = time.perf_counter() - began
-    del kept  # after the clock: to free memory is no part of a copy
+    del kept  # after the clock stopped: freeing memory is not part of a copy
     settle()
     return taken
 

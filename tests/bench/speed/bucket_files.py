@@ -1,5 +1,8 @@
-"""A file system of fsspec over an emulated bucket, for peers that make directories and
-write small files beside the arrays: what gcsfs is to them on the real storage."""
+"""An fsspec file system over an emulated bucket.
+
+Peers make directories and write small files next to the arrays with it, as they do with
+gcsfs on the real storage.
+"""
 
 from io import BytesIO
 from typing import Any, ClassVar

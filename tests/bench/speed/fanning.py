@@ -1,4 +1,4 @@
-"""``fanout``: many clients that restore at once from one server."""
+"""``fanout``: many clients that restore from one server at the same time."""
 
 import json
 import subprocess
@@ -20,15 +20,15 @@ from tests.bench.speed.states import States
 
 CLIENTS: Final = 32
 PROCESSES: Final = 4
-"""That the clients are threads of."""
+"""Processes that the clients are threads of."""
 
 PROBE_SECONDS: Final = 0.05
-"""Between two health checks."""
+"""Time between two health checks."""
 
 
 def fanout(contender: Streamed, states: States, directory: Path) -> dict[str, Any]:
-    """Returns what a server read from its storage for each stored byte, its memory
-    above what it had, and the slowest answer to a health check meanwhile."""
+    """Returns the bytes that the server read from its storage per stored byte, its
+    additional memory, and the slowest health check during the restores."""
     del directory
     contender.save(1, states.whole())
     info = contender.run.latest()
@@ -42,7 +42,7 @@ def fanout(contender: Streamed, states: States, directory: Path) -> dict[str, An
             idle = max(probe.answers)
             probe.clear()
             with measured(contender.pids) as cost:
-                # all begin before any is waited for
+                # start all clients before waiting for the first
                 ended = [client.communicate for client in _begun(clients)]
                 received = sum(json.loads(end()[0]) for end in ended)
     finally:
@@ -62,7 +62,7 @@ def fanout(contender: Streamed, states: States, directory: Path) -> dict[str, An
 
 
 def _client(address: str, step: str) -> "subprocess.Popen[str]":
-    """A process with its share of the clients."""
+    """Starts a process with its share of the clients."""
     command = [sys.executable, "-m", "tests.bench.speed.reading", address, step]
     return subprocess.Popen(
         [*command, str(CLIENTS // PROCESSES)],
@@ -82,26 +82,26 @@ def _begun(clients: "list[subprocess.Popen[str]]") -> "list[subprocess.Popen[str
 
 @dataclass(slots=True)
 class _Probe:
-    """What health checks found."""
+    """Timings of health checks."""
 
     answers: list[float] = field(default_factory=list)
-    """Seconds that each took."""
+    """Duration of each check, in seconds."""
     late: list[float] = field(default_factory=list)
-    """Seconds that each began too late: so long the machine kept this process waiting,
-    and that much of an answer may be no fault of the server."""
+    """Delay of the start of each check, in seconds. A busy machine delays this process,
+    so up to as much of a slow check may not be caused by the server."""
 
     def clear(self) -> None:
-        """Forgets what there was."""
+        """Removes all timings."""
         self.answers.clear()
         self.late.clear()
 
 
 @contextmanager
 def _probed(address: str) -> Iterator[_Probe]:
-    """Asks for a server's health again and again, on a connection of its own.
+    """Repeats health checks of a server, on a separate connection.
 
     Yields:
-        What it finds.
+        The timings, which grow until the context ends.
     """
     found = _Probe()
     ended = threading.Event()

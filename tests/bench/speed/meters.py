@@ -1,4 +1,4 @@
-"""What a piece of work costs: seconds, CPU seconds, memory, bytes read from files."""
+"""Measures seconds, CPU seconds, memory, and bytes read from files."""
 
 import ctypes
 import gc
@@ -20,27 +20,27 @@ _BLOCK_BYTES: Final = 64 << 20
 
 @dataclass(slots=True)
 class Cost:
-    """Of a piece of work."""
+    """Cost of a piece of work."""
 
     seconds: float = 0
     cpu_seconds: float = 0
-    """Of this process and the others."""
+    """CPU seconds of this process and the others."""
     others_cpu_seconds: float = 0
     extra_mib: float = 0
-    """The most memory of this process above what it had."""
+    """Peak memory of this process minus its memory at the start."""
     others_extra_mib: float = 0
-    """The same of the others."""
+    """Peak memory of the others minus their memory at the start."""
     read_bytes: int = 0
-    """That all of them read from files: what the kernel counts as ``rchar``. Sockets
-    and mapped files are not in it, the page cache is."""
+    """Bytes that all of them read from files: ``rchar`` of the kernel, which includes
+    the page cache, but neither sockets nor mapped files."""
 
 
 def back_memory(size: int) -> None:
-    """Touches so much memory, and frees it.
+    """Touches ``size`` bytes of memory, and frees them.
 
-    A virtual machine gives pages that were free for a second back to its host, and to
-    get them again can take ten times as long as a copy. That is nobody's merit and
-    nobody's fault: so it is done here, before what is measured.
+    A virtual machine returns pages that were free for a second to its host; to get them
+    back can take ten times as long as a copy. This must not count for or against a
+    contender, so it is done before the measurement.
     """
     blocks = [np.empty(_BLOCK_BYTES, np.uint8) for _ in range(size // _BLOCK_BYTES)]
     for block in blocks:
@@ -49,7 +49,7 @@ def back_memory(size: int) -> None:
 
 @contextmanager
 def measured(others: Sequence[int] = ()) -> Iterator[Cost]:
-    """Measures what is done inside, by this process and others with their children.
+    """Measures the work inside the context, by this process, others and their children.
 
     Yields:
         The cost, filled in at the end.
@@ -73,27 +73,28 @@ def measured(others: Sequence[int] = ()) -> Iterator[Cost]:
 
 
 def settle() -> None:
-    """Gives back what this process no longer needs, lest it hide what comes next."""
+    """Returns free memory of this process to the system, so that reusing it does not
+    hide later allocations."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def family(pids: Sequence[int]) -> list[int]:
-    """Returns processes and all that descend from them, such as a server's workers."""
+    """Returns processes and all their descendants, such as a server's workers."""
     found = list(pids)
-    for pid in found:  # grows meanwhile
+    for pid in found:  # the loop appends to it
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             found.extend(map(int, children.read_text().split()))
     return found
 
 
 def reset_peak(pid: int) -> None:
-    """Makes the memory that a process has now its peak."""
+    """Sets the peak memory of a process to its current memory."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def memory_mib(pids: Sequence[int], field: str = "VmRSS") -> float:
-    """Returns the resident memory of processes together; of "VmHWM", their peaks."""
+    """Returns the sum of the processes' resident memory; with "VmHWM", of the peaks."""
     return sum(_status(pid, field) for pid in pids)
 
 
@@ -106,7 +107,7 @@ def read_bytes(pids: Sequence[int]) -> int:
 
 
 def _cpu(pids: Sequence[int]) -> float:
-    """CPU seconds so far."""
+    """Returns the CPU seconds that the processes have used."""
     return sum(map(_cpu_of, pids))
 
 
@@ -116,7 +117,7 @@ def _cpu_of(pid: int) -> float:
 
 
 def _status(pid: int, field: str) -> float:
-    """A field of a process's status, in MiB."""
+    """Returns a field of a process's status, in MiB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024 / _MIB

@@ -1,4 +1,4 @@
-"""This store, by its public client, in the three ways to connect."""
+"""This store through its public client, connected in each of the three ways."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -13,16 +13,16 @@ from tests.support.server_process import ServerProcess
 
 
 class Ours:
-    """This store, by its client."""
+    """This store, through its client."""
 
     pids: Sequence[int] = ()
     snapshot: SnapshotMode = "none"
-    """Who waits for the end of a save, as here, needs no copy of the state."""
+    """Memory for the copy of a state; ``save`` waits until the end, and needs none."""
 
     def __init__(self, client: store.Client) -> None:
         self._client = client
         self.run = client.run("bench/speed")
-        """Where the states go."""
+        """Run of the saved states."""
 
     def save(self, step: int, state: State) -> None:
         self.run.save(step, state, base=None, snapshot=self.snapshot).result()
@@ -31,7 +31,7 @@ class Ours:
         return self.run.restore(step, like=target)
 
     def remove(self, step: int) -> None:
-        """Removes a step, and what it alone had stored."""
+        """Removes a step, and the data files that no other step uses."""
         self.run.delete(step, purge_delay=timedelta(0))
         self.run.purge(step)
         for _ in self._client.collect(grace=timedelta(0)):
@@ -42,14 +42,14 @@ class Ours:
 
 
 class Embedded(Ours):
-    """Inside the process."""
+    """An embedded server."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(store.connect((directory / "store").as_uri()))
 
 
 class Streamed(Ours):
-    """A server, and a client over a socket."""
+    """A server process, and a client that sends all bytes through it."""
 
     def __init__(self, directory: Path) -> None:
         self._server = ServerProcess(directory / "store", directory)
@@ -63,7 +63,7 @@ class Streamed(Ours):
 
     @property
     def address(self) -> str:
-        """Of the server."""
+        """Address of the server."""
         return self._server.address
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Streamed(Ours):
 
 
 class Direct(Streamed):
-    """A server, and a client that reads and writes the files of the store itself."""
+    """A server process, and a client that reads and writes data files directly."""
 
     def _connected(self) -> store.Client:
         root = self._server.root.as_uri()
@@ -83,13 +83,13 @@ class Direct(Streamed):
 
 
 class StreamedInBackground(Streamed):
-    """Through the server, and the training goes on meanwhile."""
+    """Streamed; ``save`` returns once the state is copied, and training continues."""
 
     snapshot: SnapshotMode = "host"
 
 
 class DirectInBackground(Direct):
-    """By itself, and the training goes on meanwhile."""
+    """Direct; ``save`` returns once the state is copied, and training continues."""
 
     snapshot: SnapshotMode = "host"
 
@@ -101,4 +101,4 @@ OURS: Final[Mapping[str, Maker]] = {
     "streamed-async": StreamedInBackground,
     "direct-async": DirectInBackground,
 }
-"""By name."""
+"""Contenders by name."""

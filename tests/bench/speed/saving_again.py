@@ -1,4 +1,4 @@
-"""``lora``: a second save of a state of which 99 % of the leaves did not change."""
+"""``lora``: a second save of a state in which 99 % of the leaves are unchanged."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from tests.bench.speed.states import State, States
 
 
 def lora(contender: Contender, states: States, directory: Path) -> dict[str, Any]:
-    """Returns what the second save took of the first one's seconds and bytes.
+    """Returns the seconds and bytes of the second save relative to the first.
 
-    Bytes are those by which the contender's directory grew, and, of this store, those
-    that its report says were sent.
+    ``stored_share`` compares the growth of the contender's directory; ``sent_share``,
+    for this store only, is taken from its report.
     """
     contender.save(0, states.small())
     state = states.whole()
@@ -47,7 +47,7 @@ def lora(contender: Contender, states: States, directory: Path) -> dict[str, Any
 
 
 def with_changes(state: State) -> State:
-    """Returns a state with 1 % of the leaves changed: those of middling size."""
+    """Returns a state with 1 % of the leaves changed, leaves of medium size."""
     keys = sorted(state, key=lambda key: state[key].nbytes)
     middle, count = len(keys) // 2, max(1, len(keys) // 100)
     changed = {key: jnp.negative(state[key]) for key in keys[middle : middle + count]}

@@ -1,4 +1,4 @@
-"""Save and restore, as every contender can."""
+"""One save and one restore, the work that every contender can do."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -21,7 +21,7 @@ Layout: TypeAlias = Callable[
 _MIB = 1 << 20
 
 _BACKED = 2
-"""States that fit the memory that is backed before each timed part."""
+"""Memory that is touched before each timed part, in sizes of the state."""
 
 
 def save_and_restore(
@@ -32,15 +32,15 @@ def save_and_restore(
     layout: Layout | None,
     checks: bool,
 ) -> dict[str, Any]:
-    """Returns what a save and a restore cost, the memory of the restored state not
-    counted; both were warmed up with a small state.
+    """Returns the costs of a save and a restore, without the memory of the restored
+    state; both are warmed up with a small state.
 
     Args:
-        contender: Who does it.
-        states: Of what.
-        directory: Where its files lie.
-        layout: Where the state is restored; None: where it lay.
-        checks: Whether what it restores is a state.
+        contender: The contender.
+        states: Makes the states.
+        directory: Directory of the contender's files.
+        layout: Shardings of the restored state; None: the saved ones.
+        checks: Whether to compare the restored state with the saved one.
     """
     small = states.small()
     contender.save(0, small)
@@ -65,7 +65,7 @@ def save_and_restore(
 
 
 def target_of(state: State, layout: Layout | None = None) -> Target:
-    """Returns what a restore shall give; without a layout, on the same devices."""
+    """Returns the target of a restore; without a layout, with the same shardings."""
     shapes = {key: leaf.shape for key, leaf in state.items()}
     placed = layout(shapes) if layout else {k: x.sharding for k, x in state.items()}
     return {
@@ -80,7 +80,7 @@ def bytes_of(state: State) -> int:
 
 
 def check(state: State, found: Any, target: Target) -> None:
-    """Refuses a state that is not, bit by bit, the saved one, where it was to be."""
+    """Rejects a state whose bits or shardings differ from the expected ones."""
     assert set(state) == set(found)
     for key, leaf in state.items():
         assert found[key].sharding.is_equivalent_to(target[key].sharding, leaf.ndim)
@@ -88,12 +88,12 @@ def check(state: State, found: Any, target: Target) -> None:
 
 
 def differing(state: State, found: Any) -> list[str]:
-    """Returns the keys of the leaves that are not the same in every bit."""
+    """Returns the keys of the leaves that differ in any bit."""
     return [key for key, leaf in state.items() if not same_bits(leaf, found[key])]
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Returns whether two arrays are the same in every bit."""
+    """Returns whether two arrays are equal in shape, dtype and every bit."""
     one, other = np.asarray(one), np.asarray(other)
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
@@ -101,7 +101,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 def _held_bytes(found: Any) -> int:
-    """Of what was returned, as often as it lies in memory."""
+    """Returns the bytes of a restored state; each replica counts."""
     return sum(
         sum(shard.data.nbytes for shard in leaf.addressable_shards)
         if isinstance(leaf, jax.Array)

@@ -1,4 +1,4 @@
-"""What was measured, as people read it."""
+"""Tables of the results, for people."""
 
 from collections.abc import Iterable, Iterator
 from statistics import median
@@ -17,7 +17,7 @@ _READ: Final = {
 
 
 SMALL_GB: Final = 0.1
-"""Of a smaller state the table tells seconds: its bytes are not what takes them."""
+"""Size below which the table shows seconds, as they do not depend on the bytes."""
 
 
 def table(work: str, place: str, found: Found) -> str:
@@ -94,7 +94,7 @@ def _ratios(found: Found) -> Iterator[str]:
 
 
 def _figures(found: Found) -> Iterator[str]:
-    """A column for each contender, a line for each figure."""
+    """Yields a line for each figure, with a column for each contender."""
     yield f"{'':20}" + "".join(f"{name:>18}" for name in found)
     fields = dict.fromkeys(
         field for rounds in found.values() for field in rounds[0] if field != "bytes"

@@ -1,8 +1,8 @@
-"""One contender at one work in one round, in a process of its own.
+"""Runs one contender at one work in one round, in a separate process.
 
     python -m tests.bench.speed.worker CONTENDER WORK STATE DIRECTORY
 
-Prints, as JSON, what it measured, or that something is not installed.
+Prints the measurements as JSON, or that the contender's library is not installed.
 """
 
 import json
@@ -36,14 +36,14 @@ TRIALS: Final[Mapping[str, Trial]] = {
     "fanout": fanout,
     "lists": lists,
 }
-"""The works that are more than one save and one restore."""
+"""Works that are not just one save and one restore."""
 
 LAYOUTS: Final = {"reshard": tensor_parallel, "whole": one_device}
-"""Where other works restore a state; None: where it lay."""
+"""Shardings of the restored state, by work; other works keep the saved ones."""
 
 
 def main() -> None:
-    """Runs it."""
+    """Runs the contender, and prints its results."""
     name, work, state, place = sys.argv[1:5]
     directory, states = Path(place), STATES[state]
     try:

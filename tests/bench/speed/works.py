@@ -1,6 +1,7 @@
-"""What there is to run: the names of works and contenders, and a line on each.
+"""Names and descriptions of the works and the contenders.
 
-Needs no jax: who only lists the names, or waits for the rounds, loads none.
+Does not import jax, so that the process that lists names or waits for the rounds starts
+fast.
 """
 
 from collections.abc import Mapping
@@ -14,12 +15,13 @@ gRPC with nothing packed."""
 _WAYS: Final = ("streamed", "direct", "embedded")
 
 _HERE: Final = (*_WAYS, "streamed-async", "direct-async")
-"""This store: over a socket, beside a server on the same files, without a server. Their
-saves keep the caller until they are durable, and copy nothing on the host; those of the
-last two return once the state is copied, as in a train loop, and are waited for."""
+"""This store: through a server, direct to the files of a server, with an embedded
+server. Saves of these three block until they are durable, and copy nothing on the host.
+The ``-async`` ones return once the state is copied, as in a train loop; the benchmark
+then waits for their end."""
 
 OURS: Final = (*_HERE, "bucket")
-"""And beside a server on the same bucket."""
+"""The above, and this store on a bucket, direct."""
 
 PEERS: Final = (
     "orbax",
@@ -29,16 +31,16 @@ PEERS: Final = (
     "torch",
     "easydel",
 )
-"""Orbax as it comes, and as zarr3 without compression; jax's own serialization;
-safetensors; torch's distributed checkpoints; EasyDeL's own."""
+"""Orbax with its defaults, and with zarr3 without compression; jax's serialization;
+safetensors; torch's distributed checkpoints; EasyDeL's checkpoints."""
 
 FAR: Final = ("bucket", "orbax-bucket", "orbax-raw-bucket")
-"""On a bucket that is far away: this store, and Orbax both ways."""
+"""On a bucket with a long latency: this store, and Orbax with both settings."""
 
 CONTENDERS: Final = (*FLOORS, *OURS, *PEERS, *FAR[1:])
 
 STATES: Final = ("lm", "half", "middle", "tiny", "many", "moe", "uneven")
-"""What ``states.py`` makes."""
+"""Names of the states that ``states.py`` makes."""
 
 _SOME: Final = ("files", "grpc", *_WAYS, "orbax", "orbax-raw")
 
@@ -48,13 +50,13 @@ class Work:
     """A work of the benchmark."""
 
     says: str
-    """What it is, in a line."""
+    """One line of description."""
     state: str = "lm"
-    """Which of the states it works on."""
+    """Name of its state."""
     contenders: tuple[str, ...] = (*FLOORS, *_HERE, *PEERS)
-    """Who does it unless somebody names others."""
+    """Contenders that run by default."""
     rounds: int | None = None
-    """At most so many, where a round repeats itself often enough; None: as asked."""
+    """Most rounds, for a work that repeats itself within a round; None: no limit."""
 
 
 WORKS: Final[Mapping[str, Work]] = {
@@ -117,4 +119,4 @@ WORKS: Final[Mapping[str, Work]] = {
     ),
     "tiny": Work(says="4 MB: whether the benchmark itself works", state="tiny"),
 }
-"""By name."""
+"""Works by name."""

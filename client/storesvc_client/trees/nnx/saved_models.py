@@ -290,7 +290,7 @@ def restore_model(
 
 
 def _reading(options: ModelRestoreKeywords) -> tuple[Distributed, ReadKeywords]:
-    """Splits the options of ``Run.open`` from those of ``OpenCheckpoint.restore``."""
+    """Splits the options into ``Run.open``'s and ``OpenCheckpoint.restore``'s."""
     reading: Any = dict(options)
     return reading.pop("distributed", ALL_PROCESSES), reading
 

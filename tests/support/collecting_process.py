@@ -161,7 +161,8 @@ class Process:
             )
 
     async def objects(self, upload: UploadName) -> list[str]:
-        """Returns the objects with an upload's id in their names, without its record."""
+        """Returns the objects that have the id of an upload in their names, without
+        its record."""
         listed = await self.bucket.list(PLACES.root)
         found = [p for p in listed if PLACES.upload_of(p) == upload.upload]
         return [p for p in found if p != PLACES.upload(upload.upload)]

@@ -22,7 +22,7 @@ class Pair:
     key: Path
 
     def replace(self, other: Self) -> None:
-        """Replaces both files by those of another pair, one after the other."""
+        """Replaces both files by the files of another pair, one after the other."""
         for ours, theirs in (
             (self.certificate, other.certificate),
             (self.key, other.key),

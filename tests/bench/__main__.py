@@ -1,5 +1,5 @@
 """``python -m tests.bench NAME [OPTION ...]``: runs one benchmark; without a name,
-lists them."""
+lists all."""
 
 import sys
 from importlib import import_module
@@ -20,7 +20,7 @@ OTHERS: Final = {
 
 
 def main() -> None:
-    """Runs it."""
+    """Runs the named benchmark, or lists all."""
     match sys.argv[1:]:
         case [name, *_] if name in WORKS:
             speed.main()

@@ -1,10 +1,10 @@
-"""What storesvc asks of a bucket, by the classes that Google bills requests in.
+"""Counts the requests of storesvc to a bucket, by the classes that Google bills.
 
     python -m tests.bench requests [--mib 256]
 
-The emulator counts, and refuses (429) to write an object again within a second, as the
-real one does. `embedded` is a client that reaches the bucket itself, `served` one
-behind a server.
+The emulator counts the requests, and rejects (429) a second write of an object within a
+second, as the real storage does. `embedded` is a client with an embedded server,
+`served` is a client of a separate server.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TOO_SOON: Final = 429
 
 
 def class_of(request: Logged) -> str:
-    """Returns how Google bills a request about objects; "other": it is about none."""
+    """Returns the billing class of a request; "other" if it is not about objects."""
     place = urlsplit(request.target).path
     match request.method:
         case _ if request.status == TOO_SOON:
@@ -65,7 +65,7 @@ def row(requests: Iterable[Logged]) -> list[int]:
 
 
 def tree(mib: int, *, changed: int = 0) -> dict[str, Any]:
-    """Returns a tree of so many MiB; of another number, one leaf is another."""
+    """Returns a tree of a size in MiB; one leaf depends on the number."""
     draw = np.random.default_rng(0)
     leaves = {
         f"leaf-{i}": draw.integers(0, 1 << 30, LEAF_MIB * MIB // 4, np.int32)
@@ -75,7 +75,7 @@ def tree(mib: int, *, changed: int = 0) -> dict[str, Any]:
 
 
 def works(client: store.Client, mib: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields what is counted, in its order."""
+    """Yields the counted operations, in order."""
     run = client.run("bench/requests")
     first, second = tree(mib), tree(mib, changed=1)
     yield "first save", lambda: run.save(1, first).result()
@@ -105,7 +105,7 @@ def client_of(way: str, root: str) -> Iterator[store.Client]:
 
 
 def main() -> None:
-    """Runs it."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=256)
     mib = parser.parse_args().mib

@@ -1,10 +1,10 @@
-"""How long short commands take, and an embedded store to open.
+"""Measures the time of short commands, and of opening an embedded store.
 
     python -m tests.bench startup [--repeats 10]
 
-Each is a process of its own, begun in turn with the others; the first of each, which
-compiles, does not count. Bars: 0.3 s for the commands, 0.5 s for ``connect`` after
-the imports.
+Each measurement is a new process; the commands take turns. The first process of each,
+which compiles bytecode, does not count. Bars: 0.3 s for the commands, 0.5 s for
+``connect`` after the imports.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(root: Path, address: str, repeats: int) -> dict[str, list[list[float]]]:
-    """Returns the seconds that each takes: passed, and of processors."""
+    """Returns the wall-clock and CPU seconds of each."""
     commands = {
         "storectl --help": ("--help",),
         "storectl ls, a server's": ("-s", address, "ls", RUN),
@@ -77,21 +77,21 @@ def measure(root: Path, address: str, repeats: int) -> dict[str, list[list[float
 
 
 def command_seconds(*arguments: str) -> list[float]:
-    """Returns what a command takes: seconds passed, seconds of processors."""
+    """Returns the wall-clock and CPU seconds of a command."""
     began, busy = time.perf_counter(), busy_seconds()
     started([*STORECTL, *arguments])
     return [time.perf_counter() - began, busy_seconds() - busy]
 
 
 def connect_seconds(root: Path) -> list[float]:
-    """Returns what it takes to open a store in this way."""
+    """Returns the wall-clock and CPU seconds of opening a store."""
     text = started([sys.executable, "-c", CONNECT, root.as_uri()])
     return [float(part) for part in text.split()]
 
 
 def started(command: list[str]) -> str:
-    """Returns what a program prints."""
-    # as it is installed: with the bytecode of what it imports
+    """Returns the output of a program."""
+    # with cached bytecode of its imports, as when it is installed
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
     return subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, text=True, check=True
@@ -99,7 +99,7 @@ def started(command: list[str]) -> str:
 
 
 def busy_seconds() -> float:
-    """Returns what the children of this process took of the processors."""
+    """Returns the CPU seconds of the children of this process."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,4 +1,4 @@
-"""Which process writes which chunks: all have one, and all processes about as many."""
+"""Assignment of chunks to writers: each chunk has one, and the load is balanced."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], int, Held]:
-    """Draws a shape, an itemsize and which of some processes hold which shards."""
+    """Draws a shape, an itemsize, and the holders of each shard."""
     counts = draw(st.lists(st.integers(1, 4), max_size=3))
     shards = [draw(st.integers(1, 5) | st.integers(1, 3000)) for _ in counts]
     shape = tuple(n * c for n, c in zip(shards, counts, strict=True))
@@ -51,8 +51,8 @@ def test_every_chunk_has_a_holder_and_a_bounded_size(
 
 
 def held_by_hand(held: Held, region: Sequence[tuple[int, int]]) -> frozenset[int]:
-    """The processes that hold every element of the corners of a region, and so of all
-    shards between them."""
+    """Returns the processes that hold the corners of a region, and so all shards
+    between them."""
     found = frozenset(range(4))
     cells = [
         sorted({start // shard, (stop - 1) // shard})

@@ -1,4 +1,4 @@
-"""Wherever the regions of a leaf go, each gets the elements that are its own."""
+"""Each region of a leaf gets its own elements, for every layout of buffers."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""A connection has as many channels as bulk needs, and ends them all."""
+"""A connection has several channels for bulk data, and closes all of them."""
 
 import socket
 import struct
@@ -36,7 +36,7 @@ def ask(channel: grpc.Channel) -> str:
 
 @contextmanager
 def relay(address: str, *, resets: int) -> Iterator[str]:
-    """Serves a port that resets connections at first, and then hands them on."""
+    """Serves a port that resets the first connections, and forwards later ones."""
     opened: list[socket.socket] = []
 
     def pump(source: socket.socket, target: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""A client of a malicious or broken server: typed errors, and no memory for them."""
+"""A client of a malicious or broken server raises typed errors, in bounded memory."""
 
 import resource
 from collections.abc import Callable, Iterator
@@ -10,12 +10,12 @@ import storesvc_client as store
 from tests.support.malicious_server import PART_BYTES, Answers, malicious, manifest_of
 
 MEMORY_BYTES = 1 << 40
-"""That a read may have at most; a machine may promise more than it has."""
+"""Largest allocation of a read; the system may grant more memory than it has."""
 
 
 @pytest.fixture
 def bounded_memory() -> Iterator[None]:
-    """Ends allocations of more than ``MEMORY_BYTES``."""
+    """Fails allocations of more than ``MEMORY_BYTES``."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, before[1]))
     yield

@@ -71,7 +71,7 @@ def check(news: list[store.Progress], *, what: str, name: str) -> None:
 
 
 def check_timings(timings: Mapping[str, float], seconds: float) -> None:
-    """Checks that no thread spent more than there was."""
+    """Checks that no phase took longer than the threads had time."""
     assert all(spent >= 0 for spent in timings.values())
     assert sum(timings.values()) <= THREADS * seconds
 
@@ -321,7 +321,7 @@ def test_a_meter_names_the_longest_running_part() -> None:
 
 
 class Screen(io.StringIO):
-    """What a terminal gets."""
+    """Output to a terminal."""
 
     def isatty(self) -> bool:
         return True

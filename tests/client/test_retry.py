@@ -1,4 +1,4 @@
-"""Patience with a server that does not answer."""
+"""Retries of calls to a server that does not answer."""
 
 import time
 
@@ -15,14 +15,14 @@ def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class JointCalls:
-    """Calls that fail, the first so many of them."""
+    """Calls of which the first ones fail."""
 
     def __init__(self, error: Exception, *, fail: int, seconds: float = 0) -> None:
         self.made = 0
         self._error, self._fail, self._seconds = error, fail, seconds
 
     def make(self) -> None:
-        """Calls patiently."""
+        """Calls with retries."""
         for attempt in retry.attempts():
             with attempt:
                 self.made += 1

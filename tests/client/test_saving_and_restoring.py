@@ -1,4 +1,4 @@
-"""What the client refuses, and how it says so."""
+"""Saves and restores by the client, and the errors of calls that it rejects."""
 
 import math
 import re
@@ -28,7 +28,7 @@ from storesvc_proto.v1 import upload_service_pb2 as upload_api
 from tests.support.server_process import ServerProcess
 
 NEWER: Any = 99
-"""A number of an enum that no release has yet."""
+"""Enum number that no release defines."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tracebacks of a user's program: they end in our sentence, and in nothing else."""
+"""Tracebacks of a user's program end in one error of the client, without its causes."""
 
 import traceback
 from collections.abc import Callable

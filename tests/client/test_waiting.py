@@ -1,4 +1,4 @@
-"""Waits for a server: logged, and never by the train loop."""
+"""Waits for a server are logged, and never block the train loop."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ TREE = {"x": np.arange(1000)}
 
 @pytest.fixture
 def server(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess]:
-    """One that is stopped and killed here."""
+    """A server that the tests stop and kill."""
     server = start_server()
     yield server
     server.kill()
@@ -27,13 +27,13 @@ def server(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits are logged soon."""
+    """Makes waits be logged after a short time."""
     monkeypatch.setattr(server_wait, "WARN_SECONDS", 0.4)
     monkeypatch.setattr(server_wait, "POLL_SECONDS", 0.05)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged as a warning."""
+    """Returns the logged warnings."""
     return [found.message for found in caplog.records if found.levelname == "WARNING"]
 
 

@@ -16,7 +16,7 @@ SAVED_SECONDS = 240
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lets easydel warn, which it does of flax and jax; we may not here either."""
+    """Ignores easydel's warnings about flax and jax."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class SavingProcess:
-    """``tests.easydel.saving`` at work."""
+    """The running process ``tests.easydel.saving``."""
 
     def __init__(self, address: str, folder: Path, names: list[str]) -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class SavingProcess:
             )
 
     def original(self, name: str) -> Original:
-        """Returns what a scenario's checkpoint holds, once it is committed."""
+        """Waits until a scenario's checkpoint is committed; returns its digests."""
         file = self._folder / name
         deadline = time.monotonic() + SAVED_SECONDS
         while not file.exists():
@@ -61,9 +61,8 @@ def saving(
     server: ServerProcess,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SavingProcess]:
-    """A process that saves, in their order, the scenarios that were selected.
-
-    It goes on while the first ones are tested already.
+    """A process that saves the selected scenarios in order, in parallel with the tests
+    of the first ones.
     """
     chosen = [
         str(item.callspec.params["name"])
@@ -85,5 +84,5 @@ def scenario(name: str) -> Scenario:
 
 @pytest.fixture
 def original(name: str, saving: SavingProcess) -> Original:
-    """What its checkpoint holds."""
+    """Digests of its checkpoint."""
     return saving.original(name)

@@ -1,4 +1,4 @@
-"""States as text: what each leaf is, and a digest of its bits."""
+"""States as text: type and digest of each leaf."""
 
 import hashlib
 from typing import Any

@@ -51,7 +51,7 @@ class Registered:
         )
 
     def state(self, dims: Dims) -> Any:
-        """Returns a new state, sharded as EasyDeL itself does it, after a step."""
+        """Returns a new state after a step, sharded by EasyDeL."""
         made = EasyDeLState.create(
             model=self.model(dims), tx=optimizer(), init_opt_state=True
         )
@@ -59,7 +59,7 @@ class Registered:
 
 
 def registered() -> dict[str, Registered]:
-    """Returns all of them by the name of the class, in the order of names."""
+    """Returns all model classes by name, sorted."""
     found: dict[str, Registered] = {}
     for task, models in registry._task_registry.items():
         for registration in models.values():
@@ -91,8 +91,8 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def stepped(state: Any) -> Any:
-    """Returns the state after a step, with gradients that each device finds alone: what
-    a model computes of a batch is of another test."""
+    """Returns the state after a step with artificial gradients that need no
+    communication; another test covers the forward pass of models."""
 
     def step(state: Any) -> Any:
         grads = jax.tree.map(_gradient, state.graphstate)
@@ -129,4 +129,4 @@ UNBUILDABLE: Final = {
     "SiglipForImageClassification": _STATIC,
     "SmolLM3ForSequenceClassification": _SCORE_BIAS,
 }
-"""What EasyDeL 0.3.0 cannot build, and how the error begins."""
+"""Classes that EasyDeL 0.3.0 cannot build, and the start of the error."""

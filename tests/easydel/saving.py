@@ -1,9 +1,9 @@
-"""A process that trains states, saves them, and writes down what they were.
+"""A process that trains states, saves them, and writes their digests.
 
     python -m tests.easydel.saving HOST:PORT FOLDER SCENARIO...
 
-Each scenario gives a checkpoint in a run of its name, and a file of digests of the
-same name in the folder once that is committed.
+Each scenario writes a checkpoint to a run of its name and, once that is committed, a
+file of digests of the same name to the folder.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.easydel.scenarios import SCENARIOS, STEPS, Scenario, stepper
 
 @dataclass(frozen=True, kw_only=True)
 class Original:
-    """Digests of a state that was saved, and of what came after."""
+    """Digests of a saved state, and of the results of the next step."""
 
     leaves: dict[str, str]
     logits: str
@@ -34,7 +34,7 @@ def run_of(client: store.Client, name: str) -> store.Run:
 
 
 def read(file: Path) -> Original:
-    """Returns what was written down."""
+    """Returns the digests in the file of a scenario."""
     return Original(**json.loads(file.read_text()))
 
 

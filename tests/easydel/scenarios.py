@@ -1,4 +1,4 @@
-"""States of real EasyDeL models, small ones, each with something that is its own."""
+"""States of small, real EasyDeL models, each with a special feature."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ SIZES: Final = {
     "head_dim": 16,
 }
 STEPS: Final = 3
-"""Odd, so that MultiSteps is saved between two of its updates."""
+"""Odd number of steps, so that MultiSteps is saved between two updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Scenario:
     def model(
         self, dims: Dims, *, seed: int = 0, param_dtype: Any = None, **sizes: Any
     ) -> Any:
-        """Returns a new model for a mesh, which nothing has sharded yet."""
+        """Returns a new model for a mesh, not yet sharded."""
         model = self.model_class(
             config=self.config(dims, **sizes),
             dtype=jnp.float32,
@@ -73,7 +73,7 @@ class Scenario:
         return model.apply_lora_to_layers(*self.lora, rngs=nnx.Rngs(seed + 1))
 
     def state(self, dims: Dims, *, seed: int = 0) -> Any:
-        """Returns a new state, sharded as EasyDeL itself does it."""
+        """Returns a new state, sharded by EasyDeL."""
         made = EasyDeLState.create(
             model=self.model(dims, seed=seed), tx=self.tx(), init_opt_state=True
         )
@@ -158,7 +158,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
         config_class=ed.MixtralConfig,
         model_class=ed.MixtralForCausalLM,
         sizes={"num_local_experts": 4, "num_experts_per_tok": 2},
-        # what the fused way needs of XLA is missing on CPUs
+        # the fused implementation needs XLA features that CPUs lack
         options={"moe_method": "standard_moe"},
         dims=(2, 1, 1, 4, 1),
         other_dims=(4, 1, 1, 2, 1),

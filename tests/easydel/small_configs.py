@@ -1,7 +1,7 @@
 """Small configs of any EasyDeL model, by one rule.
 
-What counts or measures becomes small, by its name, and all else stays as its class has
-it.
+Arguments that are counts or sizes, by their names, get small values; all others keep
+the defaults of their class.
 """
 
 import inspect
@@ -36,8 +36,8 @@ _TOKEN: Final = re.compile(r".*token_(id|index)|.*_token|.*_token_ids?")
 
 
 def config_class_of(model_class: Any, registered: Any) -> Any:
-    """Returns the class of config that a model is constructed with: some are registered
-    with that of the model which they are a part of."""
+    """Returns the config class of a model's constructor. Some models are registered
+    with the config of a larger model that contains them."""
     annotation = inspect.signature(model_class.__init__).parameters["config"].annotation
     return annotation if _is_config_class(annotation) else registered
 
@@ -46,8 +46,8 @@ def small_config(config_class: Any, **changes: Any) -> Any:
     """Returns a config of a class whose model takes little memory.
 
     Args:
-        config_class: Of EasyDeL.
-        changes: Arguments that the rule has no say in.
+        config_class: Config class of EasyDeL.
+        changes: Arguments that override the rule.
     """
     parameters = _parameters(config_class)
     arguments: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def small_config(config_class: Any, **changes: Any) -> Any:
         if value is not None:
             arguments[name] = value
     for name, named in (getattr(config_class, "sub_configs", None) or {}).items():
-        # the named class may be any, and the default may have no such part
+        # the named class may be arbitrary, and the default may lack this part
         made = type(getattr(config_class(), name))
         part = made if _is_config_class(made) else named
         if name in parameters and _is_config_class(part):
@@ -67,7 +67,7 @@ def small_config(config_class: Any, **changes: Any) -> Any:
 
 
 def _parameters(config_class: Any) -> dict[str, inspect.Parameter]:
-    """The arguments of a class, those included that it passes on."""
+    """Returns the arguments of a class, including the ones that it passes on."""
     found: dict[str, inspect.Parameter] = {}
     for base in config_class.__mro__:
         if base.__name__ == "EasyDeLBaseConfig":
@@ -79,7 +79,7 @@ def _parameters(config_class: Any) -> dict[str, inspect.Parameter]:
 
 
 def _small(name: str, default: Any) -> Any:
-    """The number of an argument; None where it keeps its own."""
+    """Returns the small value of an argument; None if it keeps its default."""
     rule = next((value for rule, value in _RULES if rule.fullmatch(name)), None)
     if default is None:
         return rule if name == "head_dim" else None
@@ -91,7 +91,7 @@ def _small(name: str, default: Any) -> Any:
 
 
 def _shrink_sections(config: Any) -> None:
-    """Has the parts of rotary embeddings fit the head, which has become small."""
+    """Fits the sections of rotary embeddings to the small head."""
     for name, value in list(vars(config).items()):
         if isinstance(value, dict) and "mrope_section" in value:
             share = value.get("partial_rotary_factor") or getattr(

@@ -2,10 +2,10 @@
 
     python -m tests.easydel.sweep [REGEX]
 
-The one builds a small state of each class on one mesh, takes a step, saves it, and
-takes the next. The other restores it on another mesh, by the class alone and by a
-factory, compares all bytes of both, and takes the same step. Prints a table, and fails
-where a row of it does.
+One process builds a small state of each class on one mesh, runs a step, saves the
+state, and runs the next step. The other process restores it on another mesh, by the
+class alone and by a factory, compares all bytes, and runs the same step. Prints a
+table, and fails if a row fails.
 """
 
 import json
@@ -42,11 +42,11 @@ COLUMNS = (
     "next step",
     "by factory",
 )
-"""What is seen of each class, in this order; what follows a failure is not tried."""
+"""Checks of each class, in order; the checks after a failed one are skipped."""
 
 
 def save_each(folder: Path, names: list[str]) -> None:
-    """Builds, steps and saves a state of each class; writes down what each was."""
+    """Builds, steps and saves a state of each class; writes the digests."""
     every = registered()
     for name in names:
         row: dict[str, Any] = {"done": []}
@@ -75,8 +75,8 @@ def _save(folder: Path, one: Registered, row: dict[str, Any]) -> None:
 
 
 def restore_each(folder: Path, names: list[str]) -> bool:
-    """Restores each state as it appears; prints a row of each, and returns whether all
-    came back that can be built."""
+    """Restores each state once it is saved; prints its row, and returns whether all
+    states that can be built were restored."""
     print(f"{'class':50}" + "".join(f"{column:>10}" for column in COLUMNS))
     every = registered()
     failed = []
@@ -156,7 +156,7 @@ def _error_of(error: BaseException) -> str:
 
 
 def sweep(names: list[str], folder: Path) -> bool:
-    """Saves in another process and restores in this one; whether all is well."""
+    """Saves in another process and restores in this one; returns whether all passed."""
     global _saver  # noqa: PLW0603 - one process, which this one waits for
     with (folder / "log").open("wb") as log:
         _saver = subprocess.Popen(

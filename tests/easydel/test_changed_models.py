@@ -1,4 +1,4 @@
-"""Models that are not as their class makes them: quantized, with adapters, loaded."""
+"""Models that differ from a new model of their class: quantized, adapted, loaded."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -94,7 +94,7 @@ def test_a_changed_model_comes_back_from_its_factory_and_from_itself(
 
     assert save.rehearsal is not None
     found = save.rehearsal.result(120)
-    assert not found.ok  # its class alone makes another model
+    assert not found.ok  # its class alone would make another model
     assert "model=lambda: LlamaForCausalLM(config=config" in found.message
 
 

@@ -1,4 +1,4 @@
-"""A model of EasyDeL offers what the protocols of ours ask for."""
+"""EasyDeL's models implement the protocols of this client."""
 
 from typing import Any
 

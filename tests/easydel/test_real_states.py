@@ -27,7 +27,7 @@ def run(client: store.Client, name: str) -> store.Run:
 
 
 def restored(run: store.Run, scenario: Scenario, **changes: Any) -> Any:
-    """The state, as EasyDeL's own class, on the mesh that it was saved from."""
+    """Returns the state of EasyDeL's class, on the mesh that it was saved from."""
     model = scenario.model_class  # its config comes from the checkpoint
     if scenario.lora is not None:
         model = partial(scenario.model, scenario.dims)
@@ -41,7 +41,7 @@ def restored(run: store.Run, scenario: Scenario, **changes: Any) -> Any:
 
 
 def with_leaves_of(other: Any, state: Any) -> Any:
-    """The state with the values of another one, on its own devices."""
+    """Returns the state with the values of another one, and its own shardings."""
     values = {keystr(path): leaf for path, leaf in tree_leaves_with_path(other)}
 
     def value(path: Any, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every optimizer and schedule of EasyDeL's trainers: restored, it goes on."""
+"""Every optimizer and schedule of EasyDeL's trainers continues after a restore."""
 
 import os
 import warnings
@@ -21,15 +21,15 @@ from tests.easydel.scenarios import Scenario
 from tests.easydel.test_real_states import with_leaves_of
 
 DTYPES: Final = [("bfloat16", "float32"), ("float32", "bfloat16")]
-"""Of parameters and gradients."""
+"""Dtypes of parameters and gradients."""
 
 EVERY: Final = list(product(EasyDeLOptimizers, EasyDeLSchedulers, DTYPES))
 CASES: Final = EVERY if os.environ.get("STORESVC_OPTIMIZERS") == "all" else EVERY[::5]
-"""Each optimizer once or twice, each schedule and each pair of dtypes with some of
-them; ``STORESVC_OPTIMIZERS=all`` takes all."""
+"""Cases: each optimizer once or twice, each schedule and each pair of dtypes with some
+of them; ``STORESVC_OPTIMIZERS=all`` runs all combinations."""
 
 UNSTEPPABLE: Final = {"mars"}
-"""eformer 0.0.99 cannot step it: it looks for a gradient that its state lacks."""
+"""Optimizers that eformer 0.0.99 cannot step: their state lacks a gradient."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def client() -> Iterator[store.Client]:
 
 
 def optimizer(name: EasyDeLOptimizers, schedule: EasyDeLSchedulers) -> Any:
-    """What the trainer makes of its arguments."""
+    """Returns the optimizer that the trainer makes of its arguments."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arguments = ed.TrainingArguments(
@@ -65,7 +65,7 @@ def model(param_dtype: str) -> Any:
 
 
 def stepped(state: Any, grad_dtype: str) -> Any:
-    """The state after a step, its moments in whatever dtype that gives."""
+    """Returns the state after a step; the moments have the dtype that results."""
 
     def step(state: Any) -> Any:
         grads = jax.tree.map(

@@ -1,4 +1,4 @@
-"""EasyDeL's traversals and ours, side by side: the same answers, or a known reason."""
+"""EasyDeL's traversals and this client's agree, or differ for a known reason."""
 
 import pytest
 from easydel.utils import traversals as theirs

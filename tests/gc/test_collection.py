@@ -452,7 +452,7 @@ def test_the_journal_is_not_listed_for_tags_that_are_there() -> None:
     asyncio.run(main())
 
 
-def test_a_collection_that_the_storage_fails_is_told_as_postponed() -> None:
+def test_a_collection_that_the_storage_fails_is_reported_as_postponed() -> None:
     async def main() -> None:
         process = await started()
         await process.save(1)

@@ -271,7 +271,7 @@ def test_a_sign_of_life_at_the_last_moment_counts() -> None:
     asyncio.run(main())
 
 
-def test_a_save_whose_slot_is_freed_and_collected_while_it_begins_begins_anew() -> None:
+def test_a_save_whose_slot_is_collected_while_it_begins_starts_again() -> None:
     async def main() -> None:
         process, bucket, other = await hooked()
         aborted = await other.begin(2)

@@ -387,7 +387,9 @@ def test_data_files_outlast_an_upload_whose_chunks_were_claimed() -> None:
     assert () == tuple(marks.free_steps)  # it identifies the upload of the file
 
 
-def test_files_of_a_purged_checkpoint_stay_for_its_grace_whoever_wrote_them() -> None:
+def test_files_of_a_purged_checkpoint_stay_for_its_grace_period_for_any_writer() -> (
+    None
+):
     world = World()
     first = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
     world.store(first)
@@ -430,7 +432,7 @@ def test_pointers_go_before_what_they_point_to() -> None:
     assert sorted(kinds) == kinds
 
 
-def test_a_live_upload_without_a_record_is_told() -> None:
+def test_a_live_upload_without_a_record_is_reported() -> None:
     world = World()
     upload = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
     world.set_slot(slots.UPLOADING, upload)

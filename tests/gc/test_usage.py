@@ -90,7 +90,7 @@ def test_an_upload_under_way_is_counted_as_one(
 
 
 @pytest.mark.slow
-def test_usage_is_told_through_a_restart_of_the_server(
+def test_usage_survives_a_restart_of_the_server(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     server = start_server()

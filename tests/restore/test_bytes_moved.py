@@ -1,4 +1,4 @@
-"""A restore moves the bytes of what it returns, and next to nothing else."""
+"""A restore reads the bytes of the leaves that it returns, and little else."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def sharded(shape: tuple[int, ...], *axes: str | None) -> jax.Array:
 
 
 def the_state() -> dict[str, Any]:
-    """16 MiB of parameters and 16 MiB of other state."""
+    """Returns 16 MiB of parameters and 16 MiB of other state."""
     return {
         "params": {
             "kernel": sharded((2048, 1024), "fsdp"),
@@ -42,7 +42,7 @@ def the_state() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def wire(server_address: str) -> Iterator[CountingWire]:
-    """A wire to a server that holds ``the_state``."""
+    """A counting proxy to a server that stores ``the_state``."""
     with store.connect(server_address) as client:
         client.run("tests/moved").save(SAVED_STEP, the_state()).result()
     with counted(server_address) as wire:
@@ -51,13 +51,13 @@ def wire(server_address: str) -> Iterator[CountingWire]:
 
 @pytest.fixture
 def wired(wire: CountingWire) -> Iterator[store.Run]:
-    """A run at the other end of the wire."""
+    """A run behind the proxy."""
     with store.connect(wire.address) as client:
         yield client.run("tests/moved")
 
 
 def stored_bytes(run: store.Run, prefix: str = "") -> int:
-    """Returns what the chunks of leaves take, with a checksum each."""
+    """Returns the stored bytes of leaves: their chunks, with a checksum each."""
     return sum(
         leaf.chunk_count
         * (math.prod(leaf.chunk_shape) * DTYPES[leaf.dtype].itemsize + 4)
@@ -67,7 +67,7 @@ def stored_bytes(run: store.Run, prefix: str = "") -> int:
 
 
 def check_moved(wire: CountingWire, run: store.Run, prefix: str, **how: Any) -> Any:
-    """Returns what a restore returns that has to move the leaves of a prefix."""
+    """Restores; asserts that only the leaves of a prefix are read."""
     expected = stored_bytes(run, prefix)
     before = wire.received_bytes
     back = run.restore(SAVED_STEP, **how)

@@ -165,7 +165,7 @@ def test_a_failed_stream_stops_the_others(
 
         with pytest.raises(store.DataLossError, match="chunk 0"):
             run.restore(1)
-        # and the chunk is asked for a second time
+        # and the chunk is requested a second time
         assert [[0]] == begun[server_source.STREAMS :]
 
 
@@ -188,7 +188,7 @@ def test_swapped_chunks_are_data_loss(tmp_path: Path) -> None:
 
 
 def forge(root: Path, change: Callable[[tree_pb2.Manifest], None]) -> None:
-    """Changes a manifest, and the record so that it vouches for it."""
+    """Changes a manifest, and its checksum in the record."""
     folder = root / "data/tests/forged"
     (manifest_file,) = (folder / "manifests").iterdir()
     (record_file,) = (folder / "checkpoints").iterdir()

@@ -1,4 +1,4 @@
-"""Restores beyond their deadline: they end, and report what is outstanding."""
+"""Restores past their deadline end, and report the missing data."""
 
 from collections.abc import Callable
 from datetime import timedelta

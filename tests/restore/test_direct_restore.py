@@ -1,4 +1,4 @@
-"""A direct restore reads data files by itself: no copy too many, no byte too many."""
+"""A direct restore reads data files itself, without extra copies or extra bytes."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def direct(server: ServerProcess) -> Iterator[store.Client]:
-    """A client of a server that reads the store's files by itself."""
+    """A client of a server that reads the store's files directly."""
     with store.connect(server.address, direct=server.root.as_uri()) as connected:
         yield connected
 
@@ -51,7 +51,7 @@ def like(tree: Any, sharding: Sharding) -> Any:
 
 
 def read_bytes() -> int:
-    """Bytes that this process has read from files so far."""
+    """Returns the bytes that this process has read from files so far."""
     for line in Path("/proc/self/io").read_text().splitlines():
         if line.startswith("rchar:"):
             return int(line.split()[1])
@@ -196,7 +196,7 @@ def test_buffers_that_are_not_handed_over_fit_the_budget(
     source.read(assembly.missing, assembly)
 
     assert sum(leaf.nbytes for leaf in tree.values()) == sum(held)
-    # one that is larger than all of it goes alone
+    # a buffer larger than the budget is read alone
     assert source.budget.peak_bytes <= max(limit_mib * MIB, *held)
 
 

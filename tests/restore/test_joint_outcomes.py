@@ -1,4 +1,4 @@
-"""Processes that restore together: all begin, or none does; all end well, or none."""
+"""Processes that restore together: all begin or none, all succeed or none."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ WHAT = "tests/run@1"
 def restore_of(
     process: ThreadProcess, seconds: float = 60.0, what: str = WHAT
 ) -> JointRestore:
-    """A restore that a process has begun."""
+    """Returns a restore that a process has begun."""
     joint = JointRestore(process, "tests/run")
     joint.begin(what, lambda: "runs/1", Deadline.after(seconds))
     return joint
@@ -288,7 +288,7 @@ def test_an_unreachable_board_hides_no_failure() -> None:
 
 
 def test_the_last_progress_callback_runs_before_the_end(tmp_path: Path) -> None:
-    """What it raises fails the restore of all."""
+    """An error of the callback fails the restore of all processes."""
 
     def part(process: ThreadProcess) -> None:
         def callback(progress: store.Progress) -> None:

@@ -1,4 +1,4 @@
-"""Restores by all processes of a job: they read the same, and every byte once."""
+"""Restores by all processes of a job: equal results, and every byte is read once."""
 
 from pathlib import Path
 

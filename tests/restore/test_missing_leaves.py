@@ -1,4 +1,4 @@
-"""Leaves that a checkpoint lacks: an error, or what ``like`` has there."""
+"""Leaves that a checkpoint lacks are rejected, or keep the values of ``like``."""
 
 import logging
 from typing import Any

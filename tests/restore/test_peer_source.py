@@ -1,4 +1,4 @@
-"""Restores that processes spread over each other: who fails keeps none waiting."""
+"""Spread restores: processes exchange chunks, and a failed process blocks no other."""
 
 import threading
 import time
@@ -29,15 +29,15 @@ LEAVES = {f"{n}": np.full(20_000 + n, n, np.int64) for n in range(12)}
 
 @pytest.fixture(autouse=True)
 def left() -> Iterator[threading.Event]:
-    """Whether this process has left an exchange; the processes of these tests are
-    threads of it."""
+    """Event that is set if this process has abandoned an exchange. The processes of
+    these tests are threads, and share it."""
     yield peer_source._left
     peer_source._left.clear()
 
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenCheckpoint]:
-    """A checkpoint of which each round brings half a leaf of each process."""
+    """A checkpoint of which each round exchanges half a leaf per process."""
     monkeypatch.setattr(peer_plan, "ROUND_BYTES", COUNT * 80_000)
     monkeypatch.setattr(peer_plan, "SLICE_BYTES", 200_000)
     monkeypatch.setattr(peer_source, "BATCH_BYTES", 200_000)
@@ -49,7 +49,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenChec
 
 
 class Reading:
-    """What one process has read."""
+    """A spread restore of one process, and the leaves that it has read."""
 
     def __init__(self, opened: OpenCheckpoint, job: ThreadProcess) -> None:
         manifest = opened._manifest
@@ -194,7 +194,7 @@ def test_rounds_stay_within_their_limit_and_chunks_arrive_whole(
 
 
 class Slow:
-    """A source of chunks that takes its time."""
+    """A slow source of chunks."""
 
     def __init__(self, inner: Any, seconds: float) -> None:
         self.inner = inner

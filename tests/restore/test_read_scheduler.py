@@ -20,7 +20,7 @@ def units(*numbers: int) -> list[Unit]:
 
 
 def put(scheduler: ReadScheduler[Unit], *numbers: int) -> None:
-    """Reads units, for which there is room."""
+    """Reads units that fit the buffer."""
     for unit in units(*numbers):
         assert [] == scheduler.make_room(unit, Urgency.NEEDED)
         scheduler.mark_ready(unit)

@@ -1,4 +1,4 @@
-"""Restores that not all processes of a job call: those that all call meet."""
+"""Joint restores meet also after restores that only some processes called."""
 
 import logging
 import re
@@ -61,7 +61,7 @@ def restored(
 
 
 class Job:
-    """Processes that live through several calls."""
+    """Processes that make several calls."""
 
     def __init__(self) -> None:
         job = ThreadJob(len(ALL))
@@ -77,8 +77,8 @@ class Job:
         absence: store.StoreError | None = None,
         seconds: float = LONG,
     ) -> list[str]:
-        """Has processes restore the same, but for one that asks for something else, or
-        is refused; returns what comes of it."""
+        """Restores in the processes; one of them may request another checkpoint, or
+        fail before. Returns the outcomes."""
         outcomes = dict.fromkeys(callers, "")
 
         def part(index: int) -> None:

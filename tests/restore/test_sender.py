@@ -1,4 +1,4 @@
-"""Streams of one checkpoint share what is read for them, and none waits for another."""
+"""Streams of one checkpoint share its reads, and no stream waits for another."""
 
 import asyncio
 import random
@@ -30,7 +30,7 @@ READ_BUFFER_BYTES = 8 << 20
 
 
 class CountingBucket(TensorStoreBucket):
-    """A bucket that counts what is read for streams, and may fail once."""
+    """A bucket that counts reads of data files, and may fail once."""
 
     bytes_read = 0
     fails = False
@@ -69,7 +69,7 @@ class Opened:
         return self.sender.send(RUN, self.manifest, chunks)
 
     def check(self, responses: Sequence[bytes]) -> None:
-        """Each chunk came once, its pieces in order."""
+        """Asserts that each chunk was received once, its pieces in order."""
         found = dict.fromkeys(range(LEAVES), 0)
         for response in responses:
             frame = chunk_api.ReadChunksResponse.FromString(response).frame

@@ -1,4 +1,4 @@
-"""The streams of a restore request equal shares, and nothing twice."""
+"""The streams of a restore request equal shares, and no chunk twice."""
 
 from hypothesis import given
 from hypothesis import strategies as st

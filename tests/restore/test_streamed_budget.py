@@ -22,7 +22,7 @@ LEAF_BYTES = 3 * MIB
 
 @pytest.fixture(scope="module")
 def saved(server: ServerProcess) -> str:
-    """The name of a run whose step 0 has 192 MiB."""
+    """Name of a run whose step 0 has 192 MiB."""
     name = "tests/streamed-budget"
     drawn = np.random.default_rng(0)
     with store.connect(server.address) as client:
@@ -33,8 +33,8 @@ def saved(server: ServerProcess) -> str:
 
 
 def restored(address: str, name: str, budget_bytes: int) -> tuple[int, list[int]]:
-    """Restores all leaves and drops them; returns the most bytes that were held in
-    buffers, and those that were handed over."""
+    """Restores all leaves and drops them; returns the peak of bytes in buffers, and the
+    bytes that were handed over."""
     handed: list[int] = []
 
     def place(buffer: Buffer) -> None:
@@ -59,7 +59,7 @@ def test_buffers_of_a_streamed_restore_fit_its_budget(
     peak, handed = restored(server.address, saved, budget_mib * MIB)
 
     assert LEAVES * LEAF_BYTES == sum(handed)
-    # one that is larger than all of it goes alone
+    # a buffer larger than the budget is read alone
     assert peak <= max(budget_mib * MIB, LEAF_BYTES)
 
 

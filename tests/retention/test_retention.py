@@ -149,7 +149,7 @@ def test_without_a_policy_all_stay(saved: store.Run) -> None:
     ],
     ids=str,
 )
-def test_a_policy_that_nobody_can_mean_is_refused_and_not_stored(
+def test_a_policy_without_sense_is_rejected_and_not_stored(
     run: store.Run, policy: store.RetentionPolicy, reason: str
 ) -> None:
     with pytest.raises(store.InvalidRequestError, match="retention policy") as caught:
@@ -414,7 +414,7 @@ def test_the_newest_one_stays_unless_it_was_asked_for_by_name(seed: int) -> None
         assert COMMITTED == slot_of(world, 1).state
 
 
-def test_a_long_run_is_told_of_in_pages() -> None:
+def test_a_preview_of_a_long_run_comes_in_pages() -> None:
     world = retained(world_of(0, steps=2 * PAGE + 500), None)
 
     async def main() -> None:

@@ -143,7 +143,7 @@ def test_a_save_without_a_copy_has_ended_when_it_returns(embedded: store.Run) ->
     assert 1 == save.result().step
 
 
-def test_a_save_without_a_copy_keeps_nobody_else_from_the_run(
+def test_a_save_without_a_copy_blocks_no_other_call_of_the_run(
     embedded: store.Run,
 ) -> None:
     with slow_commits(1), ThreadPoolExecutor(1) as pool:
@@ -261,7 +261,7 @@ def test_a_save_is_refused_while_another_is_under_way_where_that_is_asked(
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_what_a_save_failed_with_is_told_at_the_next_call_and_on_its_handle(
+def test_the_error_of_a_save_is_raised_by_the_next_call_and_by_its_handle(
     embedded: store.Run, *, queued: bool
 ) -> None:
     embedded.save(1, TREE).result()

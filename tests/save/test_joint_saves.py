@@ -82,7 +82,9 @@ def test_what_process_0_says_of_a_checkpoint_counts(saved: Saved) -> None:
 
 
 @pytest.mark.slow
-def test_the_slowest_data_file_and_the_last_process_are_told(saved: Saved) -> None:
+def test_the_report_names_the_slowest_data_file_and_the_last_process(
+    saved: Saved,
+) -> None:
     first = {each["last"][0] for each in saved.results}
 
     assert len(first) == 1

@@ -228,7 +228,7 @@ def test_buffers_of_many_sizes_stay_within_the_budget() -> None:
     assert resident() - before <= (256 + 32) * MIB
 
 
-def test_a_storage_that_fails_is_told_and_not_waited_for(
+def test_a_storage_that_fails_is_reported_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 10_000)

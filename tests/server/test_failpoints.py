@@ -1,8 +1,8 @@
-"""A server that fails at any step of its work: what was there stays, what was asked
-is done whole or not at all, and may be asked again.
+"""A server that fails at any failpoint: stored data stay, an operation is done whole or
+not at all, and may be retried.
 
-Walks the registry, so that a new failpoint is tested from the start; one that no
-operation here reaches is a failure.
+The tests iterate over the registry, so a new failpoint is tested from the start; a
+failpoint that no operation here reaches fails them.
 """
 
 import shutil
@@ -32,13 +32,13 @@ RUN = "tests/points"
 PARENT = "namespaces/tests/runs/points"
 WHOLE = elements(0) + elements(1) + elements(2)
 KEPT, DELETED, PURGED, SAVED, ABORTED, FORGOTTEN = range(6)
-"""Steps, by what the operations below do to them. KEPT and DELETED are there before,
-and PURGED is deleted; FORGOTTEN was aborted a day ago."""
+"""Steps, by the operations on them below. KEPT and DELETED are committed before, PURGED
+is deleted, and FORGOTTEN was aborted a day ago."""
 
 
 @dataclass
 class Caller:
-    """Asks a server for each operation, once or again."""
+    """Sends the operations to a server, and retries."""
 
     address: str
 
@@ -47,7 +47,7 @@ class Caller:
         Writer(self.address, RUN, SAVED).save()
 
     def abort(self, step: int = ABORTED) -> None:
-        """Gives an upload up that has stored something."""
+        """Aborts an upload that has stored chunks."""
         writer = Writer(self.address, RUN, step)
         writer.begin()
         writer.write(frame(0, 1))
@@ -61,7 +61,7 @@ class Caller:
         self._checkpoints.DeleteCheckpoint(request, timeout=30)
 
     def purge(self) -> None:
-        """Ends a deleted checkpoint for good."""
+        """Purges a deleted checkpoint."""
         request = checkpoints.PurgeCheckpointRequest(
             name=f"{PARENT}/checkpoints/{PURGED}"
         )
@@ -103,7 +103,7 @@ def operation(point: Failpoint) -> Callable[[Caller], None]:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store in which each operation finds something to do."""
+    """A store in which each operation has work to do."""
     root = tmp_path_factory.mktemp("template") / "store"
     with embedded(root) as address:
         for step in (KEPT, DELETED, PURGED):
@@ -117,8 +117,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forget_uploads(root: Path) -> None:
-    """Removes the records of uploads, as the collector does after a day: only then
-    does it empty the slots that they gave back."""
+    """Removes the records of uploads, as garbage collection does after a day: only then
+    does it empty their freed slots."""
     for record in (root / "data/tests/points/uploads").glob("*.binpb"):
         record.unlink()
 
@@ -174,7 +174,7 @@ def check(root: Path, call: Callable[[Caller], None], *, acknowledged: bool) -> 
             with suppress(grpc.RpcError):  # it is there already
                 call(Caller(address))
         elif call is Caller.purge:
-            with suppress(grpc.RpcError):  # it is gone already
+            with suppress(grpc.RpcError):  # it is purged already
                 call(Caller(address))
         else:
             call(Caller(address))
@@ -197,7 +197,7 @@ def content(run: store.Run, step: int) -> bytes:
 def in_process(
     root: Path, call: Callable[[Caller], None], faults: dict[Failpoint, Fault]
 ) -> bool:
-    """Does an operation with points of it armed; whether it was answered."""
+    """Runs an operation with armed failpoints; returns whether it was answered."""
     failpoints.arm(faults)
     try:
         with embedded(root) as address:
@@ -219,7 +219,7 @@ def test_a_storage_that_fails_at_a_step(root: Path, point: Failpoint) -> None:
 
 @pytest.mark.parametrize("prefix", OPERATIONS)
 def test_a_delay_at_a_step(root: Path, prefix: str) -> None:
-    """At each step of an operation: what waits does so alike at all of them."""
+    """Arms all failpoints of an operation at once, as delays are alike at all."""
     points = [point for point in Failpoint if point.partition(".")[0] == prefix]
     fault = Fault(action=Action.DELAY, delay_seconds=0.01, time=None)
     call = OPERATIONS[prefix]
@@ -242,8 +242,8 @@ def test_a_lost_reply(root: Path, point: Failpoint) -> None:
 def doomed(
     template: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Failpoint], ServerProcess]]:
-    """Brings servers, each to be killed at a point: to start one takes longer than
-    the rest of a test, so that of the next point does it aside."""
+    """Yields a server for each failpoint to be killed at. The next one starts in the
+    background, as starting takes longer than the rest of a test."""
     points = [*Failpoint]
     launched: dict[Failpoint, ServerProcess] = {}
 

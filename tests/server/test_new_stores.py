@@ -1,4 +1,4 @@
-"""A store is made where there is nothing, and a root with a typing error is seen."""
+"""A store is created only in an empty place, so a mistyped root is noticed."""
 
 import logging
 from collections.abc import Callable

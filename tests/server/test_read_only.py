@@ -1,4 +1,4 @@
-"""Stores that cannot be written: what is served, refused and logged."""
+"""Stores on read-only storages: served calls, rejected calls and log lines."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ def unwritable(root: Path) -> Generator[None]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """The root of a store with a checkpoint."""
+    """Root of a store with a checkpoint."""
     root = tmp_path / "store"
     with store.connect(root.as_uri()) as client:
         client.run("tests/old").save(1, {"x": np.arange(5)}).result()

@@ -1,5 +1,5 @@
-"""Several servers of one store behind one name: any of them takes any call, and what
-is lost with one of them goes on at another."""
+"""Several servers of one store behind one name: each accepts every call, and work that
+is interrupted at one of them continues at another."""
 
 import asyncio
 import subprocess
@@ -229,13 +229,13 @@ def test_rolling_drains_fail_no_call(
 
 
 class Serving:
-    """A server in this process, whose health a test decides on."""
+    """A server in this process, whose health a test sets."""
 
     def __init__(self, host: str = "127.0.0.1", port: str = "0") -> None:
-        """Makes one that does not serve yet."""
+        """Makes a server that does not serve yet."""
         self.address = f"{host}:{port}"
         self.uid = ""
-        """The uid of its store: shows which replica responded."""
+        """UUID of its store, by which tests recognise the replica that responded."""
         self._health: HealthCalls
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._ended = asyncio.Event()

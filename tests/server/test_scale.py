@@ -1,4 +1,4 @@
-"""Scale: calls do not grow with a run or a store, nor memory with what was read."""
+"""Scale: calls of the bucket do not grow with the store, nor memory with past reads."""
 
 import asyncio
 import gc
@@ -51,7 +51,7 @@ Task: TypeAlias = Callable[[Store], Awaitable[Any]]
 
 
 Row = tuple[str, bytes]
-"""A place, and what it holds."""
+"""A place, and its sealed record."""
 
 
 def slot(
@@ -77,7 +77,7 @@ def objects(large: range) -> Iterator[Row]:
 
 
 def traces() -> Iterator[Row]:
-    """Yields what a life of the large run has left besides."""
+    """Yields other records that a long-lived run accumulates."""
     tag = pb.TagRecord(step=5000, upload=UPLOAD)
     yield row(RunPaths(LARGE).tag("best"), tag)
     for number in range(1, STEPS + 1):
@@ -90,7 +90,7 @@ def traces() -> Iterator[Row]:
 
 @pytest.fixture(scope="module")
 def bucket() -> FaultyBucket:
-    """A bucket of them."""
+    """A bucket with these objects."""
 
     async def filled() -> FaultyBucket:
         made = await FaultyBucket.faulty("memory://")
@@ -272,7 +272,7 @@ def test_a_tree_of_many_leaves_round_trips(run: store.Run) -> None:
 
 
 class Loads:
-    """Loads of texts, counted, each of which waits for ``go``."""
+    """Counts loads of texts, each of which waits for ``go``."""
 
     def __init__(self) -> None:
         self.cache: ByteCache[str, str] = ByteCache(10, size_of=len)
@@ -396,7 +396,7 @@ def test_the_memory_estimate_of_a_tree_is_an_upper_bound(rank: int) -> None:
         for i, shape in enumerate(shapes)
     ]
     table = tree_pb2.LeafTable.FromString(b"".join(pack_leaves(Tree(tuple(rows)))))
-    unpack_leaves(table)  # fills what is kept for all trees
+    unpack_leaves(table)  # fills the caches that all trees share
     trees._grid.cache_clear()
 
     tracemalloc.start()

@@ -1,10 +1,10 @@
-"""The store against a model: any order of calls, of several uploads and steps, over a
-bucket that fails, loses answers, and outlives the processes that use it.
+"""Compares the store with a model, under random sequences of calls and faults.
 
-Each call may meet a fault at any of its changes. Where it then says that the storage
-did not answer, or the process died, the same request is made again, as a client does,
-and must be answered as if nothing had happened. Collections run between and during
-other calls. Hypothesis prints what reproduces a failure.
+The calls belong to several uploads and steps. The bucket fails, loses responses, and
+outlives the processes that use it. Each call may meet a fault at any of its changes. If
+the storage did not answer, or the process died, the same request is retried, as a
+client does, and must return the result of an undisturbed call. Garbage collection runs
+between and during other calls. Hypothesis prints the steps that reproduce a failure.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ TAGS = st.sampled_from(["best", "live"])
 
 
 async def collect(store: Store, grace: timedelta) -> Any:
-    """Makes a pass over the run; returns what it reported last."""
+    """Collects the run; returns the last progress report."""
     reported = [p async for p in store.collector.collect(RUN, grace=grace)]
     if reported[-1].is_unavailable:
         raise StorageUnavailableError(
@@ -86,7 +86,7 @@ async def collect(store: Store, grace: timedelta) -> Any:
 
 
 class FakeClock:
-    """Clocks that a test turns."""
+    """Clocks that a test controls."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -102,11 +102,11 @@ class FakeClock:
 
 @dataclass(frozen=True)
 class Trouble:
-    """The trouble that a call meets."""
+    """Fault of a call."""
 
     fault: Fault
     at: int
-    """At which change."""
+    """Number of the change with the fault."""
     is_concurrent: bool = False
     """True if another process collects garbage during the call."""
 
@@ -131,18 +131,18 @@ class StoreMachine(RuleBasedStateMachine):
     uploads = Bundle("uploads")
 
     def root(self) -> str:
-        """The root of a new storage."""
+        """Returns the root of a new storage."""
         return "memory://"
 
     @initialize()
     def start(self) -> None:
-        """A process opens a fresh storage."""
+        """Opens a fresh storage."""
         self._loop = asyncio.new_event_loop()
         self._clock = FakeClock()
         self._model = Model()
         self._bucket: FaultyBucket = self._do(FaultyBucket.faulty(self.root()))
         self.restart()
-        # a second process, which only collects, and remembers what it saw
+        # a second process, which only collects, and keeps its state between passes
         opening = Store.open(self._bucket.reopened(), clock=self._clock)
         self._other: Store = self._do(opening)
         self._token, self._reported = "", list[str]()
@@ -150,7 +150,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.watch()
 
     def teardown(self) -> None:
-        """Nothing was missed; closes what is open."""
+        """Checks that the watch missed no event, and closes the processes."""
         try:
             self.watch()
         finally:
@@ -163,7 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Another process opens the same storage."""
+        """Opens the same storage in another process."""
         self._bucket = self._bucket.reopened()
         self._store: Store = self._do(Store.open(self._bucket, clock=self._clock))
 
@@ -205,8 +205,8 @@ class StoreMachine(RuleBasedStateMachine):
             self._collected_beside = True
 
     def _may_be_over(self) -> bool:
-        """Returns whether a collection may end something: the result of a concurrent
-        call would not be certain."""
+        """Returns whether a collection may abort or purge, so that the result of a
+        concurrent call is uncertain."""
         return bool(self._due()) or any(map(self._is_idle, self._model.live()))
 
     def _due(self) -> list[Checkpoint]:
@@ -215,7 +215,7 @@ class StoreMachine(RuleBasedStateMachine):
         return [c for c in kept if c.deleted and c.purge_time and c.purge_time <= now]
 
     def _end_idle_holds(self, kept: Checkpoint) -> None:
-        """Forgets the holds of a checkpoint that was purged."""
+        """Removes the holds of a purged checkpoint from the model."""
         for hold in [h for h in self._model.holds.values() if self._is_idle(h)]:
             if hold.checkpoint is kept:
                 del self._model.holds[hold.id]
@@ -230,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _observed(
         self, call: Coroutine[Any, Any, Any], step: int, died_at: int
     ) -> pb.CheckpointRecord | None:
-        """Returns the slot after a call whose process died and never came back."""
+        """Returns the slot after a call whose process died and was not restarted."""
         self._bucket.calls.follow(at_change(died_at, Fault.DEATH))
         with suppress(DiedError, StoreError):
             self._do(call)
@@ -302,8 +302,8 @@ class StoreMachine(RuleBasedStateMachine):
     def _begin_as_clients_do(
         self, step: int, base: int | str | None, trouble: Trouble
     ) -> tuple[UploadName, Any]:
-        """The answer to a begin, once more under another id where a collector has
-        emptied the slot between two tries of the first."""
+        """Returns the response to a begin; repeats it with another request id if a
+        collection emptied the slot between two attempts of the first."""
         for last_try in (False, True):
             name = UploadName(RUN, uuid.uuid4().hex)
             begin = partial(self._begin, name, step, base)
@@ -355,7 +355,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(upload=uploads, content=CONTENTS)
     def find(self, upload: Upload, content: tuple[int, ...]) -> None:
-        """Finds the chunks that need not be sent: the same as in the model."""
+        """Compares the chunks that need not be sent with the model."""
 
         async def call() -> list[int]:
             opened = await self._store.uploads.open(self._name(upload), upload.epoch)
@@ -420,7 +420,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(upload=uploads, died_at=st.integers(0, 8))
     def die_in_commit(self, upload: Upload, died_at: int) -> None:
-        """A commit without a retry: the checkpoint is absent or complete."""
+        """Commits without a retry: the checkpoint is absent or complete."""
         if upload.state != "live":
             return
         call = self._store.commits.commit(self._name(upload), upload.epoch)
@@ -433,7 +433,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(step=STEPS, died_at=st.integers(0, 3))
     def die_in_begin(self, step: int, died_at: int) -> None:
-        """A begin without a retry: the step is taken, or unchanged."""
+        """Begins without a retry: the step is taken, or unchanged."""
         if step in self._model.checkpoints:
             return
         name = UploadName(RUN, uuid.uuid4().hex)
@@ -472,8 +472,8 @@ class StoreMachine(RuleBasedStateMachine):
         later: dict[int, int],
         data: st.DataObject,
     ) -> None:
-        """Sends all chunks, as the client does, and other bytes, which must not
-        count."""
+        """Sends all chunks, as the client does, and superfluous ones, which must have
+        no effect."""
         taken = self._model.checkpoints
         free = [step for step in range(LAST_STEP + 1) if step not in taken]
         step = data.draw(st.sampled_from(free))
@@ -610,7 +610,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(hours=st.sampled_from([0, 0, 1]), trouble=TROUBLES)
     def gc(self, hours: int, trouble: Trouble) -> None:
-        """A pass ends what has no more use, and nothing else."""
+        """Collects: aborts and purges everything that is due, and nothing else."""
         grace = timedelta(hours=hours)
         once = Trouble(trouble.fault, trouble.at * 3)
         last = self._answer(lambda: collect(self._store, grace), once)
@@ -629,7 +629,8 @@ class StoreMachine(RuleBasedStateMachine):
         self._collected_beside = False
 
     async def _look_at_slots(self) -> None:
-        """Takes over what a collection may have done, and checks that it might."""
+        """Updates the model by the effects of a collection, and checks that each was
+        allowed."""
         model = self._model
         for upload in list(model.live()):
             found = await self._other.catalogue.slot(RUN, upload.step)
@@ -677,7 +678,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def watch(self) -> None:
-        """A watch that resumes from its token reports each commit once."""
+        """Resumes the watch from its token; it must report each commit once."""
         self._do(self._go_on_watching())
         assert len(self._reported) == len(set(self._reported))
         gone = {uid for _, uid in self._model.events} - {
@@ -746,7 +747,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert self._content(record) == kept.content
 
     def _content(self, record: pb.CheckpointRecord) -> tuple[int, ...]:
-        """The version of each chunk, as a restore reads it."""
+        """Returns the version of each chunk, as a restore reads it."""
 
         async def read() -> tuple[int, ...]:
             manifest = await self._store.catalogue.manifest(RUN, record)
@@ -765,7 +766,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_object_is_of_an_upload_that_we_know(self) -> None:
-        """Every object in the bucket is accounted for by a rule."""
+        """Checks that every object in the bucket is expected."""
         places = RunPaths(RUN)
         for place in self._do(self._bucket.list(places.root)):
             rest = place.removeprefix(places.root)
@@ -781,7 +782,7 @@ TestStore.settings = settings(
 
 
 class GcsStoreMachine(StoreMachine):
-    """Does so in a bucket."""
+    """The same test in a bucket."""
 
     def root(self) -> str:
         return gcs_root()
@@ -798,7 +799,7 @@ TestGcsStore.settings = settings(
 
 
 class S3StoreMachine(StoreMachine):
-    """Does so in an emulated bucket on S3, whose generations are sums."""
+    """The same test in an emulated bucket on S3, whose generations are checksums."""
 
     emulator: ClassVar[FakeS3]
 

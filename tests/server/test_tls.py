@@ -26,7 +26,7 @@ YESTERDAY = datetime.now(UTC) - timedelta(days=1)
 
 
 class Setting:
-    """A server that asks for certificates, in files that tests may replace."""
+    """A server that requires client certificates, with files that tests may replace."""
 
     def __init__(self, directory: Path) -> None:
         self.authority = Authority(directory)
@@ -52,7 +52,7 @@ class Setting:
         self.server.start()
 
     def connect(self, target: str = "", **changes: Any) -> store.Client:
-        """Connects as a client that is served, but for changes."""
+        """Connects as a permitted client, with some options changed."""
         options: dict[str, Any] = {
             "ca": self.authority.certificate,
             "cert": self.client.certificate,
@@ -70,7 +70,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
 
 @pytest.fixture
 def setting(shared: Setting) -> Iterator[Setting]:
-    """The server of the module, with its files as they were after the test."""
+    """The server of the module; its files are put back after the test."""
     yield shared
     shared.served.replace(shared.good)
     shutil.copy(shared.authority.certificate, shared.clients_ca)
@@ -78,7 +78,7 @@ def setting(shared: Setting) -> Iterator[Setting]:
 
 @pytest.fixture
 def _endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patience is for servers that come back; what it is spent on here, hangs."""
+    """Lets retries go on for long, so that a retried permanent error hangs the test."""
     monkeypatch.setattr(retry, "PATIENCE_SECONDS", 10_000)
 
 
@@ -207,7 +207,7 @@ def test_clients_connect_while_a_server_rotates_its_certificate(
 
 
 def _presented(setting: Setting) -> str:
-    """The certificate that the server shows to a new connection."""
+    """Returns the certificate that the server presents to a new connection."""
     host, _, port = setting.server.address.rpartition(":")
     return ssl.get_server_certificate((host, int(port))).strip()
 
@@ -246,7 +246,7 @@ def test_a_client_uses_its_rotated_files(setting: Setting, tmp_path: Path) -> No
         shutil.copy(setting.other.certificate, setting.clients_ca)
         shutil.copy(setting.other.certificate, trusted)
         ours.replace(setting.other.issue("ours"))
-        setting.server.kill()  # so that nothing is left of what was connected
+        setting.server.kill()  # ends the existing connections
         setting.server.start()
 
         for i, (_, array) in enumerate(leaves, start=1):

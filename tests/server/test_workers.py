@@ -1,4 +1,4 @@
-"""Several processes serve one port: each takes any call, and none is missed long."""
+"""Several processes serve one port: each accepts every call, and is soon replaced."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
 
 
 def workers(server: ServerProcess) -> list[int]:
-    """The processes that listen at its port."""
+    """Returns the IDs of the processes that listen on the port."""
     port = f":{int(server.address.rpartition(':')[2]):04X}"
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     rows = [row.split() for table in tables for row in table.read_text().splitlines()]

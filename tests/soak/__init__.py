@@ -1,8 +1,8 @@
-"""All that a machine can do to a store, at every point of its work.
+"""Faults of machines, at every point of a store's work.
 
     make soak                       # all, in three quarters of an hour
     make soak SOAK="kill_points bit_flips"
 
-Each module does one kind of harm in a function of its name, and returns how many
-points it tried and what was lost.
+Each module injects one kind of fault in a function of its name, which returns the
+number of points that it tried, and the losses.
 """

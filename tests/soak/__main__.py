@@ -1,4 +1,4 @@
-"""``python -m tests.soak [NAME ...]``: runs kinds of harm, and prints a table."""
+"""``python -m tests.soak [NAME ...]``: injects kinds of faults, and prints a table."""
 
 import argparse
 import logging
@@ -34,11 +34,11 @@ NAMES: Final = (
     "amplifications",
     "misbehaving",
 )
-"""Modules of this package, each with a function of its name."""
+"""Modules of this package, each with a function of the same name."""
 
 
 def main() -> int:
-    """Returns the exit code: 1 where something was lost."""
+    """Returns the exit code: 1 if there were losses."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("name", nargs="*", metavar="NAME", help=", ".join(NAMES))
     names = parser.parse_args().name or NAMES

@@ -1,4 +1,4 @@
-"""R5: one bit flips: anywhere, at random, and in each byte of records and manifests."""
+"""R5: one bit flips, at random places, and in each byte of records and manifests."""
 
 import random
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""I12: a call is cancelled wherever it waits, once, or again while it gives back what
-it holds; of every call of the contract."""
+"""I12: every call of the contract is cancelled at each of its suspensions, once, or
+again while it cleans up."""
 
 import tempfile
 from functools import partial

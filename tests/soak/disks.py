@@ -1,9 +1,9 @@
-"""A disk as a power cut leaves it: what was never synced may be gone.
+"""A disk after a power cut: changes that were never synced may be lost.
 
-Replays the log of ``syscalls.c``. A write is durable once its file was synced; a name
-(of a file, a folder, a renamed or removed one) once the folder that holds it was. A
-file whose sync failed has lost what was not durable before: the kernel reports it
-once, and forgets the pages.
+Replays the log of ``syscalls.c``. A write is durable once its file is synced; a new,
+renamed or removed name is durable once its directory is synced. A file whose sync
+failed loses its unsynced writes: the kernel reports the error once, and drops the
+pages.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 
 
 class Survivors(Enum):
-    """What of the unsynced survives, at the extremes."""
+    """Extreme cases of the unsynced changes that survive."""
 
     NOTHING = "nothing unsynced survived"
     NAMES = "all names survived, and no unsynced byte"
@@ -48,25 +48,25 @@ class Folder:
 
 
 def read_log(log: Path) -> list[Change]:
-    """Returns the changes of a log."""
+    """Returns the changes in a log."""
     lines = log.read_text().splitlines() if log.exists() else []
     return [_parse(line) for line in lines]
 
 
 class Disk:
-    """A folder, from what is durable in it, through changes."""
+    """The files of a directory, durable and current, after changes."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._top = _durable(root)
 
     def apply(self, changes: Iterable[Change]) -> None:
-        """Makes changes."""
+        """Applies changes."""
         for change in changes:
             self._apply(change)
 
     def lay_out(self, directory: Path, survivors: Survivors) -> None:
-        """Writes what a power cut would leave of the folder."""
+        """Writes the directory as a power cut would leave it."""
         _lay_out(self._top, directory, survivors)
 
     def _apply(self, change: Change) -> None:
@@ -97,7 +97,7 @@ class Disk:
                 node.now = node.now[:length].ljust(length, b"\0")
 
     def _folder_of(self, path: str) -> tuple[Folder | None, str]:
-        """The folder that holds a path, and its name there; None for the top."""
+        """Returns the directory of a path, and its name there; None for the top."""
         parts = PurePath(path).relative_to(self._root).parts
         if not parts:
             return None, ""
@@ -131,7 +131,7 @@ def _lay_out(folder: Folder, directory: Path, survivors: Survivors) -> None:
 
 
 def _durable(directory: Path) -> Folder:
-    """A folder that is on the disk since long."""
+    """Returns a directory that is durable."""
     found = dict(_children(directory))
     return Folder(now=found, durable=dict(found))
 

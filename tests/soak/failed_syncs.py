@@ -1,7 +1,7 @@
-"""R8: each fsync of a save fails once with EIO, and the kernel forgets the pages.
+"""R8: each fsync of a save fails once with EIO, and the kernel drops the pages.
 
-What was then acknowledged must be on the disk all the same: a sync that failed is
-never believed the second time.
+Acknowledged data must be on the disk nevertheless: a repeated sync that succeeds after
+a failed one proves nothing, so the data must be written again.
 """
 
 import errno

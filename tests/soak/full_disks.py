@@ -1,4 +1,4 @@
-"""R7: the disk is full: at each write of a save, from each write on, and for real."""
+"""R7: the disk is full, at one write of a save, from a write on, or really full."""
 
 import errno
 import tempfile
@@ -19,7 +19,7 @@ DISK_BYTES = 32 << 20
 
 
 def full_disks() -> Outcome:
-    """Fills the disk at every write of a save, and a small disk in earnest."""
+    """Fails every write of a save with a full disk, and fills a small disk."""
     outcome = Outcome()
     with promises.prepared(0) as root, watched(root) as server:
         server.start()
@@ -52,7 +52,7 @@ def full_disks() -> Outcome:
 def _save_on_full(
     client: store.Client, server: WatchedServer, step: int, kept: set[int]
 ) -> tuple[list[str], bool]:
-    """Returns what is lost, and whether the save had no such write any more."""
+    """Returns the losses, and whether the save ended before that write."""
     lost, is_over = [], False
     try:
         promises.save(client, step)
@@ -64,14 +64,14 @@ def _save_on_full(
         lost.append(f"expected LimitError, got {type(e).__name__}: {e}")
     lost += promises.losses(client, kept=kept, maybe={step})
     server.mend()
-    # it recovers without a restart
+    # the server recovers without a restart
     with suppress(store.AlreadyExistsError):
         promises.save(client, step)
     return lost + promises.losses(client, kept={*kept, step}), is_over
 
 
 def _fill_a_small_disk() -> list[str]:
-    """Saves until a disk is full, and deletes what does not fit."""
+    """Saves until a disk is full, then frees space by deletions."""
     with (
         tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch,
         mounted(Path(scratch) / "disk", size_bytes=DISK_BYTES) as disk,

@@ -1,4 +1,4 @@
-"""The health of a server, as another process measures it."""
+"""Measures the health of a server from another process."""
 
 import multiprocessing
 import time
@@ -17,13 +17,13 @@ _spawn: Final = multiprocessing.get_context("spawn")
 
 
 class Health:
-    """How long checks of a server took."""
+    """Durations of health checks."""
 
     def __init__(self, worst: "Synchronized[float]") -> None:
         self._worst = worst
 
     def worst_seconds(self) -> float:
-        """Returns the longest since this was asked last."""
+        """Returns the longest duration since the last call."""
         with self._worst:
             seconds = self._worst.value
             self._worst.value = 0.0
@@ -32,7 +32,7 @@ class Health:
 
 @contextmanager
 def measured(address: str) -> Iterator[Health]:
-    """Checks the health of a server again and again while the context lasts."""
+    """Repeats health checks of a server while the context lasts."""
     worst, stop, ready = _spawn.Value("d", 0.0), _spawn.Event(), _spawn.Event()
     process = _spawn.Process(target=_check, args=(address, worst, stop, ready))
     process.start()

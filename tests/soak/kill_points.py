@@ -1,5 +1,5 @@
-"""R1, R17: SIGKILL before each call that changes a file, of a server during a save,
-and during a deletion, a purge and a collection."""
+"""R1, R17: SIGKILL of a server before each call that changes a file, during a save, and
+during a deletion, a purge and a collection."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,17 +20,17 @@ WAIT_SECONDS = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a server is asked for, of a store that holds the steps 0 and 1."""
+    """A piece of work on a store with the steps 0 and 1."""
 
     name: str
     do: Callable[[store.Client], None]
-    """Succeeds however often it is done."""
+    """Function that may be called repeatedly, and succeeds each time."""
     kept: frozenset[int]
-    """Steps that it leaves alone."""
+    """Steps that it does not change."""
     changes: frozenset[int]
-    """Steps that may be there or not once it has begun."""
+    """Steps that may exist or not once it has begun."""
     after: frozenset[int]
-    """Steps that are there once it is done."""
+    """Steps that exist once it is done."""
 
 
 def save(client: store.Client) -> None:
@@ -40,7 +40,7 @@ def save(client: store.Client) -> None:
 
 
 def collect(client: store.Client) -> None:
-    """Deletes step 0, purges it, and collects what is left of it."""
+    """Deletes step 0, purges it, and collects its garbage."""
     run = client.run(promises.RUN)
     with suppress(store.NotFoundError):
         run.delete(0, purge_delay=timedelta())
@@ -84,7 +84,7 @@ def kill_points() -> Outcome:
 
 
 def kill_at(number: int, root: Path, work: Work) -> list[str] | None:
-    """Returns what a kill before a call loses; None where there is no such call."""
+    """Returns the losses after a kill before a call; None if there is no such call."""
     with watched(root) as server, ThreadPoolExecutor() as pool:
         server.kill_at(number)
         with suppress(EndedError):
@@ -113,7 +113,7 @@ def kill_at(number: int, root: Path, work: Work) -> list[str] | None:
 
 
 def _is_done_before_the_end(done: "Future[None]", server: WatchedServer) -> bool:
-    """Waits for the end of a server or of its work, whichever comes first."""
+    """Waits until a server or its work has ended."""
     while server.is_running:
         if done.done():
             return True

@@ -1,23 +1,23 @@
-"""What came of one kind of harm."""
+"""Outcome of one kind of fault."""
 
 from dataclasses import dataclass, field
 
 
 class CannotRunError(Exception):
-    """This machine lacks what it takes; says what."""
+    """This machine lacks a requirement, which the message names."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Points tried, and losses found."""
+    """Number of points tried, and losses found."""
 
     points: int = 0
     losses: list[str] = field(default_factory=list)
-    """A sentence for each promise that was broken."""
+    """One sentence for each broken guarantee."""
     note: str = ""
-    """What else is worth a line."""
+    """Note for the table."""
 
     def add(self, point: str, losses: list[str]) -> None:
-        """Adds what was found at a point."""
+        """Adds a point, and its losses."""
         self.points += 1
         self.losses += [f"{point}: {loss}" for loss in losses]

@@ -1,4 +1,4 @@
-"""R10: two servers commit one step at the same moment, from two uploads or from one."""
+"""R10: two servers commit one step at the same time, from two uploads or from one."""
 
 import random
 import tempfile
@@ -24,7 +24,7 @@ REFUSED = (
 
 
 def rivals() -> Outcome:
-    """Lets two coordinators race for each step."""
+    """Commits each step at two servers at the same time."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
         root = Path(scratch) / "store"
@@ -51,7 +51,7 @@ def rivals() -> Outcome:
 
 
 def _two_uploads(addresses: list[str], step: int) -> list[str]:
-    """Two uploads of one step: one wins, or the later one alone."""
+    """Commits two uploads of one step: exactly one wins."""
     start = threading.Barrier(2)
     rng = random.Random(step)
     jitter = [rng.uniform(0, 0.01) for _ in addresses]
@@ -75,7 +75,7 @@ def _two_uploads(addresses: list[str], step: int) -> list[str]:
         won = [uid for uid in pool.map(save, range(2)) if uid]
     if len(won) > 1:
         return [f"both won, as {won}"]
-    if not won:  # each superseded the other's begin
+    if not won:  # each upload superseded the other one at its begin
         Writer(addresses[0], RUN, step).save()
         return []
     with store.connect(addresses[step % 2]) as client:
@@ -84,7 +84,7 @@ def _two_uploads(addresses: list[str], step: int) -> list[str]:
 
 
 def _one_upload(addresses: list[str], step: int) -> list[str]:
-    """Two commits of one upload: both succeed, with one answer."""
+    """Commits one upload twice: both succeed, with the same response."""
     writers = [Writer(address, RUN, step) for address in addresses]
     writers[0].begin()
     writers[0].write(frame(0, 1, 2))

@@ -1,4 +1,4 @@
-"""R6: files that are missing, exchanged, or as an older state had them."""
+"""R6: files that are missing, exchanged, or rolled back."""
 
 import shutil
 from functools import partial
@@ -11,7 +11,7 @@ from tests.soak.outcomes import Outcome
 
 
 def swapped_files() -> Outcome:
-    """Removes each file, and puts each other file of its folder in its place."""
+    """Removes each file, and replaces it by each other file of its directory."""
     outcome = Outcome()
     with promises.prepared(0, 1) as root:
         files = sorted(f for f in root.rglob("*") if f.is_file())
@@ -27,11 +27,11 @@ def swapped_files() -> Outcome:
 
 
 def _vital(root: Path, files: list[Path]) -> list[Path]:
-    """Those that hold what is said elsewhere to exist: a record says it alone."""
+    """Returns the files that other files refer to; nothing refers to a record."""
     return [f for f in files if _kind(root, f) in ("manifests", "pool", "files")]
 
 
 def _kind(root: Path, file: Path) -> str:
-    """The folder that says what a file is."""
+    """Returns the directory, which determines the kind of a file."""
     parts = file.relative_to(root).parts
     return parts[3] if parts[0] == "data" else parts[0]

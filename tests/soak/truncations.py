@@ -1,4 +1,4 @@
-"""R4: each file of a store, cut off at 0, at 1, in the middle, before its last byte."""
+"""R4: each file of a store is truncated to 0 bytes, to 1, to half, and by one byte."""
 
 import os
 from functools import partial
@@ -9,7 +9,7 @@ from tests.soak.outcomes import Outcome
 
 
 def truncations() -> Outcome:
-    """Cuts every file off, one after another, and restores."""
+    """Truncates every file, one after another, and restores."""
     outcome = Outcome()
     with promises.prepared(0, 1) as root:
         for file in sorted(f for f in root.rglob("*") if f.is_file()):

@@ -1,4 +1,5 @@
-"""Storages that ignore conditions: no store is made there, however many try at once."""
+"""Storages that ignore preconditions: no store is created there, even if many clients
+try at the same time."""
 
 import os
 import tempfile
@@ -23,11 +24,11 @@ from tests.support.other_emulators import (
 
 ROUNDS: Final = 10
 AT_ONCE: Final = 8
-"""Clients that try to make the store at the same moment."""
+"""Clients that try to create the store at the same time."""
 
 
 def unconditional_storages() -> Outcome:
-    """Has clients make stores where each condition is ignored, and where others do."""
+    """Creates stores in storages that ignore each kind of condition."""
     if not ARE_INSTALLED:
         raise CannotRunError("the emulators of others are not installed")
     outcome = Outcome()
@@ -58,7 +59,7 @@ def _race(outcome: Outcome, name: str, url: str) -> None:
 
 
 def _made(root: str) -> str:
-    """Returns what is wrong: anything but the refusal."""
+    """Returns all outcomes other than the expected rejection."""
     try:
         with store.connect(root, timeout=60):
             return "a store was made"

@@ -1,4 +1,4 @@
-"""A server whose calls to the file system are counted, logged and broken."""
+"""A server whose file system calls are counted, logged, and made to fail."""
 
 import errno
 import shutil
@@ -15,23 +15,23 @@ from tests.soak.outcomes import CannotRunError
 from tests.support.server_process import ServerProcess
 
 WRITES: Final = "create,mkdir,write,truncate"
-"""Kinds of calls that take space."""
+"""Kinds of calls that allocate space."""
 
 _SOURCE: Final = Path(__file__).with_name("syscalls.c")
 
 
 class WatchedServer(ServerProcess):
-    """A server of a root, with ``syscalls.c`` in it."""
+    """A server of a root that preloads ``syscalls.c``."""
 
     def __init__(self, root: Path, directory: Path) -> None:
         super().__init__(root, directory, "--log-level", "error")
         self._control = directory / "control"
         self._serial = count()
         self.calls_log = directory / "calls"
-        """A line for each call that changed something."""
+        """Log with a line for each call that changed a file."""
         self.environment = {
             "LD_PRELOAD": str(_library()),
-            # with the folder that holds it: a new root is a name there
+            # with its parent directory, which has the name of a new root
             "SOAK_ROOT": str(root.parent),
             "SOAK_CONTROL": str(self._control),
         }
@@ -41,19 +41,19 @@ class WatchedServer(ServerProcess):
         self.environment["SOAK_LOG"] = str(self.calls_log)
 
     def kill_at(self, number: int) -> None:
-        """Ends it before a call; the first is 1, counted from now on."""
+        """Kills it before a call by number; the next call is 1."""
         self._break(f"kill {number} once all")
 
     def fail_at(
         self, number: int, error: int, *, kinds: str, all_that_follow: bool
     ) -> None:
-        """Lets a call of some kinds fail, and perhaps all that follow."""
+        """Makes a call of some kinds fail, optionally also all later ones."""
         assert error in errno.errorcode
         more = "on" if all_that_follow else "once"
         self._break(f"{error} {number} {more} {kinds}")
 
     def mend(self) -> None:
-        """Breaks nothing from now on."""
+        """Ends all failures."""
         self._break("0 0 once all")
 
     def _break(self, what: str) -> None:
@@ -64,7 +64,7 @@ class WatchedServer(ServerProcess):
 
 @contextmanager
 def watched(root: Path) -> Iterator[WatchedServer]:
-    """Makes a server of a root, to be started."""
+    """Makes a server of a root that is not started."""
     with tempfile.TemporaryDirectory(prefix="storesvc-soak-") as scratch:
         server = WatchedServer(root, Path(scratch))
         yield server
@@ -74,7 +74,7 @@ def watched(root: Path) -> Iterator[WatchedServer]:
 
 @cache
 def _library() -> Path:
-    """``syscalls.c``, compiled."""
+    """Compiles ``syscalls.c``; returns the library."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise CannotRunError("it takes a C compiler: install gcc")

@@ -52,22 +52,22 @@ ODD_PLACES = (
     "k" * 300,
     "k/" * 300 + "k",
 )
-"""Each is kept as any other, or refused whole."""
+"""Names that each storage either stores like any other, or rejects."""
 
 
 class BucketTests:
-    """Inherited by a class for each storage, which says where its root is."""
+    """Tests of every storage; a subclass for each storage returns the root."""
 
     def root(self, directory: Path) -> str:
         """Returns the root of a fresh store."""
         raise NotImplementedError
 
     def refuses(self, place: str) -> bool:
-        """Returns whether the storage cannot hold such a place."""
+        """Returns whether the storage cannot store an object at a place."""
         raise NotImplementedError
 
     def rounds(self, most: int) -> int:
-        """Returns how often in a row a place is written."""
+        """Returns the number of consecutive writes of a place."""
         return most
 
     @pytest.fixture
@@ -650,7 +650,7 @@ def test_a_storage_that_fails_is_unavailable() -> None:
 def test_a_conditional_write_waits_for_the_next_tick_of_the_file_clock(
     tmp_path: Path,
 ) -> None:
-    """So that their time stamps differ, however coarse the kernel's clock is."""
+    """Their time stamps must differ, also with a coarse kernel clock."""
 
     async def main() -> tuple[list[int], list[int]]:
         bucket = await TensorStoreBucket.open(tmp_path.as_uri())

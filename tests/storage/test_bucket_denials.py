@@ -1,4 +1,4 @@
-"""A denial by a bucket is raised at once, on each path that the bytes may take."""
+"""A denial by a bucket is raised at once, in streamed and in direct mode."""
 
 import logging
 import re
@@ -15,7 +15,7 @@ from tests.fake_gcs import ALWAYS, FakeGcs, Status
 from tests.support.server_process import ServerProcess
 
 PATIENCE_SECONDS = 30
-"""For so long a call is repeated that may succeed the next time."""
+"""Time for which calls with transient errors are retried."""
 
 TREE = {"x": np.arange(1 << 20, dtype=np.float32)}
 
@@ -32,7 +32,7 @@ def root(gcs: FakeGcs) -> Iterator[str]:
 
 @pytest.fixture
 def server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
-    """One that serves it."""
+    """A server of the store."""
     server = ServerProcess(tmp_path, tmp_path, uri=root)
     server.start()
     yield server
@@ -43,7 +43,7 @@ def server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
     params=["embedded", pytest.param("served", marks=pytest.mark.slow), "direct"]
 )
 def client(request: pytest.FixtureRequest, root: str) -> Iterator[store.Client]:
-    """A client of it."""
+    """A client of the server."""
     if request.param == "embedded":
         with store.connect(root) as connected:
             yield connected

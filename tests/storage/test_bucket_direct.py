@@ -55,8 +55,8 @@ def served(
 def direct(
     served: tuple[ServerProcess, str], gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[store.Client]:
-    """A client of the server that reaches the bucket by itself, and asks for nothing
-    twice, however slow the machine is: what it asks for is counted."""
+    """A direct client of the server, without hedging, so that the count of its requests
+    does not depend on the speed of the machine."""
     monkeypatch.setattr(hedging, "READS", Limits(floor_seconds=600))
     gcs.clear()
     server, root = served
@@ -75,13 +75,13 @@ def mesh(*sizes: int) -> Mesh:
 
 
 def of_data(gcs: FakeGcs, method: str) -> list[Logged]:
-    """The requests about data files."""
+    """Returns the requests for data files."""
     asked = [one for one in gcs.log if one.method == method]
     return [one for one in asked if re.search("pool(%2F|/)", one.target)]
 
 
 def read_bytes(gcs: FakeGcs) -> int:
-    """Bytes that were read from data files."""
+    """Returns the bytes that were read from data files."""
     return sum(one.sent_bytes for one in of_data(gcs, "GET"))
 
 
@@ -238,7 +238,7 @@ def test_a_restore_reads_while_its_hold_is_created(
 
 
 def test_buffers_are_freed_at_once(direct: store.Client) -> None:
-    """Not at the next collection of cycles, which restores put off."""
+    """They must not wait for Python's garbage collector, which restores pause."""
     run = direct.run("tests/freed")
     gc.collect()
     gc.disable()

@@ -55,8 +55,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> L
 
 @pytest.fixture
 def run(root: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[store.Run]:
-    """A run of a client that reaches the bucket by itself, with a checkpoint of a data
-    file for each leaf."""
+    """A run of a direct client, with a checkpoint that has a data file per leaf."""
     monkeypatch.setattr(data_files, "OBJECT_BYTES", MIB)
     with store.connect(root) as client:
         run = client.run("tests/faults")
@@ -337,7 +336,7 @@ def test_a_stalled_write_of_an_object_is_hedged(
 def test_a_client_that_waits_for_acknowledgement_is_not_rejected_as_stalled(
     write_limits: Limits, root: str, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is stored twice: the server itself is late."""
+    """The client must not send chunks twice, as the server itself is slow."""
     monkeypatch.setattr(streams, "STALL_SECONDS", 2.0)
     tree = {f"{n:02}": np.full((16, MIB), n, np.uint8) for n in range(12)}
     size = sum(leaf.nbytes for leaf in tree.values())

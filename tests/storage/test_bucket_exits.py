@@ -1,4 +1,4 @@
-"""A process ends when it is to end, whatever its bucket does not answer."""
+"""A process exits on time while its bucket does not answer."""
 
 import signal
 import subprocess

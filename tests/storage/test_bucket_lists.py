@@ -1,5 +1,5 @@
-"""Lists of a bucket ask for many records at a time: each takes as long as the network
-is away, however small it is."""
+"""Lists of a bucket read many records concurrently, as each small read takes a round
+trip."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -29,7 +29,7 @@ def run(gcs: FakeGcs) -> Iterator[store.Run]:
 
 @pytest.fixture
 def far(gcs: FakeGcs) -> Iterator[FakeGcs]:
-    """The storage, where each record takes its time."""
+    """The storage, with a delay of each record."""
     gcs.clear()
     gcs.fault("GET .*/checkpoints/.*alt=media", Delay(0.2), times=ALWAYS)
     yield gcs

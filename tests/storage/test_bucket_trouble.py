@@ -113,7 +113,7 @@ def test_a_call_fails_at_its_deadline(
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change is slow soon."""
+    """Makes changes be hedged after a short time."""
     limits = Limits(floor_seconds=0.05, unknown_seconds=0.05, answer_seconds=60)
     monkeypatch.setattr(hedging, "CHANGES", limits)
 
@@ -169,7 +169,7 @@ def test_a_write_whose_response_was_lost_is_no_conflict(
 def test_a_later_write_of_another_does_not_fail_a_hedged_write(
     hasty: None, within: Within, gcs: FakeGcs
 ) -> None:
-    """The second of two that were asked for finds what another has written since."""
+    """The hedged second request finds the later write of another process."""
 
     async def test(bucket: TensorStoreBucket) -> None:
         generation = await bucket.write("a", b"1")
@@ -189,7 +189,7 @@ def test_a_later_write_of_another_does_not_fail_a_hedged_write(
 def test_a_creation_is_never_hedged(
     hasty: None, within: Within, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of them that came late would bring back what was removed since."""
+    """A late duplicate of a creation would restore an object that was deleted since."""
     monkeypatch.setattr(deadlines, "ANSWER_SECONDS", 0.5)
 
     async def test(bucket: TensorStoreBucket) -> None:
@@ -252,7 +252,7 @@ def test_a_denial_is_raised_at_once_with_the_bucket_and_the_reason(
             sentence = str(reported.value)
             assert sentence.startswith(f"{root}/")
             assert said in sentence
-            # a token that is given cannot be renewed, which is what lists then say
+            # a list reports instead that a token from the environment cannot be renewed
             assert refusal.message in sentence or "refresh the access tok" in sentence
             # Google's client asks, aside, about the bucket
             assert len([asked for asked in gcs.log if "/o" in asked.target]) <= 2
@@ -274,7 +274,7 @@ def test_a_bucket_that_denies_access_cannot_be_opened(gcs: FakeGcs, root: str) -
 def test_a_list_with_a_failed_page_is_an_error(
     within: Within, gcs: FakeGcs, code: int, after: int
 ) -> None:
-    """TensorStore's own is then what came before."""
+    """TensorStore's own list would return the pages before the failed one."""
 
     async def test(bucket: TensorStoreBucket) -> None:
         names = [f"a/{n:04}" for n in range(1100)]
@@ -308,7 +308,7 @@ def test_the_limit_of_concurrent_requests_is_used_in_full(
 def test_throttled_requests_slow_down_and_all_succeed(
     within: Within, gcs: FakeGcs
 ) -> None:
-    """Retries come later each time, so that a bucket can grow into its load."""
+    """Retries back off exponentially, so that a bucket can scale to its load."""
     reads, busy_seconds = 32, 1.0
 
     async def test(bucket: TensorStoreBucket) -> None:

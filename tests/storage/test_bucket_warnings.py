@@ -34,7 +34,7 @@ def root(gcs: FakeGcs) -> Iterator[str]:
 
 @pytest.fixture
 def server(root: str, tmp_path: Path) -> Iterator[ServerProcess]:
-    """One that serves it."""
+    """A server of the store."""
     server = ServerProcess(tmp_path, tmp_path, uri=root)
     server.start()
     yield server

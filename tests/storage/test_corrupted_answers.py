@@ -1,4 +1,4 @@
-"""One answer of a bucket that is wrong: read again, and no lasting damage."""
+"""A response that is corrupted in transit is read again, and causes no damage."""
 
 import logging
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """A store in a bucket finds its credentials, and reports missing ones.
 
-TensorStore looks for credentials once in a process, so servers of their own show them.
-Of service accounts' files it asks www.googleapis.com for a token, whatever address the
-file names: only ``make test-gcs`` sees those.
+TensorStore searches credentials once per process, so each test needs a new server. With
+the key file of a service account it requests tokens from www.googleapis.com, whatever
+address the file has, so only ``make test-gcs`` covers these.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from tests.support.metadata_server import MetadataServer
 from tests.support.server_process import ServerProcess
 
 MARGIN_SECONDS = 60
-"""So long before its end a token is renewed by TensorStore; by google-auth, longer."""
+"""TensorStore renews a token so long before its expiry; google-auth does it earlier."""
 
 pytestmark = pytest.mark.emulated
 
@@ -48,7 +48,7 @@ def tokens(
 
 @pytest.fixture
 def metadata(tokens: Tokens) -> Iterator[MetadataServer]:
-    """Hands them out."""
+    """A metadata server that issues the credentials."""
     with MetadataServer(tokens) as server:
         yield server
 
@@ -130,8 +130,8 @@ def test_transient_errors_of_a_metadata_server_are_retried(
 def test_missing_credentials_are_an_error_that_names_the_expected_ones(
     tokens: Tokens, monkeypatch: pytest.MonkeyPatch, driver: str
 ) -> None:
-    """Also where something swallows what is sent to a metadata server; TensorStore ends
-    the process where gRPC finds none."""
+    """The error also appears if the network drops requests to a metadata server, and
+    with gRPC, where TensorStore alone would abort the process."""
     del tokens
     if driver == "gcs_grpc":
         monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL")
@@ -180,7 +180,7 @@ def test_an_invalid_credentials_file_is_reported_without_its_content(
 
 
 def test_grpc_needs_both_endpoints_or_neither(gcs: FakeGcs) -> None:
-    """Otherwise its lists would come from another storage."""
+    """Otherwise lists would use another storage."""
     del gcs
     with pytest.raises(InvalidFieldError, match="expected both endpoint= "):
         asyncio.run(TensorStoreBucket.open(f"{gcs_root()}?driver=gcs_grpc"))

@@ -1,4 +1,4 @@
-"""Directories: made durable once, and known for as long as there is room."""
+"""Directories are made durable once, and remembered in a bounded cache."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ def test_a_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The directories that this process asks the kernel to sync."""
+    """Directories that this process syncs."""
     found: list[Path] = []
     sync = os.fsync
 

@@ -44,14 +44,14 @@ each_upload = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[FakeGcs]:
-    """An emulator that all tests may use which do nothing to it."""
+    """An emulator that the tests share."""
     with FakeGcs(buckets=[BUCKET]) as gcs:
         yield gcs
 
 
 @pytest.fixture
 def gcs(shared: FakeGcs) -> Iterator[FakeGcs]:
-    """It, with no fault and an empty log."""
+    """The shared emulator, without faults and with an empty log."""
     shared.clear()
     yield shared
     shared.clear()
@@ -59,20 +59,20 @@ def gcs(shared: FakeGcs) -> Iterator[FakeGcs]:
 
 @pytest.fixture
 def calls(gcs: FakeGcs) -> Iterator[GcsCalls]:
-    """Calls of it."""
+    """Calls of the emulator."""
     with GcsCalls(gcs.url) as calls:
         yield calls
 
 
 @pytest.fixture
 def store(gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch, name: str) -> ts.KvStore:
-    """TensorStore's view of it, for one test."""
+    """A TensorStore key-value store on the emulator, for one test."""
     return opened(gcs, monkeypatch, f"{name}/")
 
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """The name of an object that no other test knows."""
+    """Name of an object that no other test uses."""
     return f"dir of/{request.node.name}"
 
 
@@ -331,7 +331,7 @@ def test_an_absent_object_is_not_found(calls: GcsCalls) -> None:
 
 
 def pages_of(calls: GcsCalls, **query: Any) -> Iterator[dict[str, Any]]:
-    """All pages of a listing."""
+    """Yields all pages of a listing."""
     page = calls.list(**query).document
     yield page
     while "nextPageToken" in page:

@@ -34,7 +34,7 @@ def shared() -> Iterator[FakeGcs]:
 
 @pytest.fixture
 def gcs(shared: FakeGcs) -> Iterator[FakeGcs]:
-    """It, with no fault and an empty log."""
+    """The shared emulator, without faults and with an empty log."""
     shared.clear()
     yield shared
     shared.clear()
@@ -42,14 +42,14 @@ def gcs(shared: FakeGcs) -> Iterator[FakeGcs]:
 
 @pytest.fixture
 def calls(gcs: FakeGcs) -> Iterator[GcsCalls]:
-    """Calls of it."""
+    """Calls of the emulator."""
     with GcsCalls(gcs.url) as calls:
         yield calls
 
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """The name of an object that no other test knows."""
+    """Name of an object that no other test uses."""
     return f"dir of/{request.node.name}"
 
 

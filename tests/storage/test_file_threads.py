@@ -1,4 +1,4 @@
-"""Calls that a file system blocks: refused in time, and no obstacle to others."""
+"""Calls that hang in the file system fail at their deadline, and block no others."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ SOON = 0.05
 
 
 class Hanging:
-    """A call that does not return until it may."""
+    """A call that hangs until it is released."""
 
     def __init__(self) -> None:
         self._may_return = threading.Event()
@@ -33,7 +33,7 @@ class Hanging:
 def with_hanging(
     main: Callable[[FileThreads, Hanging], Coroutine[Any, Any, None]],
 ) -> None:
-    """Runs a test, and lets what hangs return after it."""
+    """Runs a test, and releases hanging calls after it."""
     hanging = Hanging()
     try:
         asyncio.run(main(FileThreads("file:///store"), hanging))
@@ -42,7 +42,7 @@ def with_hanging(
 
 
 async def becomes_true(is_so: Callable[[], bool]) -> None:
-    """Waits for what other threads do."""
+    """Waits until other threads have made a condition true."""
     while not is_so():  # noqa: ASYNC110 - no event signals it
         await asyncio.sleep(0.01)
 

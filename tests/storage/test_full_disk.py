@@ -1,4 +1,4 @@
-"""A full disk: what the error says to do frees space."""
+"""A full disk: the commands in the error message free space."""
 
 import re
 from collections.abc import Callable

@@ -13,7 +13,7 @@ from storesvc.storage.futures import await_future
 
 
 def promised() -> tuple[Any, Any]:
-    """Returns an answer that is to be given, and what was asked."""
+    """Returns a promise, and its future."""
     promise, asked = ts.Promise.new()  # type: ignore[var-annotated]
     return promise, asked
 

@@ -1,4 +1,4 @@
-"""A store in a bucket: it does what a store on disk does, and outlasts a network."""
+"""A store in a bucket works like a store on disk, and survives network errors."""
 
 import asyncio
 import subprocess
@@ -36,7 +36,7 @@ def root(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[str]:
-    """The root of a fresh store; nothing is asked twice, as bytes are counted."""
+    """Root of a fresh store, without hedging, as the tests count bytes."""
     monkeypatch.setattr(hedging, "READS", Limits(floor_seconds=600))
     if GIVEN_BUCKET:
         yield gcs_root()
@@ -53,7 +53,7 @@ def root(
 def client(
     request: pytest.FixtureRequest, root: str, tmp_path: Path
 ) -> Iterator[store.Client]:
-    """A client of it."""
+    """A client of the store."""
     if request.param == "embedded":
         with store.connect(root) as connected:
             yield connected
@@ -67,7 +67,7 @@ def client(
 
 
 def sharded(rows: int = 1024) -> dict[str, Any]:
-    """A tree over all devices, of some 9 MiB."""
+    """Returns a tree over all devices, of some 9 MiB."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     values = np.arange(rows * 1024, dtype=np.float32).reshape(rows, 1024)
     return {
@@ -150,7 +150,7 @@ def test_a_purged_checkpoint_is_removed_from_the_bucket(
 
 
 def places(root: str) -> list[str]:
-    """Objects below a root."""
+    """Returns the names of the objects below a root."""
 
     async def listed() -> list[str]:
         return await (await TensorStoreBucket.open(root)).list("")
@@ -255,7 +255,7 @@ def test_a_restore_ends_at_its_deadline_wherever_the_bucket_stops_answering(
     gcs.fault("", Stall(), times=ALWAYS, after=after)
 
     began = time.monotonic()
-    with suppress(store.UnavailableError):  # it may have all by then
+    with suppress(store.UnavailableError):  # it may have received everything by then
         run.restore(1, like=tree, deadline=timedelta(seconds=1))
 
     assert time.monotonic() - began < 20

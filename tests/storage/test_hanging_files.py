@@ -1,4 +1,4 @@
-"""Files that hang, as on a network that is gone: others go on, and processes end."""
+"""Files that hang, as on a lost network, block neither other calls nor an exit."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ def disk(tmp_path: Path) -> HangingDisk:
 def server(
     start_server: Callable[..., ServerProcess], disk: HangingDisk
 ) -> ServerProcess:
-    """A server on that disk, with a checkpoint."""
+    """A server on a disk with hanging files, with a checkpoint."""
     server = start_server()
     server.kill()
     server.environment = disk.environment
@@ -50,7 +50,7 @@ def server(
 
 
 def read_chunk(server: ServerProcess) -> grpc.StatusCode:
-    """Reads a chunk for two seconds, and returns how that ends."""
+    """Reads a chunk for up to two seconds, and returns the outcome."""
     uid = Saved(server.root, RUN).record.upload
     with grpc.insecure_channel(server.address) as channel:
         request = api.ReadChunksRequest(
@@ -78,7 +78,7 @@ def test_a_server_ends_after_its_drain_while_a_data_file_hangs(
 def test_a_server_ends_after_its_drain_while_records_hang(
     server: ServerProcess, disk: HangingDisk
 ) -> None:
-    """TensorStore reads them, in threads of its own."""
+    """TensorStore reads records in its own threads."""
     disk.hang(Saved(server.root, RUN).slot)
     for _ in range(3):
         assert read_chunk(server) in WAITED
@@ -163,7 +163,7 @@ def test_a_read_that_hangs_is_refused_by_its_deadline_and_names_the_file(
 def test_generations_of_records_are_those_that_tensorstore_makes(
     tmp_path: Path,
 ) -> None:
-    """Else each record is read twice: by it, too."""
+    """If they differed, each record would be read twice, again by TensorStore."""
 
     async def main() -> None:
         bucket = await TensorStoreBucket.open(tmp_path.as_uri())

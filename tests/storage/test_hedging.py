@@ -15,7 +15,7 @@ PATIENT = Limits(answer_seconds=1000)
 
 
 def known(seconds: float, *, limits: Limits = PATIENT, size_bytes: int = 0) -> Hedging:
-    """Reads that took so long, all of them."""
+    """Returns a history of reads that all took the same time."""
     reads = Hedging(limits)
     for _ in range(LEAST_RECENT):
         reads.begin(size_bytes, now=0).answered(now=seconds)
@@ -111,7 +111,7 @@ def test_the_deadline_allows_for_other_bytes_in_flight() -> None:
 
 
 def test_later_calls_extend_the_deadline_of_earlier_ones() -> None:
-    """They share one network, and all of them take longer."""
+    """The calls share one network, and all of them slow down."""
     calls = Hedging(Limits(answer_seconds=10, least_bytes_per_second=MIB))
     first, *_ = under_way = [calls.begin(64 * MIB, now=0) for _ in range(8)]
     assert 8 == len(under_way)

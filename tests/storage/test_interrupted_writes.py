@@ -1,4 +1,4 @@
-"""A write that was killed leaves nothing in the writes that follow it."""
+"""The leftovers of a killed write do not affect later writes."""
 
 import asyncio
 import threading

@@ -1,6 +1,6 @@
-"""A store in a bucket on S3: it does what others do, and makes up for what S3 is not.
+"""A store in a bucket on S3, and the workarounds for the limits of S3.
 
-Only the differences are looked at closely: what stores in buckets share is tested on
+Only the differences are tested in detail; the common behaviour of buckets is tested on
 Google Cloud Storage.
 """
 
@@ -65,7 +65,7 @@ def within(root: str) -> Callable[..., None]:
 
 
 def sharded(*, by: str, shape: tuple[int, int] = (4, 2)) -> dict[str, Any]:
-    """A tree over all devices, on a mesh of a shape."""
+    """Returns a tree over all devices, on a mesh of a shape."""
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("a", "b"))
     values = np.arange(1 << 18, dtype=np.float32).reshape(512, 512)
     spec = NamedSharding(mesh, PartitionSpec(*by))
@@ -149,7 +149,7 @@ def test_a_list_with_a_failed_page_is_an_error(
 def test_a_concurrent_write_wins_against_a_conditional_deletion(
     within: Callable[..., None], s3: FakeS3
 ) -> None:
-    """TensorStore's own deletion looks first, and then deletes whatever is there."""
+    """TensorStore's own deletion checks the generation, then deletes any generation."""
 
     async def test(bucket: TensorStoreBucket) -> None:
         first = await bucket.write("a", b"1", condition=IF_ABSENT)

@@ -30,7 +30,7 @@ SECRET = b"secret of the server"
 
 
 def secret_of(file: Path, server: ServerProcess) -> Path:
-    """Returns a file outside the store that is as long as one in it."""
+    """Returns a file outside the store, of the size of one in it."""
     secret = server.root.parent / f"secret-{file.name}"
     size = file.stat().st_size
     secret.write_bytes((SECRET * (size // len(SECRET) + 1))[:size])
@@ -124,7 +124,7 @@ def corrupt(match: str | None = None) -> Iterator[None]:
 
 
 def check_alive(server: ServerProcess, run: store.Run) -> None:
-    """Expects that the server still does the work of others."""
+    """Asserts that the server still serves other calls."""
     Writer(server.address, f"{run.name}-other", 1).save()
 
 

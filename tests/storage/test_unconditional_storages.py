@@ -1,4 +1,4 @@
-"""Storages that do not do what their API promises: refused, or harmless."""
+"""Storages that violate their API are rejected, or do no harm."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ TREE = {"w": np.arange(4)}
 
 @contextmanager
 def emulated(*ignored: str) -> Iterator[tuple[FakeGcs, str]]:
-    """Brings an emulator that ignores parameters, and the root of a store there."""
+    """Yields an emulator that ignores parameters, and the root of a store there."""
     with FakeGcs(buckets=[BUCKET], ignored=list(ignored)) as emulator:
         yield emulator, f"gs://{BUCKET}/store?endpoint={emulator.url}"
 
@@ -81,7 +81,8 @@ def test_a_list_that_ignores_its_start_is_harmless(parameter: str) -> None:
         store.connect(root) as client,
         store.connect(root) as other,
     ):
-        for step in range(4):  # each overtakes what the other knows of the journal
+        # each save makes the other client's view of the journal stale
+        for step in range(4):
             (client, other)[step % 2].run("a/b").save(step, TREE).result()
 
         assert [3, 2, 1, 0] == [c.step for c in other.run("a/b").checkpoints()]

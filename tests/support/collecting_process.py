@@ -53,7 +53,7 @@ class Process:
     clock: Hands
     store: Store
     contents: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By step, the version of each chunk."""
+    """Version of each chunk, by step."""
 
     @classmethod
     async def over(cls, bucket: FaultyBucket, clock: Hands | None = None) -> "Process":
@@ -161,8 +161,7 @@ class Process:
             )
 
     async def objects(self, upload: UploadName) -> list[str]:
-        """Returns the objects that have the id of an upload in their names, without
-        its record."""
+        """Returns the objects with an upload's id in the name, except its record."""
         listed = await self.bucket.list(PLACES.root)
         found = [p for p in listed if PLACES.upload_of(p) == upload.upload]
         return [p for p in found if p != PLACES.upload(upload.upload)]

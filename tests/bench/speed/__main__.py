@@ -16,7 +16,7 @@ PROGRAMME: Final = (
     *((work, "tmpfs") for work in WORKS if work != "tiny"),
     ("lm", "disk"),
 )
-"""What ``make bench`` runs."""
+"""Works and places that ``make bench`` runs."""
 
 
 def main() -> None:
@@ -32,12 +32,12 @@ def main() -> None:
         found = rounds(work, place, state, names, arguments.rounds)
         results[f"{work} on {place}"] = found
         print(table(work, place, found), end="\n\n", flush=True)
-        # after each work: the next ones take long
+        # written after each work, as the next ones take long
         text += table(work, place, found) + "\n\n"
         (OUTPUT / f"{name}.txt").write_text(text)
         report = {"cores": os.cpu_count(), "results": results}
         (OUTPUT / f"{name}.json").write_text(json.dumps(report, indent=1))
-    if arguments.of is None:  # the bars are about the states that the works name
+    if arguments.of is None:  # the bars hold only for the default states of the works
         judged = _judged(results, everything=not arguments.work)
         print(judged)
         (OUTPUT / f"{name}.txt").write_text(text + judged + "\n")

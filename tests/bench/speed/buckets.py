@@ -1,10 +1,11 @@
-"""On a bucket that is far away: every request takes 30 ms before it is done, and every
-connection moves 50 MB/s, as those to a real one do. The bucket is the emulator of the
-tests, a process of its own on the same machine.
+"""Contenders on a bucket with a long latency.
 
-Orbax runs as on the real storage: its checkpointer is given a ``gs://`` path, reads and
+Every request waits 30 ms, and every connection transfers 50 MB/s, as to a real bucket.
+The bucket is the emulator of the tests, in a separate process on the same machine.
+
+Orbax runs as on the real storage: its checkpointer gets a ``gs://`` path, reads and
 writes arrays through TensorStore's ``gcs`` driver, and directories and small files
-through fsspec; there ``BucketFiles`` stands in for gcsfs.
+through fsspec, for which ``BucketFiles`` replaces gcsfs.
 """
 
 import os
@@ -41,7 +42,7 @@ ROOT: Final = f"gs://{BUCKET}/store"
 
 
 class Emulator:
-    """The storage, where this process and its children find it."""
+    """The storage, for this process and its children."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -65,7 +66,7 @@ class Emulator:
 
 
 class Bucket(Ours):
-    """This store: a server on the bucket, and a client that reaches it by itself."""
+    """This store: a server on the bucket, and a client in direct mode."""
 
     def __init__(self, directory: Path) -> None:
         self._emulator = Emulator()
@@ -85,7 +86,7 @@ class Bucket(Ours):
 
 
 class OrbaxBucket(Orbax):
-    """Orbax as it comes."""
+    """Orbax with its defaults."""
 
     def __init__(self, directory: Path) -> None:
         from etils import epath
@@ -128,7 +129,7 @@ def lists(contender: Bucket, states: States, directory: Path) -> dict[str, Any]:
 
 
 def _files_at(url: str) -> type[BucketFiles]:
-    """Those that fsspec makes without an argument."""
+    """The file system that fsspec makes without arguments."""
 
     class Files(BucketFiles):
         def __init__(self, **options: Any) -> None:
@@ -142,4 +143,4 @@ FAR: Final[Mapping[str, Maker]] = {
     "orbax-bucket": OrbaxBucket,
     "orbax-raw-bucket": OrbaxUncompressedBucket,
 }
-"""By name."""
+"""Contenders by name."""

@@ -1,4 +1,4 @@
-"""What one is that saves and restores: this store, its peers, the floors."""
+"""Protocol of the contenders: this store, its peers, the floors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,24 +12,24 @@ Target: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class NotInstalledError(Exception):
-    """What a contender needs is not here."""
+    """The library of a contender is not installed."""
 
 
 class Contender(Protocol):
-    """Saves and restores states below a directory of its own."""
+    """Saves and restores states in its own directory."""
 
     pids: Sequence[int]
-    """Its other processes."""
+    """IDs of its other processes."""
 
     def save(self, step: int, state: State) -> None:
         """Saves a state; returns once it would survive a power cut."""
 
     def restore(self, step: int, target: Target) -> Any:
-        """Returns a state, where the target says."""
+        """Returns a state with the shardings of the target."""
 
     def close(self) -> None:
         """Ends its processes."""
 
 
 Maker: TypeAlias = Callable[[Path], Contender]
-"""Makes one below a directory; raises ``NotInstalledError``."""
+"""Makes a contender in a directory; raises ``NotInstalledError``."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Returns once a file or directory would survive a power cut."""
+    """Makes a file or directory survive a power cut."""
     with _opened(path) as descriptor:
         os.fsync(descriptor)
 
@@ -18,14 +18,14 @@ def bytes_below(directory: Path) -> int:
 
 
 def drop_from_cache(directory: Path) -> None:
-    """Drops the files below a directory from the page cache, as far as they have one.
+    """Drops the files below a directory from the page cache.
 
-    It needs no rights, unlike ``drop_caches``, and leaves the files of others alone.
-    On tmpfs it does nothing: there the cache is the storage.
+    Unlike ``drop_caches`` it needs no privileges, and does not affect other files. On
+    tmpfs it does nothing: there the cache is the storage.
     """
     for path in _files(directory):
         with _opened(path) as descriptor:
-            os.fsync(descriptor)  # dirty pages would stay
+            os.fsync(descriptor)  # dirty pages would stay in the cache
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 

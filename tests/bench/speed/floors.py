@@ -1,4 +1,4 @@
-"""The floors: what no store on this machine can be faster than."""
+"""The floors: times that no store on this machine can beat."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ PART_BYTES: Final = 64 << 20
 
 
 class RawFiles:
-    """The floor of files: the bytes of each shard, written and read, no more."""
+    """The floor for files: writes and reads the bytes of each shard, nothing else."""
 
     pids: Sequence[int] = ()
 
@@ -67,7 +67,7 @@ class RawFiles:
 
 
 class RawGrpc:
-    """The floor of sockets: the bytes of each shard, sent and received, no more."""
+    """The floor for sockets: sends and receives the bytes of each shard, no more."""
 
     def __init__(self, directory: Path) -> None:
         ready = directory / "address"
@@ -111,7 +111,7 @@ def _messages(state: State) -> Iterator[bytes]:
 
 
 class Memory:
-    """The floor of memory: one copy."""
+    """The floor for memory: one copy."""
 
     pids: Sequence[int] = ()
 
@@ -151,4 +151,4 @@ FLOORS: Final[Mapping[str, Maker]] = {
     "files": RawFiles,
     "grpc": RawGrpc,
 }
-"""By name."""
+"""Floors by name."""

@@ -15,7 +15,7 @@ WARM: Final = 10
 CYCLES: Final = 50
 
 AROUND: Final = 5
-"""Cycles whose median is taken: what the allocator keeps goes up and down."""
+"""Cycles per median, as the memory that the allocator keeps varies."""
 
 
 def growth(contender: Ours, states: States, directory: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The peers: others that save states, and how their users call them."""
+"""The peers: other libraries that save states, called as their users do."""
 
 import re
 import warnings
@@ -18,7 +18,7 @@ from tests.bench.speed.states import State
 
 
 class Orbax:
-    """Orbax as it comes."""
+    """Orbax with its defaults."""
 
     pids: Sequence[int] = ()
     options: Mapping[str, Any] = {}
@@ -78,7 +78,7 @@ class Safetensors:
 
 
 class JaxSerialization:
-    """jax's own: ``pytree_serialization``."""
+    """jax's ``pytree_serialization``."""
 
     pids: Sequence[int] = ()
 
@@ -130,7 +130,7 @@ class TorchDistributed:
         return str(self._directory / str(step))
 
     def _tensor(self, array: Any) -> Any:
-        """A tensor on the memory of an array."""
+        """Returns a tensor that shares the memory of an array."""
         if array.dtype != ml_dtypes.bfloat16:
             return self._torch.from_numpy(array)
         bits = self._torch.from_numpy(array.view(np.int16))
@@ -138,7 +138,7 @@ class TorchDistributed:
 
 
 class EasyDel:
-    """EasyDeL's own, as its states and models call it."""
+    """EasyDeL's checkpoints, as its states and models write them."""
 
     pids: Sequence[int] = ()
 
@@ -174,10 +174,10 @@ class EasyDel:
 
 
 def _installed(name: str) -> Any:
-    """The module of a name, which is not among what the lock pins.
+    """Imports a module that is not in the lock files.
 
     Raises:
-        NotInstalledError: There is none.
+        NotInstalledError: It is not installed.
     """
     try:
         return import_module(name)
@@ -193,4 +193,4 @@ PEERS: Final[Mapping[str, Maker]] = {
     "torch": TorchDistributed,
     "easydel": EasyDel,
 }
-"""By name."""
+"""Peers by name."""

@@ -10,13 +10,12 @@ from tests.bench.speed.works import FLOORS, OURS
 
 
 def plot(results: Results, file: Path) -> None:
-    """Writes the plots of all works that are a save and a restore; without any of
-    them, nothing."""
+    """Writes the plots of all works that are a save and a restore, if there are any."""
     works = {title: _phased(found) for title, found in results.items()}
     works = {title: found for title, found in works.items() if found}
     if not works:
         return
-    # here, so that nothing else waits for it
+    # a slow import that only plots need
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,9 +1,9 @@
-"""The floor of sockets: a server that takes bytes, and sends as many as it is asked
-for, in messages of 2 MiB that nothing packs or unpacks.
+"""The floor for sockets: a server that receives and sends raw messages of 2 MiB,
+without serialisation.
 
     python -m tests.bench.speed.raw_grpc FILE
 
-writes its address into FILE.
+writes its address to FILE.
 """
 
 import asyncio

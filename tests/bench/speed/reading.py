@@ -1,9 +1,9 @@
-"""Clients that take every byte of a checkpoint, verify it, and keep nothing.
+"""Clients that receive every byte of a checkpoint, verify it, and drop it.
 
     python -m tests.bench.speed.reading HOST:PORT STEP CLIENTS
 
-Prints "ready", waits for a line, and prints the bytes that all of them received. They
-need no jax, and little CPU, so that one machine can hold many.
+Prints "ready", waits for a line, and prints the bytes that all clients received. They
+need no jax and little CPU, so that one machine can run many.
 """
 
 import sys
@@ -22,14 +22,14 @@ from storesvc_proto.v1.upload_service_pb2 import ChunkFrame
 CHUNKS_A_CALL: Final = 4096
 
 RESIDUE: Final = crc32c(bytes(4))
-"""The checksum of whatever is followed by its own checksum."""
+"""CRC-32C of any data followed by its own checksum."""
 
 
 def read(address: str, info: store.Checkpoint) -> int:
-    """Returns how many bytes of a checkpoint came, on a connection of its own.
+    """Reads a checkpoint on a new connection; returns the bytes received.
 
     Raises:
-        ValueError: A chunk is not what it was.
+        ValueError: The checksum of a chunk is wrong.
     """
     name = CheckpointName(RunName.parse(info.run), info.step).resource
     options = [("grpc.use_local_subchannel_pool", 1)]
@@ -57,7 +57,7 @@ def _take(data: bytes, frame: ChunkFrame, sums: dict[int, int]) -> None:
 
 
 def main() -> None:
-    """Runs it."""
+    """Runs the clients in threads."""
     address, step, clients = sys.argv[1:4]
     with store.connect(address) as client:
         info = client.run("bench/speed").checkpoint(int(step))

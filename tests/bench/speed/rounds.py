@@ -1,4 +1,4 @@
-"""Rounds: every contender once each, in a process of its own, in a drawn order."""
+"""Rounds: every contender once, each in a new process, in a random order."""
 
 import json
 import os
@@ -17,7 +17,7 @@ OUTPUT: Final = Path("build/bench")
 PLACES: Final = {"tmpfs": Path("/dev/shm"), "disk": OUTPUT}
 
 EASYDEL: Final = Path("build/easydel/venv/bin/python")
-"""It has an environment of its own; ``make test-easydel`` makes it."""
+"""Python of EasyDeL's environment; ``make test-easydel`` creates it."""
 
 _SETTINGS: Final = {
     "JAX_PLATFORMS": "cpu",
@@ -28,10 +28,10 @@ _SETTINGS: Final = {
 def rounds(
     work: str, place: str, state: str, names: Sequence[str], count: int
 ) -> Found:
-    """Returns what each contender took in each round.
+    """Returns the measurements of each contender in each round.
 
     Raises:
-        SystemExit: One failed; it has said why.
+        SystemExit: A contender failed; its error is printed.
     """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for number in range(1, min(count, WORKS[work].rounds or count) + 1):
@@ -46,7 +46,7 @@ def rounds(
 
 
 def _measured(name: str, work: str, place: str, state: str) -> dict[str, Any]:
-    """What one contender took in one round."""
+    """Returns the measurements of one contender in one round."""
     python = sys.executable
     if name == "easydel":
         if not EASYDEL.exists():

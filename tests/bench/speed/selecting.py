@@ -1,4 +1,4 @@
-"""``params``: of a training state only the parameters, in bfloat16."""
+"""``params``: a restore of only the parameters of a training state, in bfloat16."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -13,12 +13,12 @@ from tests.bench.speed.side_by_side import same_bits
 from tests.bench.speed.states import State, States
 
 _PARTS: Final = {"params": "graphstate", "mu": "opt_state", "nu": "opt_state"}
-"""Where the parts of a state go."""
+"""Keys of the parts of a state."""
 
 
 def params(contender: Ours, states: States, directory: Path) -> dict[str, Any]:
-    """Returns how many bytes were read from files for each that was returned, before
-    the cast; files, because on the way to a client nothing is read twice."""
+    """Returns the bytes read from files per byte returned, counted before the cast.
+    Only reads of files are counted, as the client receives no byte twice."""
     del directory
     for step, state in enumerate((states.small(), states.whole())):
         tree = _training_tree(state)
@@ -42,7 +42,7 @@ def params(contender: Ours, states: States, directory: Path) -> dict[str, Any]:
 
 
 def _training_tree(state: State) -> dict[str, dict[str, Any]]:
-    """A state as an NNX module and its optimizer have it."""
+    """Returns a state with the keys of an NNX module and its optimizer."""
     tree: dict[str, dict[str, Any]] = {
         "graphstate": {},
         "graphother": {"rngs.count": jnp.arange(4)},

@@ -1,7 +1,7 @@
 """The states that are saved and restored.
 
-A state is a flat mapping of keys to ``jax.Array``, spread over eight devices where they
-divide it; its bits are drawn, so that nothing of it can be compressed.
+A state is a flat mapping of keys to ``jax.Array``, sharded over eight devices if they
+divide it evenly. Its bits are random, so it cannot be compressed.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,15 +23,15 @@ WORDS: Final = 32_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """A state, made as often as it is asked for, bit by bit the same."""
+    """Makes the state; each call returns the same bits."""
 
     whole: Callable[[], State]
     small: Callable[[], State]
-    """The like of it, to warm up with."""
+    """Makes a small state of the same kind, to warm up."""
 
 
 def _fsdp(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """The first dimension that eight devices divide, over all of them."""
+    """Returns a sharding of the first dimension that eight devices divide evenly."""
     size = mesh.devices.size
     at = next((i for i, n in enumerate(shape) if n % size == 0 and n), None)
     axes = [None] * len(shape) if at is None else [None] * at + ["fsdp"]
@@ -47,7 +47,7 @@ def fsdp(shapes: Mapping[str, tuple[int, ...]]) -> "dict[str, NamedSharding]":
 def tensor_parallel(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> "dict[str, NamedSharding]":
-    """Returns the sharding over four devices by the last dimension, twice over."""
+    """Returns the sharding of the last dimension over four devices, in two replicas."""
     mesh = jax.make_mesh((2, 4), ("dp", "tp"))
     found = {}
     for key, shape in shapes.items():
@@ -99,7 +99,7 @@ def _training_state(shapes: Mapping[str, tuple[int, ...]]) -> State:
 def _drawn(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: "np.dtype[Any]"
 ) -> Any:
-    """An array of drawn bits, all of them finite numbers."""
+    """Returns an array of random bits that are finite numbers."""
     drawn = rng.bytes(int(np.prod(shape)) * dtype.itemsize)
     bits = np.frombuffer(drawn, f"u{dtype.itemsize}").copy()
     # one bit of the exponent is 0: no NaN, which some compare unequal to itself
@@ -168,7 +168,7 @@ def _uneven(words: int, width: int) -> State:
 
 
 def _fewer(shape: tuple[int, ...]) -> NamedSharding:
-    """The first dimension over as many of the devices as divide it."""
+    """Returns a sharding of the first dimension over as many devices as divide it."""
     count = next(n for n in (7, 5, 3, 1) if shape[0] % n == 0)
     mesh = Mesh(np.array(jax.devices()[:count]), ("some",))
     return NamedSharding(mesh, PartitionSpec("some"))
@@ -185,4 +185,4 @@ STATES: Final[Mapping[str, States]] = {
         whole=lambda: _uneven(50_257, 3003), small=lambda: _uneven(101, 21)
     ),
 }
-"""By name."""
+"""States by name."""

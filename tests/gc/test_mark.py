@@ -387,9 +387,7 @@ def test_data_files_outlast_an_upload_whose_chunks_were_claimed() -> None:
     assert () == tuple(marks.free_steps)  # it identifies the upload of the file
 
 
-def test_files_of_a_purged_checkpoint_stay_for_its_grace_period() -> (
-    None
-):
+def test_files_of_a_purged_checkpoint_stay_for_its_grace_period() -> None:
     world = World()
     first = world.add_upload(1, pb.UploadRecord(step=0, epoch=1))
     world.store(first)

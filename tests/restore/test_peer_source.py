@@ -1,5 +1,6 @@
 """Spread restores: processes exchange chunks, and a failed process blocks no other."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -161,6 +162,33 @@ def test_a_process_that_needs_fewer_leaves_reads_its_share_for_the_others(
         wanted = sorted(LEAVES)[1::2] if index == 1 else sorted(LEAVES)
         assert wanted == sorted(found)
         assert all(np.array_equal(LEAVES[key], found[key]) for key in wanted)
+
+
+def test_a_chunk_that_the_exchange_corrupts_is_read_from_the_storage(
+    opened: OpenCheckpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    def part(job: ThreadProcess) -> dict[str, Any]:
+        reading = Reading(opened, job)
+
+        def gather(own: Any, processes: Sequence[int]) -> Sequence[Any]:
+            brought = [np.array(each) for each in job.gather(own, processes)]
+            if job.index == 1 and len(brought[0]) > peer_source.HEADER_BYTES:
+                brought[0][-9] ^= 1  # of the elements, not of the header or the tail
+            return brought
+
+        reading.source._gather = gather
+        reading.read()
+        return reading.found
+
+    with caplog.at_level(logging.WARNING):
+        results = ThreadJob(COUNT).run(part)
+
+    for found in results:
+        assert isinstance(found, dict), found
+        assert sorted(LEAVES) == sorted(found)
+        assert all(np.array_equal(LEAVES[key], found[key]) for key in LEAVES)
+    (warning,) = [m for m in caplog.messages if "reading them from the storage" in m]
+    assert "corrupted in the exchange between processes" in warning
 
 
 @pytest.mark.parametrize("slice_bytes", [1_001, 40_002, 160_004, 1 << 20])

@@ -133,6 +133,19 @@ class Assembly:
         with self._lock:
             return sorted(self._chunks)
 
+    def check_complete(self) -> None:
+        """Checks that each chunk was read, so that no leaf is returned in part.
+
+        Raises:
+            DataLossError: A source ended without an error and without some chunks.
+        """
+        if missing := self.missing:
+            raise DataLossError(
+                f"{self._name}: expected all chunks, got none of {len(missing)} of "
+                f"them, such as {self._manifest.tree.describe_chunk(missing[0])}; this "
+                "is a bug of the client, please report it"
+            )
+
     def restart(self, ordinals: Iterable[int]) -> list[int]:
         """Discards the pieces of incomplete chunks and returns those chunks."""
         with self._lock:
@@ -153,7 +166,7 @@ class Assembly:
         length = self._lengths[ordinal] if chunk else 0
         if chunk is None or offset != chunk.received or offset + len(piece) > length:
             raise DataLossError(
-                f"{self._name}: the server sent bytes {offset} to "
+                f"{self._name}: received bytes {offset} to "
                 f"{offset + len(piece)} of chunk {ordinal}, which were not requested"
             )
         if chunk.into is None:
@@ -327,9 +340,10 @@ class Assembly:
         """
         expected = int(self._manifest.sums.crc32c[ordinal])
         if checksum != expected or tail != expected.to_bytes(CHECKSUM_BYTES, "little"):
+            got = f"{checksum:08x}" if checksum != expected else f"{tail.hex()} stored"
             raise DataLossError(
                 f"{self._name} {self._manifest.tree.describe_chunk(ordinal)}: expected "
-                f"the checksum {expected:08x}, got {checksum:08x}; its stored "
+                f"the checksum {expected:08x}, got {got}; its stored "
                 "bytes are corrupt, use another checkpoint",
                 reason="CORRUPT_DATA",
             )

@@ -236,6 +236,7 @@ class OpenCheckpoint:
                 since = meter.seconds
                 with joint.publishing(assembly.progress) if joint else nullcontext():
                     source.read(assembly.missing, assembly)
+                assembly.check_complete()
                 reading_seconds = meter.seconds - since
             with meter.phase("rebuild"):
                 result = target.result()
@@ -384,6 +385,7 @@ class OpenCheckpoint:
         meter = Meter("restore", self.name)
         assembly = self._assembly(wanted, place, meter, NEVER)
         self._source().read(assembly.missing, assembly)
+        assembly.check_complete()
 
     def _assembly(
         self,

@@ -12,6 +12,7 @@ end the exchange. If it cannot even do that, the others wait until the deadline 
 its failure is published on the job's board.
 """
 
+import logging
 import math
 import threading
 import time
@@ -33,6 +34,8 @@ from storesvc_client._job.job import Job, process_name
 from storesvc_client._restore.assembly import Assembly, ChunkSource
 from storesvc_client._restore.peer_plan import Exchange, SpreadPlan
 from storesvc_client.errors import PeerFailedError, UnavailableError
+
+_log = logging.getLogger("storesvc_client")
 
 POLL_SECONDS: Final = 1.0
 """Interval at which a waiting process checks whether the round can still complete."""
@@ -130,6 +133,17 @@ class PeerSource:
             with ThreadPoolExecutor(1, "storesvc-spread") as ahead:
                 for each in exchanges:
                     self._take_part(each, assembly, ahead)
+            if self._error is None:
+                # A chunk whose checksum differed after the exchange needs a second
+                # read, and no other process sends it again.
+                left = assembly.restart(ordinals)
+                if left:
+                    _log.warning(
+                        "restore of %s: %d chunks were corrupted in the exchange "
+                        "between processes; reading them from the storage",
+                        *(self._name, len(left)),
+                    )
+                self._read(left, assembly)
         except Exception as e:  # noqa: BLE001 - raised below
             failure = e
         # the first error of this process, not the failure to send it to the others

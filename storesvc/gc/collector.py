@@ -11,7 +11,7 @@ The order of the steps makes a pass safe to cut off anywhere: a later pass conti
    garbage in that state.
 5. Delete the garbage in the order of ``sweep``: objects that refer to data files, data
    files, unlisted leftovers of uploads, records of uploads.
-6. Delete FREE slots, after the epoch floor of the run was raised above their epochs.
+6. Delete FREE slots, after the epoch floor of the run was raised to their epochs.
 7. Delete expired holds and the records of deleted tags.
 
 Concurrent passes of several processes are safe: garbage stays garbage, and each record

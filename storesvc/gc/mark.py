@@ -9,18 +9,19 @@ time, whatever runs concurrently, because they follow these rules:
    kept, and all objects with the id of its predecessor, whose chunks it may claim.
 2. An upload is *kept* while its slot holds the checkpoint that it became, deleted or
    not. The objects that the slot names are kept.
-3. An upload has *begun* if it has a record, and its slot has not yet reached its epoch:
-   it may still reserve the slot. All its objects are kept, until a write of the slot
-   has made that impossible.
+3. An upload has *begun* if it has a record, and its slot neither holds a checkpoint nor
+   has reached its epoch: it may still reserve the slot. All its objects are kept, until
+   a write of the slot has made that impossible.
 4. Any other upload has *ended*, and no slot will name it again: its slot has a later
-   owner or is FREE, or its record is gone, which is written before everything else. A
-   reader without a hold may still use it, so its objects are kept for a grace period.
+   owner or is FREE, or it has no record any more, and it never gets one, because a
+   record is written before everything else. A reader without a hold may still use it,
+   so its objects are kept for a grace period.
 5. A data file is kept while a file table names it, whichever upload wrote it: the file
    table of a kept upload, or of one that ended less than a grace period ago.
 6. The record of an upload is deleted after its other objects, because it answers
    repeated requests. A FREE slot is deleted after all other objects of the uploads of
-   its step: no object is ever without an owner, and no upload that once found the slot
-   empty finds it empty again.
+   its step: no object is ever without an owner, and an upload that read an empty slot
+   long ago cannot reserve it any more.
 7. Objects that no list shows (leftovers of a killed write, directories) are deleted
    together with the last listed object of an upload, and before it: its record, or the
    FREE slot.
@@ -99,7 +100,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Paths that may be deleted, in the order of the fields."""
+    """What may be deleted, in the order of the fields, and what still waits."""
 
     garbage: Sequence[str]
     """Objects of uploads; those that refer to data files before the data files."""
@@ -115,15 +116,15 @@ class Marks:
     """Uploads with garbage that ended less than a grace period ago."""
 
 
-def unnamed(state: RunState) -> list[str]:
+def uploads_needing_records(state: RunState) -> list[str]:
     """Returns the uploads whose records must be read: those that are live, and those
     that no slot names."""
-    ended = CHECKPOINTS | {FREE}
+    settled = CHECKPOINTS | {FREE}
     owners = state.owners
     return [
         upload
         for upload in state.uploads()
-        if upload not in owners or owners[upload].state not in ended
+        if upload not in owners or owners[upload].state not in settled
     ]
 
 

@@ -19,7 +19,7 @@ from storesvc.errors import ConflictError, CorruptDataError
 from storesvc.format.checksums import digest
 from storesvc.format.layout import RunPaths
 from storesvc.format.names import InvalidNameError, RunName, check_data_file
-from storesvc.gc.mark import RunState, unnamed
+from storesvc.gc.mark import RunState, uploads_needing_records
 from storesvc.gc.read_agreement import agree
 from storesvc.storage.bounded_gather import each
 from storesvc.storage.bucket import Bucket, Generation
@@ -133,7 +133,7 @@ class RunReader:
         """Returns the state that was read, with the upload records that it needs."""
         _check_slots(places, slots)
         state = RunState(places=places, listed=listed, slots=slots, records={})
-        uploads = unnamed(state)
+        uploads = uploads_needing_records(state)
         found = await each(self._record, map(places.upload, uploads))
         records = zip(uploads, found, strict=True)
         return replace(state, records={u: r for u, r in records if r is not None})

@@ -7,7 +7,7 @@
 3. Records of uploads.
 4. FREE slots, each after the run's epoch floor was raised to its epoch, so that epochs
    never start again; on the condition that the slot is unchanged.
-5. ExpiredUpload holds and the records of deleted tags, on the same condition.
+5. Expired holds and the records of deleted tags, on the same condition.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Mapping

@@ -211,5 +211,5 @@ class HedgedCall:
 
 
 def _size_class(size_bytes: int) -> int:
-    """The power of two of a size in MiB, rounded up."""
+    """Returns the number of binary digits of a size in whole MiB."""
     return (size_bytes // _UNIT).bit_length()

@@ -46,7 +46,7 @@ class World:
             slots=self.slots,
             records={
                 upload: self.records[upload]
-                for upload in mark.unnamed(bare)
+                for upload in mark.uploads_needing_records(bare)
                 if upload in self.records
             },
         )

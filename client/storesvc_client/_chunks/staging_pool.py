@@ -1,4 +1,4 @@
-"""StagingPool pool: the bounded host memory that saves copy chunks into, reused.
+"""Staging pool: the bounded host memory that saves copy chunks into, reused.
 
 Buffers return to the pool as their chunks are written and serve the chunks that follow.
 Those left after a save serve the next one, whose chunks have the same sizes, because

@@ -131,11 +131,11 @@ class Target:
             rules: Partition rules, or "recorded".
             cast: A floating-point dtype for floating-point leaves.
             missing: "error" rejects leaves of ``like`` that the checkpoint lacks;
-                "init" keeps their values from ``like``.
+                "keep" keeps their values from ``like``.
 
         Raises:
             InvalidRequestError: Mesh without rules, rules without mesh, a rule or dtype
-                that is not usable, or "init" without ``like``.
+                that is not usable, or "keep" without ``like``.
             MismatchError: The checkpoint does not match; the message lists all
                 differences.
         """

@@ -1,9 +1,9 @@
-"""The memory budget of a restore from files or a bucket, and the threads that share it.
+"""The memory budget of a restore, and the threads that share it.
 
-A thread that takes a read which needs new buffers waits until they fit next to all
-buffers that are allocated and not handed over. If no other read is in progress it does
-not wait, because nothing would free memory: a leaf larger than the budget is read
-alone.
+A thread that takes a read which needs new buffers allocates them, and then waits until
+all buffers that are allocated and not handed over fit into the budget; so the bound is
+exceeded by the buffers of one read at most. If no other read is in progress it does not
+wait, because nothing would free memory: a leaf larger than the budget is read alone.
 
 Reads whose bytes are copied from a response have a limit of their own for the bytes in
 flight.

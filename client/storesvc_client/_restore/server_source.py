@@ -133,7 +133,7 @@ class ServerSource:
             if left:
                 raise UnavailableError(
                     f"store {self._connection.address} ended a stream early: "
-                    f"{len(left)} chunks are missing"
+                    f"{len(left)} chunks are missing or were corrupted in transit"
                 )
         except UnavailableError:
             if self._stopped:

@@ -346,7 +346,7 @@ class RunSaver:
 
 
 class _StalledError(Exception):
-    """The previous save waits for its server; the message is the server's problem."""
+    """The previous save waits for its server; its text says why."""
 
     def __init__(self, step: int, trouble: str) -> None:
         super().__init__(trouble)

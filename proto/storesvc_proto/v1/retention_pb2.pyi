@@ -187,7 +187,7 @@ Global___KeepEveryDuration: typing_extensions.TypeAlias = KeepEveryDuration
 
 @typing.final
 class KeepNewerThan(google.protobuf.message.Message):
-    """Keeps the checkpoints that were committed less than a duration ago."""
+    """Keeps the checkpoints that were committed at most a duration ago."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

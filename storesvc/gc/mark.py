@@ -100,7 +100,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """What may be deleted, in the order of the fields, and what still waits."""
+    """Objects that may be deleted, in the order of the fields, and waiting uploads."""
 
     garbage: Sequence[str]
     """Objects of uploads; those that refer to data files before the data files."""

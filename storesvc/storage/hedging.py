@@ -191,7 +191,8 @@ class HedgedCall:
         if self._reads.spend():
             self._slow_at = math.inf
             return Step.HEDGE
-        # Reads that begin in the meantime refill the token bucket.
+        # Reads that begin in the meantime refill the token bucket: try again after as
+        # long as this read has waited already.
         self._slow_at = now + (now - self._asked_at)
         return Step.WAIT
 

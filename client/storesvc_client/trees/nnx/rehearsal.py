@@ -59,7 +59,7 @@ _log = logging.getLogger("storesvc_client")
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _PlannedCheckpoint:
     """A checkpoint that is about to be saved."""
 
     name: str
@@ -77,7 +77,7 @@ class _Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Saved:
+class _ModelToSave:
     """A state or module to rehearse, without its arrays."""
 
     graphdef: Any
@@ -86,7 +86,7 @@ class _Saved:
     is_state: bool
 
     @classmethod
-    def of(cls, saved: HasGraph, *, is_state: bool) -> "_Saved":
+    def of(cls, saved: HasGraph, *, is_state: bool) -> "_ModelToSave":
         """Creates it for a state, or for the parts of a module."""
         return cls(
             graphdef=saved.graphdef,
@@ -106,11 +106,11 @@ class _Saved:
             for kind, shape, dtype, _ in plan.forms
         ]
         tree = jax.tree.unflatten(plan.treedef, leaves)
-        found = tree.get if isinstance(tree, dict) else partial(getattr, tree)
+        part_of = tree.get if isinstance(tree, dict) else partial(getattr, tree)
         return SimpleNamespace(
             graphdef=self.graphdef,
-            graphstate=found("graphstate"),
-            graphother=found("graphother"),
+            graphstate=part_of("graphstate"),
+            graphother=part_of("graphother"),
         )
 
 
@@ -135,7 +135,7 @@ class Rehearser:
         """
         self._cache = _RehearsalCache.of(run._session.connection)  # noqa: SLF001 - not public
         self._run = run.name
-        self._saved = _Saved.of(saved, is_state=is_state)
+        self._saved = _ModelToSave.of(saved, is_state=is_state)
         self._is_strict = rehearse == "strict"
         self._plan: Plan | None = None
 
@@ -159,7 +159,8 @@ class Rehearser:
         """Starts a rehearsal in the background, after a save, if its structure is new.
 
         Returns:
-            Future of the result; None if another process of the job rehearses.
+            Future of the result; None if another process of the job rehearses, or if
+            ``check`` was not called.
         """
         plan = self._plan
         if plan is None or jax.process_index() != 0:
@@ -180,7 +181,9 @@ class Rehearser:
         return future
 
     def _rehearsed(self, plan: Plan) -> Rehearsal:
-        stored, saved = _Planned(self._run, plan.tree), self._saved
+        """Rehearses the restore by the class of the model; then, if the class needs a
+        factory or fails, with the saved model itself."""
+        stored, saved = _PlannedCheckpoint(self._run, plan.tree), self._saved
         cls = class_of(saved.graphdef)
         takes_factory = cls is None or _needs_arguments(cls, stored)
         by_class = None
@@ -188,11 +191,11 @@ class Rehearser:
             by_class = _failure(stored, saved, cls)
             if by_class is None:
                 return Rehearsal(ok=True, message="")
-        again = _failure_of_saved(stored, saved, plan)
-        if again is None and takes_factory:
+        with_saved = _failure_of_saved(stored, saved, plan)
+        if with_saved is None and takes_factory:
             return Rehearsal(ok=True, message="")
         call = "restore_state" if saved.is_state else "restore_model"
-        if again is None and cls is not None:
+        if with_saved is None and cls is not None:
             message = (
                 f"the checkpoint cannot be restored by its class, {call}(run, "
                 f"model={cls.__name__}): {by_class}; restore it with {call}(run, "
@@ -200,7 +203,8 @@ class Rehearser:
             )
             return Rehearsal(ok=False, message=message)
         message = (
-            f"the checkpoint cannot be restored by {call}(run, model=...): {again}; "
+            f"the checkpoint cannot be restored by {call}(run, model=...): "
+            f"{with_saved}; "
             f"restore it as dicts and lists, with {call}(run), or with "
             "run.restore(like=) and a tree of the same structure"
         )
@@ -208,16 +212,18 @@ class Rehearser:
 
 
 @collector_paused()  # the recipe is gone before the collector runs again
-def _needs_arguments(cls: type[Any], stored: _Planned) -> bool:
-    """Returns whether a class needs arguments that no checkpoint has, and so a
-    factory."""
+def _needs_arguments(cls: type[Any], stored: _PlannedCheckpoint) -> bool:
+    """Returns whether a class needs a factory, because a checkpoint lacks some of its
+    arguments."""
     recipe = Recipe.unpack(stored.document)
     has_config = recipe.config is not None and takes_config(cls, recipe)
     given = {"rngs", "config"} if has_config else {"rngs"}
     return not given.issuperset(needed_arguments(cls))
 
 
-def _failure_of_saved(stored: _Planned, saved: _Saved, plan: Plan) -> Exception | None:
+def _failure_of_saved(
+    stored: _PlannedCheckpoint, saved: _ModelToSave, plan: Plan
+) -> Exception | None:
     """Returns the error that a restore with the saved model would raise, or None.
 
     Each Variable of that model matches its own leaf. Two things can fail: an optimizer
@@ -245,7 +251,9 @@ def _failure_of_saved(stored: _Planned, saved: _Saved, plan: Plan) -> Exception 
     return None
 
 
-def _failure(stored: _Planned, saved: _Saved, model: Any) -> Exception | None:
+def _failure(
+    stored: _PlannedCheckpoint, saved: _ModelToSave, model: Any
+) -> Exception | None:
     """Returns the error that a restore with this model would raise, or None."""
     # without tx, the optimizer is unknown
     skips = saved.is_state and saved.tx is None
@@ -262,7 +270,7 @@ def _failure(stored: _Planned, saved: _Saved, model: Any) -> Exception | None:
 
 
 def _choose(
-    stored: _Planned, keys: Iterable[str], **target: Unpack[TargetOptions]
+    stored: _PlannedCheckpoint, keys: Iterable[str], **target: Unpack[TargetOptions]
 ) -> None:
     """Matches leaves with the target of a restore, as the restore would."""
     rows = [stored.tree.by_key[key] for key in keys]

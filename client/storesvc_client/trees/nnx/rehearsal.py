@@ -204,8 +204,7 @@ class Rehearser:
             return Rehearsal(ok=False, message=message)
         message = (
             f"the checkpoint cannot be restored by {call}(run, model=...): "
-            f"{with_saved}; "
-            f"restore it as dicts and lists, with {call}(run), or with "
+            f"{with_saved}; restore it as dicts and lists, with {call}(run), or with "
             "run.restore(like=) and a tree of the same structure"
         )
         return Rehearsal(ok=False, message=message)

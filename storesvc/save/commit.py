@@ -158,8 +158,8 @@ class Commits:
         """
         tree = await self._uploads.tree(name, record)
         upload = OpenUpload(name, record, tree)
-        # 1. Decide, from the receipts alone, whether the upload is complete, in
-        #    threads (as below), so that health checks are answered in the meantime. The commit
+        # 1. Decide, from the receipts alone, whether the upload is complete. In threads
+        #    (as below), so that health checks are answered in the meantime. The commit
         #    renews the lease itself, because the client only waits.
         await self._uploads.renew(upload)
         receipts = await self._receipts.read(upload)

@@ -102,7 +102,7 @@ def test_a_command_ends_at_its_timeout_if_the_bucket_does_not_answer(
     assert time.monotonic() - began < SOON_SECONDS
     assert (1, "") == (process.returncode, out)
     (reported,) = (line for line in err.splitlines() if line.startswith("storectl: "))
-    assert f"{root}: the storage did not answer within 3 s; try again, or" in reported
+    assert f"{root}: the storage did not answer within 3 s; retry, or" in reported
 
 
 @pytest.mark.parametrize("request_line", ["GET .*/o[?]", "GET .*/o/"])

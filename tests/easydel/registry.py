@@ -130,3 +130,10 @@ UNBUILDABLE: Final = {
     "SmolLM3ForSequenceClassification": _SCORE_BIAS,
 }
 """Classes that EasyDeL 0.3.0 cannot build, and the start of the error."""
+
+NO_FACTORY: Final = dict.fromkeys(
+    ("OpenELMForCausalLM", "OpenELMModel"),
+    "InvalidRequestError: model=<lambda>: expected code that runs abstractly",
+)
+"""Classes whose config computes with jax, so that a factory that makes one needs
+values; they are restored by the class, from the numbers that were saved."""

@@ -1,6 +1,6 @@
 """Measures planning and rebuilding of trees of many leaves, against jax's flattening.
 
-    python -m tests.bench.trees [--leaves 100000] [--server | --rehearse]
+    python -m tests.bench.trees [--leaves 100000] [--server | --rehearse [--rounds 5]]
 
 Measures, for a module of many small parameters, the work of a save before its first
 byte is sent, and of a restore before its first byte and after its last one. The floor
@@ -116,7 +116,7 @@ def measure(leaves: int) -> dict[str, float]:
     return {name: min(timed(task), timed(task)) for name, task in tasks.items()}
 
 
-def measure_rehearsal(leaves: int, rounds: int = 5) -> None:
+def measure_rehearsal(leaves: int, rounds: int) -> None:
     """Prints what the rehearsal adds to the first save and to later saves: wall-clock
     seconds, and CPU seconds of the thread that saves."""
     rows: dict[str, list[tuple[float, ...]]] = {"off": [], "warn": []}
@@ -227,9 +227,10 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, default=100_000)
     parser.add_argument("--server", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.rehearse:
-        measure_rehearsal(arguments.leaves)
+        measure_rehearsal(arguments.leaves, arguments.rounds)
         return
     if arguments.server:
         measure_server(arguments.leaves)

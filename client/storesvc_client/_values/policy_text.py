@@ -13,6 +13,10 @@
     METRIC   = a word, or a JSON string
 
 ``parse_policy(format_policy(policy)) == policy`` for every policy.
+
+Python's own parser cannot read it: "every(3d)", "newer-than(12 hours)" and a metric
+named "eval/loss" or "lambda" are no Python. Texts come from users, so the time to read
+one grows with its length, not with the square of it.
 """
 
 import json
@@ -48,7 +52,10 @@ _SHOWN: Final = 60
 """Maximum characters of a text that a message repeats."""
 
 _WORD: Final = re.compile(r'[^\s()|&~,"]+')
-_TOKEN: Final = re.compile(rf'"(?:[^"\\]|\\.)*"|[()|&~,"]|{_WORD.pattern}')
+_TOKEN: Final = re.compile(rf'"(?:[^"\\]|\\.)*"?|[()|&~,]|{_WORD.pattern}')
+"""A string that does not end is a token too: the rest is not searched again for each
+quotation mark in it."""
+
 _NUMBER: Final = re.compile(r"-?[0-9]{1,19}|-?[0-9]{1,3}(?:_[0-9]{3}){1,6}")
 _RULES: Final = (
     "latest(N), every(N steps), every(TIME), newer-than(TIME), "
@@ -124,20 +131,30 @@ class _Reader:
         return self._tokens[self._at][0]
 
     def any(self) -> RetentionPolicy:
-        policy = self._all()
-        while self._took("|"):
-            policy |= self._all()
-        return policy
+        return self._combined(KeepAny, "|", self._all)
 
     def end(self) -> None:
         if self._next:
             raise self._unexpected("|, & or the end")
 
     def _all(self) -> RetentionPolicy:
-        policy = self._part()
-        while self._took("&"):
-            policy &= self._part()
-        return policy
+        return self._combined(KeepAll, "&", self._part)
+
+    def _combined(
+        self,
+        kind: type[KeepAny | KeepAll],
+        operator: str,
+        operand: Callable[[], RetentionPolicy],
+    ) -> RetentionPolicy:
+        policies = [operand()]
+        while self._took(operator):
+            policies.append(operand())
+        if len(policies) == 1:
+            return policies[0]
+        members: list[RetentionPolicy] = []  # combined once: each | copies its operands
+        for policy in policies:
+            members += policy.policies if isinstance(policy, kind) else (policy,)
+        return kind(tuple(members))
 
     def _part(self) -> RetentionPolicy:
         if self._next not in ("~", "("):
